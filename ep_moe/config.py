@@ -1,0 +1,405 @@
+"""The words and numbers that a user may choose: frozen, validated configs.
+
+This room alone reads TOML files and the environment.
+Letters: T tokens on this rank, H hidden, I intermediate, K top-k, E experts, R ranks, M max_tokens_per_rank.
+"""
+
+import dataclasses
+import enum
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ALIGNMENT = 16  # hidden and intermediate sizes are multiples of this: one 16-byte access in the narrowest format
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Layout(str, enum.Enum):
+    """How received tokens lie in memory for the experts; `ep_moe.layout` has the shapes."""
+
+    BATCHED = "batched"
+    COMPACT = "compact"
+    FLAT = "flat"
+
+
+class RoutingMethod(enum.IntEnum):
+    """How logits become (ids, weights). The numbers are those of FlashInfer's `RoutingMethodType`."""
+
+    DEFAULT = 0  # softmax over all, then top-k, no renormalisation
+    RENORMALIZE = 1  # top-k of the logits, then softmax over the chosen
+    DEEPSEEK_V3 = 2  # sigmoid, bias for the choice only, top groups, renormalise, scale
+    LLAMA4 = 3  # top-1, sigmoid of its logit
+    RENORMALIZE_NAIVE = 4  # softmax over all, top-k, divide by the sum (Qwen3)
+    TOPK = 5  # top-k, the raw logits are the weights
+    SIGMOID_RENORM = 6  # sigmoid, top-k, divide by the sum (unless norm_topk_prob is False)
+    MINIMAX2 = 7  # sigmoid, bias for the choice only, renormalise, scale
+    SIGMOID = 8  # sigmoid, top-k, no renormalisation
+
+
+class ActivationKind(str, enum.Enum):
+    """The function between the two expert GEMMs; `gated` ones take [gate; up] and halve the width."""
+
+    SILU = "silu"  # silu(gate) * up
+    GELU = "gelu"  # gelu(gate) * up, the exact erf form
+    SWIGLU = "swiglu"  # gpt-oss: clamp both halves, gate * sigmoid(alpha * gate) * (up + beta)
+    RELU2 = "relu2"  # relu(x)^2, not gated
+    IDENTITY = "identity"  # x, not gated
+
+    @property
+    def gated(self) -> bool:
+        """True where the first GEMM is 2 * intermediate wide."""
+        return self in (ActivationKind.SILU, ActivationKind.GELU, ActivationKind.SWIGLU)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _coerce(enum_type: type[enum.Enum], value: Any, name: str) -> Any:
+    try:
+        return enum_type(value)
+    except ValueError:
+        allowed = ", ".join(str(member.value) for member in enum_type)
+        raise ValueError(f"{name} ({value!r}) is not one of {allowed}") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationConfig:
+    """Activation between the expert GEMMs.
+
+    `alpha`, `beta` and `limit` belong to `swiglu`: gate <= limit, -limit <= up <= limit, then
+    gate * sigmoid(alpha * gate) * (up + beta). gpt-oss: alpha 1.702, beta 1, limit 7 (its model card).
+    """
+
+    kind: ActivationKind = ActivationKind.SILU
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", _coerce(ActivationKind, self.kind, "activation"))
+        plain = self.alpha == 1.0 and self.beta == 0.0 and self.limit is None
+        _require(
+            plain or self.kind is ActivationKind.SWIGLU,
+            f"alpha ({self.alpha}), beta ({self.beta}) and limit ({self.limit}) belong to 'swiglu', "
+            f"not to '{self.kind.value}'",
+        )
+        _require(self.limit is None or self.limit > 0, f"limit ({self.limit}) must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingConfig:
+    """How a router's logits choose experts.
+
+    Args:
+        method: one of `RoutingMethod`, by number or member; 9 ("unspecified" at FlashInfer) is a ValueError.
+        num_topk: K, experts per token.
+        num_group, topk_group: groups of experts and how many of them stay, method 2 only.
+        routed_scaling_factor: multiplies the weights of methods 2 and 7; any other method takes 1.0 alone.
+        norm_topk_prob: False skips the division by the sum, method 6 only.
+    """
+
+    method: RoutingMethod
+    num_topk: int
+    num_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", _coerce(RoutingMethod, self.method, "routing method"))
+        _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
+        _require(self.num_group >= 1, f"num_group ({self.num_group}) must be at least 1")
+        _require(
+            1 <= self.topk_group <= self.num_group,
+            f"topk_group ({self.topk_group}) must be in [1, num_group ({self.num_group})]",
+        )
+        _require(
+            self.num_group == 1 or self.method is RoutingMethod.DEEPSEEK_V3,
+            f"num_group ({self.num_group}) needs routing method 2, got {self.method.value}",
+        )
+        scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
+        _require(
+            scales or self.routed_scaling_factor == 1.0,
+            f"routed_scaling_factor ({self.routed_scaling_factor}) needs routing method 2 or 7, not {self.method}",
+        )
+        _require(
+            self.norm_topk_prob or self.method is RoutingMethod.SIGMOID_RENORM,
+            f"norm_topk_prob=False needs routing method 6, got {self.method.value}",
+        )
+        _require(
+            self.num_topk == 1 or self.method is not RoutingMethod.LLAMA4,
+            f"routing method 3 takes num_topk 1, got {self.num_topk}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """One MoE layer.
+
+    Args:
+        hidden: H, a multiple of 16.
+        intermediate: I of one expert, a multiple of 16.
+        num_experts: E, logical experts of the whole layer.
+        routing: how logits choose experts; None where the caller always brings topk_ids and topk_weights.
+        activation: between the two GEMMs.
+        apply_router_weight_on_input: weigh the token before the experts rather than their output; K must be 1.
+        scheme: name of the `ep_moe.quant` scheme of weights and payload, "none" for the model's own dtype.
+        layout: what the experts compute on.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    routing: RoutingConfig | None = None
+    activation: ActivationConfig = ActivationConfig()
+    apply_router_weight_on_input: bool = False
+    scheme: str = "none"
+    layout: Layout = Layout.COMPACT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", _coerce(Layout, self.layout, "layout"))
+        for name in ("hidden", "intermediate"):
+            size = getattr(self, name)
+            _require(size > 0 and size % ALIGNMENT == 0, f"{name} ({size}) must be a positive multiple of {ALIGNMENT}")
+        _require(self.num_experts >= 1, f"num_experts ({self.num_experts}) must be at least 1")
+        if self.routing is not None:
+            k = self.routing.num_topk
+            _require(k <= self.num_experts, f"num_topk ({k}) exceeds num_experts ({self.num_experts})")
+            _require(
+                self.num_experts % self.routing.num_group == 0,
+                f"num_experts ({self.num_experts}) is not a multiple of num_group ({self.routing.num_group})",
+            )
+            _require(
+                k == 1 or not self.apply_router_weight_on_input,
+                f"apply_router_weight_on_input needs num_topk 1, got {k}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransportConfig:
+    """What a transport is built for; every rank of the group passes the same.
+
+    Args:
+        hidden: H of the tokens that travel.
+        max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
+        dtype: the model's dtype: of tokens that are not quantised, of expert outputs and of the combine wire.
+        num_slots: rounds that may be open at once.
+        row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
+    """
+
+    hidden: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype = torch.bfloat16
+    num_slots: int = 2
+    row_alignment: int = 16
+
+    def __post_init__(self) -> None:
+        _require(
+            self.hidden > 0 and self.hidden % ALIGNMENT == 0,
+            f"hidden ({self.hidden}) must be a positive multiple of {ALIGNMENT}",
+        )
+        _require(self.max_tokens_per_rank >= 1, f"max_tokens_per_rank ({self.max_tokens_per_rank}) must be at least 1")
+        _require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
+        _require(self.num_slots >= 1, f"num_slots ({self.num_slots}) must be at least 1")
+        _require(self.row_alignment >= 1, f"row_alignment ({self.row_alignment}) must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """Deadlines of a group of ranks.
+
+    Args:
+        timeout_secs: a wait for other ranks that lasts longer is an error that names the missing rank.
+        heartbeat_secs: how often a rank says that it lives.
+    """
+
+    timeout_secs: float = 60.0
+    heartbeat_secs: float = 0.5
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.heartbeat_secs) and self.heartbeat_secs > 0,
+            f"heartbeat_secs ({self.heartbeat_secs}) must be positive",
+        )
+        _require(
+            math.isfinite(self.timeout_secs) and self.timeout_secs >= 4 * self.heartbeat_secs,
+            f"timeout_secs ({self.timeout_secs}) must be at least four heartbeats ({4 * self.heartbeat_secs})",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How a whole model runs expert-parallel; the options that every command shares.
+
+    Args:
+        model: a Hugging Face directory; "" is the model that ships with the package.
+        nproc: ranks to start on this machine; under torchrun the environment says how many there are.
+        device: "cpu", "cuda", or "auto": CUDA where every rank of this machine has a GPU of its own.
+        dtype: of weights and activations, one of DTYPES.
+        scheme: quantise experts and payload on load, a name of `ep_moe.quant.SCHEMES`; "none" does not.
+        transport, experts, placement: implementations by name.
+        layout: what the experts compute on.
+        max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass.
+        timeout_secs: how long a rank waits for another before it names it as lost.
+    """
+
+    model: str = ""
+    nproc: int = 4
+    device: str = "auto"
+    dtype: str = "float32"
+    scheme: str = "none"
+    transport: str = "auto"
+    experts: str = "auto"
+    placement: str = "linear"
+    layout: Layout = Layout.COMPACT
+    max_tokens_per_rank: int = 2048
+    timeout_secs: float = 60.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", _coerce(Layout, self.layout, "layout"))
+        _require(self.nproc >= 1, f"nproc ({self.nproc}) must be at least 1")
+        _require(self.device in ("auto", "cpu", "cuda"), f"device ({self.device!r}) is not one of auto, cpu, cuda")
+        _require(self.dtype in DTYPES, f"dtype ({self.dtype!r}) is not one of {', '.join(DTYPES)}")
+        _require(self.max_tokens_per_rank >= 1, f"max_tokens_per_rank ({self.max_tokens_per_rank}) must be at least 1")
+        _require(
+            not self.model or Path(self.model).is_dir(), f"model ({self.model!r}) is not a directory of this machine"
+        )
+        GroupConfig(timeout_secs=self.timeout_secs)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        return DTYPES[self.dtype]
+
+    @property
+    def group(self) -> GroupConfig:
+        """The deadlines of the ranks."""
+        return GroupConfig(timeout_secs=self.timeout_secs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchEnv:
+    """The place of this process among its ranks, as torchrun and its kin write it into the environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    store_is_hosted: bool  # True where the launcher itself serves the store, so that no rank's death takes it away
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "LaunchEnv | None":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; None where RANK is not set.
+
+        Errors: ValueError names the variable that is missing or is no number.
+        """
+        env = os.environ if environ is None else environ
+        if "RANK" not in env:
+            return None
+
+        def number(name: str, default: int | None = None) -> int:
+            text = env.get(name)
+            if text is None and default is not None:
+                return default
+            try:
+                return int(text or "")
+            except ValueError:
+                raise ValueError(
+                    f"environment variable {name} ({text!r}) is not a number, although RANK is set"
+                ) from None
+
+        world_size = number("WORLD_SIZE")
+        rank = number("RANK")
+        _require(0 <= rank < world_size, f"RANK ({rank}) is not in [0, WORLD_SIZE ({world_size}))")
+        local_world_size = number("LOCAL_WORLD_SIZE", world_size)
+        _require(
+            1 <= local_world_size <= world_size,
+            f"LOCAL_WORLD_SIZE ({local_world_size}) is not in [1, WORLD_SIZE ({world_size})]",
+        )
+        local_rank = number("LOCAL_RANK", rank % local_world_size)
+        _require(
+            0 <= local_rank < local_world_size,
+            f"LOCAL_RANK ({local_rank}) is not in [0, LOCAL_WORLD_SIZE ({local_world_size}))",
+        )
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=number("MASTER_PORT"),
+            store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+Config = TypeVar("Config")
+
+
+def config_dir() -> Path:
+    """The folder of the TOML files: inside an installed package, beside it in a source tree."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """True where a value of a file may stand for a field that holds such a default."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, enum.Enum):
+        return isinstance(value, str | int)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, list if isinstance(default, tuple) else type(default))
+
+
+def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
+    """Build a flat config dataclass, of numbers, texts and tuples of them, from a mapping.
+
+    Errors: ValueError names `source` and the key that is unknown, missing or not of the type of its default.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(fields))
+    _require(not unknown, f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(fields)}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    _require(not missing, f"{source}: missing key {', '.join(missing)}")
+    for name, value in values.items():
+        default = fields[name].default
+        _require(
+            default is dataclasses.MISSING or _is_like(value, default),
+            f"{source}: {name} ({value!r}) is not a {type(default).__name__}",
+        )
+    return config_type(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config:
+    """Read one table of a TOML file into a config dataclass.
+
+    Errors: ValueError names the file and the key; FileNotFoundError the path.
+    """
+    with open(path, "rb") as file:
+        try:
+            content = tomllib.load(file)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+    _require(table in content, f"{path}: no table [{table}]")
+    return from_mapping(config_type, content[table], f"{path} [{table}]")

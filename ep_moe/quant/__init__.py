@@ -1,0 +1,28 @@
+"""Number formats of expert weights and tokens, in plain torch: what every kernel is compared with."""
+
+from ep_moe.quant.base import Quantised, QuantScheme
+from ep_moe.quant.formats import (
+    SCHEMES,
+    dequantise,
+    dequantise_rows,
+    dequantise_weight,
+    get_scheme,
+    payload_bytes,
+    quantise,
+    quantise_weight,
+    weight_scale_shape,
+)
+
+__all__ = [
+    "SCHEMES",
+    "QuantScheme",
+    "Quantised",
+    "dequantise",
+    "dequantise_rows",
+    "dequantise_weight",
+    "get_scheme",
+    "payload_bytes",
+    "quantise",
+    "quantise_weight",
+    "weight_scale_shape",
+]

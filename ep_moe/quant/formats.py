@@ -1,0 +1,149 @@
+"""The schemes by name, and what every caller uses: checked, then handed to the family that the scheme belongs to.
+
+Plain torch, the oracle of all kernels. Nothing here reads back to the host, so all of it may be captured in a graph.
+Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
+"""
+
+from types import ModuleType
+
+import torch
+
+from ep_moe.quant import fp8
+from ep_moe.quant.base import Quantised, QuantScheme
+
+SCHEMES: dict[str, QuantScheme] = {"none": QuantScheme(name="none"), **fp8.FP8_SCHEMES}
+
+
+def get_scheme(name: str) -> QuantScheme:
+    """Find a scheme by name: one of `SCHEMES`, or "fp8_block_<n>x<k>" for weight blocks of n rows and k columns.
+
+    Errors: ValueError that lists the known names, or says what n and k must be. Local.
+    """
+    scheme = SCHEMES.get(name) or fp8.parse_block_scheme(name)
+    if scheme is None:
+        raise ValueError(f"scheme ({name!r}) is not one of {', '.join(SCHEMES)}, fp8_block_<n>x<k>")
+    return scheme
+
+
+def _family(scheme: QuantScheme) -> ModuleType:
+    """The module that implements a scheme, by the dtype of its stored values."""
+    if scheme.dtype is None:
+        raise ValueError(f"scheme '{scheme.name}' has no quantised form")
+    return {torch.float8_e4m3fn: fp8}[scheme.dtype]
+
+
+def _require_floats(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ValueError(f"{name} ({tensor.dtype}) must be float32, bfloat16 or float16")
+
+
+def _require_stored(
+    values: torch.Tensor, scale: torch.Tensor | None, scale_shape: tuple[int, ...], scheme: QuantScheme
+) -> None:
+    """Check that `values` are of the scheme's dtype and that `scale` is float32 of `scale_shape`."""
+    if values.dtype != scheme.dtype:
+        raise ValueError(f"values are {values.dtype}, scheme '{scheme.name}' stores {scheme.dtype}")
+    if scale is None or tuple(scale.shape) != scale_shape or scale.dtype != torch.float32:
+        given = None if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+        raise ValueError(
+            f"scale is {given}, scheme '{scheme.name}' on values {tuple(values.shape)} "
+            f"needs {scale_shape} torch.float32"
+        )
+
+
+def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantised:
+    """Quantise activations in float32 arithmetic: scale = max(amax, 1e-10) / 448, values rounded to nearest even.
+
+    A row of zeros gives zeros. What is not finite is not hidden: dequantised, a NaN or infinity makes NaN of all that
+    shares its scale. Under a static scale a NaN stays one NaN and what exceeds 448 * scale saturates, infinity too.
+
+    Example: "fp8_block" on [T, 2880] gives scale [T, 23], strides (1, T); the last group has 64 columns.
+
+    Args:
+        x: [T, H] float32, bfloat16 or float16, T = 0 too.
+        scheme: any that is quantised.
+        static_scale: one float32 number > 0 on x's device instead of amax / 448, for activations scaled per tensor.
+    Returns: values [T, H] contiguous and scale [T, G] with strides (1, T).
+    Errors: ValueError for another dtype or shape, a scheme that is not quantised or takes no static scale. Local.
+    """
+    family = _family(scheme)
+    _require_floats("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x {tuple(x.shape)} must have 2 dimensions")
+    if static_scale is not None and scheme.activation != "tensor":
+        raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
+    if static_scale is not None and static_scale.numel() != 1:
+        raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
+    return family.quantise(x, scheme, static_scale)
+
+
+def dequantise(quantised: Quantised) -> torch.Tensor:
+    """Turn activations [T, H] back into float32: stored value * scale, one multiplication. Local."""
+    return dequantise_rows(quantised.values, quantised.scale, quantised.scheme)
+
+
+def dequantise_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
+    """Turn rows of any leading shape back into float32: stored value * scale, one multiplication.
+
+    Args:
+        values: [..., H] as the scheme stores them, or in the model's dtype under a scheme that is not quantised.
+        scale: [..., G] float32, any strides; None under a scheme that is not quantised.
+    Returns: [..., H] float32; `values` itself where it is float32 already.
+    Errors: ValueError where values and scale do not fit each other and the scheme. Local.
+    """
+    if not scheme.quantised:
+        return values.float()
+    _require_stored(values, scale, (*values.shape[:-1], scheme.num_groups(values.shape[-1])), scheme)
+    return _family(scheme).dequantise_rows(values, scale, scheme)
+
+
+def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int, ...]:
+    """The shape of a weight's scales, for a weight of `shape` [..., N, K].
+
+    Returns: per tensor [...], per channel [..., N], per block [..., ceil(N/n), ceil(K/k)].
+    Errors: ValueError for a scheme that is not quantised. Local.
+    """
+    return _family(scheme).weight_scale_shape(shape, scheme)
+
+
+def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise weights by the rule of `quantise`; every leading index, an expert, has scales of its own.
+
+    Args:
+        weight: [..., N, K] float32, bfloat16 or float16.
+        scheme: any that is quantised.
+    Returns: values [..., N, K] and float32 scale of `weight_scale_shape`.
+    Errors: ValueError for another dtype or shape, or a scheme that is not quantised. Local.
+    """
+    family = _family(scheme)
+    _require_floats("weight", weight)
+    if weight.dim() < 2:
+        raise ValueError(f"weight {tuple(weight.shape)} must have at least 2 dimensions")
+    return family.quantise_weight(weight, scheme)
+
+
+def dequantise_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
+    """Turn weights back into float32: stored value * scale, one multiplication.
+
+    Args:
+        values: [..., N, K] as the scheme stores them, or in the model's dtype under a scheme that is not quantised.
+        scale: float32 of `weight_scale_shape`; None under a scheme that is not quantised.
+    Returns: [..., N, K] float32; `values` itself where it is float32 already.
+    Errors: ValueError where values and scale do not fit each other and the scheme. Local.
+    """
+    if not scheme.quantised:
+        return values.float()
+    _require_stored(values, scale, weight_scale_shape(tuple(values.shape), scheme), scheme)
+    return _family(scheme).dequantise_weight(values, scale, scheme)
+
+
+def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:
+    """Bytes of one token on the wire: its values and its scales.
+
+    Example: "fp8_block" at hidden 7168 is 7168 + 56 * 4 = 7392 bytes; "none" in bfloat16 is 14336.
+
+    Args:
+        hidden: H. dtype: the model's, that of the values where the scheme is not quantised.
+    Local.
+    """
+    return hidden * (scheme.dtype or dtype).itemsize + scheme.num_groups(hidden) * torch.float32.itemsize

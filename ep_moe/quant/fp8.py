@@ -1,0 +1,146 @@
+"""The fp8 family: e4m3 values (torch.float8_e4m3fn) with float32 scales that multiply them.
+
+A scale belongs to a tile of the last two dimensions: a whole matrix, a row, or a block whose last row or column of
+tiles is short where the tile does not divide the matrix. One rule serves activations and weights:
+    amax = max(|x| in the tile, 1e-10), scale = amax / 448, value = e4m3(clamp(x / scale, -448, 448))
+with float32 arithmetic, IEEE division and rounding to nearest, ties to even (the 1x128 and 128x128 recipe of
+DeepSeek-V3, arXiv 2412.19437, section 3.3; the lower bound of amax is vLLM's).
+Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
+"""
+
+import math
+import re
+
+import torch
+from torch.nn.functional import pad
+
+from ep_moe.quant.base import ActivationGranularity, Quantised, QuantScheme, WeightGranularity
+
+E4M3_MAX = 448.0
+MIN_AMAX = 1e-10
+BLOCK_MULTIPLE = 16
+
+Tile = tuple[int, int]  # rows and columns that share a scale
+
+
+def _scheme(
+    name: str, activation: ActivationGranularity, weight: WeightGranularity, block: Tile = (128, 128)
+) -> QuantScheme:
+    return QuantScheme(name=name, dtype=torch.float8_e4m3fn, activation=activation, weight=weight, block=block)
+
+
+FP8_SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        _scheme("fp8_tensor", "tensor", "tensor"),
+        _scheme("fp8_token", "token", "channel"),
+        _scheme("fp8_block", "group", "block"),
+    )
+}
+
+
+def parse_block_scheme(name: str) -> QuantScheme | None:
+    """Read "fp8_block_<n>x<k>", the block scheme with weight blocks of n rows and k columns; None for other names.
+
+    Args:
+        name: for example "fp8_block_64x32". "fp8_block_128x128" is "fp8_block" itself, so equal formats are equal.
+    Errors: ValueError where n or k is not a positive multiple of 16. Local.
+    """
+    match = re.fullmatch(r"fp8_block_(\d+)x(\d+)", name)
+    if match is None:
+        return None
+    block = (int(match[1]), int(match[2]))
+    for size in block:
+        if size <= 0 or size % BLOCK_MULTIPLE != 0:
+            raise ValueError(f"scheme {name!r}: block size ({size}) must be a positive multiple of {BLOCK_MULTIPLE}")
+    if block == FP8_SCHEMES["fp8_block"].block:
+        return FP8_SCHEMES["fp8_block"]
+    return _scheme(f"fp8_block_{block[0]}x{block[1]}", "group", "block", block)
+
+
+def _tile_scale(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Scale [..., ceil(N/n), ceil(K/k)] of the tiles of x [..., N, K] float32."""
+    (rows, columns), (n, k) = x.shape[-2:], tile
+    row_tiles, column_tiles = math.ceil(rows / n), math.ceil(columns / k)
+    missing_rows, missing_columns = row_tiles * n - rows, column_tiles * k - columns
+    if missing_rows or missing_columns:
+        x = pad(x, (0, missing_columns, 0, missing_rows))
+    tiles = x.reshape(*x.shape[:-2], row_tiles, n, column_tiles, k)
+    amax = tiles.abs().amax(dim=(-3, -1)).clamp_(min=MIN_AMAX)
+    # by a tensor, for torch on CUDA divides by a Python number through its reciprocal, which may differ in the last bit
+    return amax / torch.full_like(amax, E4M3_MAX)
+
+
+def _spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.Tensor:
+    """Repeat scale [..., ceil(N/n), ceil(K/k)] so that it broadcasts against [..., N, K]."""
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(tile[1], dim=-1)[..., :columns]
+    if scale.shape[-2] > 1 and tile[0] > 1:
+        scale = scale.repeat_interleave(tile[0], dim=-2)[..., :rows, :]
+    return scale
+
+
+def _to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round x / scale to e4m3; clamped first, for torch's cast turns what exceeds 448 into NaN."""
+    return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _activation_tile(scheme: QuantScheme, rows: int, width: int) -> Tile:
+    if scheme.activation == "tensor":
+        return max(rows, 1), max(width, 1)
+    return 1, scheme.block[1] if scheme.activation == "group" else max(width, 1)
+
+
+def _weight_tile(scheme: QuantScheme, rows: int, columns: int) -> Tile:
+    if scheme.weight == "block":
+        return scheme.block
+    return 1 if scheme.weight == "channel" else max(rows, 1), max(columns, 1)
+
+
+def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
+    """`ep_moe.quant.quantise` for x [T, H] and an fp8 scheme."""
+    x = x.float()
+    rows, width = x.shape
+    tile = _activation_tile(scheme, rows, width)
+    tiles = _tile_scale(x, tile) if static_scale is None else static_scale.float().reshape(1, 1)
+    values = _to_e4m3(x, _spread(tiles, tile, rows, width))
+    groups = scheme.num_groups(width)
+    scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
+    scale.copy_(tiles.expand(rows, groups))
+    return Quantised(values=values, scale=scale, scheme=scheme)
+
+
+def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantise_rows` for values [..., H], scale [..., G] and an fp8 scheme."""
+    width = values.shape[-1]
+    if scheme.activation == "group" and scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., :width]
+    return values.float().mul_(scale)
+
+
+def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and an fp8 scheme."""
+    weight = weight.float()
+    rows, columns = weight.shape[-2:]
+    tile = _weight_tile(scheme, rows, columns)
+    tiles = _tile_scale(weight, tile)
+    values = _to_e4m3(weight, _spread(tiles, tile, rows, columns))
+    return values, tiles.reshape(weight_scale_shape(tuple(weight.shape), scheme))
+
+
+def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantise_weight` for values [..., N, K] and an fp8 scheme."""
+    *lead, rows, columns = values.shape
+    tile = _weight_tile(scheme, rows, columns)
+    tiles = scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
+    return values.float().mul_(_spread(tiles, tile, rows, columns))
+
+
+def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int, ...]:
+    """`ep_moe.quant.weight_scale_shape` for an fp8 scheme."""
+    *lead, rows, columns = shape
+    if scheme.weight == "tensor":
+        return tuple(lead)
+    if scheme.weight == "channel":
+        return (*lead, rows)
+    return (*lead, math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1]))

@@ -1,0 +1,266 @@
+"""Configs: what they refuse, and how files and the environment become configs."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import (
+    ActivationConfig,
+    ActivationKind,
+    EngineConfig,
+    GroupConfig,
+    LaunchEnv,
+    Layout,
+    MoEConfig,
+    RoutingConfig,
+    RoutingMethod,
+    TransportConfig,
+    config_dir,
+    from_mapping,
+    read_toml,
+)
+
+MOE = {"hidden": 48, "intermediate": 32, "num_experts": 6}
+TRANSPORT = {"hidden": 48, "max_tokens_per_rank": 8}
+
+
+def routing(**changes: Any) -> RoutingConfig:
+    return RoutingConfig(**{"method": 1, "num_topk": 2, **changes})
+
+
+def moe(**changes: Any) -> MoEConfig:
+    return MoEConfig(**{**MOE, **changes})
+
+
+def transport(**changes: Any) -> TransportConfig:
+    return TransportConfig(**{**TRANSPORT, **changes})
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "method_9": (routing, {"method": 9}, "routing method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
+    "method_name": (routing, {"method": "best"}, "routing method ('best') is not one of 0"),
+    "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),
+    "group_0": (routing, {"method": 2, "num_group": 0}, "num_group (0) must be at least 1"),
+    "topk_group_0": (routing, {"method": 2, "topk_group": 0}, "topk_group (0) must be in [1, num_group (1)]"),
+    "topk_group_5": (
+        routing,
+        {"method": 2, "num_group": 4, "topk_group": 5},
+        "topk_group (5) must be in [1, num_group (4)]",
+    ),
+    "group_method": (routing, {"method": 7, "num_group": 4}, "num_group (4) needs routing method 2, got 7"),
+    "scale_method": (
+        routing,
+        {"method": 6, "routed_scaling_factor": 2.5},
+        "routed_scaling_factor (2.5) needs routing method 2 or 7, got 6",
+    ),
+    "norm_method": (routing, {"norm_topk_prob": False}, "norm_topk_prob=False needs routing method 6, got 1"),
+    "llama4_topk": (routing, {"method": 3}, "routing method 3 takes num_topk 1, got 2"),
+    "activation": (ActivationConfig, {"kind": "tanh"}, "activation ('tanh') is not one of silu, gelu, swiglu, relu2"),
+    "alpha": (ActivationConfig, {"alpha": 1.7}, "alpha (1.7), beta (0.0) and limit (None) belong to 'swiglu'"),
+    "beta": (ActivationConfig, {"kind": "gelu", "beta": 1.0}, "beta (1.0) and limit (None) belong to 'swiglu', not"),
+    "limit": (ActivationConfig, {"kind": "relu2", "limit": 7.0}, "limit (7.0) belong to 'swiglu', not to 'relu2'"),
+    "limit_0": (ActivationConfig, {"kind": "swiglu", "limit": 0.0}, "limit (0.0) must be positive"),
+    "hidden": (moe, {"hidden": 40}, "hidden (40) must be a positive multiple of 16"),
+    "intermediate": (moe, {"intermediate": 0}, "intermediate (0) must be a positive multiple of 16"),
+    "no_experts": (moe, {"num_experts": 0}, "num_experts (0) must be at least 1"),
+    "layout": (moe, {"layout": "dense"}, "layout ('dense') is not one of batched, compact, flat"),
+    "topk_experts": (moe, {"routing": routing(num_topk=7)}, "num_topk (7) exceeds num_experts (6)"),
+    "uneven_groups": (
+        moe,
+        {"routing": routing(method=2, num_group=4, topk_group=2)},
+        "num_experts (6) is not a multiple of num_group (4)",
+    ),
+    "weigh_input": (
+        moe,
+        {"routing": routing(), "apply_router_weight_on_input": True},
+        "apply_router_weight_on_input needs num_topk 1, got 2",
+    ),
+    "transport_hidden": (transport, {"hidden": -16}, "hidden (-16) must be a positive multiple of 16"),
+    "max_tokens": (transport, {"max_tokens_per_rank": 0}, "max_tokens_per_rank (0) must be at least 1"),
+    "dtype": (transport, {"dtype": torch.float64}, "dtype (torch.float64) is not one of float32, bfloat16, float16"),
+    "slots": (transport, {"num_slots": 0}, "num_slots (0) must be at least 1"),
+    "row_alignment": (transport, {"row_alignment": 0}, "row_alignment (0) must be at least 1"),
+    "heartbeat": (GroupConfig, {"heartbeat_secs": 0.0}, "heartbeat_secs (0.0) must be positive"),
+    "heartbeat_nan": (GroupConfig, {"heartbeat_secs": math.nan}, "heartbeat_secs (nan) must be positive"),
+    "timeout": (GroupConfig, {"timeout_secs": 1.9}, "timeout_secs (1.9) must be at least four heartbeats (2.0)"),
+    "nproc": (EngineConfig, {"nproc": 0}, "nproc (0) must be at least 1"),
+    "device": (EngineConfig, {"device": "tpu"}, "device ('tpu') is not one of auto, cpu, cuda"),
+    "dtype_name": (EngineConfig, {"dtype": "fp8"}, "dtype ('fp8') is not one of float32, bfloat16, float16"),
+    "engine_layout": (EngineConfig, {"layout": "dense"}, "layout ('dense') is not one of batched, compact, flat"),
+    "engine_tokens": (EngineConfig, {"max_tokens_per_rank": 0}, "max_tokens_per_rank (0) must be at least 1"),
+    "model": (EngineConfig, {"model": "no/such/folder"}, "model ('no/such/folder') is not a directory of this machine"),
+    "timeout_inf": (GroupConfig, {"timeout_secs": math.inf}, "timeout_secs (inf) must be at least four heartbeats"),
+}
+
+
+@pytest.mark.parametrize(("make", "changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(make: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**changes)
+
+
+ACCEPTED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "groups": (routing, {"method": 2, "num_group": 4, "topk_group": 4, "routed_scaling_factor": 2.5}),
+    "scale_7": (routing, {"method": 7, "routed_scaling_factor": 0.5}),
+    "no_norm_6": (routing, {"method": 6, "norm_topk_prob": False}),
+    "llama4": (routing, {"method": 3, "num_topk": 1}),
+    "gpt_oss": (ActivationConfig, {"kind": "swiglu", "alpha": 1.702, "beta": 1.0, "limit": 7.0}),
+    "every_expert": (moe, {"routing": routing(num_topk=6)}),
+    "weigh_input": (moe, {"routing": routing(num_topk=1), "apply_router_weight_on_input": True}),
+    "weigh_input_later": (moe, {"apply_router_weight_on_input": True}),
+    "least": (transport, {"hidden": 16, "max_tokens_per_rank": 1, "num_slots": 1, "row_alignment": 1}),
+    "four_heartbeats": (GroupConfig, {"timeout_secs": 2.0, "heartbeat_secs": 0.5}),
+}
+
+
+@pytest.mark.parametrize(("make", "changes"), ACCEPTED.values(), ids=ACCEPTED)
+def test_accepted_as_written(make: Callable[..., Any], changes: dict[str, Any]) -> None:
+    config = make(**changes)
+    assert {name: getattr(config, name) for name in changes} == changes
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, next(iter(changes)), 1)
+
+
+def test_engine_config_derives_dtype_and_deadlines(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", timeout_secs=7.5)
+    assert config.torch_dtype is torch.bfloat16
+    assert config.group == GroupConfig(timeout_secs=7.5)
+
+
+def test_numbers_and_names_become_members() -> None:
+    assert routing(method=4).method is RoutingMethod.RENORMALIZE_NAIVE
+    assert from_mapping(ActivationConfig, {"kind": "gelu"}, "here").kind is ActivationKind.GELU
+    assert moe(layout="flat").layout is Layout.FLAT
+    assert [kind.value for kind in ActivationKind if kind.gated] == ["silu", "gelu", "swiglu"]
+
+
+def test_from_mapping() -> None:
+    config = from_mapping(RoutingConfig, {"method": 2, "num_topk": 3, "num_group": 2}, "here")
+    assert config == RoutingConfig(method=RoutingMethod.DEEPSEEK_V3, num_topk=3, num_group=2)
+
+
+def test_from_mapping_makes_tuples_of_lists() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Sizes:
+        sizes: tuple[int, ...]
+        more: list[int] = dataclasses.field(default_factory=list)
+
+    assert from_mapping(Sizes, {"sizes": [1, 2]}, "here").sizes == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**MOE, "hiden": 1, "epxerts": 2}, "here: unknown key epxerts, hiden; known: hidden, intermediate, num_exp"),
+        ({"hidden": 48}, "here: missing key intermediate, num_experts"),
+        ({}, "here: missing key hidden, intermediate, num_experts"),
+        ({**MOE, "hidden": 40}, "hidden (40) must be a positive multiple of 16"),
+    ],
+    ids=["unknown", "missing", "empty", "invalid"],
+)
+def test_from_mapping_errors(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_mapping(MoEConfig, values, "here")
+
+
+def test_read_toml(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[layer]\nhidden = 48\nintermediate = 32\nnum_experts = 6\nlayout = "batched"\n[other]\nx = 1\n')
+    assert read_toml(MoEConfig, path, "layer") == moe(layout=Layout.BATCHED)
+    assert read_toml(MoEConfig, str(path), "layer") == moe(layout=Layout.BATCHED)
+
+
+def test_read_toml_errors(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[layer]\nhidden = 48\nwidth = 3\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: no table [group]")):
+        read_toml(GroupConfig, path, "group")
+    with pytest.raises(ValueError, match=re.escape(f"{path} [layer]: unknown key width; known: hidden")):
+        read_toml(MoEConfig, path, "layer")
+    path.write_text("[layer]\nhidden = = 48\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*line 2"):
+        read_toml(MoEConfig, path, "layer")
+    with pytest.raises(FileNotFoundError, match=r"absent\.toml"):
+        read_toml(MoEConfig, tmp_path / "absent.toml", "layer")
+
+
+def test_config_dir_is_a_folder() -> None:
+    assert config_dir().is_dir()
+
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_launch_env_of_torchrun() -> None:
+    assert LaunchEnv.from_environ(TORCHRUN) == LaunchEnv(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        master_addr="node0",
+        master_port=29500,
+        store_is_hosted=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_rank", "local_world_size"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1"}, 5, 8),
+        ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4"}, 1, 4),
+        ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1", "LOCAL_RANK": "3"}, 3, 8),
+    ],
+    ids=["one_node", "local_size", "local_rank"],
+)
+def test_launch_env_defaults(environ: dict[str, str], local_rank: int, local_world_size: int) -> None:
+    env = LaunchEnv.from_environ(environ)
+    assert env is not None
+    assert (env.local_rank, env.local_world_size, env.master_addr) == (local_rank, local_world_size, "127.0.0.1")
+    assert env.store_is_hosted is False
+
+
+def test_launch_env_without_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LaunchEnv.from_environ({"WORLD_SIZE": "8", "MASTER_PORT": "1"}) is None
+    monkeypatch.delenv("RANK", raising=False)
+    assert LaunchEnv.from_environ() is None
+
+
+def test_launch_env_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert LaunchEnv.from_environ() == LaunchEnv.from_environ(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "8"}, "RANK (8) is not in [0, WORLD_SIZE (8))"),
+        ({"RANK": "-1"}, "RANK (-1) is not in [0, WORLD_SIZE (8))"),
+        ({"RANK": ""}, "environment variable RANK ('') is not a number"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK (0) is not in [0, WORLD_SIZE (0))"),
+        ({"WORLD_SIZE": None}, "environment variable WORLD_SIZE (None) is not a number, although RANK is set"),
+        ({"MASTER_PORT": None}, "environment variable MASTER_PORT (None) is not a number"),
+        ({"MASTER_PORT": "port"}, "environment variable MASTER_PORT ('port') is not a number"),
+        ({"LOCAL_RANK": "one"}, "environment variable LOCAL_RANK ('one') is not a number"),
+        ({"LOCAL_WORLD_SIZE": "4.0"}, "environment variable LOCAL_WORLD_SIZE ('4.0') is not a number"),
+    ],
+    ids=lambda value: "_".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_launch_env_errors(changes: dict[str, str | None], message: str) -> None:
+    environ = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LaunchEnv.from_environ(environ)

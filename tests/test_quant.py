@@ -1,0 +1,293 @@
+"""Number formats against a reference that knows only the 256 bit patterns of e4m3 and loops over tiles in numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ep_moe.quant import (
+    SCHEMES,
+    Quantised,
+    dequantise,
+    dequantise_rows,
+    dequantise_weight,
+    get_scheme,
+    payload_bytes,
+    quantise,
+    quantise_weight,
+)
+
+QUANTISED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32"]
+WIDTHS = [2880, 144, 16]
+WORST_ROW_LIMIT = 0.04  # relative L2; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
+
+
+def _value_of(code: int) -> float:
+    """The number that an e4m3 bit pattern means: 1 sign, 4 exponent bits with bias 7, 3 mantissa bits, no infinity."""
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    magnitude = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return math.nan if code & 127 == 127 else -magnitude if code & 128 else magnitude
+
+
+VALUES = np.array([_value_of(code) for code in range(256)])
+MAGNITUDES = VALUES[:127]  # ascending: 0 to 448
+MIDPOINTS = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2  # exact in float64
+
+
+def _nearest_code(x: np.ndarray) -> np.ndarray:
+    """Bit pattern nearest to each number of [-448, 448], ties to the even pattern; a NaN keeps its sign."""
+    magnitude = np.abs(x.astype(np.float64))
+    below = np.searchsorted(MIDPOINTS, magnitude, side="left")  # midpoints strictly below
+    tie = (below < 126) & (magnitude == MIDPOINTS[np.minimum(below, 125)])
+    code = np.where(tie & (below % 2 == 1), below + 1, below)
+    code = np.where(np.isnan(x), 127, code)
+    return (code + 128 * np.signbit(x)).astype(np.uint8)
+
+
+def _reference(x: np.ndarray, tile: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Bit patterns of x [N, K] float32 and one scale for each tile, tile after tile."""
+    rows, columns = math.ceil(x.shape[0] / tile[0]), math.ceil(x.shape[1] / tile[1])
+    codes, scale = np.zeros(x.shape, np.uint8), np.zeros((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            place = np.s_[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
+            amax = max(np.max(np.abs(x[place])), np.float32(1e-10))
+            scale[i, j] = np.float32(amax) / np.float32(448)
+            codes[place] = _nearest_code(np.clip(x[place] / scale[i, j], np.float32(-448), np.float32(448)))
+    return codes, scale
+
+
+def _tile_of_activations(name: str, rows: int, width: int) -> tuple[int, int]:
+    return {"fp8_tensor": (rows, width), "fp8_token": (1, width), "fp8_block": (1, 128), "fp8_block_64x32": (1, 32)}[
+        name
+    ]
+
+
+def _tile_of_weights(name: str, rows: int, columns: int) -> tuple[int, int]:
+    tiles = {
+        "fp8_tensor": (rows, columns),
+        "fp8_token": (1, columns),
+        "fp8_block": (128, 128),
+        "fp8_block_64x32": (64, 32),
+    }
+    return tiles[name]
+
+
+def _codes(values: torch.Tensor) -> np.ndarray:
+    return values.contiguous().view(torch.uint8).numpy()
+
+
+def _tokens(num_tokens: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of very different size, among them one of zeros, one of almost zeros and one near the dtype's largest."""
+    random = torch.Generator().manual_seed(num_tokens * 10007 + width)
+    x = torch.randn(num_tokens, width, generator=random) * 10 ** torch.randn(num_tokens, 1, generator=random)
+    x[1] = 0
+    x[2] *= 1e-13
+    x[3] = x[3] / x[3].abs().max() * (torch.finfo(dtype).max / 1.01)
+    return x.to(dtype)
+
+
+def test_rounding_is_to_nearest_even_and_saturates() -> None:
+    exact = MAGNITUDES.astype(np.float32)
+    ties = MIDPOINTS.astype(np.float32)
+    around = [np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))]
+    extreme = np.array([1e-45, 2**-11, 463.9, 464.0, 464.1, 1e5, 3e38, np.inf], np.float32)
+    magnitude = np.concatenate([exact, ties, *around, extreme])
+    x = np.concatenate([magnitude, -magnitude])[None]
+    result = quantise(torch.from_numpy(x), SCHEMES["fp8_tensor"], static_scale=torch.ones(1))
+    np.testing.assert_array_equal(_codes(result.values), _nearest_code(np.clip(x, -448, 448)))
+    np.testing.assert_array_equal(dequantise(result).numpy(), VALUES[_codes(result.values)])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantise_has_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
+    x = _tokens(9, width, dtype)
+    before = x.clone()
+    codes, tiles = _reference(x.float().numpy(), _tile_of_activations(name, 9, width))
+    result = quantise(x, get_scheme(name))
+    np.testing.assert_array_equal(_codes(result.values), codes)
+    np.testing.assert_array_equal(result.scale.numpy(), np.broadcast_to(tiles, (9, tiles.shape[1])))
+    assert result.scale.stride() == (1, 9)
+    assert result.values.is_contiguous()
+    assert torch.equal(x, before)
+    spread = np.repeat(tiles, _tile_of_activations(name, 9, width)[1], axis=1)[:, :width]
+    np.testing.assert_array_equal(dequantise(result).numpy(), VALUES[codes].astype(np.float32) * spread)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_error_is_half_a_step(name: str, width: int) -> None:
+    random = torch.Generator().manual_seed(width)
+    x = torch.randn(40, width, generator=random)
+    result = quantise(x, get_scheme(name))
+    error = (dequantise(result).double() - x.double()).abs()
+    largest_scale = result.scale.max(dim=1, keepdim=True).values.double()
+    assert bool((error <= 1.00001 * torch.maximum(x.double().abs() / 16, largest_scale / 1024)).all())
+    assert float((error.norm(dim=1) / x.double().norm(dim=1)).max()) < WORST_ROW_LIMIT
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_row_of_zeros_is_zeros(name: str) -> None:
+    result = quantise(torch.zeros(3, 144), get_scheme(name))
+    assert torch.equal(dequantise(result), torch.zeros(3, 144))
+    assert torch.equal(result.scale, torch.full_like(result.scale, float(np.float32(1e-10) / np.float32(448))))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_no_rows(name: str, width: int) -> None:
+    scheme = get_scheme(name)
+    for static in [None, torch.ones(1)] if scheme.activation == "tensor" else [None]:
+        result = quantise(torch.empty(0, width, dtype=torch.bfloat16), scheme, static_scale=static)
+        assert (result.values.shape, result.scale.shape) == ((0, width), (0, scheme.num_groups(width)))
+        assert dequantise(result).shape == (0, width)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_is_not_finite_makes_nan_of_its_scale_alone(name: str, bad: float) -> None:
+    x = torch.randn(4, 272, generator=torch.Generator().manual_seed(0))
+    clean = dequantise(quantise(x, get_scheme(name)))
+    x[2, 130] = bad
+    spoilt = dequantise(quantise(x, get_scheme(name)))
+    row, column = torch.meshgrid(torch.arange(4), torch.arange(272), indexing="ij")
+    tile_rows, tile_columns = _tile_of_activations(name, 4, 272)
+    shared = (row // tile_rows == 2 // tile_rows) & (column // tile_columns == 130 // tile_columns)
+    assert bool(spoilt[shared].isnan().all())
+    assert torch.equal(spoilt[~shared], clean[~shared])
+
+
+def test_static_scale() -> None:
+    x = torch.tensor([[1.0, -3.0, 1000.0], [math.nan, math.inf, -math.inf], [0.3, 17.0, -18.0]])
+    result = quantise(x, SCHEMES["fp8_tensor"], static_scale=torch.tensor(0.5))
+    expected = torch.tensor([[1.0, -3.0, 224.0], [math.nan, 224.0, -224.0], [0.3125, 16.0, -18.0]])
+    assert torch.equal(result.scale, torch.full((3, 1), 0.5))
+    torch.testing.assert_close(dequantise(result), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rows_of_any_leading_shape_and_strides(name: str) -> None:
+    experts, capacity, width = 3, 5, 336
+    scheme = get_scheme(name)
+    x = torch.randn(experts * capacity, width, generator=torch.Generator().manual_seed(3))
+    result = quantise(x, scheme)
+    groups = scheme.num_groups(width)
+    scale = torch.empty(experts, groups, capacity).transpose(1, 2)
+    scale.copy_(result.scale.reshape(experts, capacity, groups))
+    rows = dequantise_rows(result.values.view(experts, capacity, width), scale, scheme)
+    assert torch.equal(rows.view(-1, width), dequantise(result))
+    assert torch.equal(dequantise_rows(result.values[7], result.scale[7], scheme), dequantise(result)[7])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(144, 336), (128, 256), (16, 2880)])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: int) -> None:
+    scheme = get_scheme(name)
+    weight = (
+        torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(rows))
+        * torch.tensor([1, 9, 0.01])[:, None, None]
+    )
+    values, scale = quantise_weight(weight.bfloat16(), scheme)
+    real = dequantise_weight(values, scale, scheme)
+    tile = _tile_of_weights(name, rows, columns)
+    shapes = {
+        "tensor": (3,),
+        "channel": (3, rows),
+        "block": (3, math.ceil(rows / tile[0]), math.ceil(columns / tile[1])),
+    }
+    assert scale.shape == shapes[scheme.weight]
+    for expert in range(3):
+        codes, tiles = _reference(weight[expert].bfloat16().float().numpy(), tile)
+        np.testing.assert_array_equal(_codes(values[expert]), codes)
+        np.testing.assert_array_equal(scale[expert].reshape(tiles.shape).numpy(), tiles)
+        for n, k in [(0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3)]:
+            expected = np.float32(VALUES[codes[n, k]]) * tiles[n // tile[0], k // tile[1]]
+            assert real[expert, n, k].item() == expected
+    alone = quantise_weight(weight[1].bfloat16(), scheme)
+    assert torch.equal(alone[0].view(torch.uint8), values[1].view(torch.uint8))
+    assert torch.equal(dequantise_weight(*alone, scheme), real[1])
+
+
+def test_none_leaves_numbers_alone() -> None:
+    x = torch.randn(3, 32)
+    assert dequantise_rows(x, None, SCHEMES["none"]) is x
+    assert torch.equal(dequantise_weight(x.bfloat16(), None, SCHEMES["none"]), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("hidden", WIDTHS)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_payload_bytes_are_those_of_a_row(name: str, hidden: int) -> None:
+    row = quantise(torch.ones(1, hidden), get_scheme(name))
+    expected = row.values.untyped_storage().nbytes() + row.scale.untyped_storage().nbytes()
+    assert payload_bytes(get_scheme(name), hidden, torch.bfloat16) == expected
+    assert payload_bytes(SCHEMES["none"], hidden, torch.bfloat16) == 2 * hidden
+
+
+def test_schemes_by_name() -> None:
+    assert all(get_scheme(name) is scheme and scheme.name == name for name, scheme in SCHEMES.items())
+    assert get_scheme("fp8_block_64x32").block == (64, 32)
+    assert get_scheme("fp8_block_64x32") == get_scheme("fp8_block_64x32")
+    assert get_scheme("fp8_block_128x128") is SCHEMES["fp8_block"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fp8", ("'fp8'", "none", "fp8_tensor", "fp8_token", "fp8_block", "fp8_block_<n>x<k>")),
+        ("fp8_block_64", ("'fp8_block_64'", "fp8_block_<n>x<k>")),
+        ("fp8_block_0x64", ("'fp8_block_0x64'", "(0)", "multiple of 16")),
+        ("fp8_block_64x40", ("'fp8_block_64x40'", "(40)", "multiple of 16")),
+    ],
+)
+def test_unknown_schemes(name: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        get_scheme(name)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+X = torch.ones(4, 144)
+FP8 = quantise(X, SCHEMES["fp8_block"])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: quantise(X, SCHEMES["none"]), ("'none'",)),
+        (lambda: quantise(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),
+        (lambda: quantise(FP8.values, SCHEMES["fp8_token"]), ("float8_e4m3fn", "float32")),
+        (lambda: quantise(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
+        (lambda: quantise(X, SCHEMES["fp8_block"], static_scale=torch.ones(1)), ("'fp8_block'", "static_scale")),
+        (lambda: quantise(X, SCHEMES["fp8_tensor"], static_scale=torch.ones(2)), ("(2,)", "1 number")),
+        (lambda: quantise_weight(X, SCHEMES["none"]), ("'none'",)),
+        (lambda: quantise_weight(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
+        (lambda: quantise_weight(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),
+        (lambda: dequantise_rows(X, FP8.scale, FP8.scheme), ("torch.float32", "float8_e4m3fn")),
+        (lambda: dequantise_rows(FP8.values, FP8.scale[:, :1], FP8.scheme), ("(4, 1)", "(4, 2)")),
+        (lambda: dequantise_rows(FP8.values, None, FP8.scheme), ("None", "(4, 2)")),
+        (lambda: dequantise_rows(FP8.values, FP8.scale.double(), FP8.scheme), ("torch.float64", "torch.float32")),
+        (lambda: dequantise_weight(FP8.values, FP8.scale, FP8.scheme), ("(4, 2)", "(1, 2)")),
+        (lambda: Quantised(values=FP8.values[0], scale=FP8.scale, scheme=FP8.scheme), ("(144,)", "2 dimensions")),
+        (lambda: Quantised(values=FP8.values, scale=FP8.scale[:3], scheme=FP8.scheme), ("(3, 2)", "(4, 2)")),
+        (lambda: Quantised(values=X, scale=FP8.scale, scheme=FP8.scheme), ("torch.float32", "float8_e4m3fn")),
+        (lambda: Quantised(values=X, scale=FP8.scale, scheme=SCHEMES["none"]), ("'none'",)),
+    ],
+)
+def test_bad_input(call: object, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()  # type: ignore[operator]
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUANTISED)
+def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
+    x, scheme = _tokens(300, 2880), get_scheme(name)
+    here, there = quantise(x, scheme), quantise(x.cuda(), scheme)
+    assert torch.equal(here.values.view(torch.uint8), there.values.cpu().view(torch.uint8))
+    assert torch.equal(here.scale, there.scale.cpu())
+    assert torch.equal(dequantise(here), dequantise(there).cpu())

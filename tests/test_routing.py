@@ -1,0 +1,498 @@
+"""Routing methods against float64 loops, worked examples, and the routers of transformers."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.llama4.modeling_llama4 import Llama4Router
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from ep_moe.config import RoutingConfig, RoutingMethod
+from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.routing import Routing, route, weigh_input
+
+WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
+NEAR = 1e-5  # scores closer than this, but not equal, may change places between float32 and float64
+
+
+def configured(method: int, **numbers: Any) -> RoutingConfig:
+    return RoutingConfig(method=RoutingMethod(method), **numbers)
+
+
+# id: (config, number of experts, bias)
+METHODS: dict[str, tuple[RoutingConfig, int, bool]] = {
+    "0_default": (configured(0, num_topk=6), 60, False),
+    "1_renormalize": (configured(1, num_topk=4), 32, False),
+    "1_every_expert": (configured(1, num_topk=7), 7, False),
+    "2_groups_bias": (
+        configured(2, num_topk=8, num_group=8, topk_group=4, routed_scaling_factor=2.5),
+        64,
+        True,
+    ),
+    "2_groups": (configured(2, num_topk=5, num_group=5, topk_group=2, routed_scaling_factor=1.8), 35, False),
+    "2_groups_of_one": (configured(2, num_topk=3, num_group=12, topk_group=6), 12, True),
+    "2_all_of_the_groups": (configured(2, num_topk=6, num_group=4, topk_group=2), 12, True),
+    "2_one_group": (configured(2, num_topk=8, routed_scaling_factor=2.446), 48, True),
+    "2_beyond_flashinfer": (configured(2, num_topk=24, num_group=8, topk_group=6), 64, True),
+    "3_llama4": (configured(3, num_topk=1), 16, False),
+    "4_renormalize_naive": (configured(4, num_topk=8), 128, False),
+    "5_topk": (configured(5, num_topk=3), 11, False),
+    "6_sigmoid_renorm": (configured(6, num_topk=4), 20, False),
+    "6_no_norm": (configured(6, num_topk=4, norm_topk_prob=False), 20, False),
+    "7_minimax2": (configured(7, num_topk=8, routed_scaling_factor=1.5), 40, True),
+    "7_no_bias": (configured(7, num_topk=8), 40, False),
+    "8_sigmoid": (configured(8, num_topk=2), 9, False),
+}
+
+
+def sigmoid(value: float) -> float:
+    return 1.0 / (1.0 + math.exp(-value))
+
+
+def softmax(values: list[float]) -> list[float]:
+    powers = [math.exp(value - max(values)) for value in values]
+    return [power / math.fsum(powers) for power in powers]
+
+
+def closest(scores: list[float]) -> float:
+    """The least distance between two scores that are not equal."""
+    ranked = sorted(set(scores))
+    return min((after - before for before, after in zip(ranked, ranked[1:], strict=False)), default=math.inf)
+
+
+def reference(
+    logits: list[float], config: RoutingConfig, bias: list[float] | None
+) -> tuple[list[int], list[float], float]:
+    """One token in float64: (ids, weights, least distance between unequal scores)."""
+    experts, top = len(logits), config.num_topk
+    method = int(config.method)
+    if method in (0, 4):
+        scores = softmax(logits)
+    elif method in (1, 5):
+        scores = logits
+    else:
+        scores = [sigmoid(value) for value in logits]
+    choice = [score + shift for score, shift in zip(scores, bias or [0.0] * experts, strict=True)]
+    allowed, distance = list(range(experts)), closest(choice)
+    if config.num_group > 1:
+        size = experts // config.num_group
+        group_scores = []
+        for first in range(0, experts, size):
+            best, second = (sorted(choice[first : first + size], reverse=True) + [0.0])[:2]
+            group_scores.append(best + second)
+        groups = sorted(range(config.num_group), key=lambda group: (-group_scores[group], group))[: config.topk_group]
+        allowed = [expert for expert in allowed if expert // size in groups]
+        distance = min(distance, closest(group_scores))
+    ids = sorted(allowed, key=lambda expert: (-choice[expert], expert))[:top]
+    weights = [scores[expert] for expert in ids]
+    if method == 1:
+        weights = softmax(weights)
+    if method in (2, 4, 7) or (method == 6 and config.norm_topk_prob):
+        weights = [weight / (math.fsum(weights) + 1e-20) for weight in weights]
+    if method in (2, 7):
+        weights = [weight * config.routed_scaling_factor for weight in weights]
+    return ids, weights, distance
+
+
+def check(logits: torch.Tensor, config: RoutingConfig, bias: torch.Tensor | None, least_rows: int) -> None:
+    """Compare every row whose scores are not nearly equal, of which there must be `least_rows`."""
+    kept = logits.clone()
+    routing = route(logits, config, routing_bias=bias)
+    assert torch.equal(logits, kept)
+    assert (routing.topk_ids.dtype, routing.topk_weights.dtype) == (torch.int32, torch.float32)
+    assert routing.topk_ids.shape == routing.topk_weights.shape == (logits.shape[0], config.num_topk)
+    compared = 0
+    for row, values in enumerate(logits.double().tolist()):
+        ids, weights, distance = reference(values, config, None if bias is None else bias.double().tolist())
+        if distance < NEAR:
+            continue
+        compared += 1
+        assert routing.topk_ids[row].tolist() == ids
+        error = np.linalg.norm(routing.topk_weights[row].double().numpy() - weights)
+        assert error <= WORST_ROW * np.linalg.norm(weights)
+    assert compared >= least_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_random_logits(name: str, dtype: torch.dtype) -> None:
+    config, num_experts, biased = METHODS[name]
+    random = torch.Generator().manual_seed(7)
+    # Multiples of 1/16 keep softmax and sigmoid scores of different logits apart, in every dtype alike.
+    logits = (torch.randn(60, num_experts, generator=random) * 16).round().div(16).to(dtype)
+    bias = torch.randn(num_experts, generator=random) * 0.3 if biased else None
+    check(logits, config, bias, least_rows=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_ties_go_to_the_lower_expert(name: str, dtype: torch.dtype) -> None:
+    """Four different logits among all experts, and rows where all are equal; sums of two scores stay apart."""
+    config, num_experts, biased = METHODS[name]
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randint(0, 4, (40, num_experts), generator=random).to(dtype)
+    logits[:4] = torch.tensor([0.0, -0.0, 3.0, -1.0], dtype=dtype)[:, None]
+    logits[4, ::2] = 0.0
+    logits[4, 1::2] = -0.0
+    check(logits, config, torch.full((num_experts,), -0.75) if biased else None, least_rows=40)
+
+
+@pytest.mark.parametrize("num_experts", [1, 13, 256, 1000])
+def test_all_equal_logits_choose_the_first_experts(num_experts: int) -> None:
+    top = min(num_experts, 8)
+    logits = torch.full((5, num_experts), 0.3)
+    for method in (0, 1, 2, 4, 5, 6, 7, 8):
+        ids = route(logits, configured(method, num_topk=top)).topk_ids
+        assert ids.tolist() == [list(range(top))] * 5
+
+
+def logit(*probabilities: float) -> torch.Tensor:
+    return torch.tensor([probabilities], dtype=torch.float64).logit()
+
+
+def test_bias_changes_the_choice_but_not_the_weights() -> None:
+    logits = logit(0.2, 0.8, 0.5, 0.4)
+    bias = torch.tensor([0.75, 0.0, -1.0, 0.0])  # choice 0.95, 0.8, -0.5, 0.4
+    for method in (2, 7):
+        config = configured(method, num_topk=2, routed_scaling_factor=3.0)
+        routing = route(logits, config, routing_bias=bias)
+        assert routing.topk_ids.tolist() == [[0, 1]]
+        assert torch.allclose(routing.topk_weights, torch.tensor([[0.6, 2.4]]), rtol=1e-6)
+        assert route(logits, config).topk_ids.tolist() == [[1, 2]]
+
+
+def test_negative_scores_let_no_other_group_in() -> None:
+    """All choice scores are negative: an expert outside the two best groups, set to 0, would win."""
+    logits = logit(0.1, 0.2, 0.6, 0.5, 0.9, 0.05, 0.3, 0.4)
+    config = configured(2, num_topk=4, num_group=4, topk_group=2, routed_scaling_factor=2.05)
+    routing = route(logits, config, routing_bias=torch.full((8,), -1.0))
+    assert routing.topk_ids.tolist() == [[4, 2, 3, 5]]
+    assert torch.allclose(routing.topk_weights, torch.tensor([[0.9, 0.6, 0.5, 0.05]]), rtol=1e-6)
+
+
+def test_minus_infinity_lets_no_other_group_in() -> None:
+    """Groups 1 and 2 win by their two best; their third experts, ruled out by the bias, come last but come."""
+    logits = logit(0.1, 0.2, 0.3, 0.6, 0.7, 0.99, 0.9, 0.98, 0.8)
+    bias = torch.zeros(9)
+    bias[[5, 7]] = -math.inf
+    config = configured(2, num_topk=6, num_group=3, topk_group=2)
+    assert route(logits, config, routing_bias=bias).topk_ids.tolist() == [[6, 8, 4, 3, 5, 7]]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["nan", "negative_nan"])
+@pytest.mark.parametrize("name", METHODS)
+def test_nan_logits_are_chosen_and_seen(name: str, sign: float) -> None:
+    config, num_experts, _ = METHODS[name]
+    logits = torch.linspace(-1, 1, num_experts).repeat(3, 1)
+    logits[1, 2] = math.copysign(math.nan, sign)
+    routing, clean = route(logits, config), route(logits[[0, 0, 2]], config)
+    assert routing.topk_ids[1, 0].item() == 2
+    assert len(set(routing.topk_ids[1].tolist())) == config.num_topk
+    assert routing.topk_weights[1, 0].isnan().item()
+    assert torch.equal(routing.topk_ids[::2], clean.topk_ids[::2])
+    assert torch.equal(routing.topk_weights[::2], clean.topk_weights[::2])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_extreme_logits_give_valid_ids(name: str) -> None:
+    config, num_experts, _ = METHODS[name]
+    rows = [[value] * num_experts for value in (math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45)]
+    ids = route(torch.tensor(rows), config).topk_ids
+    assert ids.tolist() == [list(range(config.num_topk))] * len(rows)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_zero_tokens(name: str) -> None:
+    config, num_experts, biased = METHODS[name]
+    replay = torch.full((2, config.num_topk), -5, dtype=torch.int16)
+    bias = torch.zeros(num_experts) if biased else None
+    routing = route(torch.empty(0, num_experts), config, routing_bias=bias, routing_replay_out=replay)
+    assert routing.topk_ids.shape == routing.topk_weights.shape == (0, config.num_topk)
+    assert replay.tolist() == [[-5] * config.num_topk] * 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replay_writes_the_rows_of_the_tokens_alone(name: str) -> None:
+    config, num_experts, _ = METHODS[name]
+    logits = torch.randn(5, num_experts, generator=torch.Generator().manual_seed(0))
+    for spare in (0, 3):
+        replay = torch.full((5 + spare, config.num_topk), -5, dtype=torch.int16)
+        routing = route(logits, config, routing_replay_out=replay)
+        assert replay[:5].tolist() == routing.topk_ids.tolist()
+        assert replay[5:].tolist() == [[-5] * config.num_topk] * spare
+
+
+def test_replay_at_the_limit_of_int16() -> None:
+    config = configured(5, num_topk=1)
+    replay = torch.zeros(1, 1, dtype=torch.int16)
+    route(torch.arange(32767.0)[None], config, routing_replay_out=replay)
+    assert replay.item() == 32766
+    with pytest.raises(ValueError, match=r"num_experts \(32768\) exceeds 32767"):
+        route(torch.zeros(1, 32768), config, routing_replay_out=replay)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [8, 60, 256, 3000])
+def test_cuda_chooses_as_the_cpu_does(num_experts: int) -> None:
+    """Ties, zeros, NaN and infinities of both signs, at sizes that CUDA sorts in different ways."""
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, -math.nan])
+    random = torch.Generator().manual_seed(5)
+    logits = values[torch.randint(0, len(values), (64, num_experts), generator=random)]
+    logits[:16] = logits[:16].nan_to_num(0.0)
+    logits[:8] = logits[:8].clamp(-1, 1)
+    config = configured(5, num_topk=8)
+    assert torch.equal(route(logits.cuda(), config).topk_ids.cpu(), route(logits, config).topk_ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_route_in_a_cuda_graph(name: str) -> None:
+    config, num_experts, biased = METHODS[name]
+    random = torch.Generator().manual_seed(2)
+    logits = torch.randn(2, 9, num_experts, generator=random).cuda()
+    bias = torch.randn(num_experts, generator=random).cuda() if biased else None
+    static, replay = logits[0].clone(), torch.zeros(9, config.num_topk, dtype=torch.int16, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        route(static, config, routing_bias=bias, routing_replay_out=replay)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        routing = route(static, config, routing_bias=bias, routing_replay_out=replay)
+    static.copy_(logits[1])
+    graph.replay()
+    expected = route(logits[1], config, routing_bias=bias)
+    assert torch.equal(routing.topk_ids, expected.topk_ids)
+    assert torch.equal(routing.topk_weights, expected.topk_weights)
+    assert torch.equal(replay.int(), expected.topk_ids)
+
+
+def test_weights_carry_gradients_to_the_chosen_logits() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]], requires_grad=True)
+    routing = route(logits, configured(1, num_topk=2))
+    routing.topk_weights[0, 0].backward()
+    slope = sigmoid(1.0) * sigmoid(-1.0)  # of softmax over the logits 2 and 1
+    assert logits.grad is not None
+    assert torch.allclose(logits.grad, torch.tensor([[0.0, slope, -slope]]), atol=1e-6)
+
+
+EXPERTS = 32
+HF: Any = SimpleNamespace(
+    hidden_size=EXPERTS,
+    num_experts=EXPERTS,
+    num_local_experts=EXPERTS,
+    num_experts_per_tok=6,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    n_group=8,
+    topk_group=3,
+)
+
+
+def of_router(router: torch.nn.Module, logits: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a router of transformers whose weight is the identity: its tokens are its logits."""
+    router.weight.data = torch.eye(EXPERTS)
+    with torch.no_grad():
+        _, weights, ids = router(logits, *more)
+    return ids, weights
+
+
+def deepseek(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    router = DeepseekV3TopkRouter(HF)
+    router.e_score_correction_bias.data = bias
+    return of_router(router, logits)
+
+
+def qwen3(norm: bool) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    config = SimpleNamespace(**{**vars(HF), "norm_topk_prob": norm})
+    return lambda logits, bias: of_router(Qwen3MoeTopKRouter(config), logits)
+
+
+def llama4(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    router = Llama4Router(SimpleNamespace(**{**vars(HF), "num_experts_per_tok": 1}))
+    router.weight.data = torch.eye(EXPERTS)
+    with torch.no_grad():
+        scores, _ = router(logits)
+    weights, ids = scores.max(1, keepdim=True)
+    return ids, weights
+
+
+@pytest.mark.parametrize(
+    ("router", "config", "biased"),
+    [
+        (qwen3(norm=True), configured(4, num_topk=6), False),
+        (qwen3(norm=False), configured(0, num_topk=6), False),
+        (
+            deepseek,
+            configured(2, num_topk=6, num_group=8, topk_group=3, routed_scaling_factor=2.5),
+            True,
+        ),
+        (lambda x, _: of_router(MixtralTopKRouter(HF), x), configured(1, num_topk=6), False),
+        (lambda x, bias: of_router(MiniMaxM2TopKRouter(HF), x, bias), configured(7, num_topk=6), True),
+        (lambda x, _: of_router(GptOssTopKRouter(HF), x), configured(1, num_topk=6), False),
+        (llama4, configured(3, num_topk=1), False),
+    ],
+    ids=["qwen3", "qwen3_no_norm", "deepseek_v3", "mixtral", "minimax_m2", "gpt_oss", "llama4"],
+)
+def test_routers_of_transformers(
+    router: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    config: RoutingConfig,
+    biased: bool,
+) -> None:
+    """The same experts with the same weights, whatever the order of the columns there."""
+    random = torch.Generator().manual_seed(11)
+    logits = torch.randn(100, EXPERTS, generator=random) * 2
+    bias = torch.randn(EXPERTS, generator=random) * 0.3
+    ids, weights = router(logits, bias)
+    routing = route(logits, config, routing_bias=bias if biased else None)
+    theirs = torch.zeros(100, EXPERTS).scatter_(1, ids, weights)
+    ours = torch.zeros(100, EXPERTS).scatter_(1, routing.topk_ids.long(), routing.topk_weights)
+    assert torch.equal(theirs != 0, ours != 0)
+    assert ((theirs - ours).norm(dim=1) / theirs.norm(dim=1)).max().item() < WORST_ROW
+
+
+TOP2 = configured(1, num_topk=2)
+LOGITS = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("logits", "config", "extra", "message"),
+    [
+        (torch.zeros(8), TOP2, {}, r"router_logits are \(8,\) torch.float32"),
+        (torch.zeros(3, 8, dtype=torch.int32), TOP2, {}, r"router_logits are \(3, 8\) torch.int32"),
+        (torch.zeros(3, 1), TOP2, {}, r"num_topk \(2\) exceeds num_experts \(1\)"),
+        (
+            torch.zeros(3, 10),
+            configured(2, num_topk=1, num_group=4, topk_group=2),
+            {},
+            r"num_experts \(10\) is not a multiple of num_group \(4\)",
+        ),
+        (
+            LOGITS,
+            configured(2, num_topk=5, num_group=4, topk_group=2),
+            {},
+            r"num_topk \(5\) exceeds the 4 experts in topk_group \(2\) groups",
+        ),
+        (
+            LOGITS,
+            configured(7, num_topk=2),
+            {"routing_bias": torch.zeros(7)},
+            r"routing_bias is \(7,\) torch.float32; \(8,\) of a float dtype needed",
+        ),
+        (
+            LOGITS,
+            configured(2, num_topk=2),
+            {"routing_bias": torch.zeros(8, dtype=torch.int64)},
+            r"routing_bias is \(8,\) torch.int64",
+        ),
+        (
+            LOGITS,
+            TOP2,
+            {"routing_replay_out": torch.zeros(3, 2, dtype=torch.int32)},
+            r"routing_replay_out is torch.int32; torch.int16",
+        ),
+        (
+            LOGITS,
+            TOP2,
+            {"routing_replay_out": torch.zeros(2, 2, dtype=torch.int16)},
+            r"routing_replay_out is \(2, 2\); at least 3 rows of num_topk \(2\)",
+        ),
+        (
+            LOGITS,
+            TOP2,
+            {"routing_replay_out": torch.zeros(3, 3, dtype=torch.int16)},
+            r"routing_replay_out is \(3, 3\); at least 3 rows of num_topk \(2\)",
+        ),
+    ],
+    ids=[
+        "logits_1d",
+        "logits_integer",
+        "more_topk_than_experts",
+        "uneven_groups",
+        "more_topk_than_candidates",
+        "bias_shape",
+        "bias_dtype",
+        "replay_dtype",
+        "replay_rows",
+        "replay_columns",
+    ],
+)
+def test_bad_route_arguments(
+    logits: torch.Tensor, config: RoutingConfig, extra: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        route(logits, config, **extra)
+
+
+@pytest.mark.parametrize("method", [0, 1, 3, 4, 5, 6, 8])
+def test_bias_needs_method_2_or_7(method: int) -> None:
+    with pytest.raises(ValueError, match=rf"routing_bias needs routing method 2 or 7, got {method}"):
+        route(LOGITS, configured(method, num_topk=1), routing_bias=torch.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int32), torch.zeros(3), r"topk_ids are \(3,\) torch.int32"),
+        (torch.zeros(3, 0, dtype=torch.int32), torch.zeros(3, 0), r"topk_ids are \(3, 0\)"),
+        (torch.zeros(3, 2, dtype=torch.int16), torch.zeros(3, 2), r"topk_ids are \(3, 2\) torch.int16"),
+        (torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 3), r"topk_weights are \(2, 3\).*\(3, 2\)"),
+        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2).bfloat16(), r"topk_weights are \(3, 2\) torch.bf"),
+        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, device="meta"), r"on meta, topk_ids on cpu"),
+    ],
+    ids=["ids_1d", "no_column", "ids_dtype", "weights_shape", "weights_dtype", "device"],
+)
+def test_bad_routings(ids: torch.Tensor, weights: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Routing(topk_ids=ids, topk_weights=weights)
+
+
+def top1(*weights: float) -> Routing:
+    ids = torch.arange(len(weights), dtype=torch.int64)[:, None]
+    return Routing(topk_ids=ids, topk_weights=torch.tensor(weights)[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weigh_input(dtype: torch.dtype) -> None:
+    routing = top1(0.3, -2.0, 0.0)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kept, kept_weights = x.clone(), routing.topk_weights.clone()
+    weighed, left = weigh_input(x, routing)
+    factors = [torch.tensor(value).to(dtype) for value in (0.3, -2.0, 0.0)]
+    assert isinstance(weighed, torch.Tensor)
+    assert weighed.dtype == dtype
+    for row, factor in enumerate(factors):
+        assert torch.equal(weighed[row], (x[row].double() * factor.double()).to(dtype))
+    assert left.topk_weights.tolist() == [[1.0], [1.0], [1.0]]
+    assert left.topk_weights.dtype == torch.float32
+    assert torch.equal(left.topk_ids, routing.topk_ids)
+    assert torch.equal(x, kept)
+    assert torch.equal(routing.topk_weights, kept_weights)
+
+
+def test_weigh_input_quantised() -> None:
+    scheme = QuantScheme(name="grouped", dtype=torch.int8, activation="group", block=(128, 16))
+    values = torch.randint(-127, 128, (2, 40), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    weighed, left = weigh_input(Quantised(values=values, scale=scale, scheme=scheme), top1(0.5, 3.0))
+    assert isinstance(weighed, Quantised)
+    assert torch.equal(weighed.values, values)
+    assert weighed.scale.tolist() == [[0.5, 1.0, 1.5], [12.0, 15.0, 18.0]]
+    assert scale.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert left.topk_weights.tolist() == [[1.0], [1.0]]
+
+
+def test_weigh_input_errors() -> None:
+    two = Routing(topk_ids=torch.zeros(3, 2, dtype=torch.int32), topk_weights=torch.ones(3, 2))
+    with pytest.raises(ValueError, match="apply_router_weight_on_input needs num_topk 1, got 2"):
+        weigh_input(torch.zeros(3, 16), two)
+    with pytest.raises(ValueError, match="x has 4 tokens, topk_ids 3"):
+        weigh_input(torch.zeros(4, 16), top1(1.0, 1.0, 1.0))
