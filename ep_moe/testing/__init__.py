@@ -1,0 +1,17 @@
+"""What tests of ep_moe use, and what anybody who writes a transport or an expert implementation may use."""
+
+from ep_moe.testing.cases import CaseInputs, TransportCase, transport_cases
+from ep_moe.testing.compare import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
+from ep_moe.testing.transports import check_round, check_transport, poisoned_memory
+
+__all__ = [
+    "ROW_ERROR_LIMITS",
+    "CaseInputs",
+    "TransportCase",
+    "assert_same_bits",
+    "check_round",
+    "check_transport",
+    "poisoned_memory",
+    "transport_cases",
+    "worst_row_error",
+]

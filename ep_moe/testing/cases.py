@@ -1,0 +1,164 @@
+"""The rounds that every transport must carry: a list of cases, and the inputs they mean.
+
+Letters: T tokens on a rank, K top-k, H hidden, E experts, R ranks, M max_tokens_per_rank.
+"""
+
+import dataclasses
+import zlib
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.placement import Placement, create_placement
+from ep_moe.quant import Quantised, get_scheme, quantise
+from ep_moe.routing import Routing
+
+ROUTINGS = ("uniform", "holes", "no_expert", "repeats", "one_expert", "one_rank")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransportCase:
+    """One round of a group.
+
+    `routing` is one of ROUTINGS: different experts at random; the same with a third of the ids -1; all ids -1; ids
+    that repeat within a row; all tokens to one expert; all tokens to the experts of the last rank that has any.
+    """
+
+    name: str
+    tokens: tuple[int, ...]  # T of each rank
+    hidden: int = 64
+    num_topk: int = 4
+    num_experts: int = 8
+    layout: Layout = Layout.COMPACT
+    scheme: str = "none"
+    dtype: torch.dtype = torch.bfloat16
+    routing: str = "uniform"
+    placement: str = "linear"
+    row_alignment: int = 16
+    id_dtype: torch.dtype = torch.int32
+    quantised_input: bool = False
+    shared: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.tokens)
+
+    @property
+    def config(self) -> TransportConfig:
+        """What the transport is built for: M is the largest T of the case, or 1."""
+        return TransportConfig(
+            hidden=self.hidden,
+            max_tokens_per_rank=max(*self.tokens, 1),
+            dtype=self.dtype,
+            row_alignment=self.row_alignment,
+        )
+
+    def make_placement(self) -> Placement:
+        """Which rank owns which experts."""
+        return create_placement(self.placement, self.num_experts, self.num_ranks)
+
+    def inputs(self, rank: int) -> "CaseInputs":
+        """The input of one rank, on the CPU, the same wherever it is made."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name}/{rank}".encode()))
+        num_tokens = self.tokens[rank]
+        x = torch.randn(num_tokens, self.hidden, generator=generator).to(self.dtype)
+        scores = torch.rand(num_tokens, self.num_experts, generator=generator)
+        ids = self._ids(scores, generator)
+        weights = torch.rand(num_tokens, self.num_topk, generator=generator) + 0.1
+        shared = torch.randn(num_tokens, self.hidden, generator=generator).to(self.dtype)
+        scheme = get_scheme(self.scheme)
+        return CaseInputs(
+            x=quantise(x, scheme) if self.quantised_input else x,
+            routing=Routing(topk_ids=ids.to(self.id_dtype), topk_weights=weights),
+            shared=shared if self.shared else None,
+        )
+
+    def _ids(self, scores: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        num_tokens, k = scores.shape[0], self.num_topk
+        if self.routing == "repeats":
+            return torch.randint(0, max(self.num_experts // 3, 1), (num_tokens, k), generator=generator)
+        if self.routing == "one_expert":
+            return torch.cat([torch.full((num_tokens, 1), 1), torch.full((num_tokens, k - 1), -1)], dim=1)
+        if self.routing == "no_expert":
+            return torch.full((num_tokens, k), -1)
+        if self.routing == "one_rank":
+            placement = self.make_placement()
+            last = max(r for r in range(self.num_ranks) if placement.num_local_experts(r))
+            span = placement.num_local_experts(last)
+            return placement.starts[last] + torch.randint(0, span, (num_tokens, k), generator=generator)
+        ids = scores.argsort(dim=1)[:, :k]
+        if ids.shape[1] < k:
+            ids = torch.cat([ids, torch.full((num_tokens, k - ids.shape[1]), -1)], dim=1)
+        if self.routing == "holes":
+            ids = torch.where(torch.rand(num_tokens, k, generator=generator) < 0.34, -1, ids)
+        return ids
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CaseInputs:
+    """What one rank brings to a round. Ids are physical."""
+
+    x: torch.Tensor | Quantised  # [T, H]
+    routing: Routing
+    shared: torch.Tensor | None  # [T, H]
+
+    def to(self, device: torch.device) -> "CaseInputs":
+        """The same on a device."""
+        x = self.x
+        if isinstance(x, Quantised):
+            moved: torch.Tensor | Quantised = Quantised(
+                values=x.values.to(device), scale=x.scale.to(device), scheme=x.scheme
+            )
+        else:
+            moved = x.to(device)
+        routing = Routing(topk_ids=self.routing.topk_ids.to(device), topk_weights=self.routing.topk_weights.to(device))
+        return CaseInputs(x=moved, routing=routing, shared=None if self.shared is None else self.shared.to(device))
+
+
+def _uneven(num_ranks: int) -> tuple[int, ...]:
+    return (13, 1, 30, 6, 17, 2, 9, 21)[:num_ranks]
+
+
+def transport_cases(num_ranks: int) -> list[TransportCase]:
+    """The cases for a group of `num_ranks` (1 to 8) ranks; names are unique."""
+    if not 1 <= num_ranks <= 8:
+        raise ValueError(f"num_ranks ({num_ranks}) is not in [1, 8]")
+    uneven = _uneven(num_ranks)
+    idle = tuple(0 if rank == num_ranks // 2 else count for rank, count in enumerate(uneven))
+    cases = [
+        TransportCase(name=f"{layout.value}-{scheme}", tokens=uneven, layout=layout, scheme=scheme)
+        for layout in Layout
+        for scheme in ("none", "fp8_block", "fp8_token", "fp8_tensor")
+    ]
+    cases += [
+        TransportCase(name=f"{layout.value}-{routing}", tokens=uneven, layout=layout, routing=routing, shared=True)
+        for layout in Layout
+        for routing in ROUTINGS[1:]
+    ]
+    cases += [
+        TransportCase(name=f"{layout.value}-{name}", layout=layout, scheme="fp8_block", **values)
+        for layout in Layout
+        for name, values in {
+            "zero-tokens-on-one-rank": {"tokens": idle},
+            "zero-tokens-on-all-ranks": {"tokens": (0,) * num_ranks},
+            "one-token": {"tokens": (1,) + (0,) * (num_ranks - 1), "num_topk": 8},
+            "hidden-2880-topk-10-experts-13": {"tokens": uneven, "hidden": 2880, "num_topk": 10, "num_experts": 13},
+            "fewer-experts-than-ranks": {"tokens": uneven, "num_experts": max(num_ranks - 1, 1), "num_topk": 1},
+        }.items()
+    ]
+    cases += [
+        TransportCase(name="float32", tokens=uneven, dtype=torch.float32, shared=True),
+        TransportCase(name="float16", tokens=uneven, dtype=torch.float16, id_dtype=torch.int64),
+        TransportCase(name="round-robin", tokens=uneven, num_experts=11, placement="round_robin"),
+        TransportCase(name="top-1", tokens=uneven, num_topk=1, hidden=16),
+        TransportCase(name="top-6-of-7-hidden-48", tokens=uneven, num_topk=6, num_experts=7, hidden=48),
+        TransportCase(name="aligned-128", tokens=uneven, row_alignment=128, scheme="fp8_block", hidden=144),
+        TransportCase(name="unaligned", tokens=uneven, row_alignment=1),
+        TransportCase(
+            name="quantised-input-block", tokens=uneven, scheme="fp8_block", hidden=336, quantised_input=True
+        ),
+        TransportCase(name="quantised-input-tensor", tokens=uneven, scheme="fp8_tensor", quantised_input=True),
+        TransportCase(name="many-tokens", tokens=(257,) * num_ranks, num_experts=32, num_topk=8, scheme="fp8_block"),
+    ]
+    return cases

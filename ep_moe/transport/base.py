@@ -1,0 +1,111 @@
+"""The seam of token exchange: what a transport promises, whoever moves the bytes.
+
+Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.layout import ExpertBatch
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.routing import Routing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Handle:
+    """What a transport needs to bring a round home. Made by a dispatch, spent by its combine.
+
+    A transport may keep more in a subclass; callers pass it back untouched.
+    """
+
+    slot: int
+    round: int  # counts the rounds of this transport from 0, the same on every rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatched:
+    """The outcome of a dispatch: the batch for the experts and the handle for the combine."""
+
+    batch: ExpertBatch
+    handle: Handle
+
+
+class Transport(Protocol):
+    """Moves tokens to the ranks of their experts and the weighted sums back.
+
+    Ids are physical: rank r owns [placement.starts[r], placement.starts[r + 1]). Every rank of the group takes part in
+    every round, with zero tokens too. A slot goes dispatch_send, dispatch_recv, combine_send, combine_recv, in that
+    order, and serves one thread at a time; `config.num_slots` rounds may be open at once.
+    """
+
+    config: TransportConfig
+    placement: Placement
+    rank: int
+    num_ranks: int
+
+    def dispatch_send(
+        self, x: "torch.Tensor | Quantised", routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+    ) -> None:
+        """Quantise once (a `Quantised` is taken as it is) and send each token once to every rank that needs it.
+
+        Args:
+            x: [T, H], T <= M, in the config's dtype, or `Quantised` in `scheme`.
+            routing: physical topk_ids [T, K] int32 or int64, -1 none; topk_weights [T, K] float32.
+            layout: of this rank's batch; ranks may differ. scheme: of the payload, the same on all ranks.
+        Errors: ValueError, before any payload is sent, on the rank that passed bad input and, naming that rank, on
+        all others; the next round works. `PeerLostError` names a rank that does not answer within the deadline.
+        Collective.
+        """
+        ...
+
+    def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
+        """Wait for the tokens of all ranks and lay them out. Errors: `PeerLostError`. Collective."""
+        ...
+
+    def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
+        """Weigh and sum each token's local experts in float32, send one row per (token, rank) in the config's dtype.
+
+        Args:
+            y: the experts' output for `dispatched.batch`; FLAT outputs are weighed and summed already.
+        Collective.
+        """
+        ...
+
+    def combine_recv(
+        self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sum the ranks' rows in rank order in float32, add `shared`, round once.
+
+        Args:
+            shared: [T, H] in the config's dtype or float32, the shared experts' output.
+            out: optional result, [T, H] in the config's dtype.
+        Returns: [T, H] in the config's dtype; a token without experts gets zeros (or `shared`). Collective.
+        """
+        ...
+
+    def destroy(self) -> None:
+        """Free what the transport holds. Local; calling it twice is fine."""
+        ...
+
+    def dispatch(
+        self, x: "torch.Tensor | Quantised", routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+    ) -> Dispatched:
+        """`dispatch_send` and `dispatch_recv`. Collective."""
+        self.dispatch_send(x, routing, layout=layout, scheme=scheme, slot=slot)
+        return self.dispatch_recv(slot=slot)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        dispatched: Dispatched,
+        *,
+        shared: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`combine_send` and `combine_recv`. Collective."""
+        self.combine_send(y, dispatched)
+        return self.combine_recv(dispatched, shared=shared, out=out)

@@ -1,0 +1,257 @@
+"""The transport that runs everywhere: all_to_all over gloo or NCCL. The yardstick of the faster ones.
+
+Letters: T tokens on this rank, K top-k, H hidden, R ranks, N received rows, P physical experts.
+
+A round is three exchanges: a header (counts, refusals), the rows of tokens, and the rows that come home. The header
+makes every rank learn of a bad input before any payload is sent, so that all of them raise and the next round works.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, QuantScheme, quantise
+from ep_moe.routing import Routing
+from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.rounds import (
+    Slots,
+    bad_ids_message,
+    check_dispatch,
+    check_expert_output,
+    count_bad_ids,
+    finish,
+    too_many_tokens_message,
+)
+from ep_moe.transport.wire import RowFormat
+
+_HEADER_WORDS = 5  # rows for you, all tokens of the sender, refused (0 or 1), ids out of range, bytes of a row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveHandle(Handle):
+    """The way back of a round: where each received row belongs."""
+
+    token_to_row: torch.Tensor  # [N, K] int32
+    topk_weights: torch.Tensor  # [N, K] float32, repeats merged
+    recv_counts: tuple[int, ...]  # rows received from each rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    round: int
+    num_tokens: int
+    layout: Layout
+    scheme: QuantScheme
+    row_format: RowFormat
+    sent_tokens: tuple[torch.Tensor, ...]  # for each rank, the tokens [count] it got, ascending
+    recv_counts: tuple[int, ...]
+    buffer: torch.Tensor  # what the exchange in flight fills
+    work: dist.Work | None
+    keep: torch.Tensor  # what the exchange in flight reads; it must outlive it
+
+
+class CollectiveTransport(Transport):
+    """Exchange by `all_to_all_single`, each token once per destination rank.
+
+    Args:
+        group: the ranks; gloo or NCCL, one rank without a process group too.
+        placement: which physical experts each rank owns.
+        config: sizes and dtype, the same on all ranks.
+
+    The constructor is collective: it compares the configs of all ranks. A dispatch reads the counts back to the host,
+    so it cannot be captured in a CUDA graph.
+    """
+
+    def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        if placement.num_ranks != group.num_ranks:
+            raise ValueError(
+                f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
+            )
+        for rank, theirs in enumerate(group.all_gather_object((config, placement))):
+            if theirs != (config, placement):
+                raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
+        self.config, self.placement = config, placement
+        self.rank, self.num_ranks = group.rank, group.num_ranks
+        self._group = group
+        self._owner = torch.repeat_interleave(
+            torch.arange(group.num_ranks),
+            torch.tensor([placement.num_local_experts(r) for r in range(group.num_ranks)]),
+        ).to(group.device)  # [P], physical expert -> rank
+        self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._next_round = 0
+
+    def dispatch_send(
+        self, x: torch.Tensor | Quantised, routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+    ) -> None:
+        """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload travels on behind."""
+        self._group.check()
+        self._slots.expect(slot, "dispatch_send")
+        round_, self._next_round = self._next_round, self._next_round + 1
+        refusal = self._refusal(x, routing, layout, scheme)
+        row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
+        header = torch.zeros(self.num_ranks, _HEADER_WORDS, dtype=torch.int64, device=self._group.device)
+        header[:, 1] = routing.topk_ids.shape[0]
+        header[:, 2] = int(refusal is not None)
+        header[:, 4] = row_format.row_bytes
+        if refusal is None:
+            goes = self._destinations(routing.topk_ids)
+            header[:, 0] = goes.sum(0)
+            header[:, 3] = count_bad_ids(routing.topk_ids, self.placement.num_physical)
+        received, send_counts = self._exchange_headers(header, round_)
+        self._raise_refusals(received, refusal, round_)
+        if scheme.quantised and not isinstance(x, Quantised):
+            x = quantise(x, scheme)
+        rank_of_row, token = torch.nonzero(goes.t(), as_tuple=True)
+        outgoing = row_format.write(x, routing, token)
+        recv_counts = tuple(int(words[0]) for words in received)
+        incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=outgoing.device)
+        work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
+        state = _Round(
+            round=round_,
+            num_tokens=routing.topk_ids.shape[0],
+            layout=layout,
+            scheme=scheme,
+            row_format=row_format,
+            sent_tokens=tuple(token.split(send_counts)),
+            recv_counts=recv_counts,
+            buffer=incoming,
+            work=work,
+            keep=outgoing,
+        )
+        self._slots.advance(slot, "dispatch_send", state)
+
+    def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
+        """See `Transport.dispatch_recv`."""
+        state = self._slots.expect(slot, "dispatch_recv")
+        assert state is not None
+        self._wait(state.work, "dispatch", state.round)
+        values, scale, routing = state.row_format.read(state.buffer)
+        first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
+        mine = (routing.topk_ids >= first) & (routing.topk_ids < last)
+        ids, weights = merge_repeats(torch.where(mine, routing.topk_ids - first, -1), routing.topk_weights)
+        flat = state.layout is Layout.FLAT
+        packed = pack(
+            TokenRows(x=values.contiguous() if flat else values, scale=scale, local_topk_ids=ids, topk_weights=weights),
+            state.layout,
+            scheme=state.scheme,
+            dtype=self.config.dtype,
+            num_local_experts=last - first,
+            capacity=self.num_ranks * self.config.max_tokens_per_rank,
+            alignment=self.config.row_alignment,
+        )
+        handle = CollectiveHandle(
+            slot=slot,
+            round=state.round,
+            token_to_row=packed.token_to_row,
+            topk_weights=weights,
+            recv_counts=state.recv_counts,
+        )
+        self._slots.advance(slot, "dispatch_recv", state)
+        return Dispatched(batch=packed.batch, handle=handle)
+
+    def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
+        """See `Transport.combine_send`."""
+        handle = dispatched.handle
+        assert isinstance(handle, CollectiveHandle)
+        state = self._slots.expect(handle.slot, "combine_send", handle.round)
+        assert state is not None
+        check_expert_output(y, dispatched.batch)
+        flat = isinstance(dispatched.batch, Flat)
+        outgoing = (y if flat else weighted_sum(y, handle.token_to_row, handle.topk_weights)).contiguous()
+        home_counts = tuple(tokens.shape[0] for tokens in state.sent_tokens)
+        incoming = torch.empty(sum(home_counts), self.config.hidden, dtype=self.config.dtype, device=y.device)
+        work = self._all_to_all(incoming, outgoing, home_counts, handle.recv_counts)
+        returning = dataclasses.replace(state, buffer=incoming, work=work, keep=outgoing)
+        self._slots.advance(handle.slot, "combine_send", returning)
+
+    def combine_recv(
+        self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Transport.combine_recv`."""
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        assert state is not None
+        self._wait(state.work, "combine", state.round)
+        counts = [tokens.shape[0] for tokens in state.sent_tokens]
+        total = torch.zeros(state.num_tokens, self.config.hidden, dtype=torch.float32, device=state.buffer.device)
+        for tokens, rows in zip(state.sent_tokens, state.buffer.split(counts), strict=True):
+            total[tokens] += rows.float()  # a token stands at most once among a rank's rows
+        result = finish(total, dtype=self.config.dtype, shared=shared, out=out)
+        self._slots.advance(handle.slot, "combine_recv", None)
+        return result
+
+    def destroy(self) -> None:
+        """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""
+        self._slots = Slots(self.config.num_slots)
+
+    def _refusal(
+        self, x: torch.Tensor | Quantised, routing: Routing, layout: Layout, scheme: QuantScheme
+    ) -> ValueError | None:
+        device = self._group.device
+        try:
+            check_dispatch(x, routing, layout=layout, scheme=scheme, config=self.config, rank=self.rank, device=device)
+        except ValueError as error:
+            return error
+        return None
+
+    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """[T, R] bool: which ranks a token goes to. Ids that no rank owns go nowhere."""
+        valid = (topk_ids >= 0) & (topk_ids < self.placement.num_physical)
+        owner = torch.where(valid, self._owner[torch.where(valid, topk_ids, 0).long()], self.num_ranks)
+        goes = torch.zeros(topk_ids.shape[0], self.num_ranks + 1, dtype=torch.bool, device=topk_ids.device)
+        return goes.scatter_(1, owner, True)[:, : self.num_ranks]
+
+    def _exchange_headers(self, header: torch.Tensor, round_: int) -> tuple[list[list[int]], tuple[int, ...]]:
+        """Return what each rank told this one, and the rows that this one owes to each. One host sync."""
+        received = torch.empty_like(header)
+        ones = (1,) * self.num_ranks
+        self._wait(self._all_to_all(received, header, ones, ones), "dispatch", round_)
+        both = torch.stack([received, header]).tolist()
+        return both[0], tuple(words[0] for words in both[1])
+
+    def _raise_refusals(self, received: list[list[int]], refusal: ValueError | None, round_: int) -> None:
+        """Raise the same news on every rank: this rank's own error first, then another's with its rank."""
+        if refusal is not None:
+            raise refusal
+        in_turn = sorted(enumerate(received), key=lambda entry: entry[0] != self.rank)
+        for rank, (_, num_tokens, refused, bad, _) in in_turn:
+            if num_tokens > self.config.max_tokens_per_rank:
+                raise ValueError(too_many_tokens_message(num_tokens, self.config.max_tokens_per_rank, rank))
+            if bad:
+                raise ValueError(bad_ids_message(bad, self.placement.num_physical, rank))
+            if refused:
+                raise ValueError(f"rank {rank} refused its input in round {round_}; its own error says why")
+        row_bytes = [words[4] for words in received]
+        if len(set(row_bytes)) > 1:
+            raise ValueError(
+                f"ranks disagree on the payload in round {round_}: bytes of a row by rank are {row_bytes}; "
+                f"scheme and num_topk must be the same on all ranks"
+            )
+
+    def _all_to_all(
+        self,
+        incoming: torch.Tensor,
+        outgoing: torch.Tensor,
+        recv_counts: tuple[int, ...],
+        send_counts: tuple[int, ...],
+    ) -> dist.Work | None:
+        if self._group.process_group is None:
+            incoming.copy_(outgoing)
+            return None
+        return dist.all_to_all_single(
+            incoming,
+            outgoing,
+            list(recv_counts),
+            list(send_counts),
+            group=self._group.process_group,
+            async_op=True,
+        )
+
+    def _wait(self, work: dist.Work | None, phase: str, round_: int) -> None:
+        if work is not None:
+            self._group.wait(work, phase=phase, round=round_)

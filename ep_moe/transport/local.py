@@ -1,0 +1,129 @@
+"""One rank that owns every expert: nothing travels, the layouts and the arithmetic are those of all transports.
+
+Letters: T tokens, K top-k, H hidden, P physical experts.
+"""
+
+import dataclasses
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, QuantScheme, quantise
+from ep_moe.routing import Routing
+from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.rounds import (
+    Slots,
+    bad_ids_message,
+    check_dispatch,
+    check_expert_output,
+    count_bad_ids,
+    finish,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LocalHandle(Handle):
+    """The way back of a local round."""
+
+    token_to_row: torch.Tensor  # [T, K] int32
+    topk_weights: torch.Tensor  # [T, K] float32, repeats merged
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    round: int
+    dispatched: Dispatched
+    rows: torch.Tensor | None = None  # [T, H], weighed and summed
+
+
+class LocalTransport(Transport):
+    """The transport of a group of one rank.
+
+    Args:
+        group: of one rank; its device is where tensors live.
+        placement: of all experts on that rank.
+        config: sizes and dtype.
+    """
+
+    def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        if group.num_ranks != 1:
+            raise ValueError(f"the local transport serves 1 rank, the group has {group.num_ranks}")
+        if placement.num_ranks != 1:
+            raise ValueError(f"the placement spreads experts over {placement.num_ranks} ranks, the group has 1")
+        self.config, self.placement = config, placement
+        self.rank, self.num_ranks = 0, 1
+        self._device = group.device
+        self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._next_round = 0
+
+    def dispatch_send(
+        self, x: torch.Tensor | Quantised, routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+    ) -> None:
+        """See `Transport.dispatch_send`. Local; reads back whether all ids are in range."""
+        self._slots.expect(slot, "dispatch_send")
+        config, num_physical = self.config, self.placement.num_physical
+        check_dispatch(x, routing, layout=layout, scheme=scheme, config=config, rank=0, device=self._device)
+        bad = int(count_bad_ids(routing.topk_ids, num_physical))
+        if bad:
+            raise ValueError(bad_ids_message(bad, num_physical, 0))
+        if scheme.quantised and not isinstance(x, Quantised):
+            x = quantise(x, scheme)
+        ids, weights = merge_repeats(routing.topk_ids.int(), routing.topk_weights)
+        rows = TokenRows(
+            x=x.values if isinstance(x, Quantised) else x,
+            scale=x.scale if isinstance(x, Quantised) else None,
+            local_topk_ids=ids,
+            topk_weights=weights,
+        )
+        packed = pack(
+            rows,
+            layout,
+            scheme=scheme,
+            dtype=config.dtype,
+            num_local_experts=num_physical,
+            capacity=config.max_tokens_per_rank,
+            alignment=config.row_alignment,
+        )
+        handle = LocalHandle(
+            slot=slot, round=self._next_round, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights
+        )
+        dispatched = Dispatched(batch=packed.batch, handle=handle)
+        self._slots.advance(slot, "dispatch_send", _Round(round=self._next_round, dispatched=dispatched))
+        self._next_round += 1
+
+    def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
+        """See `Transport.dispatch_recv`. Local."""
+        state = self._slots.expect(slot, "dispatch_recv")
+        assert state is not None
+        self._slots.advance(slot, "dispatch_recv", state)
+        return state.dispatched
+
+    def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
+        """See `Transport.combine_send`. Local."""
+        handle = dispatched.handle
+        assert isinstance(handle, LocalHandle)
+        state = self._slots.expect(handle.slot, "combine_send", handle.round)
+        assert state is not None
+        check_expert_output(y, dispatched.batch)
+        flat = isinstance(dispatched.batch, Flat)
+        rows = y if flat else weighted_sum(y, handle.token_to_row, handle.topk_weights)
+        self._slots.advance(handle.slot, "combine_send", dataclasses.replace(state, rows=rows))
+
+    def combine_recv(
+        self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Transport.combine_recv`. Local."""
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        assert state is not None
+        assert state.rows is not None
+        result = finish(state.rows.float(), dtype=self.config.dtype, shared=shared, out=out)
+        self._slots.advance(handle.slot, "combine_recv", None)
+        return result
+
+    def destroy(self) -> None:
+        """See `Transport.destroy`. Local."""
+        self._slots = Slots(self.config.num_slots)

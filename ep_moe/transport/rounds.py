@@ -1,0 +1,148 @@
+"""What all transports check alike: the input of a dispatch, and the order of calls on a slot.
+
+Letters: T tokens on this rank, K top-k, H hidden, M max_tokens_per_rank, P physical experts.
+"""
+
+import dataclasses
+from typing import Generic, TypeVar
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.layout import Batched, Compact, ExpertBatch, Flat
+from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.routing import Routing
+
+State = TypeVar("State")
+
+_BATCH_TYPES: dict[Layout, type[ExpertBatch]] = {
+    Layout.BATCHED: Batched,
+    Layout.COMPACT: Compact,
+    Layout.FLAT: Flat,
+}
+
+
+def layout_of(batch: ExpertBatch) -> Layout:
+    """The layout that a batch has."""
+    return next(layout for layout, batch_type in _BATCH_TYPES.items() if isinstance(batch, batch_type))
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot(Generic[State]):
+    stage: str = "idle"
+    state: State | None = None
+
+
+class Slots(Generic[State]):
+    """The open rounds of a transport: each slot goes dispatch_send, dispatch_recv, combine_send, combine_recv.
+
+    A call out of order is a RuntimeError that names the slot and what it waits for; the slot keeps its state.
+    """
+
+    _NEXT = {
+        "idle": "dispatch_send",
+        "sent": "dispatch_recv",
+        "received": "combine_send",
+        "returning": "combine_recv",
+    }
+    _AFTER = {
+        "dispatch_send": "sent",
+        "dispatch_recv": "received",
+        "combine_send": "returning",
+        "combine_recv": "idle",
+    }
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = [_Slot[State]() for _ in range(num_slots)]
+
+    def expect(self, slot: int, call: str, round_: int | None = None) -> State | None:
+        """Return the slot's state if `call` is its next one. Errors: ValueError for a bad slot, RuntimeError else."""
+        if not 0 <= slot < len(self._slots):
+            raise ValueError(f"slot ({slot}) is not in [0, num_slots ({len(self._slots)}))")
+        entry = self._slots[slot]
+        if self._NEXT[entry.stage] != call:
+            raise RuntimeError(f"slot {slot} waits for {self._NEXT[entry.stage]}, not for {call}")
+        state = entry.state
+        if round_ is not None and getattr(state, "round", round_) != round_:
+            raise RuntimeError(
+                f"the handle is of round {round_}, slot {slot} holds round {getattr(state, 'round', None)}"
+            )
+        return state
+
+    def advance(self, slot: int, call: str, state: State | None) -> None:
+        """Note that `call` is done and what the next one needs."""
+        self._slots[slot] = _Slot(stage=self._AFTER[call], state=state)
+
+
+def check_dispatch(
+    x: torch.Tensor | Quantised,
+    routing: Routing,
+    *,
+    layout: Layout,
+    scheme: QuantScheme,
+    config: TransportConfig,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Raise ValueError, with the value and the limit, for a dispatch that can be refused without looking at the ids.
+
+    Local, no host sync.
+    """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout ({layout!r}) is not one of {', '.join(member.value for member in Layout)}")
+    values = x.values if isinstance(x, Quantised) else x
+    if values.dim() != 2 or values.shape[1] != config.hidden:
+        raise ValueError(f"x is {tuple(values.shape)} on rank {rank}, expected [num_tokens, hidden ({config.hidden})]")
+    num_tokens = values.shape[0]
+    if num_tokens > config.max_tokens_per_rank:
+        raise ValueError(too_many_tokens_message(num_tokens, config.max_tokens_per_rank, rank))
+    if isinstance(x, Quantised):
+        if x.scheme != scheme:
+            raise ValueError(f"x is quantised as '{x.scheme.name}' on rank {rank}, the dispatch names '{scheme.name}'")
+    elif x.dtype != config.dtype:
+        raise ValueError(f"x is {x.dtype} on rank {rank}, the transport carries {config.dtype}")
+    if routing.topk_ids.shape[0] != num_tokens:
+        raise ValueError(f"topk_ids has {routing.topk_ids.shape[0]} rows on rank {rank}, x has {num_tokens}")
+    for name, tensor in (("x", values), ("topk_ids", routing.topk_ids), ("topk_weights", routing.topk_weights)):
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
+
+
+def count_bad_ids(topk_ids: torch.Tensor, num_physical: int) -> torch.Tensor:
+    """Count the ids outside [-1, P): an int64 scalar on the device of `topk_ids`."""
+    return ((topk_ids < -1) | (topk_ids >= num_physical)).sum()
+
+
+def too_many_tokens_message(num_tokens: int, max_tokens_per_rank: int, rank: int) -> str:
+    """How every transport words a T above M."""
+    return f"num_tokens ({num_tokens}) exceeds max_tokens_per_rank ({max_tokens_per_rank}) on rank {rank}"
+
+
+def bad_ids_message(count: int, num_physical: int, rank: int) -> str:
+    """How every transport words ids that no rank owns."""
+    return f"topk_ids has {count} ids outside [-1, num_experts ({num_physical})) on rank {rank}"
+
+
+def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
+    """Raise ValueError where `y` is not the experts' output for `batch`. Local, no host sync."""
+    rows = batch.x.shape[:-1] if batch.row_index is None or isinstance(batch, Flat) else batch.row_index.shape
+    expected = (*rows, batch.hidden)
+    if tuple(y.shape) != tuple(expected) or y.dtype != batch.dtype:
+        raise ValueError(
+            f"expert output is {tuple(y.shape)} {y.dtype}, the {layout_of(batch).value} batch needs "
+            f"{tuple(expected)} {batch.dtype}"
+        )
+
+
+def finish(
+    total: torch.Tensor, *, dtype: torch.dtype, shared: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Add the shared experts' output to the float32 sum [T, H] and round once, into `out` if there is one."""
+    for name, tensor in (("shared", shared), ("out", out)):
+        if tensor is not None and tensor.shape != total.shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, the round has {tuple(total.shape)}")
+    if out is not None and out.dtype != dtype:
+        raise ValueError(f"out is {out.dtype}, the transport carries {dtype}")
+    if shared is not None:
+        total = total + shared.float()
+    return total.to(dtype) if out is None else out.copy_(total)
