@@ -1,0 +1,31 @@
+"""The seam of expert computation: an `Experts` takes a batch in any layout and one layer's weights."""
+
+from typing import Protocol
+
+import torch
+
+from ep_moe.config import ActivationConfig
+from ep_moe.layout import ExpertBatch
+from ep_moe.weights import ExpertWeights
+
+
+class Experts(Protocol):
+    """Two grouped GEMMs with an activation between them.
+
+    Implementations hold an `ActivationConfig`; they are called for every layer with that layer's weights.
+    """
+
+    activation: ActivationConfig
+
+    def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute y = w2 @ act(w13 @ x + b13) + b2 for every row of every local expert.
+
+        Args:
+            batch: `Batched`, `Compact` or `Flat`; rows that hold no token are never read.
+            weights: of the batch's L local experts, in the batch's scheme.
+            out: optional result, of the shape and dtype below; rows that hold no token are left as they are.
+        Returns: `batch.dtype`; BATCHED [L, C, H], COMPACT [rows, H]; FLAT [N, H], already weighed and summed.
+        Errors: ValueError where batch and weights do not fit each other.
+        Local, on the current stream.
+        """
+        ...

@@ -1,0 +1,205 @@
+"""Experts in plain torch: what users run on a CPU, and what every expert kernel is compared with.
+
+Letters: N received token rows, K top-k, H hidden, I intermediate, G scale groups, L local experts, C rows of an expert
+in BATCHED; W = 2I where the activation is gated, else I.
+"""
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
+from ep_moe.layout import ExpertBatch, Flat, weighted_sum
+from ep_moe.quant import dequantise, dequantise_rows, dequantise_weight, quantise, weight_scale_shape
+from ep_moe.weights import ExpertWeights
+
+
+def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
+    """Apply the function between the expert GEMMs, in float32.
+
+    Example: "silu" on [gate; up] = [1, 2] is 1 * sigmoid(1) * 2 = 1.4621.
+
+    Args:
+        x: [..., W] floating point, [gate; up] where the activation is gated.
+        activation: which one; `ActivationConfig` and `ActivationKind` have the formulas.
+    Returns: [..., I] float32.
+    Errors: ValueError where a gated activation gets an odd width. Local, no host sync.
+    """
+    x = x.float()
+    if not activation.kind.gated:
+        return x if activation.kind is ActivationKind.IDENTITY else torch.relu(x).square()
+    if x.shape[-1] % 2:
+        raise ValueError(f"width ({x.shape[-1]}) must be even for the gated activation '{activation.kind.value}'")
+    gate, up = x.chunk(2, dim=-1)
+    if activation.kind is ActivationKind.SILU:
+        return silu(gate) * up
+    if activation.kind is ActivationKind.GELU:
+        return gelu(gate) * up
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def output_shape(batch: ExpertBatch) -> tuple[int, ...]:
+    """The shape of the experts' output: FLAT [N, H]; a pool [rows of row_index, H]; else that of x."""
+    if batch.row_index is None or isinstance(batch, Flat):
+        return tuple(batch.x.shape)
+    return (batch.row_index.shape[0], batch.hidden)
+
+
+def check_fit(
+    batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig, out: torch.Tensor | None = None
+) -> None:
+    """Raise ValueError, with what was found and what is needed, unless batch, weights and out fit each other.
+
+    Local, no host sync: of tensors only shape, dtype and device are asked.
+    """
+    scheme, device = weights.scheme, weights.w13.device
+    if weights.w13.dim() != 3:
+        raise ValueError(f"w13 {tuple(weights.w13.shape)} must have 3 dimensions")
+    if batch.x.dim() not in (2, 3):
+        raise ValueError(f"x {tuple(batch.x.shape)} must have 2 or 3 dimensions")
+    width = weights.w13.shape[1]
+    if activation.kind.gated and width % 2:
+        raise ValueError(f"w13 has {width} rows, which the gated activation '{activation.kind.value}' needs to be even")
+    if batch.scheme != scheme:
+        raise ValueError(f"batch is in scheme '{batch.scheme.name}', weights are in '{scheme.name}'")
+    if batch.dtype not in DTYPES.values():
+        raise ValueError(f"dtype ({batch.dtype}) of the batch is not one of {', '.join(DTYPES)}")
+    if isinstance(batch, Flat) and batch.row_index is None:
+        raise ValueError("row_index is missing, a FLAT batch needs it")
+    if weights.w2_input_scale is not None and scheme.activation != "tensor":
+        raise ValueError(f"w2_input_scale is set, scheme '{scheme.name}' scales activations per {scheme.activation}")
+    if not scheme.quantised:
+        for name, scale in (("batch", batch.scale), ("w13", weights.w13_scale), ("w2", weights.w2_scale)):
+            if scale is not None:
+                raise ValueError(f"{name} has a scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
+    needed = _needed(batch, weights, activation)
+    if out is not None:
+        needed["out"] = (out, output_shape(batch), batch.dtype)
+    for name, (tensor, shape, dtype) in needed.items():
+        if tensor is None:
+            raise ValueError(f"{name} is missing, scheme '{scheme.name}' needs {shape}")
+        dtype_fits = tensor.dtype == dtype if dtype is not None else tensor.is_floating_point()
+        if tuple(tensor.shape) != shape or not dtype_fits or tensor.device != device:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
+                f"batch and weights need {shape} {dtype or 'of any float'} on {device}"
+            )
+
+
+def _needed(
+    batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig
+) -> dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]]:
+    """By name: a tensor, the shape that w13 and the batch ask of it, and the dtype, None where any will do."""
+    scheme = weights.scheme
+    experts, width, hidden = weights.w13.shape
+    w2_shape = (experts, hidden, width // 2 if activation.kind.gated else width)
+    stored, x_lead = scheme.dtype or batch.dtype, tuple(batch.x.shape[:-1])
+    needed: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]] = {
+        "x": (batch.x, (*x_lead, hidden), stored),
+        "expert_row_start": (batch.expert_row_start, (experts,), torch.int32),
+        "expert_num_tokens": (batch.expert_num_tokens, (experts,), torch.int32),
+        "w13": (weights.w13, (experts, width, hidden), stored),
+        "w2": (weights.w2, w2_shape, stored),
+    }
+    if scheme.quantised:
+        w13_scale_shape = weight_scale_shape((experts, width, hidden), scheme)
+        needed["scale"] = (batch.scale, (*x_lead, scheme.num_groups(hidden)), torch.float32)
+        needed["w13_scale"] = (weights.w13_scale, w13_scale_shape, torch.float32)
+        needed["w2_scale"] = (weights.w2_scale, weight_scale_shape(w2_shape, scheme), torch.float32)
+    if weights.w13_bias is not None:
+        needed["w13_bias"] = (weights.w13_bias, (experts, width), None)
+    if weights.w2_bias is not None:
+        needed["w2_bias"] = (weights.w2_bias, (experts, hidden), None)
+    if weights.w2_input_scale is not None:
+        needed["w2_input_scale"] = (weights.w2_input_scale, (experts,), torch.float32)
+    if isinstance(batch, Flat):
+        tokens_by_topk = (x_lead[0], batch.token_to_row.shape[-1])
+        needed["token_to_row"] = (batch.token_to_row, tokens_by_topk, torch.int32)
+        needed["topk_weights"] = (batch.topk_weights, tokens_by_topk, torch.float32)
+    return needed
+
+
+class ReferenceExperts:
+    """The two GEMMs of every expert in float32, one expert after the other.
+
+    Tokens and weights are dequantised to float32; w13 @ x + b13 and the activation stay in float32; the intermediate
+    is then rounded to the model's dtype, or requantised where the scheme quantises; w2 @ . + b2 is rounded to the
+    model's dtype. Where the scheme scales activations per tensor, the intermediate's tensor is one expert's rows.
+    FLAT rows are rounded too before they are weighed and summed, so the bits are those of COMPACT.
+
+    Args:
+        activation: between the two GEMMs.
+    """
+
+    def __init__(self, activation: ActivationConfig) -> None:
+        self.activation = activation
+
+    def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the experts of every row; `ep_moe.experts.base.Experts` says what goes in and comes out.
+
+        Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H].
+        Local, on the current stream, reads counts and starts back to the host.
+        """
+        check_fit(batch, weights, self.activation, out)
+        if isinstance(batch, Flat):
+            assert batch.row_index is not None  # check_fit
+            y = batch.x.new_empty(batch.row_index.shape[0], batch.hidden, dtype=batch.dtype)
+            self._compute(batch, weights, y)
+            summed = weighted_sum(y, batch.token_to_row, batch.topk_weights)
+            return summed if out is None else out.copy_(summed)
+        if out is None:
+            out = batch.x.new_empty(output_shape(batch), dtype=batch.dtype)
+        self._compute(batch, weights, out)
+        return out
+
+    def _compute(self, batch: ExpertBatch, weights: ExpertWeights, out: torch.Tensor) -> None:
+        """Write the output rows [rows, H] or [L, C, H] of every expert that has tokens."""
+        starts, counts = torch.stack([batch.expert_row_start, batch.expert_num_tokens]).tolist()
+        for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            if count > 0:
+                rows = _read_rows(batch, start, count)
+                _rows_of(out, start, count).copy_(self._expert(rows, batch, weights, expert))
+
+    def _expert(self, x: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, expert: int) -> torch.Tensor:
+        """One expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
+        scheme = weights.scheme
+        w13_scale, w2_scale = (None if s is None else s[expert] for s in (weights.w13_scale, weights.w2_scale))
+        first = x @ dequantise_weight(weights.w13[expert], w13_scale, scheme).t()
+        if weights.w13_bias is not None:
+            first += weights.w13_bias[expert].float()
+        inner = apply_activation(first, self.activation)
+        if scheme.quantised:
+            static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]
+            inner = dequantise(quantise(inner, scheme, static_scale=static))
+        else:
+            inner = inner.to(batch.dtype).float()
+        second = inner @ dequantise_weight(weights.w2[expert], w2_scale, scheme).t()
+        if weights.w2_bias is not None:
+            second += weights.w2_bias[expert].float()
+        return second
+
+
+def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """View rows [start, start + count) of [rows, .] or, as if flattened, of [L, C, .], where they lie in one expert."""
+    height = tensor.shape[-2]
+    block, first = (0, start) if tensor.dim() == 2 else divmod(start, max(height, 1))
+    if start < 0 or first + count > height or block >= (tensor.shape[0] if tensor.dim() == 3 else 1):
+        raise ValueError(f"rows [{start}, {start + count}) of an expert are not within {tuple(tensor.shape)}")
+    return (tensor if tensor.dim() == 2 else tensor[block])[first : first + count]
+
+
+def _read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
+    """The rows of one expert, [count, H] float32: a view where they are float32 and packed already."""
+    if batch.row_index is None:
+        scale = None if batch.scale is None else _rows_of(batch.scale, start, count)
+        return dequantise_rows(_rows_of(batch.x, start, count), scale, batch.scheme)
+    index = _rows_of(batch.row_index.unsqueeze(1), start, count).squeeze(1).long()
+    pool = batch.x.reshape(-1, batch.hidden)
+    if batch.scale is None:
+        return dequantise_rows(pool[index], None, batch.scheme)
+    # indexed as bytes, for not every device indexes fp8; scales by (expert, row), for their rows cannot be flattened
+    values = pool.view(torch.uint8)[index].view(pool.dtype)
+    height = batch.scale.shape[-2]
+    scale = batch.scale[index] if batch.scale.dim() == 2 else batch.scale[index // height, index % height]
+    return dequantise_rows(values, scale, batch.scheme)

@@ -1,0 +1,513 @@
+"""The torch experts against loops over rows in float64 numpy, which do their own activation and requantisation."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ep_moe.config import ActivationConfig, ActivationKind, Layout
+from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
+from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
+from ep_moe.quant import QuantScheme, get_scheme, quantise, quantise_weight
+from ep_moe.testing import ROW_ERROR_LIMITS
+from ep_moe.weights import ExpertWeights
+
+HIDDEN, INTERMEDIATE, EXPERT_COUNT, CAPACITY = 144, 80, 4, 13
+# -1 everywhere in row 2; expert 1 has no token, expert 3 nearly all; 11 received rows
+TOPK_IDS = [[0, 3], [3, -1], [-1, -1], [3, 0], [-1, 3], [2, 3], [3, -1], [0, 3], [3, 2], [3, -1], [3, 0]]
+COUNTS = [4, 0, 2, 10]
+SILU = ActivationConfig()
+GPT_OSS = ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0)
+ACTIVATIONS = {
+    "silu": SILU,
+    "gelu": ActivationConfig(kind=ActivationKind.GELU),
+    "gpt-oss": GPT_OSS,
+    "swiglu-unlimited": ActivationConfig(kind=ActivationKind.SWIGLU, alpha=0.7, beta=-0.5),
+    "relu2": ActivationConfig(kind=ActivationKind.RELU2),
+    "identity": ActivationConfig(kind=ActivationKind.IDENTITY),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMATS = [
+    ("none", "float32"),
+    ("none", "bfloat16"),
+    ("none", "float16"),
+    ("fp8_tensor", "float32"),
+    ("fp8_token", "bfloat16"),
+    ("fp8_block", "float32"),
+    ("fp8_block", "bfloat16"),
+    ("fp8_block_32x48", "float16"),
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Received rows and weights; every expert's are different."""
+
+    rows: TokenRows
+    weights: ExpertWeights
+    dtype: torch.dtype
+
+
+def make_case(
+    scheme_name: str = "none",
+    dtype_name: str = "float32",
+    activation: ActivationConfig = SILU,
+    *,
+    biased: bool = True,
+    static: bool = False,
+) -> Case:
+    """Random rows (NaN where a row has no expert) and weights in the scheme."""
+    random = torch.Generator().manual_seed(11)
+    scheme, dtype = get_scheme(scheme_name), DTYPES[dtype_name]
+    width = INTERMEDIATE * (2 if activation.kind.gated else 1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    growing = torch.linspace(0.5, 2, EXPERT_COUNT)[:, None, None]
+    w13 = normal(EXPERT_COUNT, width, HIDDEN) * growing * 2 / HIDDEN**0.5
+    w2 = normal(EXPERT_COUNT, HIDDEN, INTERMEDIATE) * growing / INTERMEDIATE**0.5
+    fields: dict[str, torch.Tensor | None] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
+    if scheme.quantised:
+        fields["w13"], fields["w13_scale"] = quantise_weight(w13, scheme)
+        fields["w2"], fields["w2_scale"] = quantise_weight(w2, scheme)
+    if biased:
+        fields["w13_bias"], fields["w2_bias"] = (
+            normal(EXPERT_COUNT, width).to(dtype),
+            normal(EXPERT_COUNT, HIDDEN).to(dtype),
+        )
+    if static:
+        fields["w2_input_scale"] = torch.tensor([0.001, 0.02, 0.03, 0.005])
+    ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
+    weights = torch.where(ids >= 0, torch.rand(ids.shape, generator=random), 0.0)
+    x, scale = normal(len(TOPK_IDS), HIDDEN).to(dtype), None
+    if scheme.quantised:
+        payload = quantise(x, scheme)
+        x, scale = payload.values, payload.scale
+        scale[(ids < 0).all(dim=1)] = math.nan
+    fill_with_nan(x, (ids < 0).all(dim=1))
+    rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights)
+    return Case(rows=rows, weights=ExpertWeights(scheme=scheme, **fields), dtype=dtype)  # type: ignore[arg-type]
+
+
+def fill_with_nan(x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write NaN into the rows [.., .] of x that a mask names, in place, in any dtype."""
+    nan = torch.full((1,), math.nan).to(x.dtype)
+    if x.element_size() == 1:  # torch on a CPU writes fp8 by mask as bytes only
+        x, nan = x.view(torch.uint8), nan.view(torch.uint8)
+    x[rows] = nan
+
+
+def pack_case(case: Case, layout: Layout) -> Packed:
+    """Lay the rows out, with NaN in all rows that hold no token."""
+    packed = pack(
+        case.rows,
+        layout,
+        scheme=case.weights.scheme,
+        dtype=case.dtype,
+        num_local_experts=EXPERT_COUNT,
+        capacity=CAPACITY,
+        alignment=4,
+    )
+    batch = packed.batch
+    if layout is not Layout.FLAT:
+        unused = ~used_rows(batch)
+        assert bool(unused.any())
+        fill_with_nan(batch.x, unused)
+        if batch.scale is not None:
+            batch.scale[unused] = math.nan
+    return packed
+
+
+def used_rows(batch: ExpertBatch) -> torch.Tensor:
+    """Mask of the rows that hold a token, in the shape of x without its last dimension."""
+    used = torch.zeros(batch.x.shape[:-1], dtype=torch.bool)
+    for start, count in zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True):
+        used.view(-1)[start : start + count] = True
+    return used
+
+
+def reference_activation(x: np.ndarray, activation: ActivationConfig) -> np.ndarray:
+    """The activation of one row in float64, number by number."""
+
+    def sigmoid(value: float) -> float:
+        return 1 / (1 + math.exp(-value))
+
+    half = len(x) // 2
+    kind = activation.kind.value
+    if kind == "identity":
+        return x
+    if kind == "relu2":
+        return np.array([value * value if value > 0 else 0.0 for value in x])
+    result = []
+    for gate, up in zip(x[:half].tolist(), x[half:].tolist(), strict=True):
+        if kind == "silu":
+            result.append(gate * sigmoid(gate) * up)
+        elif kind == "gelu":
+            result.append(gate * 0.5 * (1 + math.erf(gate / math.sqrt(2))) * up)
+        else:
+            limit = math.inf if activation.limit is None else activation.limit
+            g, u = min(gate, limit), max(min(up, limit), -limit)
+            result.append(g * sigmoid(activation.alpha * g) * (u + activation.beta))
+    return np.array(result)
+
+
+def reference_e4m3(x: np.ndarray) -> np.ndarray:
+    """Round to the nearest e4m3 number, ties to even: steps of 2^(exponent - 3), never below 2^-9; saturate at 448."""
+    x = np.clip(x, -448, 448)
+    exponent = np.floor(np.log2(np.maximum(np.abs(x), 2.0**-6)))
+    step = 2.0 ** (exponent - 3)
+    return np.round(x / step) * step
+
+
+def reference_requantise(inner: np.ndarray, scheme: QuantScheme, static: float | None) -> np.ndarray:
+    """Requantise and dequantise the rows [n, I] of one expert."""
+    result = np.empty_like(inner)
+    group = scheme.block[1] if scheme.activation == "group" else inner.shape[1]
+    for row in range(inner.shape[0]):
+        for first in range(0, inner.shape[1], group):
+            shared = inner if scheme.activation == "tensor" else inner[row, first : first + group]
+            scale = max(np.abs(shared).max(), 1e-10) / 448 if static is None else static
+            result[row, first : first + group] = reference_e4m3(inner[row, first : first + group] / scale) * scale
+    return result
+
+
+def reference_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> np.ndarray:
+    """One expert's matrix in float64."""
+    real = values.double().numpy().copy()
+    if scale is not None:
+        s = scale.double().numpy()
+        for n in range(real.shape[0]):
+            for k in range(real.shape[1]):
+                place = {"tensor": (), "channel": (n,), "block": (n // scheme.block[0], k // scheme.block[1])}
+                real[n, k] *= s[place[scheme.weight]]
+    return real
+
+
+def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]:
+    """By expert: its output rows [n, H] in float64, in the order of the received rows."""
+    w, scheme, outputs = case.weights, case.weights.scheme, []
+    x = case.rows.x.double().numpy()
+    for expert in range(EXPERT_COUNT):
+        w13, w2 = (
+            reference_weight(values[expert], None if scale is None else scale[expert], scheme)
+            for values, scale in ((w.w13, w.w13_scale), (w.w2, w.w2_scale))
+        )
+        b13, b2 = (0.0 if b is None else b[expert].double().numpy() for b in (w.w13_bias, w.w2_bias))
+        inner = []
+        for token in range(len(TOPK_IDS)):
+            if expert in TOPK_IDS[token]:
+                row = x[token].copy()
+                if case.rows.scale is not None:
+                    group = scheme.block[1] if scheme.activation == "group" else HIDDEN
+                    row *= np.array([case.rows.scale[token, column // group].item() for column in range(HIDDEN)])
+                inner.append(reference_activation(w13 @ row + b13, activation))
+        stacked = np.array(inner).reshape(-1, INTERMEDIATE)
+        if scheme.quantised and len(stacked):
+            static = None if w.w2_input_scale is None else w.w2_input_scale[expert].item()
+            stacked = reference_requantise(stacked, scheme, static)
+        elif not scheme.quantised:
+            stacked = torch.from_numpy(stacked).to(case.dtype).double().numpy()
+        outputs.append(np.array([w2 @ row + b2 for row in stacked]).reshape(-1, HIDDEN))
+    return outputs
+
+
+def assert_close_rows(actual: torch.Tensor, expected: np.ndarray, case: Case) -> None:
+    """Compare row by row: the worst by the format's limit, and half of them by that of the model's dtype.
+
+    float64 and float32 may requantise a number at a tie differently, a full step of fp8; that is rare, so that
+    a median as large as the worst means that the intermediate is not requantised as it should be.
+    """
+    found = actual.double().numpy()
+    assert found.shape == expected.shape
+    norm = np.linalg.norm(expected, axis=-1)
+    errors = np.linalg.norm(found - expected, axis=-1) / np.where(norm > 0, norm, 1)
+    dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
+    worst_limit = max(dtype_limit, ROW_ERROR_LIMITS["fp8"]) if case.weights.scheme.quantised else dtype_limit
+    assert errors.max() < worst_limit
+    assert np.median(errors) < dtype_limit
+
+
+def assert_equals_reference(case: Case, activation: ActivationConfig, layout: Layout) -> None:
+    """Compute with and without `out`; rows with tokens are the reference's, rows without are not touched."""
+    experts, packed = ReferenceExperts(activation), pack_case(case, layout)
+    y = experts(packed.batch, case.weights)
+    out = torch.full_like(y, math.nan)
+    assert experts(packed.batch, case.weights, out=out) is out
+    assert y.dtype == case.dtype
+    by_expert = reference_rows(case, activation)
+    if layout is Layout.FLAT:
+        expected = np.zeros((len(TOPK_IDS), HIDDEN))
+        for token, ids in enumerate(TOPK_IDS):
+            for k, expert in enumerate(ids):
+                if expert >= 0:
+                    index = sum(expert in earlier for earlier in TOPK_IDS[:token])
+                    expected[token] += case.rows.topk_weights[token, k].item() * by_expert[expert][index]
+        assert_close_rows(y, expected, case)
+        assert torch.equal(y, out)
+        return
+    used = used_rows(packed.batch)
+    assert packed.batch.expert_num_tokens.tolist() == COUNTS
+    assert_close_rows(y[used], np.concatenate(by_expert), case)
+    assert torch.equal(y[used], out[used])
+    assert bool(out[~used].isnan().all())
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=lambda name: name)
+@pytest.mark.parametrize("activation", ["silu", "gpt-oss", "relu2"])
+def test_equals_the_reference(activation: str, scheme: str, dtype: str, layout: Layout) -> None:
+    case = make_case(scheme, dtype, ACTIVATIONS[activation])
+    assert_equals_reference(case, ACTIVATIONS[activation], layout)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("none", "float32"), ("fp8_block", "float32")], ids=lambda name: name)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu-unlimited", "identity"])
+def test_other_activations(activation: str, scheme: str, dtype: str) -> None:
+    case = make_case(scheme, dtype, ACTIVATIONS[activation])
+    assert_equals_reference(case, ACTIVATIONS[activation], Layout.COMPACT)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+def test_without_biases(scheme: str, layout: Layout) -> None:
+    assert_equals_reference(make_case(scheme, biased=False), SILU, layout)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_static_scales(layout: Layout) -> None:
+    assert_equals_reference(make_case("fp8_tensor", static=True), SILU, layout)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=lambda name: name)
+def test_all_layouts_have_the_same_bits(scheme: str, dtype: str) -> None:
+    case = make_case(scheme, dtype, GPT_OSS)
+    experts, summed = ReferenceExperts(GPT_OSS), []
+    for layout in Layout:
+        packed = pack_case(case, layout)
+        y = experts(packed.batch, case.weights)
+        flat = isinstance(packed.batch, Flat)
+        summed.append(y if flat else weighted_sum(y, packed.token_to_row, case.rows.topk_weights))
+    assert torch.equal(summed[0], summed[1])
+    assert torch.equal(summed[0], summed[2])
+
+
+@pytest.mark.parametrize("pool", ["flat", "batched"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("none", "bfloat16"), ("fp8_tensor", "float32"), ("fp8_block", "float32")]
+)
+def test_rows_gathered_from_a_pool(scheme: str, dtype: str, pool: str) -> None:
+    case = make_case(scheme, dtype)
+    experts, compact = ReferenceExperts(SILU), pack_case(case, Layout.COMPACT).batch
+    source = pack_case(case, Layout.FLAT if pool == "flat" else Layout.BATCHED).batch
+    row_index = torch.full((compact.x.shape[0],), 10**9, dtype=torch.int32)  # what no token owns points nowhere
+    for expert, (start, count) in enumerate(zip(compact.expert_row_start.tolist(), COUNTS, strict=True)):
+        if pool == "flat":
+            rows = [token for token, ids in enumerate(TOPK_IDS) if expert in ids]
+        else:
+            rows = [expert * CAPACITY + i for i in range(count)]
+        row_index[start : start + count] = torch.tensor(rows, dtype=torch.int32)
+    kind = Compact if pool == "flat" else Batched
+    gathered = kind(
+        **{field.name: getattr(compact, field.name) for field in dataclasses.fields(ExpertBatch)}
+        | {"x": source.x, "scale": source.scale, "row_index": row_index}
+    )
+    used = used_rows(compact)
+    y = experts(gathered, case.weights, out=torch.full((len(used), HIDDEN), math.nan, dtype=case.dtype))
+    assert torch.equal(y[used], experts(compact, case.weights)[used])
+    assert bool(y[~used].isnan().all())
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_no_tokens(num_rows: int, scheme: str, layout: Layout) -> None:
+    case = make_case(scheme)
+    rows = TokenRows(
+        x=case.rows.x[:num_rows],
+        scale=None if case.rows.scale is None else case.rows.scale[:num_rows],
+        local_topk_ids=torch.full((num_rows, 2), -1, dtype=torch.int32),
+        topk_weights=torch.zeros(num_rows, 2),
+    )
+    idle = Case(rows=rows, weights=case.weights, dtype=case.dtype)
+    batch = pack(
+        rows, layout, scheme=case.weights.scheme, dtype=case.dtype, num_local_experts=EXPERT_COUNT, capacity=5
+    ).batch
+    shapes = {Layout.BATCHED: (EXPERT_COUNT, 5, HIDDEN), Layout.COMPACT: (0, HIDDEN), Layout.FLAT: (num_rows, HIDDEN)}
+    out = torch.full(shapes[layout], math.nan)
+    y = ReferenceExperts(SILU)(batch, idle.weights, out=out)
+    untouched = torch.zeros_like(y) if layout is Layout.FLAT else torch.full_like(y, math.nan)
+    torch.testing.assert_close(y, untouched, rtol=0, atol=0, equal_nan=True)
+
+
+def test_saturation_and_ties_of_the_requantised_intermediate() -> None:
+    """Identity matrices pass x through; what remains is rounding to e4m3 under each expert's own static scale."""
+    scheme = get_scheme("fp8_tensor")
+    eye, scale = quantise_weight(torch.eye(16).expand(2, 16, 16), scheme)
+    weights = ExpertWeights(
+        w13=eye, w2=eye, w13_scale=scale, w2_scale=scale, scheme=scheme, w2_input_scale=torch.tensor([1.0, 0.25])
+    )
+    values = torch.tensor([448.0, 18, 17, 1, -448, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).expand(2, 16)
+    batch = Compact(
+        x=(values / 2).to(torch.float8_e4m3fn),
+        scale=torch.full((2, 1), 2.0),
+        scheme=scheme,
+        dtype=torch.float32,
+        expert_row_start=torch.tensor([0, 1], dtype=torch.int32),
+        expert_num_tokens=torch.tensor([1, 1], dtype=torch.int32),
+        row_index=None,
+        expected_rows=1,
+    )
+    y = ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)
+    # 17 / 2 = 8.5 ties to 8 when x is made, so 16 arrives; times 448 * (1 / 448) twice, the numbers are whole again
+    expected = torch.tensor([[448.0, 18, 16, 1, -448], [112.0, 18, 16, 1, -112]])
+    torch.testing.assert_close(y[:, :5], expected, rtol=1e-6, atol=0)
+    assert torch.equal(y[:, 5:], torch.zeros(2, 11))
+
+
+@pytest.mark.parametrize(("dtype", "one"), [("float32", 1.0), ("float16", 0.0), ("bfloat16", 0.0)])
+def test_the_intermediate_is_rounded_to_the_model_dtype(dtype: str, one: float) -> None:
+    """2049 and 2048 are one number in both 16-bit formats, so that their difference shows the rounding."""
+    w13, w2 = torch.zeros(1, 16, 16), torch.zeros(1, 16, 16)
+    w13[0, 0, 0], w13[0, 0, 1], w13[0, 1, 0] = 2048, 1, 2048
+    w2[0, 0, 0], w2[0, 0, 1] = 1, -1
+    batch = Compact(
+        x=torch.ones(1, 16, dtype=DTYPES[dtype]),
+        scale=None,
+        scheme=get_scheme("none"),
+        dtype=DTYPES[dtype],
+        expert_row_start=torch.zeros(1, dtype=torch.int32),
+        expert_num_tokens=torch.ones(1, dtype=torch.int32),
+        row_index=None,
+        expected_rows=1,
+    )
+    weights = ExpertWeights(w13=w13.to(DTYPES[dtype]), w2=w2.to(DTYPES[dtype]))
+    assert ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)[0, 0].item() == one
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_equals_its_formula(name: str, dtype: str) -> None:
+    activation = ACTIVATIONS[name]
+    x = (torch.randn(6, 64, generator=torch.Generator().manual_seed(5)) * 6).to(DTYPES[dtype])
+    expected = np.stack([reference_activation(row, activation) for row in x.double().numpy()])
+    actual = apply_activation(x, activation)
+    assert actual.dtype == torch.float32
+    np.testing.assert_allclose(actual.double().numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "expected"),
+    [
+        (1.0, 2.0, 2.5373873),  # sigmoid(1.702) * 3
+        (9.0, 2.0, 20.9998594),  # the gate is clamped to 7
+        (-9.0, 2.0, -6.00953396e-6),  # and from above alone
+        (1.0, 9.0, 6.76636613),  # up is clamped to 7
+        (1.0, -9.0, -5.0747746),  # and to -7
+    ],
+)
+def test_gpt_oss_numbers(gate: float, up: float, expected: float) -> None:
+    found = apply_activation(torch.tensor([gate, up]), GPT_OSS)
+    np.testing.assert_allclose(found.numpy(), [expected], rtol=1e-6)
+
+
+def test_an_odd_width_cannot_be_halved() -> None:
+    with pytest.raises(ValueError, match=r"width \(5\) must be even .*'silu'"):
+        apply_activation(torch.ones(2, 5), SILU)
+
+
+def _batch(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWeights]]:
+    return lambda case: (dataclasses.replace(pack_case(case, Layout.COMPACT).batch, **changes), case.weights)  # type: ignore[arg-type]
+
+
+def _flat(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWeights]]:
+    return lambda case: (dataclasses.replace(pack_case(case, Layout.FLAT).batch, **changes), case.weights)  # type: ignore[arg-type]
+
+
+def _weights(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWeights]]:
+    return lambda case: (pack_case(case, Layout.COMPACT).batch, dataclasses.replace(case.weights, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "words"),
+    [
+        ("none", _batch(x=torch.ones(24, 128)), ("x is (24, 128)", "(24, 144)")),
+        ("none", _batch(x=torch.ones(24, 144).half()), ("x is", "float16", "float32")),
+        ("none", _batch(x=torch.ones(144)), ("(144,)", "2 or 3 dimensions")),
+        ("none", _batch(dtype=torch.float64), ("torch.float64", "float32, bfloat16, float16")),
+        ("none", _batch(scheme=get_scheme("fp8_token")), ("'fp8_token'", "'none'")),
+        ("none", _batch(scale=torch.ones(24, 1)), ("batch has a scale (24, 1)", "'none'")),
+        ("none", _batch(expert_num_tokens=torch.ones(5, dtype=torch.int32)), ("expert_num_tokens", "(5,)", "(4,)")),
+        ("none", _batch(expert_row_start=torch.ones(4, dtype=torch.int64)), ("expert_row_start", "int64", "int32")),
+        ("none", _batch(expert_row_start=torch.full((4,), 20, dtype=torch.int32)), ("[20, 24)", "(20, 144)")),
+        ("none", _flat(row_index=None), ("row_index", "FLAT")),
+        ("none", _flat(topk_weights=torch.ones(11, 3)), ("topk_weights", "(11, 3)", "(11, 2)")),
+        ("none", _weights(w13=torch.ones(4, 161, 144)), ("161", "'silu'", "even")),
+        ("none", _weights(w13=torch.ones(161, 144)), ("(161, 144)", "3 dimensions")),
+        ("none", _weights(w2=torch.ones(4, 144, 160)), ("w2", "(4, 144, 160)", "(4, 144, 80)")),
+        ("none", _weights(w2=torch.ones(4, 144, 80).half()), ("w2", "float16", "float32")),
+        ("none", _weights(w13_bias=torch.ones(4, 80)), ("w13_bias", "(4, 80)", "(4, 160)")),
+        ("none", _weights(w2_bias=torch.ones(4, 144).int()), ("w2_bias", "int32", "float")),
+        ("none", _weights(w2_scale=torch.ones(4)), ("w2 has a scale (4,)", "'none'")),
+        ("none", _weights(w2_input_scale=torch.ones(4)), ("w2_input_scale", "'none'")),
+        ("fp8_token", _weights(w2_input_scale=torch.ones(4)), ("w2_input_scale", "'fp8_token'", "token")),
+        ("fp8_tensor", _weights(w2_input_scale=torch.ones(1)), ("w2_input_scale", "(1,)", "(4,)")),
+        ("fp8_tensor", _weights(w2_scale=None), ("w2_scale", "missing", "(4,)")),
+        ("fp8_block", _weights(w13_scale=torch.ones(4, 2, 1)), ("w13_scale", "(4, 2, 1)", "(4, 2, 2)")),
+        ("fp8_block", _batch(scale=None), ("scale", "missing", "'fp8_block'")),
+        ("fp8_block", _weights(w2=torch.ones(4, 144, 80)), ("w2", "float32", "float8_e4m3fn")),
+    ],
+)
+def test_batch_and_weights_that_do_not_fit(
+    scheme: str, change: Callable[[Case], tuple[ExpertBatch, ExpertWeights]], words: tuple[str, ...]
+) -> None:
+    batch, weights = change(make_case(scheme))
+    with pytest.raises(ValueError) as caught:
+        ReferenceExperts(SILU)(batch, weights)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (torch.ones(4, HIDDEN), ("out", "(4, 144)", "(11, 144)")),
+        (torch.ones(11, HIDDEN).bfloat16(), ("out", "bfloat16", "float32")),
+    ],
+)
+def test_out_that_does_not_fit(out: torch.Tensor, words: tuple[str, ...]) -> None:
+    case = make_case()
+    with pytest.raises(ValueError) as caught:
+        ReferenceExperts(SILU)(pack_case(case, Layout.FLAT).batch, case.weights, out=out)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_experts_by_name() -> None:
+    for name in ("auto", *EXPERTS):
+        assert create_experts(name, GPT_OSS, torch.device("cpu")).activation is GPT_OSS
+    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch"):
+        create_experts("cutlass", SILU, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"device \(meta\) is not one of cpu, cuda"):
+        create_experts("auto", SILU, torch.device("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=lambda name: name)
+def test_cuda_equals_the_cpu(scheme: str, dtype: str, layout: Layout) -> None:
+    case = make_case(scheme, dtype, GPT_OSS)
+    packed, experts = pack_case(case, layout), ReferenceExperts(GPT_OSS)
+    used = used_rows(packed.batch) if layout is not Layout.FLAT else torch.ones(len(TOPK_IDS), dtype=torch.bool)
+    expected = experts(packed.batch, case.weights)[used]
+    y = experts(to_cuda(packed.batch), to_cuda(case.weights)).cpu()[used]
+    assert_close_rows(y, expected.double().numpy(), case)
+
+
+def to_cuda(holder: Any) -> Any:
+    """Copy a dataclass of tensors to the GPU."""
+    tensors = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
+    moved = {name: value.cuda() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(holder, **moved)

@@ -1,0 +1,389 @@
+"""Reading one rank's experts: bit for bit what was written, whatever the files look like, and no byte more."""
+
+import json
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ep_moe.config import ActivationKind, RoutingMethod
+from ep_moe.placement import Placement, create_placement
+from ep_moe.quant import SCHEMES, quantise_weight
+from ep_moe.weights import Checkpoint, ExpertWeights, moe_config
+
+HIDDEN, INTERMEDIATE = 48, 32
+LAYERS = (0, 2, 11)  # layer 1 is dense; 11 sorts after 2 as a number only
+QUANTISED = [name for name, scheme in SCHEMES.items() if scheme.quantised]
+
+CONFIGS = {
+    "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": INTERMEDIATE, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 5, "intermediate_size": INTERMEDIATE},
+}
+NAMES = {  # prefix of an expert; gate, up, down; the router
+    "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj"), "mlp.gate.weight"),
+    "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2"), "block_sparse_moe.gate.weight"),
+}
+
+
+def expert_names(family: str, layer: int, expert: int) -> list[str]:
+    prefix, parts, _ = NAMES[family]
+    return [f"model.layers.{layer}.{prefix}.{expert}.{part}.weight" for part in parts]
+
+
+def make_tensors(family: str, dtype: torch.dtype, num_experts: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tensors = {
+        "model.embed_tokens.weight": values(11, HIDDEN),
+        "model.layers.1.mlp.gate_proj.weight": values(INTERMEDIATE, HIDDEN),
+        "lm_head.weight": values(11, HIDDEN),
+    }
+    for layer in LAYERS:
+        tensors[f"model.layers.{layer}.{NAMES[family][2]}"] = values(num_experts, HIDDEN)
+        for expert in range(num_experts):
+            gate, up, down = expert_names(family, layer, expert)
+            tensors[gate] = values(INTERMEDIATE, HIDDEN)
+            tensors[up] = values(INTERMEDIATE, HIDDEN)
+            tensors[down] = values(HIDDEN, INTERMEDIATE)
+    return tensors
+
+
+def write_config(directory: Path, family: str, **changes: object) -> None:
+    config = {"model_type": family, "hidden_size": HIDDEN, "num_experts_per_tok": 2, "hidden_act": "silu"}
+    (directory / "config.json").write_text(json.dumps(config | CONFIGS[family] | changes))
+
+
+def write_checkpoint(
+    directory: Path, family: str, *, num_files: int = 3, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Write a checkpoint whose tensors lie in the files in no order at all."""
+    tensors = make_tensors(family, dtype)
+    write_config(directory, family)
+    if num_files == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return tensors
+    names = list(tensors)
+    random.Random(3).shuffle(names)
+    weight_map = {}
+    for number in range(num_files):
+        file_name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+        chosen = names[number::num_files]
+        save_file({name: tensors[name] for name in chosen}, directory / file_name)
+        weight_map |= dict.fromkeys(chosen, file_name)
+    index = {"metadata": {}, "weight_map": dict(random.Random(4).sample(sorted(weight_map.items()), len(weight_map)))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
+def expected_layer(tensors: dict, family: str, layer: int, experts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up, down = [], []
+    for expert in experts:
+        gate, up, down_name = (tensors[name] for name in expert_names(family, layer, expert))
+        gate_up.append(torch.cat([gate, up]))
+        down.append(down_name)
+    return torch.stack(gate_up), torch.stack(down)
+
+
+@pytest.mark.parametrize("num_files", [1, 3], ids=["one_file", "three_files"])
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("name", ["linear", "round_robin"])
+def test_every_rank_reads_its_experts_bit_for_bit(tmp_path: Path, family: str, num_files: int, name: str) -> None:
+    tensors = write_checkpoint(tmp_path, family, num_files=num_files)
+    owned = {"linear": [[0, 1, 2], [3, 4]], "round_robin": [[0, 2, 4], [1, 3]]}[name]
+    for rank, experts in enumerate(owned):
+        weights = ExpertWeights.from_pretrained(tmp_path, create_placement(name, 5, 2), rank)
+        assert list(weights) == list(LAYERS)
+        for layer, found in weights.items():
+            w13, w2 = expected_layer(tensors, family, layer, experts)
+            assert torch.equal(found.w13, w13)
+            assert torch.equal(found.w2, w2)
+            assert found.w13_scale is None
+            assert found.scheme is SCHEMES["none"]
+
+
+def test_redundant_copies_layers_and_dtype(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "qwen3_moe")
+    placement = Placement((0, 1, 2, 4, 3, 4, 4, 0), (0, 4, 4, 8))
+    weights = ExpertWeights.from_pretrained(tmp_path, placement, 2, layers=[11], dtype=torch.float32)
+    w13, w2 = expected_layer(tensors, "qwen3_moe", 11, [3, 4, 4, 0])
+    assert list(weights) == [11]
+    assert torch.equal(weights[11].w13, w13.float())
+    assert torch.equal(weights[11].w2, w2.float())
+    nothing = ExpertWeights.from_pretrained(tmp_path, placement, 1, layers=[0])[0]
+    assert nothing.w13.shape == (0, 2 * INTERMEDIATE, HIDDEN)
+    assert nothing.w2.shape == (0, HIDDEN, INTERMEDIATE)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_stacked_experts(tmp_path: Path, family: str) -> None:
+    tensors = make_tensors(family, torch.float16)
+    stacked = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for layer in LAYERS:
+        w13, w2 = expected_layer(tensors, family, layer, list(range(5)))
+        stacked[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = w13
+        stacked[f"model.layers.{layer}.mlp.experts.down_proj"] = w2
+    save_file(stacked, tmp_path / "model.safetensors")
+    write_config(tmp_path, family)
+    weights = ExpertWeights.from_pretrained(tmp_path, Placement.round_robin(5, 2), 1)
+    for layer in LAYERS:
+        w13, w2 = expected_layer(tensors, family, layer, [1, 3])
+        assert torch.equal(weights[layer].w13, w13)
+        assert torch.equal(weights[layer].w2, w2)
+
+
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str) -> None:
+    tensors = write_checkpoint(tmp_path, "mixtral")
+    weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1, scheme=scheme)[2]
+    w13, w2 = expected_layer(tensors, "mixtral", 2, [3, 4])
+    for slot in range(2):
+        for matrix, values, scale in ((w13, weights.w13, weights.w13_scale), (w2, weights.w2, weights.w2_scale)):
+            expected_values, expected_scale = quantise_weight(matrix[slot], SCHEMES[scheme])
+            assert torch.equal(values[slot].view(torch.uint8), expected_values.view(torch.uint8))
+            assert torch.equal(scale[slot], expected_scale)
+    nothing = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 6), 5, scheme=scheme)[2]
+    assert nothing.w13_scale.shape == (0, *weights.w13_scale.shape[1:])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_dense_rest(tmp_path: Path, family: str) -> None:
+    tensors = write_checkpoint(tmp_path, family)
+    dense = dict(Checkpoint.open(tmp_path).dense().items())
+    expected = {
+        name.replace("block_sparse_moe", "mlp"): value for name, value in tensors.items() if ".experts." not in name
+    }
+    assert dense.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(dense[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "method"),
+    [
+        ("qwen3_moe", {}, RoutingMethod.RENORMALIZE_NAIVE),
+        ("qwen3_moe", {"norm_topk_prob": False}, RoutingMethod.DEFAULT),
+        ("mixtral", {"hidden_act": "gelu"}, RoutingMethod.RENORMALIZE),
+    ],
+    ids=["qwen3", "qwen3_plain", "mixtral"],
+)
+def test_moe_config(tmp_path: Path, family: str, changes: dict, method: RoutingMethod) -> None:
+    write_config(tmp_path, family, **changes)
+    config = moe_config(tmp_path)
+    assert (config.hidden, config.intermediate, config.num_experts) == (HIDDEN, INTERMEDIATE, 5)
+    assert (config.routing.method, config.routing.num_topk) == (method, 2)
+    assert config.activation.kind is ActivationKind(changes.get("hidden_act", "silu"))
+    assert moe_config(json.loads((tmp_path / "config.json").read_text())) == config
+
+
+BROKEN = expert_names("qwen3_moe", 2, 4)[1]
+
+
+def _file_of(directory: Path, name: str) -> Path:
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / index["weight_map"][name]
+
+
+def _replace(directory: Path, name: str, value: torch.Tensor | None) -> None:
+    path = _file_of(directory, name)
+    tensors = load_file(path)
+    tensors.pop(name)
+    if value is not None:
+        tensors[name] = value
+    save_file(tensors, path)
+
+
+def _edit_index(directory: Path, edit: object) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def _missing(directory: Path) -> None:
+    _replace(directory, BROKEN, None)
+    _edit_index(directory, lambda weight_map: weight_map.pop(BROKEN))
+
+
+def _not_where_the_index_says(directory: Path) -> None:
+    _replace(directory, BROKEN, None)
+
+
+def _misshapen(directory: Path) -> None:
+    _replace(directory, BROKEN, torch.zeros(HIDDEN, INTERMEDIATE, dtype=torch.bfloat16))
+
+
+def _other_dtype(directory: Path) -> None:
+    _replace(directory, BROKEN, torch.zeros(INTERMEDIATE, HIDDEN, dtype=torch.float16))
+
+
+def _no_float(directory: Path) -> None:
+    _replace(directory, BROKEN, torch.zeros(INTERMEDIATE, HIDDEN, dtype=torch.float8_e4m3fn))
+
+
+def _twice(directory: Path) -> None:
+    here = _file_of(directory, BROKEN)
+    other = next(path for path in sorted(directory.glob("*.safetensors")) if path != here)
+    save_file(load_file(other) | {BROKEN: torch.zeros(INTERMEDIATE, HIDDEN)}, other)
+
+
+def _absent_file(directory: Path) -> None:
+    (directory / "model-00002-of-00003.safetensors").unlink()
+
+
+def _cut_short(directory: Path) -> None:
+    path = directory / "model-00003-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _too_many_experts(directory: Path) -> None:
+    write_config(directory, "qwen3_moe", num_experts=4)
+
+
+def _unknown_family(directory: Path) -> None:
+    write_config(directory, "qwen3_moe", model_type="dbrx")
+
+
+def _unknown_activation(directory: Path) -> None:
+    write_config(directory, "qwen3_moe", hidden_act="relu6")
+
+
+def _quantised_on_disk(directory: Path) -> None:
+    write_config(directory, "qwen3_moe", quantization_config={"quant_method": "gptq"})
+
+
+def _no_safetensors(directory: Path) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
+
+
+def _no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "fragments"),
+    [
+        (_missing, (BROKEN, "missing")),
+        (_not_where_the_index_says, (BROKEN, "is not in", "safetensors")),
+        (_misshapen, (BROKEN, "safetensors", f"[{HIDDEN}, {INTERMEDIATE}]", f"[{INTERMEDIATE}, {HIDDEN}]")),
+        (_other_dtype, (BROKEN, "float16", "bfloat16")),
+        (_no_float, (BROKEN, "float8_e4m3fn", "bfloat16")),
+        (_twice, (BROKEN, "two files")),
+        (_absent_file, ("model.safetensors.index.json", "model-00002-of-00003.safetensors", "not there")),
+        (_cut_short, ("model-00003-of-00003.safetensors", "cut short")),
+        (_too_many_experts, (".experts.4.", "num_experts is 4")),
+        (_unknown_family, ("dbrx", "qwen3_moe", "mixtral")),
+        (_unknown_activation, ("relu6", "silu")),
+        (_quantised_on_disk, ("gptq", "bfloat16")),
+        (_no_safetensors, ("neither model.safetensors nor",)),
+        (_no_config, ("no config.json",)),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_damage_is_named_on_every_rank(tmp_path: Path, damage: object, fragments: tuple[str, ...]) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    damage(tmp_path)
+    placement = Placement.linear(4 if damage is _too_many_experts else 5, 2)
+    for rank in range(2):
+        with pytest.raises(ValueError) as caught:
+            ExpertWeights.from_pretrained(tmp_path, placement, rank)
+        for fragment in fragments:
+            assert fragment in str(caught.value)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    placement = Placement.linear(5, 2)
+    with pytest.raises(ValueError, match=r"layer 1 .*\[0, 2, 11\]"):
+        ExpertWeights.from_pretrained(tmp_path, placement, 0, layers=[0, 1])
+    with pytest.raises(ValueError, match=r"placement has 6 experts, .* has 5"):
+        ExpertWeights.from_pretrained(tmp_path, Placement.linear(6, 2), 0)
+    with pytest.raises(ValueError, match=r"rank \(2\)"):
+        ExpertWeights.from_pretrained(tmp_path, placement, 2)
+    with pytest.raises(ValueError, match=r"torch.int8.*bfloat16"):
+        ExpertWeights.from_pretrained(tmp_path, placement, 0, dtype=torch.int8)
+    with pytest.raises(ValueError, match="fp3"):
+        ExpertWeights.from_pretrained(tmp_path, placement, 0, scheme="fp3")
+
+
+MEASURE = """
+    import json, sys, torch
+    from ep_moe.placement import Placement
+    from ep_moe.weights import ExpertWeights
+
+    def field(path, key):
+        return next(int(line.split()[1]) for line in open(path) if line.startswith(key + ":"))
+
+    torch.set_num_threads(1)
+    directory, num_ranks, dtype, scheme = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3]), sys.argv[4]
+    resident = field("/proc/self/status", "VmRSS")
+    placement = Placement.round_robin(64, num_ranks)
+    weights = ExpertWeights.from_pretrained(directory, placement, num_ranks - 1, dtype=dtype, scheme=scheme)
+    print(json.dumps({
+        "peak": (field("/proc/self/status", "VmHWM") - resident) * 1024,
+        "shard": sum(layer.num_bytes for layer in weights.values()),
+    }))
+"""
+
+
+@pytest.fixture(scope="module")
+def gigabyte(tmp_path_factory: pytest.TempPathFactory):
+    """A checkpoint of 1 GB in bfloat16: 4 layers of 64 experts, a file for each layer, written a tensor at a time."""
+    directory = tmp_path_factory.mktemp("gigabyte")
+    if shutil.disk_usage(directory).free < 3 << 30:
+        pytest.skip("needs 3 GB of disk")
+    hidden, intermediate, num_experts = 1024, 640, 64
+    config = {"model_type": "qwen3_moe", "hidden_size": hidden, "moe_intermediate_size": intermediate}
+    config |= {"num_experts": num_experts, "num_experts_per_tok": 2, "hidden_act": "silu"}
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "gate_proj": [intermediate, hidden],
+        "up_proj": [intermediate, hidden],
+        "down_proj": [hidden, intermediate],
+    }
+    data = torch.randn(intermediate, hidden).bfloat16().view(torch.uint8).numpy().tobytes()
+    weight_map = {}
+    for layer in range(4):
+        entries = {}
+        for expert in range(num_experts):
+            for part, shape in shapes.items():
+                offsets = [len(entries) * len(data), (len(entries) + 1) * len(data)]
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
+                entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+        header = json.dumps(entries).encode()
+        with open(directory / f"model-{layer}.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for _ in entries:
+                file.write(data)
+        weight_map |= dict.fromkeys(entries, f"model-{layer}.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' accounts of memory")
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "scheme"),
+    [(2, "bfloat16", "none"), (4, "float32", "none"), (2, "bfloat16", QUANTISED[0])],
+    ids=["as_it_is", "converted", "quantised"],
+)
+def test_a_gigabyte_takes_the_shard_and_little_more(gigabyte: Path, num_ranks: int, dtype: str, scheme: str) -> None:
+    on_disk = sum(path.stat().st_size for path in gigabyte.glob("*.safetensors"))
+    assert on_disk > 1_000_000_000
+    arguments = [str(gigabyte), str(num_ranks), dtype, scheme]
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEASURE), *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr
+    measured = json.loads(child.stdout)
+    assert measured["peak"] < 1.3 * measured["shard"]
