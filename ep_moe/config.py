@@ -133,7 +133,7 @@ class RoutingConfig:
         scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
         _require(
             scales or self.routed_scaling_factor == 1.0,
-            f"routed_scaling_factor ({self.routed_scaling_factor}) needs routing method 2 or 7, not {self.method}",
+            f"routed_scaling_factor ({self.routed_scaling_factor}) needs method 2 or 7, got {self.method.value}",
         )
         _require(
             self.norm_topk_prob or self.method is RoutingMethod.SIGMOID_RENORM,

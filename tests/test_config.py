@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "scale_method": (
         routing,
         {"method": 6, "routed_scaling_factor": 2.5},
-        "routed_scaling_factor (2.5) needs routing method 2 or 7, got 6",
+        "routed_scaling_factor (2.5) needs method 2 or 7, got 6",
     ),
     "norm_method": (routing, {"norm_topk_prob": False}, "norm_topk_prob=False needs routing method 6, got 1"),
     "llama4_topk": (routing, {"method": 3}, "routing method 3 takes num_topk 1, got 2"),

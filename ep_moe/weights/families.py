@@ -53,14 +53,16 @@ class Family:
         experts_module: name of a layer's experts in the transformers model, with `{layer}`.
         routing: builds the routing config from config.json and K.
         renames: (part of a checkpoint name, what the transformers model calls it) of tensors that are not experts.
-        num_experts, hidden, intermediate, num_topk, activation: the keys of config.json.
+        num_experts: the keys of config.json that may hold E, the first that is there counts; transformers 5 writes
+            another than published checkpoints have.
+        hidden, intermediate, num_topk, activation: the keys of config.json.
     """
 
     forms: tuple[tuple[ExpertTensor, ...], ...]
     experts_module: str
     routing: Callable[[Mapping[str, Any], int], RoutingConfig]
     renames: tuple[tuple[str, str], ...] = ()
-    num_experts: str = "num_experts"
+    num_experts: tuple[str, ...] = ("num_experts", "num_local_experts")
     hidden: str = "hidden_size"
     intermediate: str = "moe_intermediate_size"
     num_topk: str = "num_experts_per_tok"
@@ -106,7 +108,6 @@ FAMILIES: dict[str, Family] = {
         experts_module="model.layers.{layer}.mlp.experts",
         routing=_renormalised_routing,
         renames=((".block_sparse_moe.", ".mlp."),),
-        num_experts="num_local_experts",
         intermediate="intermediate_size",
     ),
 }
@@ -163,10 +164,11 @@ def moe_config(source: Source) -> MoEConfig:
     config, name = read_config(source)
     family = find_family(source)
 
-    def value(key: str) -> Any:
-        if config.get(key) is None:
-            raise ValueError(f"{name}: no key {key!r}, which model_type {config['model_type']!r} needs")
-        return config[key]
+    def value(*keys: str) -> Any:
+        found = next((config[key] for key in keys if config.get(key) is not None), None)
+        if found is None:
+            raise ValueError(f"{name}: no key {' or '.join(keys)}, which model_type {config['model_type']!r} needs")
+        return found
 
     activation = value(family.activation)
     if activation not in ACTIVATIONS:
@@ -174,7 +176,7 @@ def moe_config(source: Source) -> MoEConfig:
     return MoEConfig(
         hidden=value(family.hidden),
         intermediate=value(family.intermediate),
-        num_experts=value(family.num_experts),
+        num_experts=value(*family.num_experts),
         routing=family.routing(config, value(family.num_topk)),
         activation=ActivationConfig(kind=ACTIVATIONS[activation]),
     )

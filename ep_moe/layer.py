@@ -1,0 +1,141 @@
+"""The layer: route, dispatch, experts, combine. Which transport, experts, format and layout is never asked here.
+
+Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol, overload
+
+import torch
+
+from ep_moe.config import MoEConfig
+from ep_moe.experts import Experts, create_experts
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, get_scheme, quantise
+from ep_moe.routing import Routing, route, weigh_input
+from ep_moe.transport import Transport
+from ep_moe.weights import ExpertWeights
+
+
+class Phases(Protocol):
+    """Somebody who wants to know when the phases of a layer begin and end: route, dispatch, experts, combine."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context that lasts as long as the phase."""
+        ...
+
+
+class _Unwatched:
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        del name
+        yield
+
+
+class ExpertParallelMoE(torch.nn.Module):
+    """One MoE layer whose experts are spread over the ranks of a transport.
+
+    Args:
+        config: the layer; every rank passes the same.
+        weights: this rank's experts, in the order of `placement.local_experts(rank)` and in `config.scheme`.
+        transport: moves the tokens; one serves all layers of a model.
+        placement: logical to physical experts; the transport's own where the layer has no other.
+        experts: name of the implementation, "auto" picks by device.
+        routing_bias: [E], for the routing methods that take one.
+        shared_experts: called with hidden_states [T, H] while the tokens travel; its output is added in float32.
+        phases: told when each phase begins and ends.
+
+    Errors: ValueError where config, weights and transport do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        transport: Transport,
+        *,
+        placement: Placement | None = None,
+        experts: str = "auto",
+        routing_bias: torch.Tensor | None = None,
+        shared_experts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        phases: Phases | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weights = weights
+        self.transport = transport
+        self.placement = transport.placement if placement is None else placement
+        self.scheme = get_scheme(config.scheme)
+        self.experts: Experts = create_experts(experts, config.activation, weights.w13.device)
+        self.routing_bias = routing_bias
+        self.shared_experts = shared_experts
+        self.phases: Phases = _Unwatched() if phases is None else phases
+        self._check()
+
+    def _check(self) -> None:
+        config, rank = self.config, self.transport.rank
+        expected = {
+            "hidden": (self.transport.config.hidden, config.hidden),
+            "num_experts": (self.placement.num_experts, config.num_experts),
+            "num_local_experts": (self.weights.num_local_experts, self.placement.num_local_experts(rank)),
+            "first physical experts": (self.placement.starts, self.transport.placement.starts),
+            "scheme": (self.weights.scheme.name, self.scheme.name),
+        }
+        for name, (found, wanted) in expected.items():
+            if found != wanted:
+                raise ValueError(f"{name} ({found}) does not fit the layer on rank {rank}, which needs {wanted}")
+
+    @overload
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor, /) -> torch.Tensor: ...
+
+    @overload
+    def forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, /
+    ) -> torch.Tensor: ...
+
+    def forward(self, hidden_states: torch.Tensor, *router: torch.Tensor) -> torch.Tensor:
+        """Send each token through its experts.
+
+        Args:
+            hidden_states: [T, H] in the transport's dtype, T <= max_tokens_per_rank and different on each rank at will.
+            router: either router_logits [T, E], or topk_ids [T, K] int32 or int64 (logical, -1 none) and
+                topk_weights [T, K] float32.
+        Returns: [T, H] in the transport's dtype.
+        Errors: ValueError on every rank for bad input on one; `PeerLostError` for a rank that does not answer.
+        Collective: every rank calls it the same number of times, with zero tokens too.
+        """
+        with self.phases.phase("route"):
+            routing = self._route(hidden_states, *router)
+            x: torch.Tensor | Quantised = hidden_states
+            if self.config.apply_router_weight_on_input:
+                x, routing = weigh_input(hidden_states, routing)
+            if self.weights.w13_input_scale is not None and not isinstance(x, Quantised):
+                x = quantise(x, self.scheme, static_scale=self.weights.w13_input_scale)
+        with self.phases.phase("dispatch"):
+            self.transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+        with self.phases.phase("shared"):
+            shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+        with self.phases.phase("dispatch"):
+            dispatched = self.transport.dispatch_recv()
+        with self.phases.phase("experts"):
+            y = self.experts(dispatched.batch, self.weights)
+        with self.phases.phase("combine"):
+            return self.transport.combine(y, dispatched, shared=shared)
+
+    def _route(self, hidden_states: torch.Tensor, *router: torch.Tensor) -> Routing:
+        """The routing of these tokens over physical experts."""
+        if len(router) == 1:
+            if self.config.routing is None:
+                raise ValueError("the layer has no routing config: pass topk_ids and topk_weights, not router_logits")
+            if tuple(router[0].shape) != (hidden_states.shape[0], self.config.num_experts):
+                raise ValueError(
+                    f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] "
+                    f"({hidden_states.shape[0]}, {self.config.num_experts})"
+                )
+            routing = route(router[0], self.config.routing, routing_bias=self.routing_bias)
+        elif len(router) == 2:
+            routing = Routing(topk_ids=router[0], topk_weights=router[1])
+        else:
+            raise ValueError(f"forward takes router_logits, or topk_ids and topk_weights, got {len(router)} tensors")
+        return Routing(topk_ids=self.placement.to_physical(routing.topk_ids), topk_weights=routing.topk_weights)

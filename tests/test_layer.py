@@ -1,0 +1,188 @@
+"""The layer: EP over n ranks equals EP over one, and both equal a plain loop over tokens; faults in mid-run."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from ep_moe.config import ActivationConfig, GroupConfig, Layout, MoEConfig, RoutingConfig, TransportConfig
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.launch import RankFailedError, launch
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.placement import Placement, create_placement
+from ep_moe.quant import get_scheme, quantise_weight
+from ep_moe.routing import Routing, route
+from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from ep_moe.transport import create_transport
+from ep_moe.weights import ExpertWeights
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 48, 32, 10, 3
+TOKENS = (9, 0, 17, 4)  # of four ranks; fewer ranks share the same 30 tokens
+ROUTING = RoutingConfig(method=2, num_topk=NUM_TOPK, num_group=5, topk_group=3, routed_scaling_factor=2.5)
+
+
+def whole_weights(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """w13, w2, their biases, every expert different."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (2 * INTERMEDIATE,), (HIDDEN,))
+    return tuple((torch.randn(NUM_EXPERTS, *shape, generator=generator) / 5).to(dtype) for shape in shapes)
+
+
+def local_weights(placement: Placement, rank: int, scheme: str, dtype: torch.dtype) -> ExpertWeights:
+    """One rank's share of `whole_weights`."""
+    w13, w2, b13, b2 = (tensor[list(placement.local_experts(rank))] for tensor in whole_weights(dtype))
+    if scheme == "none":
+        return ExpertWeights(w13=w13, w2=w2, w13_bias=b13, w2_bias=b2)
+    (q13, s13), (q2, s2) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
+    return ExpertWeights(
+        w13=q13, w2=q2, w13_scale=s13, w2_scale=s2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme)
+    )
+
+
+def tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """All 30 tokens and their router logits."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(sum(TOKENS), HIDDEN, generator=generator).to(dtype)
+    return x, torch.randn(sum(TOKENS), NUM_EXPERTS, generator=generator)
+
+
+def share(num_ranks: int, rank: int) -> slice:
+    """Which of the 30 tokens a rank brings."""
+    counts = TOKENS if num_ranks == 4 else [30 // num_ranks] * num_ranks
+    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+
+def layer_on(group: EPGroup, placement_name: str, scheme: str, layout: Layout, dtype: torch.dtype) -> ExpertParallelMoE:
+    """The layer of this rank."""
+    placement = create_placement(placement_name, NUM_EXPERTS, group.num_ranks)
+    config = MoEConfig(
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        num_experts=NUM_EXPERTS,
+        routing=ROUTING,
+        activation=ActivationConfig(kind="swiglu", alpha=1.702, beta=1.0, limit=1.5),
+        scheme=scheme,
+        layout=layout,
+    )
+    transport = create_transport(
+        "auto", group, placement, TransportConfig(hidden=HIDDEN, max_tokens_per_rank=30, dtype=dtype)
+    )
+    return ExpertParallelMoE(
+        config,
+        local_weights(placement, group.rank, scheme, dtype),
+        transport,
+        routing_bias=torch.linspace(-0.2, 0.2, NUM_EXPERTS),
+        shared_experts=lambda x: x * 0.5,
+    )
+
+
+def run_layer(group: EPGroup, placement: str, scheme: str, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's outputs, by logits and by ids, [2, T, H]."""
+    layer = layer_on(group, placement, scheme, layout, dtype)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(dtype))
+    routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
+    return torch.stack([layer(x, logits), layer(x, routing.topk_ids, routing.topk_weights)])
+
+
+def expected(dtype: torch.dtype) -> torch.Tensor:
+    """A plain loop over tokens in float64, whole weights, no scheme."""
+    x, logits = tokens(dtype)
+    routing = route(logits, ROUTING, routing_bias=torch.linspace(-0.2, 0.2, NUM_EXPERTS))
+    w13, w2, b13, b2 = (tensor.double() for tensor in whole_weights(dtype))
+    out = x.double() * 0.5
+    for token in range(x.shape[0]):
+        for expert, weight in zip(routing.topk_ids[token].tolist(), routing.topk_weights[token].tolist(), strict=True):
+            gate, up = (w13[expert] @ x[token].double() + b13[expert]).chunk(2)
+            gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+            inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+            out[token] += weight * (w2[expert] @ inner + b2[expert])
+    return out
+
+
+CASES = [
+    pytest.param(1, "linear", "none", Layout.COMPACT, torch.float32, id="1-float32"),
+    pytest.param(2, "round_robin", "none", Layout.FLAT, torch.float32, id="2-round-robin-flat"),
+    pytest.param(3, "linear", "none", Layout.BATCHED, torch.float32, id="3-batched"),
+    pytest.param(4, "linear", "none", Layout.COMPACT, torch.float32, id="4-compact"),
+    pytest.param(4, "round_robin", "none", Layout.FLAT, torch.bfloat16, id="4-bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "placement", "scheme", "layout", "dtype"), CASES)
+def test_layer_equals_a_plain_loop(
+    num_ranks: int, placement: str, scheme: str, layout: Layout, dtype: torch.dtype
+) -> None:
+    parts = launch(run_layer, placement, scheme, layout, dtype, num_ranks=num_ranks, device="cpu")
+    outputs = torch.cat(parts, dim=1)
+    limit = ROW_ERROR_LIMITS[str(dtype).removeprefix("torch.")]
+    assert worst_row_error(outputs[0], expected(dtype)) < limit
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_token"])
+def test_four_ranks_equal_one_in_fp8(scheme: str) -> None:
+    one, four = (
+        torch.cat(launch(run_layer, "linear", scheme, layout, torch.bfloat16, num_ranks=n, device="cpu"), dim=1)
+        for n, layout in ((1, Layout.COMPACT), (4, Layout.BATCHED))
+    )
+    assert worst_row_error(four, one) < ROW_ERROR_LIMITS["bfloat16"]
+    assert worst_row_error(one[0], expected(torch.bfloat16)) < 0.1
+
+
+def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
+    """Run rounds until the victim dies or stops in the middle of one; survivors tell what they saw."""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    routing = Routing(topk_ids=route(logits, ROUTING).topk_ids, topk_weights=torch.ones(x.shape[0], NUM_TOPK))
+    start = time.monotonic()
+    try:
+        for step in range(1000):
+            if step == 5 and group.rank == victim:
+                layer.transport.dispatch_send(x, routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
+                os.kill(os.getpid(), how)
+            start = time.monotonic()
+            layer(x, logits)
+    except PeerLostError as error:
+        with pytest.raises(PeerLostError):
+            layer(x, logits)
+        return f"{error.ranks} in time: {time.monotonic() - start < 8.0}"
+    return "nothing was lost"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_name_a_rank_lost_in_mid_run(victim: int, how: signal.Signals, tmp_path) -> None:  # noqa: ANN001
+    config = GroupConfig(timeout_secs=4, heartbeat_secs=0.2)
+    with pytest.raises(RankFailedError) as caught:
+        launch(_record_loss, victim, how, tmp_path, num_ranks=4, config=config, device="cpu", grace_secs=12)
+    survivors = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert survivors == {str(rank): f"({victim},) in time: True" for rank in range(4) if rank != victim}
+    assert f"rank {victim}" in str(caught.value)
+
+
+def _record_loss(group: EPGroup, victim: int, how: signal.Signals, folder) -> None:  # noqa: ANN001
+    seen = lose_a_rank(group, victim, how)
+    (folder / str(group.rank)).write_text(seen)
+    group.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 64}, "hidden (48) does not fit the layer on rank 0, which needs 64"),
+        ({"num_experts": 12}, "num_experts (10) does not fit the layer on rank 0, which needs 12"),
+        ({"scheme": "fp8_block"}, "scheme (none) does not fit the layer on rank 0, which needs fp8_block"),
+    ],
+    ids=["hidden", "num_experts", "scheme"],
+)
+def test_layer_refuses_what_does_not_fit(change: dict, message: str) -> None:
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": NUM_EXPERTS} | change
+    placement = Placement.linear(NUM_EXPERTS, 1)
+    transport = create_transport(
+        "local", EPGroup.single("cpu"), placement, TransportConfig(hidden=HIDDEN, max_tokens_per_rank=4)
+    )
+    with pytest.raises(ValueError) as caught:
+        ExpertParallelMoE(MoEConfig(**sizes), local_weights(placement, 0, "none", torch.float32), transport)
+    assert message in str(caught.value)
