@@ -136,16 +136,17 @@ def transport_cases(num_ranks: int) -> list[TransportCase]:
         for layout in Layout
         for routing in ROUTINGS[1:]
     ]
+    odd = [
+        TransportCase(name="zero-tokens-on-one-rank", tokens=idle),
+        TransportCase(name="zero-tokens-on-all-ranks", tokens=(0,) * num_ranks),
+        TransportCase(name="one-token", tokens=(1,) + (0,) * (num_ranks - 1), num_topk=8),
+        TransportCase(name="hidden-2880-top-10-of-13", tokens=uneven, hidden=2880, num_topk=10, num_experts=13),
+        TransportCase(name="fewer-experts-than-ranks", tokens=uneven, num_experts=max(num_ranks - 1, 1), num_topk=1),
+    ]
     cases += [
-        TransportCase(name=f"{layout.value}-{name}", layout=layout, scheme="fp8_block", **values)
+        dataclasses.replace(case, name=f"{layout.value}-{case.name}", layout=layout, scheme="fp8_block")
         for layout in Layout
-        for name, values in {
-            "zero-tokens-on-one-rank": {"tokens": idle},
-            "zero-tokens-on-all-ranks": {"tokens": (0,) * num_ranks},
-            "one-token": {"tokens": (1,) + (0,) * (num_ranks - 1), "num_topk": 8},
-            "hidden-2880-topk-10-experts-13": {"tokens": uneven, "hidden": 2880, "num_topk": 10, "num_experts": 13},
-            "fewer-experts-than-ranks": {"tokens": uneven, "num_experts": max(num_ranks - 1, 1), "num_topk": 1},
-        }.items()
+        for case in odd
     ]
     cases += [
         TransportCase(name="float32", tokens=uneven, dtype=torch.float32, shared=True),

@@ -1,0 +1,133 @@
+"""Reports for people: tables on standard output."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _spans(experts: Sequence[int]) -> str:
+    """Name experts shortly: [0, 1, 2, 5] is "0-2 5"."""
+    spans: list[list[int]] = []
+    for expert in experts:
+        if spans and expert == spans[-1][1] + 1:
+            spans[-1][1] = expert
+        else:
+            spans.append([expert, expert])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
+
+
+def _show_load(console: Console, expert_load: list[list[int]]) -> None:
+    """A row for each expert, a column for each MoE layer; wide models get each layer's extremes instead."""
+    num_experts = len(expert_load[0])
+    if num_experts <= 64 and len(expert_load) <= 12:
+        table = _table(
+            "Load: tokens that each expert was sent", "expert", *(f"layer {i}" for i in range(len(expert_load)))
+        )
+        for expert in range(num_experts):
+            table.add_row(str(expert), *(str(layer[expert]) for layer in expert_load))
+        table.add_section()
+        table.add_row("max / mean", *(f"{_imbalance(layer):.2f}" for layer in expert_load))
+    else:
+        table = _table("Load: tokens that experts were sent", "layer", "least", "mean", "most", "max / mean")
+        for index, layer in enumerate(expert_load):
+            mean = sum(layer) / num_experts
+            table.add_row(str(index), str(min(layer)), f"{mean:.1f}", str(max(layer)), f"{_imbalance(layer):.2f}")
+    console.print(table)
+
+
+def _imbalance(load: list[int]) -> float:
+    return max(load) * len(load) / sum(load) if sum(load) else 0.0
+
+
+def _show_times(console: Console, *groups: dict[str, float]) -> None:
+    table = _table("Seconds, of the slowest rank", "phase", "s")
+    for index, times in enumerate(groups):
+        if index:
+            table.add_section()
+        for name, secs in times.items():
+            if name.endswith("_secs"):
+                table.add_row(("  in the MoE layers: " if index else "") + name.removesuffix("_secs"), f"{secs:.2f}")
+    console.print(table)
+
+
+def show_run(report: dict[str, Any]) -> None:
+    """Print what `ep-moe run` found."""
+    console = Console()
+    ranks = _table("Ranks", "rank", "device", "experts", "new tokens", "equal", "logit difference")
+    for rank in report["ranks"]:
+        ranks.add_row(
+            str(rank["rank"]),
+            rank["device"],
+            _spans(rank["experts"]),
+            str(rank["new_tokens"]),
+            "yes" if rank["tokens_equal"] else "NO",
+            f"{rank['max_logit_diff']:.1e}",
+        )
+    console.print(ranks)
+    _show_load(console, report["expert_load"])
+    _show_times(console, report["times"], report["layer_times"])
+    console.print(Text("Text", style="bold"))
+    for index, text in enumerate(report["text"]):
+        console.print(Text(f"  rank {index}: {text!r}"))
+    console.print()
+    allowed = report["max_logit_diff_allowed"]
+    console.print(
+        Text(
+            f"{'ok' if report['ok'] else 'NOT OK'}: {report['world_size']} ranks against the whole model, tokens "
+            f"{'equal' if report['tokens_equal'] else 'DIFFER'}, largest logit difference "
+            f"{report['max_logit_diff']:.1e} (at most {allowed:.0e}) over {report['new_tokens']} new and "
+            f"{report['teacher_tokens']} held-out tokens",
+            style="bold green" if report["ok"] else "bold red",
+        )
+    )
+
+
+def show_generate(report: dict[str, Any]) -> None:
+    """Print what `ep-moe generate` made."""
+    console = Console(highlight=False)
+    for prompt, text in zip(report["prompts"], report["text"], strict=True):
+        console.print(Text(prompt, style="bold") + Text(text))
+        console.print()
+    times = report["times"]
+    Console(stderr=True).print(
+        f"{report['new_tokens']} tokens on {report['world_size']} ranks in {times['generate_secs']:.2f} s "
+        f"({times['tokens_per_sec']:.1f} tokens/s)"
+    )
+
+
+def show_eval(report: dict[str, Any]) -> None:
+    """Print what `ep-moe eval` measured."""
+    console = Console()
+    table = _table(
+        f"Held-out loss, {report['text_bytes']} bytes, {report['predicted_tokens']} predicted tokens",
+        "model",
+        "nats/byte",
+        "bits/byte",
+    )
+    table.add_row(
+        f"expert-parallel, {report['world_size']} ranks, {report['dtype']}, quant {report['scheme']}",
+        f"{report['nats_per_byte']:.5f}",
+        f"{report['bits_per_byte']:.5f}",
+    )
+    if "whole_nats_per_byte" in report:
+        whole = report["whole_nats_per_byte"]
+        table.add_row(
+            f"whole, {report['dtype']}",
+            f"{whole:.5f}",
+            f"{whole / report['nats_per_byte'] * report['bits_per_byte']:.5f}",
+        )
+        table.add_row("difference", f"{report['difference']:+.5f}", f"{report['difference'] / whole:+.4%}")
+    console.print(table)
+    _show_load(console, report["expert_load"])
+    _show_times(console, report["times"])

@@ -1,0 +1,68 @@
+"""The main job with a fault in it: `python -c "import faults; faults.main()" swap` is `ep-moe run`, broken."""
+
+import sys
+from typing import Any
+
+import torch
+
+from ep_moe import cli
+from ep_moe.app import run as job
+from ep_moe.config import EngineConfig
+from ep_moe.group import EPGroup
+from ep_moe.transport import CollectiveTransport
+from ep_moe.weights import ExpertWeights
+
+sound_main = job.run_rank_main
+
+
+def swap_two_experts() -> None:
+    """Experts 0 and 1 of this rank's first layer change places."""
+    read = ExpertWeights.from_pretrained.__func__
+
+    def swapped(cls: type, *args: Any, **options: Any) -> dict[int, ExpertWeights]:
+        layers = read(cls, *args, **options)
+        first = layers[0]
+        for tensor in (first.w13, first.w2):
+            tensor[[0, 1]] = tensor[[1, 0]]
+        return layers
+
+    ExpertWeights.from_pretrained = classmethod(swapped)
+
+
+def lose_one_token() -> None:
+    """One token of one round comes home empty."""
+    receive = CollectiveTransport.combine_recv
+
+    def losing(self: CollectiveTransport, dispatched: Any, **options: Any) -> torch.Tensor:
+        out = receive(self, dispatched, **options)
+        if dispatched.handle.round == 2:
+            out[-1] = 0
+        return out
+
+    CollectiveTransport.combine_recv = losing
+
+
+def fail() -> None:
+    """This rank cannot go on."""
+    raise ArithmeticError("six times nine is not 42")
+
+
+FAULTS = {"none": lambda: None, "swap": swap_two_experts, "lose": lose_one_token, "fail": fail}
+
+
+def broken_main(group: EPGroup, engine: EngineConfig, config: job.RunConfig, fault: str) -> dict[str, Any]:
+    """The rank's part of the job; rank 1 has the fault."""
+    if group.rank == 1:
+        FAULTS[fault]()
+    return sound_main(group, engine, config)
+
+
+def main() -> None:
+    """Run the command line with a fault, the first argument."""
+    fault = sys.argv.pop(1)
+
+    def run(engine: EngineConfig, config: job.RunConfig) -> dict[str, Any]:
+        return job.on_ranks(broken_main, engine, config, fault)
+
+    cli.run = run
+    cli.app(["run", *sys.argv[1:]])

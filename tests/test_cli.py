@@ -1,0 +1,199 @@
+"""The command line as a user meets it: the main job, its faults, wrong arguments, Ctrl-C, torchrun."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EP_MOE = [sys.executable, "-m", "ep_moe"]
+SMALL = """
+[run]
+prompts = ["In the beginning", "Blessed"]
+new_tokens = [6, 4]
+teacher_tokens = 96
+window = 32
+"""
+
+
+def environ() -> dict[str, str]:
+    """This environment with the source tree and the tests on the path, and no rank of an outer launcher."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def call(*command: str, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder that is not the repository."""
+    return subprocess.run(
+        [*command], capture_output=True, text=True, cwd=cwd, env=environ(), timeout=timeout, check=False
+    )
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A config of a short run."""
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+def test_the_main_job(tmp_path: Path) -> None:
+    done = call(*EP_MOE, "run", "--json", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert report["world_size"] == 4
+    assert report["tokens_equal"]
+    assert report["max_logit_diff"] < 1e-4
+    assert report["teacher_tokens"] == 2048
+    assert [rank["experts"] for rank in report["ranks"]] == [list(range(r * 4, r * 4 + 4)) for r in range(4)]
+    assert [rank["new_tokens"] for rank in report["ranks"]] == [64, 48, 56, 40]
+    tokens = sum(len(rank["prompt"]) + rank["new_tokens"] - 1 for rank in report["ranks"]) + 2048
+    assert [sum(layer) for layer in report["expert_load"]] == [4 * tokens] * 4
+    assert report["text"][2].startswith("The LORD is my shepherd")
+    assert all(secs > 0 for secs in [*report["times"].values(), *report["layer_times"].values()])
+
+
+@pytest.mark.parametrize("nproc", ["1", "2", "3"])
+def test_the_main_job_on_other_numbers_of_ranks(nproc: str, tmp_path: Path, small: str) -> None:
+    options = ["--nproc", nproc, "--config", small, "--placement", "round_robin", "--layout", "batched"]
+    done = call(*EP_MOE, "run", *options, "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"ok: {nproc} ranks against the whole model" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("fault", ["none", "swap", "lose"])
+def test_run_notices_a_fault(fault: str, tmp_path: Path, small: str) -> None:
+    broken = [sys.executable, "-c", "import faults; faults.main()", fault]
+    done = call(*broken, "--json", "--nproc", "2", "--device", "cpu", "--config", small, cwd=tmp_path)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"]) == {"none": (0, True), "swap": (1, False), "lose": (1, False)}[fault]
+
+
+def test_a_failing_rank_is_named(tmp_path: Path, small: str) -> None:
+    broken = [sys.executable, "-c", "import faults; faults.main()", "fail"]
+    start = time.monotonic()
+    done = call(*broken, "--json", "--nproc", "3", "--device", "cpu", "--config", small, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "error: rank 1: ArithmeticError: six times nine is not 42" in done.stderr.splitlines()[-1]
+    assert time.monotonic() - start < 60
+
+
+WRONG = {
+    "no-such-option": (["run", "--nprocs", "4"], "No such option"),
+    "nproc": (["run", "--nproc", "0"], "nproc (0) must be at least 1"),
+    "model": (["run", "--model", "no/such"], "model ('no/such') is not a directory"),
+    "transport": (["eval", "--transport", "pigeon"], "transport ('pigeon') is not one of auto, local, collective"),
+    "quant": (["eval", "--quant", "fp7"], "scheme ('fp7') is not one of none, fp8_tensor"),
+    "config": (["run", "--config", "no.toml"], "config ('no.toml') is not a file"),
+    "window": (["eval", "--window", "4096"], "window (4096) * batch (4) exceeds max_tokens_per_rank (2048)"),
+    "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
+    "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(name: str, tmp_path: Path) -> None:
+    arguments, message = WRONG[name]
+    done = call(*EP_MOE, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_too_many_tokens_is_told_with_the_limit(tmp_path: Path, small: str) -> None:
+    options = ["--nproc", "2", "--device", "cpu", "--config", small, "--max-tokens-per-rank", "8"]
+    done = call(*EP_MOE, "run", *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "num_tokens (16) exceeds max_tokens_per_rank (8) on rank 0" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        pytest.param(["--dtype", "float32", "--nproc", "3"], 5e-6, id="float32"),
+        pytest.param(["--dtype", "bfloat16", "--nproc", "4"], 5e-4, id="bfloat16"),
+        pytest.param(["--quant", "fp8_block", "--nproc", "2"], 0.003 * 0.73, id="fp8_block"),
+    ],
+)
+def test_held_out_loss(options: list[str], limit: float, tmp_path: Path) -> None:
+    done = call(*EP_MOE, "eval", "--json", "--device", "cpu", "--max-bytes", "16384", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert 0.5 < report["whole_nats_per_byte"] < 0.9
+    assert abs(report["nats_per_byte"] - report["whole_nats_per_byte"]) < limit
+    assert math.isclose(report["difference"], report["nats_per_byte"] - report["whole_nats_per_byte"], abs_tol=1e-12)
+
+
+def test_generate_spreads_prompts_and_keeps_their_order(tmp_path: Path) -> None:
+    prompts = ["And God said", "Blessed", "In the beginning"]
+    options = ["--max-new-tokens", "12", "--json", "--device", "cpu", "--nproc"]
+    one, two = (json.loads(call(*EP_MOE, "generate", *prompts, *options, n, cwd=tmp_path).stdout) for n in "12")
+    assert one["text"] == two["text"]
+    assert one["new_tokens"] == 36
+    sampled = ["--temperature", "0.8", "--seed", "3"]
+    three, four = (
+        json.loads(call(*EP_MOE, "generate", *prompts, *options, n, *sampled, cwd=tmp_path).stdout) for n in "12"
+    )
+    assert three["text"] == four["text"]
+    assert three["text"] != one["text"]
+
+
+def test_under_torchrun_one_rank_prints(tmp_path: Path, small: str) -> None:
+    script = str(ROOT / "launch" / "torchrun.sh")
+    done = subprocess.run(
+        ["bash", script, "run", "--json", "--device", "cpu", "--config", small],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environ() | {"NPROC": "2", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert report["world_size"] == 2
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes whose environment holds `mark`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:  # it has ended meanwhile
+                continue
+    return found
+
+
+def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
+    mark = f"EP_MOE_TEST_MARK={os.getpid()}.{time.time_ns()}"
+    name, value = mark.split("=")
+    command = [*EP_MOE, "generate", "Blessed", "--max-new-tokens", "900", "--device", "cpu"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environ() | {name: value}
+    ) as process:
+        deadline = time.monotonic() + 60
+        while len(processes_with(mark)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in errors.decode().splitlines()[-1]
+    assert time.monotonic() - start < 15
+    deadline = time.monotonic() + 10
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_with(mark) == []

@@ -1,0 +1,150 @@
+"""What only GPUs can show: every case over NCCL, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ep_moe.config import GroupConfig, MoEConfig, TransportConfig
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.launch import RankFailedError, launch
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.placement import Placement
+from ep_moe.testing import ROW_ERROR_LIMITS, check_transport, worst_row_error
+from ep_moe.transport import TRANSPORTS, create_transport
+from ep_moe.weights import ExpertWeights
+
+NUM_GPUS = torch.cuda.device_count()
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 7168, 2048, 256, 8, 128  # DeepSeek-V3, tokens of a rank
+
+
+def needs(num_gpus: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test that wants so many GPUs."""
+    mark = pytest.mark.gpu if num_gpus == 1 else pytest.mark.multigpu
+    return [mark, pytest.mark.skipif(num_gpus > NUM_GPUS, reason=f"needs {num_gpus} GPUs, there are {NUM_GPUS}")]
+
+
+def on_gpus(*numbers: int) -> list:
+    """Parameters: one number of ranks each."""
+    return [pytest.param(number, marks=needs(number), id=f"{number}-ranks") for number in numbers]
+
+
+def check_on_rank(group: EPGroup, name: str) -> dict[str, str]:
+    """All checks of a transport on this rank."""
+    return check_transport(TRANSPORTS[name], group)
+
+
+@pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 3, 4))
+def test_collective_carries_every_case_over_nccl(num_ranks: int) -> None:
+    outcomes = launch(check_on_rank, "collective", num_ranks=num_ranks, device="cuda")
+    failed = [f"rank {rank}: {text}" for rank, said in enumerate(outcomes) for text in said.values() if text]
+    assert failed == []
+    assert len(outcomes[0]) > 40
+
+
+def expert(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 [2I, H] and w2 [H, I] of one expert, bfloat16, different for each, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(index)
+    shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    w13, w2 = (torch.randn(s, generator=generator, device=device) * s[1] ** -0.5 for s in shapes)
+    return w13.bfloat16(), w2.bfloat16()
+
+
+def big_layer(group: EPGroup, scheme: str) -> dict[str, float]:
+    """Worst row's error of the layer against a loop over whole experts in float32, on this rank's tokens."""
+    device = group.device
+    placement = Placement.linear(NUM_EXPERTS, group.num_ranks)
+    mine = [expert(index, device) for index in placement.local_experts(group.rank)]
+    weights = ExpertWeights(w13=torch.stack([w for w, _ in mine]), w2=torch.stack([w for _, w in mine]))
+    del mine
+    transport = create_transport(
+        "auto", group, placement, TransportConfig(hidden=HIDDEN, max_tokens_per_rank=NUM_TOKENS)
+    )
+    config = MoEConfig(hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=NUM_EXPERTS, scheme=scheme)
+    layer = ExpertParallelMoE(config, weights, transport)
+    generator = torch.Generator(device).manual_seed(1000 + group.rank)
+    x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, device=device).bfloat16()
+    scores, ids = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator, device=device).topk(NUM_TOPK)
+    out = layer(x, ids, scores.softmax(-1))
+    again = layer(x, ids, scores.softmax(-1))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    layer(x, ids, scores.softmax(-1))
+    torch.cuda.synchronize()
+    layer_secs = time.perf_counter() - start
+    total = torch.zeros(NUM_TOKENS, HIDDEN, device=device)
+    for index in range(NUM_EXPERTS):
+        token, column = torch.nonzero(ids == index, as_tuple=True)
+        w13, w2 = (w.float() for w in expert(index, device))
+        gate, up = (x[token].float() @ w13.t()).chunk(2, dim=-1)
+        y = (gate * torch.sigmoid(gate) * up) @ w2.t()
+        total[token] += scores.softmax(-1)[token, column, None] * y
+    return {
+        "worst_row_error": worst_row_error(out, total),
+        "same_bits": float(torch.equal(out, again)),
+        "layer_secs": layer_secs,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", on_gpus(4))
+def test_a_layer_of_deepseek_v3_size(num_ranks: int) -> None:
+    found = launch(big_layer, "none", num_ranks=num_ranks, device="cuda", config=GroupConfig(timeout_secs=120))
+    print(json.dumps(found), file=sys.stderr)
+    assert max(rank["worst_row_error"] for rank in found) < ROW_ERROR_LIMITS["bfloat16"]
+    assert [rank["same_bits"] for rank in found] == [1.0] * num_ranks
+
+
+def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
+    """Run rounds until the victim is lost in the middle of one; survivors write down whom they blame and when."""
+    placement = Placement.linear(8, group.num_ranks)
+    config = TransportConfig(hidden=64, max_tokens_per_rank=16)
+    transport = create_transport("collective", group, placement, config)
+    weights = ExpertWeights(
+        w13=torch.randn(placement.num_local_experts(group.rank), 64, 64, device=group.device).bfloat16(),
+        w2=torch.randn(placement.num_local_experts(group.rank), 64, 32, device=group.device).bfloat16(),
+    )
+    layer = ExpertParallelMoE(MoEConfig(hidden=64, intermediate=32, num_experts=8), weights, transport)
+    x = torch.randn(16, 64, device=group.device).bfloat16()
+    ids = torch.arange(32, device=group.device).reshape(16, 2) % 8
+    start = time.monotonic()
+    try:
+        for step in range(2000):
+            if step == 20 and group.rank == victim:
+                if how == "stuck":
+                    time.sleep(60)
+                os.kill(os.getpid(), signal.Signals[how])
+            start = time.monotonic()
+            layer(x, ids, torch.ones(16, 2, device=group.device))
+    except PeerLostError as error:
+        (folder / str(group.rank)).write_text(f"{error.ranks} in time: {time.monotonic() - start < 8.0}")
+        raise
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "stuck"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
+def test_survivors_name_a_lost_rank_over_nccl(num_ranks: int, victim: int, how: str, tmp_path: Path) -> None:
+    config = GroupConfig(timeout_secs=5, heartbeat_secs=0.25)
+    start = time.monotonic()
+    with pytest.raises(RankFailedError):
+        launch(lose_a_rank, victim, how, tmp_path, num_ranks=num_ranks, config=config, device="cuda", grace_secs=15)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == {str(rank): f"({victim},) in time: True" for rank in range(num_ranks) if rank != victim}
+    assert time.monotonic() - start < 90
+
+
+@pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 4))
+def test_the_main_job_over_nccl(num_ranks: int) -> None:
+    command = [sys.executable, "-m", "ep_moe", "run", "--json", "--nproc", str(num_ranks), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    print({name: report[name] for name in ("ok", "world_size", "max_logit_diff", "times")}, file=sys.stderr)
+    assert report["ok"]
+    assert [rank["device"] for rank in report["ranks"]] == [f"cuda:{rank}" for rank in range(num_ranks)]

@@ -1,0 +1,131 @@
+"""The rules of the house, read off the source: who may import whom, and who alone may do what."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PACKAGE = Path(__file__).parent.parent / "ep_moe"
+
+FLOORS = [
+    {"config", "quant", "kernels"},
+    {"group", "launch", "routing", "placement", "layout", "weights"},
+    {"transport", "experts"},
+    {"layer", "functional", "testing"},
+    {"engines", "bench"},
+    {"app", "cli", "__main__", "__init__"},
+]
+STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other
+ALONE = {
+    "init_process_group": {"group"},
+    "environ": {"config", "launch"},
+    "getenv": set(),
+    "tomllib": {"config"},
+    "tomli": {"config"},
+}
+
+
+def floor_of(room: str) -> int:
+    """The floor that a room is on, from 0."""
+    return next(index for index, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def room_of(path: Path) -> str:
+    """The room that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(tree: ast.AST) -> set[str]:
+    """Every room that a file imports, at its top or inside a function. The package itself counts as its top floor."""
+    rooms = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            names = [f"ep_moe.{alias.name}" for alias in node.names] if node.module == "ep_moe" else [node.module or ""]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "ep_moe":
+                known = len(parts) > 1 and any(parts[1] in rooms_ for rooms_ in FLOORS)
+                rooms.add(parts[1] if known else "__init__")
+    return rooms
+
+
+def violations(room: str, source: str) -> list[str]:
+    """What a file of `room` with this source imports against the rules."""
+    found = []
+    for other in sorted(imported_rooms(ast.parse(source)) - {room}):
+        if floor_of(other) > floor_of(room):
+            found.append(f"{room} imports {other}, which is on a later floor")
+        found += [f"{room} imports {other}" for pair in STRANGERS if {room, other} == pair]
+    return found
+
+
+def files() -> list[Path]:
+    """All modules of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    assert violations(room_of(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("config", "from ep_moe.layer import ExpertParallelMoE"),
+        ("config", "import ep_moe.group"),
+        ("routing", "def f():\n    from ep_moe.transport import base"),
+        ("layer", "from ep_moe import ExpertParallelMoE"),
+        ("layer", "from ep_moe import cli"),
+        ("experts", "from ep_moe.transport.base import Handle"),
+        ("transport", "def f():\n    import ep_moe.experts.base"),
+    ],
+)
+def test_the_import_rule_sees(room: str, source: str) -> None:
+    assert len(violations(room, source)) == 1
+
+
+def test_rooms_do_not_import_in_circles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in files():
+        graph.setdefault(room_of(path), set()).update(imported_rooms(ast.parse(path.read_text())) - {room_of(path)})
+    done: set[str] = set()
+
+    def walk(room: str, trail: tuple[str, ...]) -> None:
+        assert room not in trail, " -> ".join((*trail, room))
+        if room not in done:
+            for other in graph.get(room, ()):
+                walk(other, (*trail, room))
+            done.add(room)
+
+    for room in graph:
+        walk(room, ())
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_only_its_room_uses(name: str) -> None:
+    users = {
+        room_of(path)
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if name in (getattr(node, "attr", None), getattr(node, "id", None))
+        or (isinstance(node, ast.alias) and node.name == name)
+    }
+    assert users <= ALONE[name]
+
+
+def test_every_folder_is_packaged() -> None:
+    packages = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in files()}
+    assert folders | {"ep_moe.configs"} == set(packages)
