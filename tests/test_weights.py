@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ep_moe.config import ActivationKind, RoutingMethod
 from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import SCHEMES, quantise_weight
-from ep_moe.weights import Checkpoint, ExpertWeights, moe_config
+from ep_moe.weights import Checkpoint, ExpertWeights, moe_config, storage
 
 HIDDEN, INTERMEDIATE = 48, 32
 LAYERS = (0, 2, 11)  # layer 1 is dense; 11 sorts after 2 as a number only
@@ -109,6 +109,15 @@ def test_every_rank_reads_its_experts_bit_for_bit(tmp_path: Path, family: str, n
             assert torch.equal(found.w2, w2)
             assert found.w13_scale is None
             assert found.scheme is SCHEMES["none"]
+
+
+def test_a_tensor_in_many_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = write_checkpoint(tmp_path, "mixtral")
+    monkeypatch.setattr(storage, "PORTION_BYTES", 5 * HIDDEN * 2)  # 5 rows, which divides neither matrix
+    weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1)[11]
+    w13, w2 = expected_layer(tensors, "mixtral", 11, [3, 4])
+    assert torch.equal(weights.w13, w13)
+    assert torch.equal(weights.w2, w2)
 
 
 def test_redundant_copies_layers_and_dtype(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""What a transformers experts module computes, told as `ExpertWeights` and `ActivationConfig`.
+
+The modules are those under transformers' `use_experts_implementation`: 3D parameters and flags that say how they lie.
+Letters: E experts of the module, H hidden, I intermediate; W = 2I where the experts have a gate, else I.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
+from ep_moe.experts import apply_activation
+from ep_moe.quant import QuantScheme, quantise_weight
+from ep_moe.weights import ExpertWeights
+
+ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they speak of
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """True for a module that transformers lets an experts implementation compute."""
+    return all(hasattr(module, flag) for flag in FLAGS)
+
+
+def find_experts(model: torch.nn.Module) -> dict[str, ExpertsModule]:
+    """The experts modules of a model by name, in order. Errors: ValueError where it has none. Local."""
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts that transformers lets another implementation compute")
+    return found
+
+
+def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.stack([gate, up], dim=-1).flatten(-2)
+
+
+def _gated_candidates(module: ExpertsModule) -> Iterator[ActivationConfig]:
+    yield ActivationConfig(kind=ActivationKind.SILU)
+    yield ActivationConfig(kind=ActivationKind.GELU)
+    alpha, limit = getattr(module, "alpha", 1.0), getattr(module, "limit", None)
+    for beta in (1.0, 0.0):
+        yield ActivationConfig(kind=ActivationKind.SWIGLU, alpha=alpha, beta=beta, limit=limit)
+
+
+def activation_of(module: ExpertsModule) -> ActivationConfig:
+    """Find the activation of an experts module by asking it: its own code is run on a few numbers and compared.
+
+    Errors: ValueError names the module's class where no `ActivationConfig` gives the same numbers. Local.
+    """
+    gate = torch.linspace(-12, 12, 97, device="cpu", dtype=torch.float32)
+    up = 0.75 * gate.flip(0) + 0.5  # both halves cross every limit that models use, in both directions
+    with torch.no_grad():
+        if module.has_gate:
+            ours = torch.cat([gate, up])
+            theirs = module._apply_gate((ours if module.is_concatenated else _interleave(gate, up)).unsqueeze(0))
+            candidates = list(_gated_candidates(module))
+        else:
+            ours = gate
+            theirs = module.act_fn(gate.unsqueeze(0))
+            candidates = [ActivationConfig(kind=kind) for kind in (ActivationKind.RELU2, ActivationKind.IDENTITY)]
+        for candidate in candidates:
+            if torch.allclose(apply_activation(ours, candidate), theirs.squeeze(0).float(), rtol=1e-5, atol=1e-6):
+                return candidate
+    kinds = ", ".join(kind.value for kind in ActivationKind)
+    raise ValueError(f"the activation of {type(module).__name__} (has_gate={module.has_gate}) is none of {kinds}")
+
+
+def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> ExpertWeights:
+    """Read the parameters of an experts module.
+
+    Args:
+        module: its flags has_gate, has_bias, is_transposed and is_concatenated are honoured.
+        experts: which ones, in this order, copied; None takes all, as views where the parameters lie as ours do.
+    Errors: ValueError names the flag or the parameter that cannot be honoured. Local.
+    """
+    name = type(module).__name__
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(f"{name} has has_post_expert_norm=True: a norm after each expert is not computed here")
+    index = None if experts is None else torch.tensor(list(experts), dtype=torch.int64)
+
+    def parameter(key: str) -> torch.Tensor:
+        tensor = getattr(module, key)
+        if hasattr(tensor, "to_local"):
+            raise ValueError(f"{key} of {name} is a DTensor; only what lies whole on this rank can be computed here")
+        if tensor.dtype not in DTYPES.values():
+            raise ValueError(f"{key} of {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+        tensor = tensor.detach()
+        return tensor if index is None else tensor.index_select(0, index.to(tensor.device))
+
+    def matrix(key: str) -> torch.Tensor:
+        return parameter(key).mT.contiguous() if module.is_transposed else parameter(key).contiguous()
+
+    def gate_above_up(rows: torch.Tensor) -> torch.Tensor:
+        if not module.has_gate or module.is_concatenated:
+            return rows
+        return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    return ExpertWeights(
+        w13=gate_above_up(matrix(first)),
+        w2=matrix("down_proj"),
+        w13_bias=gate_above_up(parameter(f"{first}_bias")) if module.has_bias else None,
+        w2_bias=parameter("down_proj_bias") if module.has_bias else None,
+    )
+
+
+def quantise_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
+    """Quantise unquantised weights; those of a scheme that does not quantise come back as they are. Local."""
+    if not scheme.quantised:
+        return weights
+    w13, w13_scale = quantise_weight(weights.w13, scheme)
+    w2, w2_scale = quantise_weight(weights.w2, scheme)
+    return dataclasses.replace(weights, scheme=scheme, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
+
+
+def drop_parameters(module: ExpertsModule) -> None:
+    """Take the parameters out of an experts module, so that they are freed or never made. Local."""
+    for name in list(module._parameters):
+        del module._parameters[name]
+
+
+def state_of(module: ExpertsModule) -> tuple[object, ...]:
+    """A value that differs once a module's parameters are replaced, moved or written to. Local, no host sync."""
+    return tuple(
+        (name, tensor.data_ptr(), tensor.dtype, tensor.device, 0 if tensor.is_inference() else tensor._version)
+        for name, tensor in module.named_parameters(recurse=False)
+    )

@@ -1,0 +1,159 @@
+"""What runs in place of a transformers experts module's own forward.
+
+Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_tokens_per_rank.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.transformers_experts import ExpertsModule, activation_of, state_of, weights_of
+from ep_moe.group import EPGroup
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.placement import Placement
+from ep_moe.transport import Transport, create_transport
+from ep_moe.weights import ExpertWeights
+
+NAME = "ep_moe"  # by which transformers knows us
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HookConfig:
+    """How experts run where transformers itself asks for them by name.
+
+    Args:
+        transport, experts: implementations by name.
+        layout: what the experts compute on.
+        max_tokens_per_rank: M of the expert-parallel hooks; experts of one process take any number of tokens.
+    """
+
+    transport: str = "auto"
+    experts: str = "auto"
+    layout: Layout = Layout.COMPACT
+    max_tokens_per_rank: int = 4096
+
+
+class _NoBackward(torch.autograd.Function):
+    """Runs a forward without a graph and refuses the backward pass: a loss must not train on missing gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        del ctx, inputs
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        del ctx, gradients
+        raise RuntimeError("experts of ep_moe have no backward pass; train with another experts_implementation")
+
+
+def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """Call `run`; where autograd records, a backward pass through its result is a RuntimeError. Local."""
+    tracked = (*inputs, *module.parameters(recurse=False))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked):
+        return _NoBackward.apply(run, *tracked)
+    return run()
+
+
+def layer_config(weights: ExpertWeights, module: ExpertsModule, num_experts: int, layout: Layout) -> MoEConfig:
+    """The layer that an experts module is; the router stays transformers' own. Errors: ValueError. Local."""
+    return MoEConfig(
+        hidden=weights.w13.shape[2],
+        intermediate=weights.w2.shape[2],
+        num_experts=num_experts,
+        activation=activation_of(module),
+        scheme=weights.scheme.name,
+        layout=layout,
+    )
+
+
+class LocalExperts:
+    """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`."""
+
+    def __init__(self, module: ExpertsModule, config: HookConfig, num_tokens: int) -> None:
+        self._state = state_of(module)
+        self._max_tokens = max(config.max_tokens_per_rank, num_tokens)
+        weights = weights_of(module)
+        self._num_experts = weights.num_local_experts
+        transport = create_transport(
+            "local",
+            EPGroup.single(weights.w13.device),
+            Placement.linear(self._num_experts, 1),
+            TransportConfig(hidden=weights.w13.shape[2], max_tokens_per_rank=self._max_tokens, dtype=weights.w13.dtype),
+        )
+        layer = layer_config(weights, module, self._num_experts, config.layout)
+        self._layer = ExpertParallelMoE(layer, weights, transport, experts=config.experts)
+
+    def serves(self, module: ExpertsModule, num_tokens: int) -> bool:
+        """True while the module's parameters are those that this was made from, and T fits. Local, no host sync."""
+        return num_tokens <= self._max_tokens and state_of(module) == self._state
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As transformers calls it; id E is what its own expert parallelism writes for another rank's. Local."""
+        ids = torch.where(top_k_index == self._num_experts, -1, top_k_index)
+        return self._layer(hidden_states, ids, top_k_weights.float())
+
+
+class Session:
+    """What makes a model's experts spread over ranks; `model.ep_moe`.
+
+    Attributes:
+        group: the ranks.
+        transport: moves the tokens of all layers.
+        layers: the `ExpertParallelMoE` of each MoE layer, in order.
+        idle: True while this rank takes part in every forward pass but sends no tokens, because nobody wants its
+            output; its MoE layers then return zeros. For a rank that has finished while others generate.
+    """
+
+    def __init__(self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...]) -> None:
+        self.group = group
+        self.transport = transport
+        self.layers = layers
+        self.idle = False
+        # One column more than there are experts, for ids that are none: counting then needs no host sync.
+        self._load = torch.zeros(
+            len(layers), transport.placement.num_experts + 1, dtype=torch.int64, device=group.device
+        )
+
+    @property
+    def expert_load(self) -> torch.Tensor:
+        """[MoE layers, E] int64 on the device: how often this rank's tokens chose each logical expert. Local."""
+        return self._load[:, :-1].clone()
+
+    def reset_expert_load(self) -> None:
+        """Count from zero again. Local, no host sync."""
+        self._load.zero_()
+
+    def count(self, layer: int, topk_ids: torch.Tensor) -> None:
+        """Add a layer's ids [T, K], -1 none, to `expert_load`. Local, no host sync."""
+        num_experts = self._load.shape[1] - 1
+        ids = topk_ids.reshape(-1).long()
+        ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+        self._load[layer].scatter_add_(0, ids, torch.ones_like(ids))
+
+    def destroy(self) -> None:
+        """Free what the transport holds; the model can no longer run. The group stays. Local, twice is fine."""
+        self.transport.destroy()
+
+
+class ShardedExperts:
+    """One layer's experts, this rank's here and the others' on other ranks; the forward of its experts module."""
+
+    def __init__(self, session: Session, index: int) -> None:
+        self._session, self._index = session, index
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute this rank's tokens [T, H], ids [T, K] logical. Collective."""
+        session, layer = self._session, self._session.layers[self._index]
+        if session.idle:
+            layer(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
+            return torch.zeros_like(hidden_states)
+        session.count(self._index, top_k_index)
+        return layer(hidden_states, top_k_index, top_k_weights.float())

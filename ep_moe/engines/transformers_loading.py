@@ -1,0 +1,106 @@
+"""Building a transformers model from a checkpoint directory without ever making its experts.
+
+transformers' own loader makes every tensor that it does not find, so it cannot leave the experts out.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ep_moe.engines.transformers_experts import drop_parameters, find_experts
+from ep_moe.weights import Checkpoint, DenseTensors
+
+
+def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
+    """Make the model of a directory on the meta device: shapes and dtypes, no memory, no experts at all.
+
+    Args:
+        dtype: of parameters; by default what config.json says, else float32.
+        attention: transformers' `attn_implementation`; None leaves the choice to it.
+    Errors: ValueError for a config that transformers cannot read. Local.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except OSError as error:
+        raise ValueError(f"{directory} has no config that transformers can read: {error}") from error
+    options = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype or torch.float32, experts_implementation="ep_moe", **options
+        )
+    for module in find_experts(model).values():
+        drop_parameters(module)
+        module._is_hf_initialized = True  # transformers' initialisation of fresh parameters passes it by
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model
+
+
+def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Fill a skeleton with everything that is no expert, tie what is tied, compute buffers that no file holds.
+
+    Errors: ValueError names tensors that are missing, that the model has no place for, or that are misshapen. Local.
+    """
+    dense = checkpoint.dense()
+    missing = _check_names(model, dense, checkpoint.directory)
+    kept = model._get_dtype_plan(model.dtype)
+    for name in set(dense) & set(model.state_dict()):
+        parent, _, leaf = name.rpartition(".")
+        _assign(model.get_submodule(parent), leaf, name, dense, device, kept)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    for module in model.modules():
+        for leaf in module._non_persistent_buffers_set & module._buffers.keys():
+            buffer = module._buffers[leaf]
+            module._buffers[leaf] = None if buffer is None else torch.empty_like(buffer, device=device)
+    model.initialize_weights()  # writes what is not marked as initialised: those buffers
+    model.requires_grad_(False)
+
+
+def _check_names(model: PreTrainedModel, dense: DenseTensors, directory: Path) -> set[str]:
+    """Return the names that tying will fill; raise for any other that is missing and for any that is too many."""
+    needed = set(model.state_dict())
+    tied = {name for pair in model.all_tied_weights_keys.items() if not dense.keys().isdisjoint(pair) for name in pair}
+    _raise_if_any(
+        needed - set(dense) - tied, model._keys_to_ignore_on_load_missing, f"{directory} lacks", "that the model needs"
+    )
+    old_buffers = (r"rotary_emb\.inv_freq$",)  # checkpoints of old releases hold what models now compute
+    _raise_if_any(
+        set(dense) - needed,
+        (*(model._keys_to_ignore_on_load_unexpected or ()), *old_buffers),
+        f"{directory} holds",
+        f"that {type(model).__name__} has no place for",
+    )
+    return needed - set(dense)
+
+
+def _raise_if_any(names: set[str], ignored: Iterable[str] | None, before: str, after: str) -> None:
+    wrong = sorted(name for name in names if not any(re.search(pattern, name) for pattern in ignored or ()))
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(f"{before} {', '.join(wrong[:5])}{more}, {after}")
+
+
+def _assign(
+    module: torch.nn.Module,
+    leaf: str,
+    name: str,
+    dense: DenseTensors,
+    device: torch.device,
+    kept: dict[str, torch.dtype],
+) -> None:
+    place = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+    assert place is not None
+    stored = dense.stored[name]
+    if stored.shape != tuple(place.shape):
+        raise ValueError(f"{stored.name} in {stored.file} is {list(stored.shape)}, expected {list(place.shape)}")
+    dtype = next((kept[pattern] for pattern in kept if re.search(pattern.replace("*", r"\d+"), name)), place.dtype)
+    tensor = dense[name].to(device=device, dtype=dtype)
+    if leaf in module._parameters:
+        tensor = torch.nn.Parameter(tensor, requires_grad=False)
+        module._parameters[leaf] = tensor
+    else:
+        module._buffers[leaf] = tensor
+    vars(tensor)["_is_hf_initialized"] = True  # transformers' initialisation passes it by

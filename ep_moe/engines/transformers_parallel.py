@@ -1,0 +1,222 @@
+"""transformers' own expert parallelism, with our transport between its ranks.
+
+It spreads experts over a device mesh and calls a hook for each experts module: `EPImplementation` from 5.23 on, a
+tensor-parallel style in 5.17 and 5.18, nothing that others may name in between.
+Letters: T tokens on this rank, H hidden, K top-k, E experts of all ranks, R ranks of the expert group.
+"""
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import PreTrainedConfig
+from transformers.distributed import DistributedConfig
+
+from ep_moe.config import TransportConfig
+from ep_moe.engines.transformers_experts import ExpertsModule, state_of, weights_of
+from ep_moe.engines.transformers_hooks import NAME, HookConfig, layer_config, without_backward
+from ep_moe.group import EPGroup
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.placement import Placement
+from ep_moe.transport import Transport, create_transport
+
+STYLE = "ep_moe_experts"  # of transformers 5.17 and 5.18
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Meeting:
+    """One transport for all layers over one process group, closed once no layer holds it any more."""
+
+    group: EPGroup
+    transport: Transport
+
+
+def _close(transport: Transport, group: EPGroup) -> None:
+    transport.destroy()
+    group.destroy()
+
+
+class Meetings:
+    """Lets layers that differ in nothing but their weights share a transport, for as long as one of them lives."""
+
+    def __init__(self, config: HookConfig) -> None:
+        self.config = config
+        self._open: weakref.WeakValueDictionary[tuple[Any, ...], _Meeting] = weakref.WeakValueDictionary()
+
+    def join(self, process_group: dist.ProcessGroup, num_experts: int, hidden: int, like: torch.Tensor) -> _Meeting:
+        """The shared transport over a process group, for E experts and tokens of the dtype and device of `like`.
+
+        Collective for the first layer that asks.
+        """
+        key = (process_group.group_name, num_experts, hidden, like.dtype, like.device)
+        meeting = self._open.get(key)
+        if meeting is None:
+            store = dist.distributed_c10d._get_default_store()
+            group = EPGroup.from_process_group(process_group, store, device=like.device)
+            transport = create_transport(
+                self.config.transport,
+                group,
+                Placement.linear(num_experts, group.num_ranks),
+                TransportConfig(hidden=hidden, max_tokens_per_rank=self.config.max_tokens_per_rank, dtype=like.dtype),
+            )
+            meeting = self._open[key] = _Meeting(group=group, transport=transport)
+            weakref.finalize(meeting, _close, transport, group)
+        return meeting
+
+
+class MeshExperts:
+    """Experts that transformers spread over a device mesh, E / R neighbours each; the forward of its EP hooks.
+
+    Args:
+        experts: the module; its parameters hold this rank's experts when it is called.
+        expert_group: the ranks that share the experts.
+        batch_group: the ranks that hold the same tokens; each sends a slice and gathers the results.
+        meetings: where layers find their transport.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertsModule,
+        expert_group: dist.ProcessGroup,
+        batch_group: dist.ProcessGroup,
+        meetings: Meetings,
+    ) -> None:
+        self._experts = experts
+        self._expert_group, self._batch_group = expert_group, batch_group
+        self._meetings = meetings
+        self._state: tuple[object, ...] | None = None
+        self._meeting: _Meeting | None = None
+        self._layer: ExpertParallelMoE | None = None
+
+    def _prepare(self) -> tuple[ExpertParallelMoE, _Meeting]:
+        state = state_of(self._experts)
+        if self._layer is None or self._meeting is None or state != self._state:
+            weights = weights_of(self._experts)
+            num_experts = weights.num_local_experts * self._expert_group.size()
+            self._meeting = self._meetings.join(self._expert_group, num_experts, weights.w13.shape[2], weights.w13)
+            config = layer_config(weights, self._experts, num_experts, self._meetings.config.layout)
+            self._layer = ExpertParallelMoE(
+                config, weights, self._meeting.transport, experts=self._meetings.config.experts
+            )
+            self._state = state
+        return self._layer, self._meeting
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute this rank's tokens [T, H]; ids [T, K] are of all E experts. Collective, inference only."""
+
+        def run() -> torch.Tensor:
+            return self._run(hidden_states, top_k_index, top_k_weights.float())
+
+        return without_backward(self._experts, run, hidden_states, top_k_weights)
+
+    def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        layer, meeting = self._prepare()
+        sharers = self._batch_group.size()
+        if sharers == 1:
+            return layer(x, ids, weights)
+        rows = -(-x.shape[0] // sharers)
+        first = self._batch_group.rank() * rows
+        part = layer(x[first : first + rows], ids[first : first + rows], weights[first : first + rows])
+        padded = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
+        gathered = padded.new_empty(sharers * rows, padded.shape[1])
+        with meeting.group.guard("gather"):
+            dist.all_gather_into_tensor(gathered, padded, group=self._batch_group)
+        return gathered[: x.shape[0]]
+
+
+def register_parallelism(config: HookConfig) -> None:
+    """Offer our transport to transformers' expert parallelism, where this release has a place for it. Local."""
+    if _has_ep_implementations():
+        _register_implementation(Meetings(config))
+    elif _has_parallel_styles():
+        _register_style(Meetings(config))
+
+
+def _has_ep_implementations() -> bool:
+    """True from transformers 5.23 on."""
+    return "ep_implementation" in DistributedConfig.__dataclass_fields__
+
+
+def _has_parallel_styles() -> bool:
+    """True for transformers 5.17 and 5.18: expert parallelism is a set of tensor-parallel styles."""
+    return "ep_size" not in DistributedConfig.__dataclass_fields__
+
+
+def _register_implementation(meetings: Meetings) -> None:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+    class EpMoeImplementation(EPImplementation):
+        """Our transport between the ranks of an expert group; ranks may hold the same tokens or their own."""
+
+        needs_shared_batch = False
+
+        def __init__(self, experts: ExpertsModule, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self._forward = MeshExperts(experts, ep_mesh.get_group(), tp_mesh.get_group(), meetings)
+
+        def __call__(
+            self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    EPImplementationInterface.register(NAME, EpMoeImplementation)
+
+
+def _register_style(meetings: Meetings) -> None:
+    from transformers.distributed.tensor_parallel import (
+        ALL_PARALLEL_STYLES,
+        TensorParallelLayer,
+        _use_local_dtensor_params,
+    )
+
+    class EpMoeExpertsStyle(TensorParallelLayer):
+        """Our transport between the ranks of a tensor-parallel mesh, which hold the same tokens."""
+
+        def install_forward(self, module: ExpertsModule, mesh: Any) -> ExpertsModule:
+            group = mesh.get_group()
+            exchange = MeshExperts(module, group, group, meetings)
+
+            def forward(
+                hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+            ) -> torch.Tensor:
+                with _use_local_dtensor_params(module):
+                    return exchange(hidden_states, top_k_index, top_k_weights)
+
+            module.forward = forward
+            return module
+
+    style: Any = EpMoeExpertsStyle()
+    ALL_PARALLEL_STYLES.register(STYLE, style)
+
+
+def distributed_config(config: PreTrainedConfig, num_ranks: int) -> DistributedConfig:
+    """The `distributed_config` with which transformers' own `from_pretrained` spreads experts over ranks by ep_moe.
+
+        AutoModelForCausalLM.from_pretrained(directory, distributed_config=distributed_config(config, 8))
+
+    All ranks see the same batch; each sends a slice of it. The number of experts must divide by `num_ranks`.
+
+    Args:
+        config: of the model. num_ranks: of torch's default process group.
+    Errors: RuntimeError for transformers 5.19 to 5.22, which offer no place for another expert parallelism;
+        ValueError for a model without an expert-parallel plan. Local.
+    """
+    if _has_ep_implementations():
+        return DistributedConfig(tp_size=num_ranks, ep_size=num_ranks, ep_implementation=NAME)
+    if not _has_parallel_styles():
+        raise RuntimeError(
+            f"transformers {transformers.__version__} lets nobody else exchange its experts' tokens: use 5.17, 5.18 or "
+            f"5.23, or ep_moe.engines.transformers.from_pretrained, which works with any"
+        )
+    plan: Any = config.base_model_ep_plan
+    if not plan:
+        raise ValueError(f"{type(config).__name__} has no expert-parallel plan")
+    styles = {"grouped_gemm": "grouped_gemm", "moe_tp_experts": STYLE}  # ids stay global: no style for the router
+    return DistributedConfig(
+        tp_size=num_ranks, tp_plan={f"model.{name}": styles[style] for name, style in plan.items() if style in styles}
+    )

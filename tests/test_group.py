@@ -1,0 +1,289 @@
+"""A group names the rank that is lost, whichever it is and however it was lost."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.launch import RankFailedError, launch, run_rank
+
+CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.2)
+SLACK_SECS = 2.0
+LOST_ROUND = 20
+
+
+def exchange(group: EPGroup, round_: int) -> torch.Tensor:
+    """One all_to_all over the group: every rank receives the number of each rank."""
+    sent = torch.full((group.num_ranks,), float(group.rank))
+    received = torch.full_like(sent, float("nan"))
+    work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+    group.wait(work, phase="dispatch", round=round_)
+    return received
+
+
+def be_lost(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "stuck":
+        time.sleep(1000)
+    elif how == "raises":
+        raise ValueError("7 is too many")
+
+
+def record(folder: str, rank: int, outcome: Any) -> None:
+    Path(folder, str(rank)).write_bytes(pickle.dumps(outcome))
+
+
+def recorded(folder: Path) -> dict[int, Any]:
+    return {int(path.name): pickle.loads(path.read_bytes()) for path in sorted(folder.iterdir())}
+
+
+def lose_a_rank(group: EPGroup, folder: str, victim: int, how: str) -> None:
+    """Exchange for ever; write down how that ended, how long it took, and what comes after."""
+    for round_ in range(10**9):
+        if (group.rank, round_) == (victim, LOST_ROUND):
+            if how == "leaves":
+                return
+            be_lost(how)
+        start = time.monotonic()
+        try:
+            exchange(group, round_)
+        except PeerLostError as error:
+            secs = time.monotonic() - start
+            with pytest.raises(PeerLostError) as again:
+                group.check()
+            with pytest.raises(PeerLostError):
+                exchange(group, round_ + 1)
+            record(folder, group.rank, (error, secs, str(again.value), time.monotonic() - start - secs))
+            raise
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "within_secs", "words"),
+    [
+        ("killed", 0, SLACK_SECS, "rank 0 was killed by SIGKILL (noticed in dispatch of round 20)"),
+        ("killed", 2, SLACK_SECS, "rank 2 was killed by SIGKILL (noticed in dispatch of round 20)"),
+        ("stopped", 0, 3 + SLACK_SECS, "rank 0 stopped answering in dispatch of round 20: no heartbeat for"),
+        (
+            "stuck",
+            2,
+            3 + SLACK_SECS,
+            "did not arrive in dispatch of round 20: alive, last seen in dispatch of round 19",
+        ),
+        ("raises", 1, SLACK_SECS, "rank 1 failed: ValueError: 7 is too many (after dispatch of round 19)"),
+        ("leaves", 1, SLACK_SECS, "rank 1 has left (noticed in dispatch of round 20)"),
+    ],
+    ids=["killed-0", "killed-2", "stopped-0", "stuck-2", "raises-1", "leaves-1"],
+)
+def test_survivors_name_the_lost_rank(tmp_path: Path, how: str, victim: int, within_secs: float, words: str) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(lose_a_rank, str(tmp_path), victim, how, num_ranks=4, config=CONFIG, device="cpu")
+    assert caught.value.rank == victim
+    outcomes = recorded(tmp_path)
+    assert {rank for rank in outcomes if rank != victim} == {0, 1, 2, 3} - {victim}
+    for rank in {0, 1, 2, 3} - {victim}:
+        error, secs, again, afterwards_secs = outcomes[rank]
+        assert error.ranks == (victim,)
+        assert words in str(error)
+        assert again == str(error)
+        assert secs < within_secs
+        assert afterwards_secs < 1.0
+
+
+def use_collectives(group: EPGroup) -> tuple[list[Any], list[float], list[float]]:
+    for round_ in range(3):
+        received = exchange(group, round_)
+    summed = group.all_reduce_sum(torch.tensor([1.0, float(group.rank)]))
+    group.barrier()
+    gathered = group.all_gather_object({"rank": group.rank, "text": "x" * 1000 * group.rank})
+    after = (group.rank + 1) % group.num_ranks
+    before = (group.rank - 1) % group.num_ranks
+    ring = torch.full((2,), float("nan"))
+    works = [dist.isend(torch.full((2,), float(group.rank)), after), dist.irecv(ring, before)]
+    for work in works:
+        assert work is not None
+        group.wait(work, phase="ring", round=0)
+    assert ring.tolist() == [before, before]
+    return gathered, summed.tolist(), received.tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_collectives(num_ranks: int) -> None:
+    results = launch(use_collectives, num_ranks=num_ranks, config=CONFIG, device="cpu")
+    gathered = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(num_ranks)]
+    expected = (gathered, [num_ranks, sum(range(num_ranks))], list(range(num_ranks)))
+    assert results == [expected] * num_ranks
+
+
+def test_a_single_rank_needs_nobody() -> None:
+    with EPGroup.single("cpu") as group:
+        assert (group.rank, group.num_ranks, group.local_rank, group.node) == (0, 1, 0, 0)
+        assert group.process_group is None
+        assert group.all_gather_object("a") == ["a"]
+        assert group.all_reduce_sum(torch.ones(2)).tolist() == [1, 1]
+        group.barrier()
+        with pytest.raises(RuntimeError, match="broken pipe"), group.guard("generate"):
+            raise RuntimeError("broken pipe")
+    group.destroy()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            PeerLostError((2,), "dispatch", 17, "stopped answering: no heartbeat for 5.0 s (timeout 5 s)"),
+            "rank 2 stopped answering in dispatch of round 17: no heartbeat for 5.0 s (timeout 5 s)",
+        ),
+        (
+            PeerLostError((0, 3), "connect", None, "did not arrive: late"),
+            "rank 0 and rank 3 did not arrive in connect: late",
+        ),
+        (PeerLostError((1,), "", None, "failed: ValueError: no"), "rank 1 failed: ValueError: no"),
+        (PeerLostError((), "generate", None, "the store is gone"), "the store is gone (noticed in generate)"),
+    ],
+    ids=["silent", "two", "failed", "store"],
+)
+def test_the_error_reads_well_and_travels(error: PeerLostError, text: str) -> None:
+    assert str(error) == text
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == text
+    assert (copy.ranks, copy.phase, copy.round, copy.reason) == (error.ranks, error.phase, error.round, error.reason)
+
+
+def reduce_for_ever() -> None:
+    while True:
+        dist.all_reduce(torch.ones(3))
+
+
+def guard_foreign_code(group: EPGroup, folder: str) -> None:
+    unrelated = RuntimeError("the peer review of this tensor failed")  # it says peer, and no peer is to blame
+    for error in (unrelated, ValueError("bad shape")):
+        with pytest.raises(type(error)) as caught, group.guard("generate"):
+            raise error
+        assert caught.value is error
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as lost, group.guard("generate"):
+        reduce_for_ever()
+    record(folder, group.rank, (lost.value.ranks, lost.value.phase, lost.value.round, type(lost.value.__cause__)))
+
+
+def test_guard_names_the_rank_that_foreign_code_lost(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="^rank 1 was killed by SIGKILL$"):
+        launch(guard_foreign_code, str(tmp_path), num_ranks=3, config=CONFIG, device="cpu")
+    assert recorded(tmp_path) == dict.fromkeys((0, 2), ((1,), "generate", None, RuntimeError))
+
+
+def bare_collective_beside_a_stuck_rank(group: EPGroup) -> None:
+    dist.all_reduce(torch.ones(1))
+    if group.rank == 0:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_foreign_timeout_names_the_stuck_rank() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match="^rank 0 did not arrive in .*: alive") as caught:
+        launch(bare_collective_beside_a_stuck_rank, num_ranks=3, config=CONFIG, device="cpu")
+    assert caught.value.rank == 0
+    assert time.monotonic() - start < 3 + 4 * SLACK_SECS
+
+
+def work_in_halves(world: EPGroup, folder: str) -> list[float] | None:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half = halves[world.rank % 2]
+    store = dist.distributed_c10d._get_default_store()
+    with EPGroup.from_process_group(half, store, CONFIG) as group:
+        assert (group.num_ranks, group.rank) == (2, world.rank // 2)
+        assert (group.local_rank, group.local_num_ranks, group.node) == (world.rank // 2, 2, 0)
+        for round_ in range(50):
+            if (world.rank, round_) == (2, LOST_ROUND):
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                received = exchange(group, round_)
+            except PeerLostError as error:
+                record(folder, world.rank, (error.ranks, error.round, str(error)))
+                return None
+    with EPGroup.from_process_group(half, store, CONFIG) as again:
+        received = exchange(again, 0)
+    record(folder, world.rank, received.tolist())
+    return received.tolist()
+
+
+def test_two_subsets_at_once_keep_apart(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(work_in_halves, str(tmp_path), num_ranks=4, config=CONFIG, device="cpu")
+    assert caught.value.failures == {2: "rank 2 was killed by SIGKILL"}
+    assert recorded(tmp_path) == {
+        0: ((1,), LOST_ROUND, "rank 1 was killed by SIGKILL (noticed in dispatch of round 20)"),
+        1: [0, 1],
+        3: [0, 1],
+    }
+
+
+def refuse_bad_places(group: EPGroup, folder: str) -> None:
+    assert group.process_group is not None
+    with pytest.raises(ValueError, match="FileStore.*TCPStore"):
+        EPGroup.from_process_group(group.process_group, dist.FileStore(f"{folder}/store", 1))
+    with pytest.raises(ValueError, match=r"device \(mps\).*cpu:gloo"):
+        EPGroup.from_process_group(group.process_group, dist.distributed_c10d._get_default_store(), device="mps")
+    with pytest.raises(RuntimeError, match="cuda:99 was asked for"):
+        EPGroup.single("cuda:99")
+
+
+def test_bad_places_are_refused(tmp_path: Path) -> None:
+    launch(refuse_bad_places, str(tmp_path), num_ranks=1, config=CONFIG, device="cpu")
+
+
+def bare_rank(rank: int, num_ranks: int, port: int, folder: str, victim: int) -> None:
+    """A rank as srun starts it: nobody hosts the store, and nobody sees it die."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port)}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    torch.set_num_threads(1)
+    run_rank(bare_target, folder, victim, config=CONFIG, device="cpu")
+
+
+def bare_target(group: EPGroup, folder: str, victim: int) -> None:
+    try:
+        for round_ in range(2 * LOST_ROUND):
+            if (group.rank, round_) == (victim, LOST_ROUND):
+                be_lost("killed")
+            exchange(group, round_)
+    except PeerLostError as error:
+        record(folder, group.rank, error.ranks)
+        return
+    if group.rank != 0:
+        time.sleep(1.0)  # rank 0 must keep its store until the others are done
+    record(folder, group.rank, "done")
+
+
+@pytest.mark.parametrize(
+    ("victim", "outcomes"),
+    [(-1, dict.fromkeys(range(3), "done")), (0, {1: (0,), 2: (0,)}), (1, {0: (1,), 2: (1,)})],
+    ids=["none", "store", "other"],
+)
+def test_without_a_launcher_the_beats_tell(tmp_path: Path, victim: int, outcomes: dict[int, Any]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=bare_rank, args=(r, 3, port, str(tmp_path), victim)) for r in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert recorded(tmp_path) == outcomes
+    assert [process.exitcode for process in ranks] == [-9 if rank == victim else 0 for rank in range(3)]

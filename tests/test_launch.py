@@ -1,0 +1,255 @@
+"""Ranks that are launched return their results in order, fail by name, and never outlive their launcher."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig
+from ep_moe.group import EPGroup
+from ep_moe.launch import RankFailedError, launch, run_rank
+
+CONFIG = GroupConfig(timeout_secs=4.0, heartbeat_secs=0.2)
+ROOT = Path(__file__).parent.parent
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that is dead but unread by its parent does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until_gone(pids: list[int], within_secs: float) -> list[int]:
+    """The processes that still live after a while."""
+    deadline = time.monotonic() + within_secs
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if is_running(pid)]
+
+
+def write_pid(group: EPGroup, folder: str) -> None:
+    partial = Path(folder, f".{group.rank}")
+    partial.write_text(str(os.getpid()))
+    partial.rename(Path(folder, str(group.rank)))
+
+
+def read_pids(folder: Path, num_ranks: int, within_secs: float = 60.0) -> list[int]:
+    deadline = time.monotonic() + within_secs
+    paths = [folder / str(rank) for rank in range(num_ranks)]
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{num_ranks} ranks did not start within {within_secs} s"
+        time.sleep(0.02)
+    return [int(path.read_text()) for path in paths]
+
+
+def describe_rank(group: EPGroup, factor: int, folder: str) -> tuple[Any, ...]:
+    write_pid(group, folder)
+    print(f"hello from rank {group.rank}")
+    os.system(f"echo child of rank {group.rank}")
+    group.barrier()
+    return (
+        factor * group.rank,
+        group.num_ranks,
+        group.local_rank,
+        group.node,
+        str(group.device),
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_results_come_in_rank_order(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    results = launch(describe_rank, 10, str(tmp_path), num_ranks=num_ranks, config=CONFIG, device="cpu")
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    assert results == [(10 * rank, num_ranks, rank, 0, "cpu", threads) for rank in range(num_ranks)]
+    out, err = capfd.readouterr()
+    assert out == ""
+    for rank in range(num_ranks):
+        assert f"hello from rank {rank}\n" in err
+        assert f"child of rank {rank}\n" in err
+    assert wait_until_gone(read_pids(tmp_path, num_ranks), 0.0) == []
+
+
+def test_the_environment_is_set_before_the_target_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import os, torch\nSEEN = os.environ.get('EP_MOE_TEST'), os.environ.get('EP_MOE_OWN')\n"
+    source += "def target(group):\n    return SEEN, os.environ['RANK'], torch.get_num_threads()\n"
+    (tmp_path / "target_of_a_launch.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("EP_MOE_OWN", "inherited")
+    from target_of_a_launch import target
+
+    env = {"EP_MOE_TEST": "given", "OMP_NUM_THREADS": "2"}
+    results = launch(target, num_ranks=2, config=CONFIG, device="cpu", env=env)
+    assert results == [(("given", "inherited"), str(rank), 2) for rank in range(2)]
+    assert "EP_MOE_TEST" not in os.environ
+
+
+def fail_on_rank_1(group: EPGroup, how: str) -> None:
+    if group.rank == 1:
+        if how == "raises":
+            raise ValueError("hidden (30) must be a multiple of 16")
+        if how == "exits":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for round_ in range(10**9):
+        group.wait(dist.all_reduce(torch.ones(1), async_op=True), phase="dispatch", round=round_)
+
+
+@pytest.mark.parametrize(
+    ("how", "error_type", "line", "seen_by_others"),
+    [
+        (
+            "raises",
+            "ValueError",
+            "rank 1: ValueError: hidden (30) must be a multiple of 16",
+            "rank 1 failed: ValueError: hidden (30) must be a multiple of 16",
+        ),
+        ("exits", "Died", "rank 1 exited with code 3 without a result", "rank 1 exited with code 3 without a result"),
+        ("killed", "Died", "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL"),
+    ],
+    ids=["raises", "exits", "killed"],
+)
+def test_the_first_failure_is_the_one_reported(how: str, error_type: str, line: str, seen_by_others: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        launch(fail_on_rank_1, how, num_ranks=3, config=CONFIG, device="cpu")
+    error = caught.value
+    assert time.monotonic() - start < 10
+    assert (str(error), error.rank, error.error_type) == (line, 1, error_type)
+    assert error.failures[1] == line
+    for rank in (0, 2):
+        assert error.failures[rank].startswith(f"rank {rank}: PeerLostError: {seen_by_others}")
+    assert ("in fail_on_rank_1" in error.traceback_text) == (how == "raises")
+    assert error.traceback_text in str(error.__cause__)
+    assert pickle.loads(pickle.dumps(error)).failures == error.failures
+
+
+def return_a_lambda(group: EPGroup) -> Any:
+    return lambda: group
+
+
+def test_a_result_that_cannot_travel_is_a_named_failure() -> None:
+    with pytest.raises(RankFailedError, match=r"^rank 0: .*lambda"):
+        launch(return_a_lambda, num_ranks=1, config=CONFIG, device="cpu")
+
+
+def cling_to_life(group: EPGroup, folder: str) -> None:
+    write_pid(group, folder)
+    group.barrier()
+    if group.rank == 0:
+        raise ValueError("first")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def test_a_rank_that_will_not_end_is_ended(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        launch(cling_to_life, str(tmp_path), num_ranks=2, config=CONFIG, device="cpu", grace_secs=0.5)
+    assert time.monotonic() - start < 10
+    assert caught.value.failures == {
+        0: "rank 0: ValueError: first",
+        1: "rank 1 did not end within 0.5 s of the first failure and was killed",
+    }
+    assert wait_until_gone(read_pids(tmp_path, 2), 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, r"num_ranks \(0\) must be at least 1"),
+        ({"num_ranks": 1, "grace_secs": -1.0}, r"grace_secs \(-1.0\) must not be negative"),
+    ],
+    ids=["ranks", "grace"],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(return_a_lambda, **arguments)
+
+
+def work_for_ever(group: EPGroup, folder: str) -> None:
+    write_pid(group, folder)
+    for round_ in range(10**9):
+        group.wait(dist.all_reduce(torch.ones(1), async_op=True), phase="dispatch", round=round_)
+        time.sleep(0.01)
+
+
+LAUNCHER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import test_launch
+try:
+    test_launch.launch(
+        test_launch.work_for_ever, sys.argv[1], num_ranks=3, config=test_launch.CONFIG, device="cpu"
+    )
+finally:
+    print("left in good order", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "code", "out"),
+    [
+        (signal.SIGINT, True, -signal.SIGINT, "left in good order\n"),
+        (signal.SIGTERM, False, 143, "left in good order\n"),
+        (signal.SIGKILL, False, -signal.SIGKILL, ""),
+    ],
+    ids=["ctrl-c", "terminated", "killed"],
+)
+def test_ranks_end_with_their_launcher(tmp_path: Path, number: int, to_all: bool, code: int, out: str) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), str(Path(__file__).parent)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        pids = read_pids(tmp_path, 3)
+        time.sleep(0.3)
+        assert all(is_running(pid) for pid in [launcher.pid, *pids])
+        # a terminal sends Ctrl-C to the launcher and to the ranks alike
+        (os.killpg if to_all else os.kill)(launcher.pid, number)
+        assert launcher.wait(10) == code
+        assert wait_until_gone(pids, 5.0) == []
+        stdout, stderr = launcher.communicate(timeout=10)
+    assert stdout == out
+    assert ("KeyboardInterrupt" in stderr) == (number == signal.SIGINT)
+
+
+UNDER_TORCHRUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_launch
+test_launch.run_rank(test_launch.fail_on_rank_1, "raises", config=test_launch.CONFIG, device="cpu")
+"""
+
+
+def test_torchrun_shows_a_ranks_own_error_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(Path(__file__).parent)], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    own = lines.index("rank 1: ValueError: hidden (30) must be a multiple of 16")
+    assert not any("ValueError" in line or "FAILED" in line for line in lines[:own])
+
+
+def test_without_an_environment_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert run_rank(lambda group, x: (group.num_ranks, group.process_group, x), 7, device="cpu") == (1, None, 7)

@@ -1,0 +1,554 @@
+"""Hugging Face models on our experts: the same logits and the same text as the model as transformers computes it."""
+
+import dataclasses
+import functools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.utils import is_accelerate_available
+
+from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig
+from ep_moe.engines import transformers_parallel
+from ep_moe.engines.transformers import distributed_config, from_pretrained, register, shard_experts
+from ep_moe.engines.transformers_experts import activation_of, weights_of
+from ep_moe.group import EPGroup
+from ep_moe.launch import launch
+from ep_moe.placement import Placement
+from ep_moe.weights import moe_config
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,  # at the default of 0.02 the experts would hardly move a logit
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 16, "num_experts": 5, "norm_topk_prob": True}),
+    "qwen3_moe_tied": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 16, "num_experts": 8, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "layer_types": ["full_attention"] * 3}),
+}
+LOADABLE = ("qwen3_moe", "qwen3_moe_tied", "mixtral")
+LOGITS_LIMIT = 1e-5
+
+
+def make_model(name: str) -> PreTrainedModel:
+    model_type, sizes = MODELS[name]
+    config = type(AutoConfig.for_model(model_type))(**COMMON | sizes)
+    torch.manual_seed(11)
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+
+
+@functools.cache
+def directory_of(name: str) -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="ep_moe_test_"))
+    make_model(name).save_pretrained(directory, max_shard_size="40KB")
+    return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_and_no_rest():
+    """Tiny operators wait longer for a second thread than they take."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    for name in MODELS:
+        directory = directory_of(name)
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+    directory_of.cache_clear()
+
+
+def token_ids(seed: int, rows: int = 2, length: int = 7) -> torch.Tensor:
+    return torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def text_of(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int, **options: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **options
+        )
+
+
+def load_whole(directory: Path, experts: str = "eager") -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, experts_implementation=experts, dtype=torch.float32).eval()
+
+
+# One process, all experts.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_implementation(name: str) -> None:
+    model, ids = make_model(name), token_ids(0)
+    expected, text = logits_of(model, ids), text_of(model, ids, 5)
+    model.set_experts_implementation("ep_moe")
+    assert (logits_of(model, ids) - expected).abs().max() < LOGITS_LIMIT
+    assert torch.equal(text_of(model, ids, 5), text)
+    model.set_experts_implementation("eager")
+    assert torch.equal(logits_of(model, ids), expected)
+    for key, value in model.named_parameters():
+        if "experts.down_proj" in key:
+            value.data.zero_()
+    assert (logits_of(model, ids) - expected).abs().max() > 1000 * LOGITS_LIMIT
+
+
+def make_experts(has_gate: bool = True, has_bias: bool = False, transposed: bool = False, **flags: Any) -> Any:
+    """An experts module with these flags, H 32, I 48, 3 experts, of which no parameter is like another."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            del config
+            self.num_experts = 3
+            width = 96 if has_gate else 48
+            first = "gate_up_proj" if has_gate else "up_proj"
+            shapes = {first: (3, width, 32), "down_proj": (3, 32, 48)}
+            for key, shape in shapes.items():
+                shape = (shape[0], shape[2], shape[1]) if transposed else shape
+                self.register_parameter(key, torch.nn.Parameter(0.2 * torch.randn(shape)))
+            if has_bias:
+                self.register_parameter(f"{first}_bias", torch.nn.Parameter(torch.randn(3, width)))
+                self.register_parameter("down_proj_bias", torch.nn.Parameter(torch.randn(3, 32)))
+            self.act_fn = torch.nn.SiLU() if has_gate else lambda x: torch.relu(x).square()
+
+        def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+            raise AssertionError("an implementation runs in place of this")
+
+    torch.manual_seed(5)
+    decorated = use_experts_implementation(
+        Experts, has_gate=has_gate, has_bias=has_bias, is_transposed=transposed, **flags
+    )
+    return decorated(AutoConfig.for_model("mixtral"))
+
+
+def interleaved(**flags: Any) -> Any:
+    module = make_experts(is_concatenated=False, **flags)
+    type(module)._apply_gate = lambda self, x: self.act_fn(x[..., 0::2]) * x[..., 1::2]
+    return module
+
+
+def run_experts(module: Any, implementation: str, *inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return ALL_EXPERTS_FUNCTIONS[implementation](module, *inputs)
+
+
+def expert_inputs(num_tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(num_tokens)])
+    return torch.randn(num_tokens, 32, generator=generator), ids, torch.rand(num_tokens, 2, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_experts,
+        functools.partial(make_experts, has_bias=True),
+        functools.partial(make_experts, transposed=True, has_bias=True),
+        interleaved,
+        functools.partial(interleaved, transposed=True, has_bias=True),
+        functools.partial(make_experts, has_gate=False),
+        functools.partial(make_experts, has_gate=False, has_bias=True, transposed=True),
+    ],
+    ids=["plain", "bias", "transposed", "interleaved", "interleaved_transposed", "no_gate", "no_gate_transposed"],
+)
+def test_flags_of_experts_modules(make: Any) -> None:
+    module, inputs = make(), expert_inputs()
+    expected = run_experts(module, "batched_mm", *inputs)
+    assert (run_experts(module, "ep_moe", *inputs) - expected).abs().max() < LOGITS_LIMIT
+
+
+def test_ids_of_other_ranks_are_left_out() -> None:
+    """transformers' own expert parallelism writes id 3 of 3 local experts for what another rank computes."""
+    module, (x, ids, weights) = make_experts(), expert_inputs()
+    elsewhere = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    assert 0 < elsewhere.sum() < ids.numel()
+    expected = run_experts(module, "batched_mm", x, ids, weights.masked_fill(elsewhere, 0.0))
+    found = run_experts(module, "ep_moe", x, ids.masked_fill(elsewhere, 3), weights)
+    assert (found - expected).abs().max() < LOGITS_LIMIT
+    ids[0, 0] = 4
+    with pytest.raises(ValueError, match=r"1 ids outside \[-1, num_experts \(3\)\)"):
+        run_experts(module, "ep_moe", x, ids, weights)
+
+
+def test_weights_are_views_and_stay_current() -> None:
+    module = make_experts(has_bias=True)
+    weights = weights_of(module)
+    assert weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
+    assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+    for module in (make_experts(), make_experts(transposed=True)):
+        inputs = expert_inputs()
+        run_experts(module, "ep_moe", *inputs)
+        with torch.no_grad():
+            module.down_proj.mul_(2)
+        expected = run_experts(module, "batched_mm", *inputs)
+        assert (run_experts(module, "ep_moe", *inputs) - expected).abs().max() < LOGITS_LIMIT
+        module.double()
+        module.float()
+        module.gate_up_proj = torch.nn.Parameter(module.gate_up_proj.flip(0))
+        more = expert_inputs(num_tokens=5000)  # beyond what the transport was made for
+        expected = run_experts(module, "batched_mm", *more)
+        assert (run_experts(module, "ep_moe", *more) - expected).abs().max() < LOGITS_LIMIT
+
+
+def test_no_backward() -> None:
+    module, (x, ids, weights) = make_experts(), expert_inputs()
+    y = ALL_EXPERTS_FUNCTIONS["ep_moe"](module, x, ids, weights)
+    assert torch.equal(y, run_experts(module, "ep_moe", x, ids, weights))
+    with pytest.raises(RuntimeError, match="no backward"):
+        y.sum().backward()
+
+
+def test_what_cannot_be_honoured_is_named() -> None:
+    module = make_experts()
+    module.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="has_post_expert_norm"):
+        weights_of(module)
+    module = make_experts()
+    module.act_fn = torch.nn.GELU(approximate="tanh")
+    with pytest.raises(ValueError, match=r"activation of Experts \(has_gate=True\).*silu, gelu"):
+        activation_of(module)
+    module = make_experts()
+    module.down_proj = torch.nn.Parameter(torch.zeros(3, 32, 48).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"down_proj of Experts is torch.float8_e4m3fn.*bfloat16"):
+        weights_of(module)
+    with pytest.raises(ValueError, match="Linear has no experts"):
+        shard_experts(torch.nn.Linear(2, 2), EPGroup.single("cpu"))
+
+
+def test_activations_are_recognised() -> None:
+    gpt_oss = make_model("gpt_oss").model.layers[0].mlp.experts
+    assert activation_of(gpt_oss) == ActivationConfig(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
+    assert activation_of(make_experts(has_gate=False)).kind is ActivationKind.RELU2
+    module = make_experts()
+    module.act_fn = torch.nn.GELU()
+    assert activation_of(module).kind is ActivationKind.GELU
+
+
+# One rank, read from a directory.
+
+
+@pytest.mark.parametrize("name", LOADABLE)
+def test_from_pretrained_on_one_rank(name: str) -> None:
+    directory, ids = directory_of(name), token_ids(1)
+    whole = load_whole(directory)
+    whole.generation_config.max_new_tokens = 3
+    whole.generation_config.save_pretrained(directory)
+    model = from_pretrained(directory, EPGroup.single("cpu"))
+    assert (logits_of(model, ids) - logits_of(whole, ids)).abs().max() < LOGITS_LIMIT
+    assert torch.equal(text_of(model, ids, 5, synced_gpus=True), text_of(whole, ids, 5))
+    assert model.generation_config.max_new_tokens == 3
+    assert not model.training
+    assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
+    expected = {key: value for key, value in whole.named_parameters() if ".experts." not in key}
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    for key, value in whole.named_buffers():
+        assert torch.equal(model.get_buffer(key), value), key
+    tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert tied is (name == "qwen3_moe_tied")
+    assert len(model.ep_moe.layers) == {"qwen3_moe_tied": 2}.get(name, 3)
+
+
+def test_session() -> None:
+    directory, ids = directory_of("qwen3_moe_tied"), token_ids(1)
+    model = from_pretrained(directory, EPGroup.single("cpu"), layout="flat")
+    session, chosen = model.ep_moe, []
+    for index in (0, 2):
+        gate = model.model.layers[index].mlp.gate
+        gate.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+    logits_of(model, ids)
+    expected = torch.tensor([[int((picks == expert).sum()) for expert in range(8)] for picks in chosen])
+    assert torch.equal(session.expert_load, expected)
+    session.idle = True
+    hidden = torch.randn(4, 32)
+    picks = torch.tensor([[0, 1]] * 4)
+    experts = model.model.layers[0].mlp.experts
+    assert torch.equal(experts(hidden, picks, torch.ones(4, 2)), torch.zeros(4, 32))
+    assert torch.equal(session.expert_load, expected)
+    session.idle = False
+    assert experts(hidden, picks, torch.ones(4, 2)).abs().max() > 0
+    session.reset_expert_load()
+    assert int(session.expert_load.sum()) == 0
+    session.destroy()
+    session.destroy()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "limit"),
+    [(torch.bfloat16, "none", 0.01), (torch.float32, "fp8_block", 0.15)],
+    ids=["bfloat16", "fp8_block"],
+)
+def test_dtype_and_scheme(dtype: torch.dtype, scheme: str, limit: float) -> None:
+    """One layer is compared, not the logits: a rounding that tips the router over changes those altogether."""
+    directory = directory_of("mixtral")
+    model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
+    assert model.dtype == dtype
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    x, ids, weights = expert_inputs()
+    expected = load_whole(directory).model.layers[1].mlp.experts(x, ids, weights)
+    found = model.model.layers[1].mlp.experts(x.to(dtype), ids, weights.to(dtype))
+    assert found.dtype == dtype
+    error = ((found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+    assert 1e-4 < error < limit
+
+
+def _edit(directory: Path, target: Path, edit: Any) -> Path:
+    """A copy of a checkpoint in one file, changed."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_bytes((directory / "config.json").read_bytes())
+    return target
+
+
+@pytest.mark.parametrize(
+    ("edit", "fragments"),
+    [
+        (lambda t: t.pop("model.norm.weight"), ("lacks model.norm.weight",)),
+        (
+            lambda t: t.update({"model.extra.weight": torch.zeros(2)}),
+            ("holds model.extra.weight", "MixtralForCausalLM"),
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), ("model.norm.weight", "[7]", "[32]")),
+        (
+            lambda t: [t.pop(key) for key in list(t) if "layers.1." in key and ".experts." in key],
+            ("model.layers.1.mlp.experts", "model.layers.0.mlp.experts"),
+        ),
+    ],
+    ids=["missing", "unexpected", "misshapen", "layer_without_experts"],
+)
+def test_bad_dense_tensors_are_named(tmp_path: Path, edit: Any, fragments: tuple[str, ...]) -> None:
+    directory = _edit(directory_of("mixtral"), tmp_path, edit)
+    with pytest.raises(ValueError) as caught:
+        from_pretrained(directory, EPGroup.single("cpu"))
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_old_buffers_are_passed_over(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    directory = _edit(directory_of("mixtral"), tmp_path, lambda t: t.update({name: torch.zeros(4)}))
+    model = from_pretrained(directory, EPGroup.single("cpu"))
+    assert (logits_of(model, token_ids(1)) - logits_of(load_whole(directory), token_ids(1))).abs().max() < LOGITS_LIMIT
+
+
+def test_bad_options() -> None:
+    group = EPGroup.single("cpu")
+    with pytest.raises(ValueError, match=r"4 experts on 2 ranks, needed are 4 on 1"):
+        from_pretrained(directory_of("mixtral"), group, placement=Placement.linear(4, 2))
+    with pytest.raises(ValueError, match="sideways"):
+        from_pretrained(directory_of("mixtral"), group, layout="sideways")
+    with pytest.raises(ValueError, match="best"):
+        from_pretrained(directory_of("mixtral"), group, placement="best")
+    model = from_pretrained(directory_of("mixtral"), group, max_tokens_per_rank=8)
+    with pytest.raises(ValueError, match=r"num_tokens \(14\) exceeds max_tokens_per_rank \(8\)"):
+        logits_of(model, token_ids(1))
+
+
+def test_config_of_transformers_is_a_source() -> None:
+    directory = directory_of("mixtral")
+    assert moe_config(AutoConfig.from_pretrained(directory)) == moe_config(directory)
+
+
+# Two ranks, each with a batch of its own.
+
+
+def rank_ids(rank: int) -> torch.Tensor:
+    return token_ids(20 + rank, rows=1 + rank, length=9 - 4 * rank)
+
+
+def logits_on_rank(group: EPGroup, directory: Path, options: dict[str, Any]) -> torch.Tensor:
+    return logits_of(from_pretrained(directory, group, **options), rank_ids(group.rank))
+
+
+def text_on_rank(group: EPGroup, directory: Path) -> torch.Tensor:
+    """Rank 0 stops after 2 tokens, rank 1 after 6: rank 0 goes on stepping with it."""
+    model = from_pretrained(directory, group, max_tokens_per_rank=64)
+    return text_of(model, rank_ids(group.rank), 2 + 4 * group.rank, synced_gpus=True)
+
+
+def sharded_on_rank(group: EPGroup, directory: Path) -> dict[str, Any]:
+    model = shard_experts(load_whole(directory, "ep_moe"), group, placement="round_robin")
+    return {
+        "logits": logits_of(model, rank_ids(group.rank)),
+        "experts": [layer.weights.num_local_experts for layer in model.ep_moe.layers],
+        "left": [key for key, _ in model.named_parameters() if ".experts." in key],
+    }
+
+
+def too_long_on_rank(group: EPGroup, directory: Path) -> tuple[str, torch.Tensor]:
+    """Rank 0 brings too many tokens; then both bring few."""
+    model = from_pretrained(directory, group, max_tokens_per_rank=12)
+    try:
+        logits_of(model, token_ids(0, rows=1, length=13 - 5 * group.rank))
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return message, logits_of(model, rank_ids(group.rank))
+
+
+def hook_on_rank(group: EPGroup, directory: Path) -> dict[str, Any]:
+    """transformers' own expert parallelism with our transport, all ranks on the same 14 and then 1 tokens."""
+    config = AutoConfig.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, distributed_config=distributed_config(config, group.num_ranks), dtype=torch.float32
+    ).eval()
+    found = {}
+    for length in (7, 1):
+        logits = logits_of(model, token_ids(3, rows=1, length=length))
+        found[f"logits{length}"] = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+    parameter = model.model.layers[0].mlp.experts.gate_up_proj
+    found["experts"] = parameter.to_local().shape[0] if hasattr(parameter, "to_local") else parameter.shape[0]
+    return found
+
+
+def data_parallel_hook_on_rank(group: EPGroup, directory: Path) -> torch.Tensor:
+    """The same where each rank has a batch of its own (5.23)."""
+    config = transformers.distributed.DistributedConfig(
+        tp_size=1, fsdp_size=group.num_ranks, ep_size=group.num_ranks, ep_implementation="ep_moe"
+    )
+    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=config, dtype=torch.float32).eval()
+    logits = logits_of(model, rank_ids(group.rank))
+    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+
+
+def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, Any]:
+    """Everything that two ranks do, so that they start once."""
+    torch.set_num_threads(1)
+    mixtral = directories["mixtral"]
+    options = {
+        "linear": {},
+        "round_robin": {"placement": "round_robin", "layout": "batched", "max_tokens_per_rank": 16},
+    }
+    found: dict[str, Any] = {
+        f"{name}-{key}": logits_on_rank(group, directories[name], value)
+        for name in LOADABLE
+        for key, value in options.items()
+    }
+    found["text"] = text_on_rank(group, mixtral)
+    found["sharded"] = sharded_on_rank(group, directories["qwen3_moe"])
+    found["too_long"] = too_long_on_rank(group, mixtral)
+    if HAS_HOOK:
+        found["hook"] = hook_on_rank(group, mixtral)
+    if HAS_HOOK and NEW:
+        found["data_parallel_hook"] = data_parallel_hook_on_rank(group, mixtral)
+    return found
+
+
+VERSION = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
+NEW = VERSION >= (5, 23)
+# transformers spreads nothing over ranks without accelerate
+HAS_HOOK = (NEW or VERSION < (5, 19)) and is_accelerate_available()
+
+
+@functools.cache
+def two_ranks() -> list[dict[str, Any]]:
+    directories = {name: directory_of(name) for name in LOADABLE}
+    return launch(on_rank, directories, num_ranks=2, config=GroupConfig(timeout_secs=120), device="cpu")
+
+
+@pytest.mark.parametrize("key", ["linear", "round_robin"])
+@pytest.mark.parametrize("name", LOADABLE)
+def test_two_ranks_with_batches_of_their_own(name: str, key: str) -> None:
+    whole = load_whole(directory_of(name))
+    for rank, found in enumerate(two_ranks()):
+        assert (found[f"{name}-{key}"] - logits_of(whole, rank_ids(rank))).abs().max() < LOGITS_LIMIT
+
+
+def test_ranks_generate_texts_of_different_length() -> None:
+    whole = load_whole(directory_of("mixtral"))
+    for rank, found in enumerate(two_ranks()):
+        assert torch.equal(found["text"], text_of(whole, rank_ids(rank), 2 + 4 * rank))
+
+
+def test_shard_experts_of_a_whole_model() -> None:
+    whole = load_whole(directory_of("qwen3_moe"))
+    for rank, found in enumerate(two_ranks()):
+        sharded = found["sharded"]
+        assert (sharded["logits"] - logits_of(whole, rank_ids(rank))).abs().max() < LOGITS_LIMIT
+        assert sharded["experts"] == [3 - rank] * 3
+        assert sharded["left"] == []
+
+
+def test_too_many_tokens_on_one_rank_are_an_error_on_all() -> None:
+    whole = load_whole(directory_of("mixtral"))
+    for rank, found in enumerate(two_ranks()):
+        message, logits = found["too_long"]
+        assert "num_tokens (13) exceeds max_tokens_per_rank (12) on rank 0" in message
+        assert (logits - logits_of(whole, rank_ids(rank))).abs().max() < LOGITS_LIMIT
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs transformers 5.17, 5.18 or 5.23 and accelerate")
+def test_hook_of_transformers_own_expert_parallelism() -> None:
+    whole = load_whole(directory_of("mixtral"))
+    for found in two_ranks():
+        hook = found["hook"]
+        assert hook["experts"] == 2
+        for length in (7, 1):
+            expected = logits_of(whole, token_ids(3, rows=1, length=length))
+            assert (hook[f"logits{length}"] - expected).abs().max() < LOGITS_LIMIT
+
+
+@pytest.mark.skipif(not (HAS_HOOK and NEW), reason="needs transformers 5.23 and accelerate")
+def test_hook_with_batches_of_their_own() -> None:
+    whole = load_whole(directory_of("mixtral"))
+    for rank, found in enumerate(two_ranks()):
+        expected = logits_of(whole, rank_ids(rank))
+        assert (found["data_parallel_hook"] - expected).abs().max() < LOGITS_LIMIT
+
+
+# Registration.
+
+
+def test_registering_twice_is_fine() -> None:
+    register()
+    model, ids = make_model("mixtral"), token_ids(0)
+    expected = logits_of(model, ids)
+    register(layout="batched", max_tokens_per_rank=16)
+    model.set_experts_implementation("ep_moe")
+    assert (logits_of(model, ids) - expected).abs().max() < LOGITS_LIMIT
+    register()
+
+
+def test_releases_between_have_experts_but_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass
+    class Between:
+        tp_size: int | None = None
+        ep_size: int | None = None
+
+    monkeypatch.setattr(transformers_parallel, "DistributedConfig", Between)
+    register()
+    assert "ep_moe" in ALL_EXPERTS_FUNCTIONS
+    with pytest.raises(RuntimeError, match=rf"transformers {re.escape(transformers.__version__)} .*5\.23"):
+        distributed_config(AutoConfig.for_model("mixtral"), 2)
