@@ -21,6 +21,7 @@ from ep_moe.app.session import (
     model_dir,
     on_ranks,
     progress_bar,
+    start_task,
 )
 from ep_moe.app.text import shipped_heldout
 from ep_moe.config import EngineConfig
@@ -131,7 +132,7 @@ def _total_nats(
     session: Session | None = None,
 ) -> float:
     """Sum of -log p over all predicted tokens of this rank, in float64. A rank without a batch takes part idle."""
-    task = progress.add_task("whole model" if session is None else "expert-parallel", total=len(batches))
+    task = start_task(progress, "whole model" if session is None else "expert-parallel", len(batches))
     total = 0.0
     with torch.inference_mode():
         for batch in batches:

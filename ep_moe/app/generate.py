@@ -16,6 +16,7 @@ from ep_moe.app.session import (
     load_tokenizer,
     on_ranks,
     progress_bar,
+    start_task,
 )
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session
@@ -67,7 +68,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):
             model, session = load_expert_parallel(group, engine)
-        task = progress.add_task("generate", total=rounds * config.max_new_tokens)
+        task = start_task(progress, "generate", rounds * config.max_new_tokens)
         with clock.phase("generate"), group.guard("generate"):
             for turn in range(rounds):
                 index = turn * group.num_ranks + group.rank

@@ -24,6 +24,7 @@ from ep_moe.app.session import (
     model_dir,
     on_ranks,
     progress_bar,
+    start_task,
 )
 from ep_moe.app.text import shipped_heldout
 from ep_moe.config import EngineConfig, config_dir, read_toml
@@ -144,7 +145,7 @@ def _trace(
     """Generate greedily and run the held-out windows; with a session in step with the other ranks."""
     label = "whole model" if session is None else "expert-parallel"
     timer = clock or PhaseClock(prompt_ids.device)
-    task = progress.add_task(f"{label}: generate", total=new_tokens)
+    task = start_task(progress, f"{label}: generate", new_tokens)
     options: dict[str, Any] = {"max_new_tokens": new_tokens}
     if session is not None:
         finish = FinishRank(
@@ -167,7 +168,7 @@ def _trace(
             **options,
         )
     progress.update(task, completed=new_tokens)
-    task = progress.add_task(f"{label}: held-out text", total=len(windows))
+    task = start_task(progress, f"{label}: held-out text", len(windows))
     teacher = []
     with timer.phase("teacher_forced"), torch.inference_mode():
         for window in windows:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
@@ -153,3 +153,10 @@ def progress_bar(group: EPGroup) -> Progress:
         console=Console(stderr=True),
         disable=group.rank != 0,
     )
+
+
+def start_task(progress: Progress, label: str, total: int) -> TaskID:
+    """Add a task of `total` steps; where no terminal shows a bar, a log gets a line."""
+    if not progress.disable and not progress.console.is_terminal:
+        progress.console.print(label)
+    return progress.add_task(label, total=total)

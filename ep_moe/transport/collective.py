@@ -243,14 +243,16 @@ class CollectiveTransport(Transport):
         if self._group.process_group is None:
             incoming.copy_(outgoing)
             return None
-        return dist.all_to_all_single(
-            incoming,
-            outgoing,
-            list(recv_counts),
-            list(send_counts),
-            group=self._group.process_group,
-            async_op=True,
-        )
+        group = self._group.process_group
+        try:
+            return dist.all_to_all_single(
+                incoming, outgoing, list(recv_counts), list(send_counts), group=group, async_op=True
+            )
+        except RuntimeError as error:  # a connection that is broken already fails the call, not the wait
+            cause = self._group.explain(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _wait(self, work: dist.Work | None, phase: str, round_: int) -> None:
         if work is not None:
