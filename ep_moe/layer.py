@@ -5,7 +5,7 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -33,8 +33,31 @@ class _Unwatched:
         yield
 
 
+class _NoBackward(torch.autograd.Function):
+    """Runs a forward without a graph and refuses the backward pass: a loss must not train on missing gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        del ctx, inputs
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        del ctx, gradients
+        raise RuntimeError("expert-parallel layers of ep_moe have no backward pass: they are for inference")
+
+
+def refuse_backward(run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """Call `run`; where autograd records an input, a backward pass through the result is a RuntimeError. Local."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        return _NoBackward.apply(run, *inputs)
+    return run()
+
+
 class ExpertParallelMoE(torch.nn.Module):
     """One MoE layer whose experts are spread over the ranks of a transport.
+
+    It holds its weights as they are, not as parameters: `to` and `state_dict` of a model pass them by.
 
     Args:
         config: the layer; every rank passes the same.
@@ -74,68 +97,112 @@ class ExpertParallelMoE(torch.nn.Module):
         self._check()
 
     def _check(self) -> None:
-        config, rank = self.config, self.transport.rank
+        config, weights, transport = self.config, self.weights, self.transport
+        rank, kind = transport.rank, config.activation.kind
         expected = {
-            "hidden": (self.transport.config.hidden, config.hidden),
+            "hidden": (transport.config.hidden, config.hidden),
             "num_experts": (self.placement.num_experts, config.num_experts),
-            "num_local_experts": (self.weights.num_local_experts, self.placement.num_local_experts(rank)),
-            "first physical experts": (self.placement.starts, self.transport.placement.starts),
-            "scheme": (self.weights.scheme.name, self.scheme.name),
+            "num_local_experts": (weights.num_local_experts, self.placement.num_local_experts(rank)),
+            "first physical experts": (self.placement.starts, transport.placement.starts),
+            "scheme": (weights.scheme.name, self.scheme.name),
+            "rows of w13": (weights.w13.shape[1], config.intermediate * (2 if kind.gated else 1)),
+            "columns of w13": (weights.w13.shape[2], config.hidden),
+            "rows of w2": (weights.w2.shape[1], config.hidden),
+            "columns of w2": (weights.w2.shape[2], config.intermediate),
+            "dtype of w13": (weights.w13.dtype, self.scheme.dtype or transport.config.dtype),
         }
+        if self.routing_bias is not None:
+            expected["shape of routing_bias"] = (tuple(self.routing_bias.shape), (config.num_experts,))
+        if weights.w13_input_scale is not None:
+            expected["activation scales of w13_input_scale"] = ("tensor", self.scheme.activation)
+            expected["numbers in w13_input_scale"] = (weights.w13_input_scale.numel(), 1)
         for name, (found, wanted) in expected.items():
             if found != wanted:
                 raise ValueError(f"{name} ({found}) does not fit the layer on rank {rank}, which needs {wanted}")
 
     @overload
-    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor, /) -> torch.Tensor: ...
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor: ...
 
     @overload
     def forward(
-        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, /
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor: ...
 
-    def forward(self, hidden_states: torch.Tensor, *router: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *router: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """Send each token through its experts.
 
         Args:
             hidden_states: [T, H] in the transport's dtype, T <= max_tokens_per_rank and different on each rank at will.
-            router: either router_logits [T, E], or topk_ids [T, K] int32 or int64 (logical, -1 none) and
-                topk_weights [T, K] float32.
+            router_logits: [T, E]; or, by position or by name,
+            topk_ids, topk_weights: [T, K] int32 or int64, logical, -1 none, and [T, K] float32.
         Returns: [T, H] in the transport's dtype.
-        Errors: ValueError on every rank for bad input on one; `PeerLostError` for a rank that does not answer.
+        Errors: ValueError on every rank for bad input on one, and the next call works; `PeerLostError` for a rank that
+        does not answer. Where this rank's experts fail, the other ranks get NaN for what they owed to them. There is
+        no backward pass: it raises RuntimeError.
         Collective: every rank calls it the same number of times, with zero tokens too.
         """
-        with self.phases.phase("route"):
-            routing = self._route(hidden_states, *router)
-            x: torch.Tensor | Quantised = hidden_states
-            if self.config.apply_router_weight_on_input:
-                x, routing = weigh_input(hidden_states, routing)
-            if self.weights.w13_input_scale is not None and not isinstance(x, Quantised):
-                x = quantise(x, self.scheme, static_scale=self.weights.w13_input_scale)
-        with self.phases.phase("dispatch"):
-            self.transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
-        with self.phases.phase("shared"):
-            shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-        with self.phases.phase("dispatch"):
-            dispatched = self.transport.dispatch_recv()
-        with self.phases.phase("experts"):
-            y = self.experts(dispatched.batch, self.weights)
-        with self.phases.phase("combine"):
-            return self.transport.combine(y, dispatched, shared=shared)
 
-    def _route(self, hidden_states: torch.Tensor, *router: torch.Tensor) -> Routing:
+        def run() -> torch.Tensor:
+            return self._run(hidden_states, router, named)
+
+        return refuse_backward(run, hidden_states, *router, *named.values())
+
+    def _run(
+        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        transport = self.transport
+        with self.phases.phase("route"):
+            try:
+                x, routing = self._prepare(hidden_states, router, named)
+            except ValueError as error:
+                transport.refuse(error)
+        with self.phases.phase("dispatch"):
+            transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+        try:
+            with self.phases.phase("shared"):
+                shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+            with self.phases.phase("dispatch"):
+                dispatched = transport.dispatch_recv()
+            with self.phases.phase("experts"):
+                y = self.experts(dispatched.batch, self.weights)
+            with self.phases.phase("combine"):
+                return transport.combine(y, dispatched, shared=shared)
+        except Exception:
+            transport.abandon()
+            raise
+
+    def _prepare(
+        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | Quantised, Routing]:
+        """What the transport gets: tokens, weighed or quantised where the layer asks for it, and physical ids."""
+        routing = self._route(hidden_states, router, named)
+        x: torch.Tensor | Quantised = hidden_states
+        if self.config.apply_router_weight_on_input:
+            x, routing = weigh_input(hidden_states, routing)
+        if self.weights.w13_input_scale is not None and not isinstance(x, Quantised):
+            x = quantise(x, self.scheme, static_scale=self.weights.w13_input_scale)
+        return x, routing
+
+    def _route(
+        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
+    ) -> Routing:
         """The routing of these tokens over physical experts."""
-        if len(router) == 1:
-            if self.config.routing is None:
-                raise ValueError("the layer has no routing config: pass topk_ids and topk_weights, not router_logits")
-            if tuple(router[0].shape) != (hidden_states.shape[0], self.config.num_experts):
-                raise ValueError(
-                    f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] "
-                    f"({hidden_states.shape[0]}, {self.config.num_experts})"
-                )
-            routing = route(router[0], self.config.routing, routing_bias=self.routing_bias)
-        elif len(router) == 2:
+        if not router and set(named) == {"topk_ids", "topk_weights"}:
+            router = (named["topk_ids"], named["topk_weights"])
+        elif not router and set(named) == {"router_logits"}:
+            router = (named["router_logits"],)
+        elif named or len(router) not in (1, 2):
+            given = [f"{len(router)} by position", *named]
+            raise ValueError(f"forward takes router_logits, or topk_ids and topk_weights, got {', '.join(given)}")
+        if len(router) == 2:
             routing = Routing(topk_ids=router[0], topk_weights=router[1])
+        elif self.config.routing is None:
+            raise ValueError("the layer has no routing config: pass topk_ids and topk_weights, not router_logits")
+        elif tuple(router[0].shape) != (hidden_states.shape[0], self.config.num_experts):
+            raise ValueError(
+                f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] "
+                f"({hidden_states.shape[0]}, {self.config.num_experts})"
+            )
         else:
-            raise ValueError(f"forward takes router_logits, or topk_ids and topk_weights, got {len(router)} tensors")
+            routing = route(router[0], self.config.routing, routing_bias=self.routing_bias)
         return Routing(topk_ids=self.placement.to_physical(routing.topk_ids), topk_weights=routing.topk_weights)

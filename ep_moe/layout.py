@@ -55,6 +55,11 @@ class ExpertBatch:
         """L."""
         return self.expert_num_tokens.shape[0]
 
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of the experts' output: that of x, or [rows of row_index, H] where rows come from a pool."""
+        return tuple(self.x.shape) if self.row_index is None else (self.row_index.shape[0], self.hidden)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batched(ExpertBatch):
@@ -82,6 +87,11 @@ class Flat(ExpertBatch):
     local_topk_ids: torch.Tensor  # [N, K] int32, -1 none
     topk_weights: torch.Tensor  # [N, K] float32
     token_to_row: torch.Tensor  # [N, K] int32, row of the batch that computes this token's k-th expert, -1 none
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """[N, H]: a row for each received token."""
+        return tuple(self.x.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

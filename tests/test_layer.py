@@ -1,5 +1,6 @@
 """The layer: EP over n ranks equals EP over one, and both equal a plain loop over tokens; faults in mid-run."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -131,6 +132,116 @@ def test_four_ranks_equal_one_in_fp8(scheme: str) -> None:
     assert worst_row_error(one[0], expected(torch.bfloat16)) < 0.1
 
 
+def weigh_on_input(group: EPGroup) -> torch.Tensor:
+    """Top-1 with the router's weight on the input: this rank's output [T, H]."""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    config = dataclasses.replace(
+        layer.config, apply_router_weight_on_input=True, routing=RoutingConfig(method=3, num_topk=1)
+    )
+    weighed = ExpertParallelMoE(config, layer.weights, layer.transport)
+    return weighed(*(tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32)))
+
+
+def test_router_weight_on_input() -> None:
+    out = torch.cat(launch(weigh_on_input, num_ranks=3, device="cpu"))
+    x, logits = (tensor.double() for tensor in tokens(torch.float32))
+    w13, w2, b13, b2 = (tensor.double() for tensor in whole_weights(torch.float32))
+    for token in range(x.shape[0]):
+        expert = int(logits[token].argmax())
+        weighed = x[token] / (1 + torch.exp(-logits[token, expert]))
+        gate, up = (w13[expert] @ weighed + b13[expert]).chunk(2)
+        gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+        x[token] = w2[expert] @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)) + b2[expert]
+    assert worst_row_error(out, x) < ROW_ERROR_LIMITS["float32"]
+
+
+def static_scales(group: EPGroup, input_scale: float) -> torch.Tensor:
+    """fp8 per tensor with the input scale of a checkpoint."""
+    layer = layer_on(group, "linear", "fp8_tensor", Layout.BATCHED, torch.float32)
+    scales = {
+        "w13_input_scale": torch.tensor([input_scale]),
+        "w2_input_scale": torch.full((layer.weights.num_local_experts,), 0.01),
+    }
+    fixed = ExpertParallelMoE(
+        layer.config,
+        dataclasses.replace(layer.weights, **scales),
+        layer.transport,
+        routing_bias=layer.routing_bias,
+        shared_experts=layer.shared_experts,
+    )
+    return fixed(*(tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32)))
+
+
+def test_static_input_scales() -> None:
+    fine, coarse = (torch.cat(launch(static_scales, s, num_ranks=2, device="cpu")) for s in (0.008, 0.0005))
+    assert worst_row_error(fine, expected(torch.float32)) < 0.15
+    assert worst_row_error(coarse, expected(torch.float32)) > 0.5  # 448 * 0.0005 saturates: the scale is in use
+
+
+def mistakes_on_one_rank(group: EPGroup) -> list[str]:
+    """Rank 1 makes one mistake after the other; what every rank reads, and whether the call in between works."""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
+    sound = layer(x, logits)
+    mistakes = [
+        {"router_logits": logits[:, :4]},
+        {"topk_ids": routing.topk_ids.float(), "topk_weights": routing.topk_weights},
+        {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights[:, :1]},
+        {"topk_ids": routing.topk_ids + 5, "topk_weights": routing.topk_weights},
+        {"router_logits": logits, "topk_ids": routing.topk_ids},
+    ]
+    told = []
+    for mistake in mistakes:
+        named = mistake if group.rank == 1 else {"router_logits": logits}
+        try:
+            layer(x, **named)
+        except ValueError as error:
+            told.append(str(error))
+        assert torch.equal(layer(hidden_states=x, router_logits=logits), sound)
+    return told
+
+
+def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
+    told = launch(mistakes_on_one_rank, num_ranks=3, device="cpu")
+    for number, words in enumerate(["(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10))", "topk_ids"]):
+        assert words in told[1][number]
+        for rank in (0, 2):
+            assert "rank 1" in told[rank][number]
+
+
+def fail_on_one_rank(group: EPGroup) -> tuple[bool, bool]:
+    """Rank 1 fails once: is the result NaN where its experts are missing, and is the next one right?"""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    sound = layer(x, logits)
+    shared, layer.shared_experts = layer.shared_experts, None
+    if group.rank == 1:
+        layer.shared_experts = lambda x: (_ for _ in ()).throw(MemoryError("no memory for shared experts"))
+        with pytest.raises(MemoryError):
+            layer(x, logits)
+        spoilt = True
+    else:
+        ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
+        first, last = layer.placement.starts[1:3]
+        needs_rank_1 = ((ids >= first) & (ids < last)).any(1)
+        spoilt = torch.equal(layer(x, logits).isnan().all(1), needs_rank_1)
+    layer.shared_experts = shared
+    return spoilt, torch.equal(layer(x, logits), sound)
+
+
+def test_failing_experts_give_the_others_nan_and_the_next_call_works() -> None:
+    assert launch(fail_on_one_rank, num_ranks=3, device="cpu") == [(True, True)] * 3
+
+
+def test_backward_is_refused() -> None:
+    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = tokens(torch.float32)
+    out = layer(x.requires_grad_(), logits)
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        out.sum().backward()
+
+
 def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
     """Run rounds until the victim dies or stops in the middle of one; survivors tell what they saw."""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
@@ -174,8 +285,10 @@ def _record_loss(group: EPGroup, victim: int, how: signal.Signals, folder) -> No
         ({"hidden": 64}, "hidden (48) does not fit the layer on rank 0, which needs 64"),
         ({"num_experts": 12}, "num_experts (10) does not fit the layer on rank 0, which needs 12"),
         ({"scheme": "fp8_block"}, "scheme (none) does not fit the layer on rank 0, which needs fp8_block"),
+        ({"intermediate": 64}, "rows of w13 (64) does not fit the layer on rank 0, which needs 128"),
+        ({}, "dtype of w13 (torch.float32) does not fit the layer on rank 0, which needs torch.bfloat16"),
     ],
-    ids=["hidden", "num_experts", "scheme"],
+    ids=["hidden", "num_experts", "scheme", "intermediate", "dtype"],
 )
 def test_layer_refuses_what_does_not_fit(change: dict, message: str) -> None:
     sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": NUM_EXPERTS} | change

@@ -14,7 +14,7 @@ GROUPS = [("local", 1), ("collective", 1), ("collective", 2), ("collective", 3),
 CHECKS = [
     pytest.param(name, num_ranks, check, id=f"{name}-{num_ranks}-{check}")
     for name, num_ranks in GROUPS
-    for check in [*(case.name for case in transport_cases(num_ranks)), "refusals", "slots"]
+    for check in [*(case.name for case in transport_cases(num_ranks)), "refusals", "slots", "abandon"]
 ]
 
 

@@ -39,13 +39,6 @@ def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Ten
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 
-def output_shape(batch: ExpertBatch) -> tuple[int, ...]:
-    """The shape of the experts' output: FLAT [N, H]; a pool [rows of row_index, H]; else that of x."""
-    if batch.row_index is None or isinstance(batch, Flat):
-        return tuple(batch.x.shape)
-    return (batch.row_index.shape[0], batch.hidden)
-
-
 def check_fit(
     batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig, out: torch.Tensor | None = None
 ) -> None:
@@ -75,7 +68,7 @@ def check_fit(
                 raise ValueError(f"{name} has a scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
     needed = _needed(batch, weights, activation)
     if out is not None:
-        needed["out"] = (out, output_shape(batch), batch.dtype)
+        needed["out"] = (out, batch.output_shape, batch.dtype)
     for name, (tensor, shape, dtype) in needed.items():
         if tensor is None:
             raise ValueError(f"{name} is missing, scheme '{scheme.name}' needs {shape}")
@@ -149,7 +142,7 @@ class ReferenceExperts:
             summed = weighted_sum(y, batch.token_to_row, batch.topk_weights)
             return summed if out is None else out.copy_(summed)
         if out is None:
-            out = batch.x.new_empty(output_shape(batch), dtype=batch.dtype)
+            out = batch.x.new_empty(batch.output_shape, dtype=batch.dtype)
         self._compute(batch, weights, out)
         return out
 

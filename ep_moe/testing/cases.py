@@ -38,6 +38,7 @@ class TransportCase:
     id_dtype: torch.dtype = torch.int32
     quantised_input: bool = False
     shared: bool = False
+    mixed_layouts: bool = False  # every rank asks for another layout, `layout` does not count
 
     @property
     def num_ranks(self) -> int:
@@ -53,6 +54,10 @@ class TransportCase:
             dtype=self.dtype,
             row_alignment=self.row_alignment,
         )
+
+    def layout_of(self, rank: int) -> Layout:
+        """The layout that a rank asks for."""
+        return list(Layout)[rank % len(Layout)] if self.mixed_layouts else self.layout
 
     def make_placement(self) -> Placement:
         """Which rank owns which experts."""
@@ -149,6 +154,7 @@ def transport_cases(num_ranks: int) -> list[TransportCase]:
         for case in odd
     ]
     cases += [
+        TransportCase(name="mixed-layouts", tokens=uneven, mixed_layouts=True, scheme="fp8_block", shared=True),
         TransportCase(name="float32", tokens=uneven, dtype=torch.float32, shared=True),
         TransportCase(name="float16", tokens=uneven, dtype=torch.float16, id_dtype=torch.int64),
         TransportCase(name="round-robin", tokens=uneven, num_experts=11, placement="round_robin"),

@@ -4,7 +4,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 """
 
 import dataclasses
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -39,7 +39,8 @@ class Transport(Protocol):
 
     Ids are physical: rank r owns [placement.starts[r], placement.starts[r + 1]). Every rank of the group takes part in
     every round, with zero tokens too. A slot goes dispatch_send, dispatch_recv, combine_send, combine_recv, in that
-    order, and serves one thread at a time; `config.num_slots` rounds may be open at once.
+    order, and serves one thread at a time; `config.num_slots` rounds may be open at once. A round that cannot go on is
+    ended by `refuse` before its dispatch_send, or by `abandon` after it.
     """
 
     config: TransportConfig
@@ -53,7 +54,8 @@ class Transport(Protocol):
         """Quantise once (a `Quantised` is taken as it is) and send each token once to every rank that needs it.
 
         Args:
-            x: [T, H], T <= M, in the config's dtype, or `Quantised` in `scheme`.
+            x: [T, H], T <= M, in the config's dtype, or `Quantised` in `scheme`. With one rank and FLAT the experts
+                may read it where it lies.
             routing: physical topk_ids [T, K] int32 or int64, -1 none; topk_weights [T, K] float32.
             layout: of this rank's batch; ranks may differ. scheme: of the payload, the same on all ranks.
         Errors: ValueError, before any payload is sent, on the rank that passed bad input and, naming that rank, on
@@ -70,8 +72,9 @@ class Transport(Protocol):
         """Weigh and sum each token's local experts in float32, send one row per (token, rank) in the config's dtype.
 
         Args:
-            y: the experts' output for `dispatched.batch`; FLAT outputs are weighed and summed already.
-        Collective.
+            y: the experts' output for `dispatched.batch`; FLAT outputs are weighed and summed already. It may travel
+                as it lies: nobody writes to it before combine_recv has returned.
+        Errors: ValueError, with the slot as it was, for a y that does not fit the batch. Collective.
         """
         ...
 
@@ -83,7 +86,23 @@ class Transport(Protocol):
         Args:
             shared: [T, H] in the config's dtype or float32, the shared experts' output.
             out: optional result, [T, H] in the config's dtype.
-        Returns: [T, H] in the config's dtype; a token without experts gets zeros (or `shared`). Collective.
+        Returns: [T, H] in the config's dtype; a token without experts gets zeros (or `shared`).
+        Errors: ValueError, with the slot as it was, where shared or out do not fit. Collective.
+        """
+        ...
+
+    def refuse(self, error: ValueError, *, slot: int = 0) -> NoReturn:
+        """Take part in a round with no tokens but the news that this rank's input is bad, in place of dispatch_send.
+
+        Every rank raises ValueError, this one `error` itself, and the next round works. Collective.
+        """
+        ...
+
+    def abandon(self, *, slot: int = 0) -> None:
+        """End an open round whose experts cannot be computed here, whatever it waits for.
+
+        This rank's rows go home as NaN: the others get a result that cannot be taken for one. A slot that is not open
+        stays as it is. Errors: `PeerLostError`. Collective.
         """
         ...
 

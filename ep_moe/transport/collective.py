@@ -7,6 +7,7 @@ makes every rank learn of a bad input before any payload is sent, so that all of
 """
 
 import dataclasses
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,14 @@ from ep_moe.transport.rounds import (
     bad_ids_message,
     check_dispatch,
     check_expert_output,
+    check_home,
     count_bad_ids,
     finish,
     too_many_tokens_message,
 )
 from ep_moe.transport.wire import RowFormat
 
-_HEADER_WORDS = 5  # rows for you, all tokens of the sender, refused (0 or 1), ids out of range, bytes of a row
+_HEADER_WORDS = 5  # rows for you, all tokens of the sender, refused (0 or 1), ids out of range, format of a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,11 @@ class _Round:
     work: dist.Work | None
     keep: torch.Tensor  # what the exchange in flight reads; it must outlive it
 
+    def settled(self) -> "_Round":
+        """The round between its exchanges: nothing is in flight, and its buffers are free."""
+        nothing = self.buffer.new_empty(0)
+        return dataclasses.replace(self, buffer=nothing, keep=nothing, work=None)
+
 
 class CollectiveTransport(Transport):
     """Exchange by `all_to_all_single`, each token once per destination rank.
@@ -68,13 +75,13 @@ class CollectiveTransport(Transport):
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        for rank, theirs in enumerate(group.all_gather_object((config, placement))):
+            if theirs != (config, placement):
+                raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
         if placement.num_ranks != group.num_ranks:
             raise ValueError(
                 f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
             )
-        for rank, theirs in enumerate(group.all_gather_object((config, placement))):
-            if theirs != (config, placement):
-                raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
         self.config, self.placement = config, placement
         self.rank, self.num_ranks = group.rank, group.num_ranks
         self._group = group
@@ -91,19 +98,22 @@ class CollectiveTransport(Transport):
         """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload travels on behind."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
+        device = self._group.device
+        try:
+            check_dispatch(x, routing, layout=layout, scheme=scheme, config=self.config, rank=self.rank, device=device)
+        except ValueError as error:
+            self.refuse(error, slot=slot, num_tokens=routing.topk_ids.shape[0])
         round_, self._next_round = self._next_round, self._next_round + 1
-        refusal = self._refusal(x, routing, layout, scheme)
         row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
-        header = torch.zeros(self.num_ranks, _HEADER_WORDS, dtype=torch.int64, device=self._group.device)
+        goes = self._destinations(routing.topk_ids)
+        header = torch.zeros(self.num_ranks, _HEADER_WORDS, dtype=torch.int64, device=device)
+        header[:, 0] = goes.sum(0)
         header[:, 1] = routing.topk_ids.shape[0]
-        header[:, 2] = int(refusal is not None)
-        header[:, 4] = row_format.row_bytes
-        if refusal is None:
-            goes = self._destinations(routing.topk_ids)
-            header[:, 0] = goes.sum(0)
-            header[:, 3] = count_bad_ids(routing.topk_ids, self.placement.num_physical)
+        header[:, 3] = count_bad_ids(routing.topk_ids, self.placement.num_physical)
+        header[:, 4] = row_format.fingerprint
         received, send_counts = self._exchange_headers(header, round_)
-        self._raise_refusals(received, refusal, round_)
+        self._raise_refusals(received, round_)
+        self._compare_formats(received, row_format, round_)
         if scheme.quantised and not isinstance(x, Quantised):
             x = quantise(x, scheme)
         rank_of_row, token = torch.nonzero(goes.t(), as_tuple=True)
@@ -151,7 +161,7 @@ class CollectiveTransport(Transport):
             topk_weights=weights,
             recv_counts=state.recv_counts,
         )
-        self._slots.advance(slot, "dispatch_recv", state)
+        self._slots.advance(slot, "dispatch_recv", state.settled())
         return Dispatched(batch=packed.batch, handle=handle)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
@@ -176,6 +186,7 @@ class CollectiveTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
+        check_home((state.num_tokens, self.config.hidden), self.config, shared, out)
         self._wait(state.work, "combine", state.round)
         counts = [tokens.shape[0] for tokens in state.sent_tokens]
         total = torch.zeros(state.num_tokens, self.config.hidden, dtype=torch.float32, device=state.buffer.device)
@@ -185,19 +196,37 @@ class CollectiveTransport(Transport):
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
 
+    def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
+        """See `Transport.refuse`. `num_tokens` is what the other ranks are told that this one brought."""
+        self._group.check()
+        self._slots.expect(slot, "dispatch_send")
+        round_, self._next_round = self._next_round, self._next_round + 1
+        header = torch.zeros(self.num_ranks, _HEADER_WORDS, dtype=torch.int64, device=self._group.device)
+        header[:, 1], header[:, 2] = num_tokens, 1
+        self._exchange_headers(header, round_)
+        raise error
+
+    def abandon(self, *, slot: int = 0) -> None:
+        """See `Transport.abandon`."""
+        call, state = self._slots.stage(slot)
+        if state is None:
+            return
+        if call != "combine_send":
+            self._wait(state.work, "abandoned round", state.round)
+        if call != "combine_recv":
+            home_counts = tuple(tokens.shape[0] for tokens in state.sent_tokens)
+            shape = (self.config.hidden,)
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._group.device}
+            outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
+            incoming = torch.empty((sum(home_counts), *shape), **like)
+            self._wait(
+                self._all_to_all(incoming, outgoing, home_counts, state.recv_counts), "abandoned round", state.round
+            )
+        self._slots.close(slot)
+
     def destroy(self) -> None:
         """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""
         self._slots = Slots(self.config.num_slots)
-
-    def _refusal(
-        self, x: torch.Tensor | Quantised, routing: Routing, layout: Layout, scheme: QuantScheme
-    ) -> ValueError | None:
-        device = self._group.device
-        try:
-            check_dispatch(x, routing, layout=layout, scheme=scheme, config=self.config, rank=self.rank, device=device)
-        except ValueError as error:
-            return error
-        return None
 
     def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """[T, R] bool: which ranks a token goes to. Ids that no rank owns go nowhere."""
@@ -214,10 +243,8 @@ class CollectiveTransport(Transport):
         both = torch.stack([received, header]).tolist()
         return both[0], tuple(words[0] for words in both[1])
 
-    def _raise_refusals(self, received: list[list[int]], refusal: ValueError | None, round_: int) -> None:
+    def _raise_refusals(self, received: list[list[int]], round_: int) -> None:
         """Raise the same news on every rank: this rank's own error first, then another's with its rank."""
-        if refusal is not None:
-            raise refusal
         in_turn = sorted(enumerate(received), key=lambda entry: entry[0] != self.rank)
         for rank, (_, num_tokens, refused, bad, _) in in_turn:
             if num_tokens > self.config.max_tokens_per_rank:
@@ -226,11 +253,14 @@ class CollectiveTransport(Transport):
                 raise ValueError(bad_ids_message(bad, self.placement.num_physical, rank))
             if refused:
                 raise ValueError(f"rank {rank} refused its input in round {round_}; its own error says why")
-        row_bytes = [words[4] for words in received]
-        if len(set(row_bytes)) > 1:
+
+    def _compare_formats(self, received: list[list[int]], row_format: RowFormat, round_: int) -> None:
+        """Raise on every rank where ranks send different formats."""
+        odd = [rank for rank, words in enumerate(received) if words[4] != row_format.fingerprint]
+        if odd:
             raise ValueError(
-                f"ranks disagree on the payload in round {round_}: bytes of a row by rank are {row_bytes}; "
-                f"scheme and num_topk must be the same on all ranks"
+                f"ranks disagree on the payload in round {round_}: rank {self.rank} sends {row_format}, rank "
+                f"{' and rank '.join(map(str, odd))} another; scheme and num_topk must be the same on all ranks"
             )
 
     def _all_to_all(

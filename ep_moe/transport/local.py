@@ -4,6 +4,7 @@ Letters: T tokens, K top-k, H hidden, P physical experts.
 """
 
 import dataclasses
+from typing import NoReturn
 
 import torch
 
@@ -19,6 +20,7 @@ from ep_moe.transport.rounds import (
     bad_ids_message,
     check_dispatch,
     check_expert_output,
+    check_home,
     count_bad_ids,
     finish,
 )
@@ -120,9 +122,19 @@ class LocalTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
         assert state.rows is not None
+        check_home((state.rows.shape[0], self.config.hidden), self.config, shared, out)
         result = finish(state.rows.float(), dtype=self.config.dtype, shared=shared, out=out)
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
+
+    def refuse(self, error: ValueError, *, slot: int = 0) -> NoReturn:
+        """See `Transport.refuse`. Local."""
+        self._slots.expect(slot, "dispatch_send")
+        raise error
+
+    def abandon(self, *, slot: int = 0) -> None:
+        """See `Transport.abandon`. Local: there is nobody to tell."""
+        self._slots.close(slot)
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Local."""

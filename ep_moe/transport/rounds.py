@@ -9,22 +9,11 @@ from typing import Generic, TypeVar
 import torch
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.layout import Batched, Compact, ExpertBatch, Flat
+from ep_moe.layout import ExpertBatch
 from ep_moe.quant import Quantised, QuantScheme
 from ep_moe.routing import Routing
 
 State = TypeVar("State")
-
-_BATCH_TYPES: dict[Layout, type[ExpertBatch]] = {
-    Layout.BATCHED: Batched,
-    Layout.COMPACT: Compact,
-    Layout.FLAT: Flat,
-}
-
-
-def layout_of(batch: ExpertBatch) -> Layout:
-    """The layout that a batch has."""
-    return next(layout for layout, batch_type in _BATCH_TYPES.items() if isinstance(batch, batch_type))
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,6 +58,14 @@ class Slots(Generic[State]):
             )
         return state
 
+    def stage(self, slot: int) -> tuple[str, State | None]:
+        """Which call the slot waits for, and its state."""
+        return self._NEXT[self._slots[slot].stage], self._slots[slot].state
+
+    def close(self, slot: int) -> None:
+        """Forget the round that the slot holds."""
+        self._slots[slot] = _Slot()
+
     def advance(self, slot: int, call: str, state: State | None) -> None:
         """Note that `call` is done and what the next one needs."""
         self._slots[slot] = _Slot(stage=self._AFTER[call], state=state)
@@ -88,6 +85,8 @@ def check_dispatch(
 
     Local, no host sync.
     """
+    if not isinstance(scheme, QuantScheme):
+        raise ValueError(f"scheme ({scheme!r}) is not a QuantScheme")
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) is not one of {', '.join(member.value for member in Layout)}")
     values = x.values if isinstance(x, Quantised) else x
@@ -103,7 +102,10 @@ def check_dispatch(
         raise ValueError(f"x is {x.dtype} on rank {rank}, the transport carries {config.dtype}")
     if routing.topk_ids.shape[0] != num_tokens:
         raise ValueError(f"topk_ids has {routing.topk_ids.shape[0]} rows on rank {rank}, x has {num_tokens}")
-    for name, tensor in (("x", values), ("topk_ids", routing.topk_ids), ("topk_weights", routing.topk_weights)):
+    tensors = {"x": values, "topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}
+    if isinstance(x, Quantised):
+        tensors["scale"] = x.scale
+    for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
 
@@ -125,24 +127,28 @@ def bad_ids_message(count: int, num_physical: int, rank: int) -> str:
 
 def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
     """Raise ValueError where `y` is not the experts' output for `batch`. Local, no host sync."""
-    rows = batch.x.shape[:-1] if batch.row_index is None or isinstance(batch, Flat) else batch.row_index.shape
-    expected = (*rows, batch.hidden)
-    if tuple(y.shape) != tuple(expected) or y.dtype != batch.dtype:
+    if tuple(y.shape) != batch.output_shape or y.dtype != batch.dtype or y.device != batch.x.device:
         raise ValueError(
-            f"expert output is {tuple(y.shape)} {y.dtype}, the {layout_of(batch).value} batch needs "
-            f"{tuple(expected)} {batch.dtype}"
+            f"expert output is {tuple(y.shape)} {y.dtype} on {y.device}, the {type(batch).__name__} batch needs "
+            f"{batch.output_shape} {batch.dtype} on {batch.x.device}"
         )
+
+
+def check_home(
+    shape: tuple[int, int], config: TransportConfig, shared: torch.Tensor | None, out: torch.Tensor | None
+) -> None:
+    """Raise ValueError where `shared` or `out` do not fit a round of `shape` [T, H]. Local, no host sync."""
+    for name, tensor in (("shared", shared), ("out", out)):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, the round has {shape}")
+    if out is not None and out.dtype != config.dtype:
+        raise ValueError(f"out is {out.dtype}, the transport carries {config.dtype}")
 
 
 def finish(
     total: torch.Tensor, *, dtype: torch.dtype, shared: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Add the shared experts' output to the float32 sum [T, H] and round once, into `out` if there is one."""
-    for name, tensor in (("shared", shared), ("out", out)):
-        if tensor is not None and tensor.shape != total.shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, the round has {tuple(total.shape)}")
-    if out is not None and out.dtype != dtype:
-        raise ValueError(f"out is {out.dtype}, the transport carries {dtype}")
     if shared is not None:
         total = total + shared.float()
     return total.to(dtype) if out is None else out.copy_(total)

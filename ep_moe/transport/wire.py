@@ -5,6 +5,7 @@ length rounded up to 16 bytes; gloo cannot carry 8-bit floats, bytes go everywhe
 """
 
 import dataclasses
+import zlib
 
 import torch
 
@@ -16,6 +17,7 @@ from ep_moe.routing import Routing
 class RowFormat:
     """The places of a row's parts."""
 
+    scheme: str
     dtype: torch.dtype  # of the values
     hidden: int
     num_groups: int
@@ -24,7 +26,18 @@ class RowFormat:
     @classmethod
     def of(cls, scheme: QuantScheme, dtype: torch.dtype, hidden: int, num_topk: int) -> "RowFormat":
         """The format of rows in `scheme`, or in `dtype` where the scheme leaves the model's."""
-        return cls(dtype=scheme.dtype or dtype, hidden=hidden, num_groups=scheme.num_groups(hidden), num_topk=num_topk)
+        return cls(
+            scheme=scheme.name,
+            dtype=scheme.dtype or dtype,
+            hidden=hidden,
+            num_groups=scheme.num_groups(hidden),
+            num_topk=num_topk,
+        )
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs where formats differ, for ranks to compare; of 32 bits."""
+        return zlib.crc32(repr(self).encode())
 
     @property
     def value_bytes(self) -> int:
@@ -44,7 +57,7 @@ class RowFormat:
         if isinstance(x, Quantised):
             parts.append(x.scale[token].contiguous().view(torch.uint8))
         parts.append(routing.topk_ids[token].int().contiguous().view(torch.uint8))
-        parts.append(routing.topk_weights[token].float().contiguous().view(torch.uint8))
+        parts.append(routing.topk_weights[token].contiguous().view(torch.uint8))
         start = 0
         for part in parts:
             buffer[:, start : start + part.shape[1]] = part
