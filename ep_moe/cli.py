@@ -3,9 +3,11 @@
 Exit codes: 0 all is well; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
 """
 
+import dataclasses
 import functools
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.session import is_first_rank
-from ep_moe.config import DTYPES, EngineConfig, Layout
+from ep_moe.config import DTYPES, EngineConfig, LaunchEnv, Layout
 from ep_moe.experts import EXPERTS
 from ep_moe.placement import PLACEMENTS
 from ep_moe.quant import SCHEMES, get_scheme
@@ -42,7 +44,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 _ENGINE_OPTIONS: dict[str, Any] = {
     "model": Annotated[str, typer.Option(help="A Hugging Face directory; empty is the model that ships with ep-moe.")],
-    "nproc": Annotated[int, typer.Option(help="Ranks to start on this machine; torchrun brings its own number.")],
+    "nproc": Annotated[
+        int | None,
+        typer.Option(help=f"Ranks to start on this machine, {_ENGINE.nproc} if not given; torchrun starts its own."),
+    ],
     "device": Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where every rank has its own GPU.")],
     "dtype": Annotated[str, typer.Option(help=f"Of weights and activations: {', '.join(DTYPES)}.")],
     "scheme": Annotated[str, typer.Option("--quant", help=f"Quantise experts and payload: {', '.join(SCHEMES)}.")],
@@ -76,7 +81,7 @@ def _job(show: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., dict
                 raise typer.Exit(130) from None
             if is_first_rank():
                 if as_json:
-                    typer.echo(json.dumps(result))
+                    typer.echo(json.dumps(_for_json(result), allow_nan=False))
                 else:
                     show(result)
             if not result.get("ok", True):
@@ -84,8 +89,9 @@ def _job(show: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., dict
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
+        defaults = dataclasses.asdict(_ENGINE) | {"nproc": None}  # None: not given
         shared = [
-            inspect.Parameter(name, keyword, default=getattr(_ENGINE, name), annotation=annotation)
+            inspect.Parameter(name, keyword, default=defaults[name], annotation=annotation)
             for name, annotation in _ENGINE_OPTIONS.items()
         ]
         json_option = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -102,7 +108,24 @@ def _engine(options: dict[str, Any]) -> EngineConfig:
         if options[name] not in known:
             raise ValueError(f"{name} ({options[name]!r}) is not one of {', '.join(known)}")
     get_scheme(options["scheme"])
+    if options["nproc"] is None:
+        return EngineConfig(**options | {"nproc": _ENGINE.nproc})
+    env = LaunchEnv.from_environ()
+    if env is not None and env.local_world_size != options["nproc"]:
+        raise ValueError(
+            f"nproc ({options['nproc']}) is not the number of ranks that are on this machine already "
+            f"({env.local_world_size}, by RANK and LOCAL_WORLD_SIZE in the environment); leave it out"
+        )
     return EngineConfig(**options)
+
+
+def _for_json(value: Any) -> Any:
+    """The value with None for numbers that JSON does not have: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: _for_json(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_for_json(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
@@ -115,10 +138,13 @@ def _fail(error: Exception, code: int) -> NoReturn:
 def run_command(
     engine: EngineConfig,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with a table [run]; the shipped one if none.")
+        Path | None, typer.Option(help="A TOML file with a table 'run'; the shipped one if none.")
     ] = None,
 ) -> dict[str, Any]:
-    """Generate with the experts spread over ranks and compare every token and logit with the whole model."""
+    """Generate with the experts spread over ranks and compare every token and logit with the whole model.
+
+    Every rank loads the whole model for the comparison.
+    """
     try:
         chosen = RunConfig.read(config)
     except FileNotFoundError:

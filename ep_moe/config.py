@@ -9,6 +9,8 @@ import enum
 import math
 import os
 import sys
+import types
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,6 +131,10 @@ class RoutingConfig:
         _require(
             self.num_group == 1 or self.method is RoutingMethod.DEEPSEEK_V3,
             f"num_group ({self.num_group}) needs routing method 2, got {self.method.value}",
+        )
+        _require(
+            math.isfinite(self.routed_scaling_factor),
+            f"routed_scaling_factor ({self.routed_scaling_factor}) must be finite",
         )
         scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
         _require(
@@ -301,12 +307,14 @@ class LaunchEnv:
     master_addr: str
     master_port: int
     store_is_hosted: bool  # True where the launcher itself serves the store, so that no rank's death takes it away
+    restart_count: int = 0  # restarts share one store: what was written there before this one is not to be read again
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "LaunchEnv | None":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; None where RANK is not set.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and what torchrun adds.
 
-        Errors: ValueError names the variable that is missing or is no number.
+        Returns: None where RANK is not set.
+        Errors: ValueError names the variable that is missing, is no number or is out of range.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env:
@@ -336,6 +344,8 @@ class LaunchEnv:
             0 <= local_rank < local_world_size,
             f"LOCAL_RANK ({local_rank}) is not in [0, LOCAL_WORLD_SIZE ({local_world_size}))",
         )
+        restart_count = number("TORCHELASTIC_RESTART_COUNT", 0)
+        _require(restart_count >= 0, f"TORCHELASTIC_RESTART_COUNT ({restart_count}) must not be negative")
         return cls(
             rank=rank,
             world_size=world_size,
@@ -344,6 +354,7 @@ class LaunchEnv:
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=number("MASTER_PORT"),
             store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restart_count=restart_count,
         )
 
 
@@ -357,21 +368,37 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def _is_like(value: Any, default: Any) -> bool:
-    """True where a value of a file may stand for a field that holds such a default."""
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    if isinstance(default, enum.Enum):
-        return isinstance(value, str | int)
-    if isinstance(default, float):
-        return isinstance(value, int | float)
-    return isinstance(value, list if isinstance(default, tuple) else type(default))
+_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
+def _from_file(value: Any, wanted: Any, name: str) -> Any:
+    """Turn a value of a file into one of the annotated type `wanted`.
+
+    Errors: ValueError names what was to be set, `name`, its value and what is wanted.
+    """
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
+        [wanted] = set(arguments) - {type(None)}
+        return None if value is None else _from_file(value, wanted, name)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        _require(isinstance(value, list | tuple), f"{name} ({value!r}) is not a list")
+        return tuple(_from_file(element, arguments[0], f"{name}[{index}]") for index, element in enumerate(value))
+    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
+        _require(
+            isinstance(value, str | int) and not isinstance(value, bool), f"{name} ({value!r}) is not a name or number"
+        )
+        return _coerce(wanted, value, name)
+    _require(wanted in _PLAIN, f"{name} ({value!r}) cannot be set from a file")
+    if wanted is float and type(value) is int:
+        return float(value)
+    _require(type(value) is wanted, f"{name} ({value!r}) is not {_PLAIN[wanted]}")
+    return value
 
 
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
-    """Build a flat config dataclass, of numbers, texts and tuples of them, from a mapping.
+    """Build a flat config dataclass from a mapping: of numbers, texts, enums, tuples of them, and None in their place.
 
-    Errors: ValueError names `source` and the key that is unknown, missing or not of the type of its default.
+    Errors: ValueError names `source` and the key that is unknown, missing or not of the annotated type.
     """
     fields = {field.name: field for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
@@ -382,13 +409,8 @@ def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: s
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     _require(not missing, f"{source}: missing key {', '.join(missing)}")
-    for name, value in values.items():
-        default = fields[name].default
-        _require(
-            default is dataclasses.MISSING or _is_like(value, default),
-            f"{source}: {name} ({value!r}) is not a {type(default).__name__}",
-        )
-    return config_type(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    wanted = typing.get_type_hints(config_type)
+    return config_type(**{name: _from_file(value, wanted[name], f"{source}: {name}") for name, value in values.items()})
 
 
 def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config:
@@ -401,5 +423,5 @@ def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config
             content = tomllib.load(file)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from None
-    _require(table in content, f"{path}: no table [{table}]")
+    _require(isinstance(content.get(table), dict), f"{path}: no table [{table}]")
     return from_mapping(config_type, content[table], f"{path} [{table}]")

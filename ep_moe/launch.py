@@ -19,7 +19,8 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
@@ -110,10 +111,9 @@ def run_rank(
     """
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     group: EPGroup | None = None
     try:
-        with EPGroup.from_env(config, device, attempt=attempt) as group:
+        with EPGroup.from_env(config, device) as group:
             try:
                 return target(group, *args)
             except Exception as error:
@@ -134,6 +134,7 @@ def launch(
     config: GroupConfig = DEFAULT_CONFIG,
     device: torch.device | str | None = None,
     env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
     grace_secs: float = 5.0,
 ) -> list[Any]:
     """Start ranks on this machine, call `target(group, *args)` in each and return their results.
@@ -147,7 +148,11 @@ def launch(
         num_ranks: processes; one rank runs in a process too.
         config, device: as `EPGroup.connect`.
         env: environment variables of the ranks, on top of this process's own; set before `target`'s module is
-            imported, unless that module is the script itself.
+            imported, unless that module is the script itself or preloaded.
+        preload: names of modules that the fork server imports, once, so that the ranks need not. They see this
+            process's environment without `env`, and must not touch CUDA, which does not survive a fork. Takes effect
+            in the first launch of a process only, which starts the server; a module that is not found is left to the
+            ranks to import.
         grace_secs: how long the other ranks may take to end after the first failure, before SIGTERM and SIGKILL.
     Returns: the results in rank order.
     Errors: RankFailedError; ValueError for num_ranks below 1; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in
@@ -161,10 +166,11 @@ def launch(
     ranks = _Ranks(store, grace_secs)
     with _terminable():
         try:
-            ranks.start((target, args, config, device), dict(os.environ) | dict(env or {}), num_ranks)
+            ranks.start((target, args, config, device), dict(os.environ) | dict(env or {}), num_ranks, preload)
             return ranks.collect()
         finally:
-            with _uninterrupted():
+            # about a second at most
+            with _held_back(signal.SIGINT, signal.SIGTERM):
                 ranks.end()
 
 
@@ -180,9 +186,14 @@ class _Ranks:
         self._failures: dict[int, _Failure] = {}
         self._deaths: list[tuple[int, str]] = []
 
-    def start(self, call: tuple[Any, ...], environ: dict[str, str], num_ranks: int) -> None:
+    def start(
+        self, call: tuple[Any, ...], environ: dict[str, str], num_ranks: int, preload: Sequence[str] = ()
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", *preload])
+        resource_tracker.ensure_running()  # the server's start starts it too, and that lets SIGINT through again
+        with _held_back(signal.SIGINT):  # a Ctrl-C in the middle of its imports would have the server print a traceback
+            forkserver.ensure_running()
         payload = pickle.dumps(call)
         if "OMP_NUM_THREADS" not in environ:
             environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_ranks))
@@ -206,8 +217,14 @@ class _Ranks:
             )
             self._pipes.append(receiver)
             self._processes.append(process)
-            with _unseen_main(b"__main__" in payload):
-                process.start()
+            try:
+                with _unseen_main(b"__main__" in payload):
+                    process.start()
+            except (EOFError, ConnectionError) as error:
+                names = ", ".join(preload) or "none"
+                raise RuntimeError(
+                    f"the server that forks ranks has ended, its last words are on stderr (modules to preload: {names})"
+                ) from error
             sender.close()
             stderr.close()
 
@@ -289,6 +306,7 @@ class _Ranks:
 
 def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payload: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
         # the fork server is the parent; it ends with the launcher, and this rank with the fork server
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -375,12 +393,8 @@ def _terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while the ranks are ended, which takes about a second at most."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = {signal.SIGINT, signal.SIGTERM}
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Hold signals back from this thread, the main one where it matters, and from what it starts meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

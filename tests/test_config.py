@@ -59,6 +59,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"method": 6, "routed_scaling_factor": 2.5},
         "routed_scaling_factor (2.5) needs method 2 or 7, got 6",
     ),
+    "scale_nan": (
+        routing,
+        {"method": 2, "routed_scaling_factor": math.nan},
+        "routed_scaling_factor (nan) must be finite",
+    ),
     "norm_method": (routing, {"norm_topk_prob": False}, "norm_topk_prob=False needs routing method 6, got 1"),
     "llama4_topk": (routing, {"method": 3}, "routing method 3 takes num_topk 1, got 2"),
     "activation": (ActivationConfig, {"kind": "tanh"}, "activation ('tanh') is not one of silu, gelu, swiglu, relu2"),
@@ -154,6 +159,75 @@ def test_from_mapping_makes_tuples_of_lists() -> None:
     assert from_mapping(Sizes, {"sizes": [1, 2]}, "here").sizes == (1, 2)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """One field of each type that a file can set, and one that it cannot."""
+
+    count: int = 0
+    share: float = 0.0
+    name: str = ""
+    whole: bool = False
+    layout: Layout = Layout.FLAT
+    method: RoutingMethod | None = None
+    limit: float | None = None
+    names: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def test_from_mapping_reads_every_type() -> None:
+    values = {
+        "count": 3,
+        "share": 2,
+        "name": "x",
+        "whole": True,
+        "layout": "batched",
+        "method": 4,
+        "limit": 7,
+        "names": ["a"],
+        "shares": [1, 0.5],
+    }
+    config = from_mapping(Kinds, values, "here")
+    expected = Kinds(
+        count=3,
+        share=2.0,
+        name="x",
+        whole=True,
+        layout=Layout.BATCHED,
+        method=RoutingMethod.RENORMALIZE_NAIVE,
+        limit=7.0,
+        names=("a",),
+        shares=(1.0, 0.5),
+    )
+    assert repr(config) == repr(expected)  # 2 and 2.0 are equal and read differently
+    assert from_mapping(Kinds, {"limit": None, "method": None}, "here") == Kinds()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 1.5}, "here: count (1.5) is not an integer"),
+        ({"count": True}, "here: count (True) is not an integer"),
+        ({"count": "1"}, "here: count ('1') is not an integer"),
+        ({"share": "much"}, "here: share ('much') is not a number"),
+        ({"share": True}, "here: share (True) is not a number"),
+        ({"limit": [1.0]}, "here: limit ([1.0]) is not a number"),
+        ({"name": 3}, "here: name (3) is not a text"),
+        ({"whole": 1}, "here: whole (1) is not true or false"),
+        ({"layout": "dense"}, "here: layout ('dense') is not one of batched, compact, flat"),
+        ({"method": True}, "here: method (True) is not a name or number"),
+        ({"names": "In the beginning"}, "here: names ('In the beginning') is not a list"),
+        ({"names": ["a", 2]}, "here: names[1] (2) is not a text"),
+        ({"shares": 64}, "here: shares (64) is not a list"),
+        ({"sizes": {"a": 1}}, "here: sizes ({'a': 1}) cannot be set from a file"),
+    ],
+    ids=lambda value: "_".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_from_mapping_refuses_other_types(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        from_mapping(Kinds, values, "here")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -183,6 +257,9 @@ def test_read_toml_errors(tmp_path: Path) -> None:
         read_toml(GroupConfig, path, "group")
     with pytest.raises(ValueError, match=re.escape(f"{path} [layer]: unknown key width; known: hidden")):
         read_toml(MoEConfig, path, "layer")
+    path.write_text("layer = 48\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: no table [layer]")):
+        read_toml(MoEConfig, path, "layer")
     path.write_text("[layer]\nhidden = = 48\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*line 2"):
         read_toml(MoEConfig, path, "layer")
@@ -202,6 +279,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "3",
 }
 
 
@@ -214,6 +292,7 @@ def test_launch_env_of_torchrun() -> None:
         master_addr="node0",
         master_port=29500,
         store_is_hosted=True,
+        restart_count=3,
     )
 
 
@@ -230,7 +309,7 @@ def test_launch_env_defaults(environ: dict[str, str], local_rank: int, local_wor
     env = LaunchEnv.from_environ(environ)
     assert env is not None
     assert (env.local_rank, env.local_world_size, env.master_addr) == (local_rank, local_world_size, "127.0.0.1")
-    assert env.store_is_hosted is False
+    assert (env.store_is_hosted, env.restart_count) == (False, 0)
 
 
 def test_launch_env_without_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +336,8 @@ def test_launch_env_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"MASTER_PORT": "port"}, "environment variable MASTER_PORT ('port') is not a number"),
         ({"LOCAL_RANK": "one"}, "environment variable LOCAL_RANK ('one') is not a number"),
         ({"LOCAL_WORLD_SIZE": "4.0"}, "environment variable LOCAL_WORLD_SIZE ('4.0') is not a number"),
+        ({"TORCHELASTIC_RESTART_COUNT": "-1"}, "TORCHELASTIC_RESTART_COUNT (-1) must not be negative"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "environment variable TORCHELASTIC_RESTART_COUNT ('x') is not a number"),
     ],
     ids=lambda value: "_".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

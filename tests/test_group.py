@@ -127,6 +127,53 @@ def test_collectives(num_ranks: int) -> None:
     assert results == [expected] * num_ranks
 
 
+def be_slow(group: EPGroup) -> tuple[float, list[int]]:
+    start = time.monotonic()
+    group.wait_for_all("load")
+    at_once = time.monotonic() - start
+    if group.rank == 1:
+        time.sleep(CONFIG.timeout_secs + SLACK_SECS)  # a barrier would have blamed it
+    group.wait_for_all("load")
+    assert time.monotonic() - start > CONFIG.timeout_secs + SLACK_SECS
+    return at_once, group.all_gather_object(group.rank)
+
+
+def test_wait_for_all_is_patient_with_a_slow_rank() -> None:
+    for at_once, gathered in launch(be_slow, num_ranks=3, config=CONFIG, device="cpu"):
+        assert at_once < SLACK_SECS
+        assert gathered == [0, 1, 2]
+
+
+def wait_beside_a_lost_rank(group: EPGroup, folder: str, how: str) -> None:
+    group.wait_for_all("load")
+    if group.rank == 1:
+        be_lost(how)
+    start = time.monotonic()
+    try:
+        group.wait_for_all("load")
+    except PeerLostError as error:
+        record(folder, group.rank, (str(error), time.monotonic() - start))
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "within_secs", "words"),
+    [
+        ("killed", SLACK_SECS, "rank 1 was killed by SIGKILL (noticed in load)"),
+        ("stopped", 3 + SLACK_SECS, "rank 1 stopped answering in load: no heartbeat for 3.0 s (timeout 3 s)"),
+        ("raises", SLACK_SECS, "rank 1 failed: ValueError: 7 is too many (after load)"),
+    ],
+    ids=["killed", "stopped", "raises"],
+)
+def test_wait_for_all_names_the_lost_rank(tmp_path: Path, how: str, within_secs: float, words: str) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(wait_beside_a_lost_rank, str(tmp_path), how, num_ranks=3, config=CONFIG, device="cpu")
+    assert caught.value.rank == 1
+    for text, secs in (recorded(tmp_path)[rank] for rank in (0, 2)):
+        assert text == words
+        assert secs < within_secs
+
+
 def test_a_single_rank_needs_nobody() -> None:
     with EPGroup.single("cpu") as group:
         assert (group.rank, group.num_ranks, group.local_rank, group.node) == (0, 1, 0, 0)
@@ -134,6 +181,7 @@ def test_a_single_rank_needs_nobody() -> None:
         assert group.all_gather_object("a") == ["a"]
         assert group.all_reduce_sum(torch.ones(2)).tolist() == [1, 1]
         group.barrier()
+        group.wait_for_all("load")
         with pytest.raises(RuntimeError, match="broken pipe"), group.guard("generate"):
             raise RuntimeError("broken pipe")
     group.destroy()

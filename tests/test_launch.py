@@ -98,6 +98,39 @@ def test_the_environment_is_set_before_the_target_is_imported(tmp_path: Path, mo
     assert "EP_MOE_TEST" not in os.environ
 
 
+PRELOADING = """
+import sys
+from ep_moe.launch import launch
+from target_of_a_launch import target
+env = {"EP_MOE_TEST": "given"}
+print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_module", *sys.argv[1:])))
+"""
+
+
+def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProcess[str]":
+    """Launch with these modules preloaded, in a process of its own, for only the first launch of one heeds them."""
+    source = "import os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
+    source += "def target(group):\n    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST']\n"
+    (folder / "target_of_a_launch.py").write_text(source)
+    (folder / "broken_module.py").write_text("raise ValueError('broken')\n")
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    command = [sys.executable, "-c", PRELOADING, *preload]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_ranks_share_what_is_preloaded(tmp_path: Path) -> None:
+    done = launch_preloading(tmp_path, "target_of_a_launch")
+    assert done.stdout == "(True, None, 'given') (True, None, 'given')\n", done.stderr
+
+
+def test_a_failure_to_preload_is_named(tmp_path: Path) -> None:
+    done = launch_preloading(tmp_path, "broken_module")
+    lines = done.stderr.splitlines()
+    assert "ValueError: broken" in lines
+    assert lines[-1].startswith("RuntimeError: the server that forks ranks has ended")
+    assert lines[-1].endswith("(modules to preload: no_such_module, broken_module)")
+
+
 def fail_on_rank_1(group: EPGroup, how: str) -> None:
     if group.rank == 1:
         if how == "raises":

@@ -6,26 +6,64 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from ep_moe.cli import app
 from ep_moe.config import EngineConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+CHECKS = {
+    "model.generate(": """
+prompt = model.dummy_inputs["input_ids"]
+assert out.shape == (prompt.shape[0], prompt.shape[1] + 8), out.shape
+assert torch.equal(out[:, : prompt.shape[1]], prompt.to(out.device))
+assert out.dtype == torch.int64
+assert 0 <= out.min() <= out.max() < model.config.vocab_size
+""",
+    "ExpertParallelMoE(": """
+assert (out.shape, out.dtype) == (tokens.shape, torch.bfloat16)
+assert out.isfinite().all()
+assert (out.norm(dim=1) > 0).all()
+""",
+}
+
+ENGINE = EngineConfig()
+DEFAULTS = {
+    "nproc": str(ENGINE.nproc),
+    "device": ENGINE.device,
+    "dtype": ENGINE.dtype,
+    "quant": ENGINE.scheme,
+    "transport": ENGINE.transport,
+    "experts": ENGINE.experts,
+    "placement": ENGINE.placement,
+    "layout": ENGINE.layout.value,
+    "max-tokens-per-rank": str(ENGINE.max_tokens_per_rank),
+    "timeout-secs": f"{ENGINE.timeout_secs:g}",
+}
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs(number: int, tmp_path: Path) -> None:
-    checks = "\nassert out.shape[0] == (10 if 'tokens' in dir() else model.dummy_inputs['input_ids'].shape[0])\n"
+@pytest.mark.parametrize("name", CHECKS)
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    [example] = [code for code in EXAMPLES if name in code]
     script = tmp_path / "example.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{EXAMPLES[number]}{checks}")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{example}\nimport torch\n{CHECKS[name]}")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("option", ["nproc", "device", "dtype", "transport", "experts", "placement", "layout"])
-def test_the_option_table_has_the_default(option: str) -> None:
-    row = re.search(rf"^\| `--{option}` \| `?(\w+)`?", README, re.MULTILINE)
-    default = getattr(EngineConfig(), option)
-    assert row is not None
-    assert row[1] == str(getattr(default, "value", default))
+def test_every_example_has_its_check() -> None:
+    assert len(EXAMPLES) == len(CHECKS)
+
+
+def test_the_option_table_has_every_default() -> None:
+    rows = re.findall(r"^\| `--([\w-]+)` \| `?(\w+)`?", README, re.MULTILINE)
+    assert dict(rows) == DEFAULTS
+
+
+@pytest.mark.parametrize("command", ["run", "generate", "eval"])
+def test_every_command_has_the_options_of_the_table(command: str) -> None:
+    group = typer.main.get_command(app)
+    options = {option for parameter in group.commands[command].params for option in parameter.opts}
+    assert {f"--{name}" for name in DEFAULTS} | {"--model", "--json"} <= options

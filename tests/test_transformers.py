@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -11,14 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.utils import is_accelerate_available
 
+from ep_moe.app.session import SHIPPED_MODEL
 from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig
-from ep_moe.engines import transformers_parallel
-from ep_moe.engines.transformers import distributed_config, from_pretrained, register, shard_experts
-from ep_moe.engines.transformers_experts import activation_of, weights_of
+from ep_moe.engines.transformers import distributed_config, from_pretrained, parallel, register, shard_experts
+from ep_moe.engines.transformers.experts import activation_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
@@ -202,11 +203,16 @@ def test_weights_are_views_and_stay_current() -> None:
     weights = weights_of(module)
     assert weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
     assert weights.w2.data_ptr() == module.down_proj.data_ptr()
-    for module in (make_experts(), make_experts(transposed=True)):
+    for module in (make_experts(), make_experts(transposed=True, has_bias=True), interleaved(has_bias=True)):
         inputs = expert_inputs()
-        run_experts(module, "ep_moe", *inputs)
+        before = run_experts(module, "ep_moe", *inputs)
         with torch.no_grad():
             module.down_proj.mul_(2)
+        expected = run_experts(module, "batched_mm", *inputs)
+        assert (run_experts(module, "ep_moe", *inputs) - expected).abs().max() < LOGITS_LIMIT
+        assert (expected - before).abs().max() > 1000 * LOGITS_LIMIT
+        for parameter in module.parameters():
+            parameter.data.mul_(-0.5)  # which torch does not count as a new version
         expected = run_experts(module, "batched_mm", *inputs)
         assert (run_experts(module, "ep_moe", *inputs) - expected).abs().max() < LOGITS_LIMIT
         module.double()
@@ -249,6 +255,40 @@ def test_activations_are_recognised() -> None:
     module = make_experts()
     module.act_fn = torch.nn.GELU()
     assert activation_of(module).kind is ActivationKind.GELU
+
+
+@pytest.mark.parametrize("limit", [9.0, 16.0, 100.0, 900.0])
+@pytest.mark.parametrize("side", ["gate", "up", "down"])
+def test_a_limit_is_seen_wherever_it_is(limit: float, side: str) -> None:
+    """A module that says nothing of its limit, on the gate, or above or below the linear half."""
+    bounds = {"gate": (None, limit), "up": (None, limit), "down": (-limit, None)}[side]
+    module = make_experts()
+
+    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if side == "gate":
+            return module.act_fn(gate.clamp(*bounds)) * up
+        return module.act_fn(gate) * up.clamp(*bounds)
+
+    module._apply_gate = apply_gate
+    with pytest.raises(ValueError, match="activation of Experts"):
+        activation_of(module)
+
+
+@pytest.mark.parametrize("limit", [16.0, 100.0])
+def test_a_limit_that_the_module_names(limit: float) -> None:
+    module = make_experts()
+    module.limit = limit
+
+    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return module.act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+    module._apply_gate = apply_gate
+    assert activation_of(module) == ActivationConfig(kind="swiglu", limit=limit)
+    module.limit = limit + 1
+    with pytest.raises(ValueError, match="activation of Experts"):
+        activation_of(module)
 
 
 # One rank, read from a directory.
@@ -374,6 +414,26 @@ def test_bad_options() -> None:
     model = from_pretrained(directory_of("mixtral"), group, max_tokens_per_rank=8)
     with pytest.raises(ValueError, match=r"num_tokens \(14\) exceeds max_tokens_per_rank \(8\)"):
         logits_of(model, token_ids(1))
+
+
+def test_the_shipped_model() -> None:
+    ids = AutoTokenizer.from_pretrained(SHIPPED_MODEL)("In the beginning", return_tensors="pt").input_ids
+    assert ids.shape[1] > 3
+    whole = load_whole(SHIPPED_MODEL)
+    model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
+    expected = logits_of(whole, ids)
+    assert (logits_of(model, ids) - expected).abs().max() < LOGITS_LIMIT * expected.abs().max()
+    assert torch.equal(text_of(model, ids, 8, synced_gpus=True), text_of(whole, ids, 8))
+
+
+def test_an_unknown_model_is_named(tmp_path: Path) -> None:
+    directory = _edit(directory_of("mixtral"), tmp_path, lambda tensors: None)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "dbrx"}))
+    with pytest.raises(ValueError) as caught:
+        from_pretrained(directory, EPGroup.single("cpu"))
+    for fragment in (str(directory), "model_type ('dbrx')", "qwen3_moe", "mixtral"):
+        assert fragment in str(caught.value)
 
 
 def test_config_of_transformers_is_a_source() -> None:
@@ -547,7 +607,7 @@ def test_releases_between_have_experts_but_no_hook(monkeypatch: pytest.MonkeyPat
         tp_size: int | None = None
         ep_size: int | None = None
 
-    monkeypatch.setattr(transformers_parallel, "DistributedConfig", Between)
+    monkeypatch.setattr(parallel, "DistributedConfig", Between)
     register()
     assert "ep_moe" in ALL_EXPERTS_FUNCTIONS
     with pytest.raises(RuntimeError, match=rf"transformers {re.escape(transformers.__version__)} .*5\.23"):

@@ -133,21 +133,93 @@ def test_redundant_copies_layers_and_dtype(tmp_path: Path) -> None:
     assert nothing.w2.shape == (0, HIDDEN, INTERMEDIATE)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_stacked_experts(tmp_path: Path, family: str) -> None:
+STACKED = ("gate_up_proj", "down_proj")
+
+
+def write_stacked(directory: Path, family: str) -> dict[str, torch.Tensor]:
+    """Write a checkpoint in one file, each layer's experts stacked; returns the tensors of each expert."""
     tensors = make_tensors(family, torch.float16)
     stacked = {name: value for name, value in tensors.items() if ".experts." not in name}
     for layer in LAYERS:
-        w13, w2 = expected_layer(tensors, family, layer, list(range(5)))
-        stacked[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = w13
-        stacked[f"model.layers.{layer}.mlp.experts.down_proj"] = w2
-    save_file(stacked, tmp_path / "model.safetensors")
-    write_config(tmp_path, family)
+        for part, value in zip(STACKED, expected_layer(tensors, family, layer, list(range(5))), strict=True):
+            stacked[f"model.layers.{layer}.mlp.experts.{part}"] = value
+    save_file(stacked, directory / "model.safetensors")
+    write_config(directory, family)
+    return tensors
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_stacked_experts(tmp_path: Path, family: str) -> None:
+    tensors = write_stacked(tmp_path, family)
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.round_robin(5, 2), 1)
     for layer in LAYERS:
         w13, w2 = expected_layer(tensors, family, layer, [1, 3])
         assert torch.equal(weights[layer].w13, w13)
         assert torch.equal(weights[layer].w2, w2)
+
+
+@pytest.mark.parametrize("scheme", ["none", QUANTISED[0]])
+@pytest.mark.parametrize("form", ["per_expert", "stacked"])
+def test_a_rank_reads_its_experts_once_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, scheme: str
+) -> None:
+    (write_checkpoint if form == "per_expert" else write_stacked)(tmp_path, "mixtral")
+    read_into, fill = storage.TensorReader.read_into, storage._fill
+    asked: list[tuple[str, int | None]] = []
+    num_bytes: list[int] = []
+
+    def recording_read_into(self, stored, out, *, index=None):
+        asked.append((stored.name, index))
+        read_into(self, stored, out, index=index)
+
+    def recording_fill(file, tensor, stored):
+        num_bytes.append(tensor.numel() * tensor.element_size())
+        fill(file, tensor, stored)
+
+    monkeypatch.setattr(storage.TensorReader, "read_into", recording_read_into)
+    monkeypatch.setattr(storage, "_fill", recording_fill)
+    placement = Placement.round_robin(5, 2)
+    for rank in range(2):
+        asked.clear()
+        num_bytes.clear()
+        ExpertWeights.from_pretrained(tmp_path, placement, rank, layers=[2, 11], scheme=scheme)
+        owned = [(layer, expert) for layer in (2, 11) for expert in placement.local_experts(rank)]
+        expected = {
+            "per_expert": [(name, None) for pair in owned for name in expert_names("mixtral", *pair)],
+            "stacked": [(f"model.layers.{layer}.mlp.experts.{part}", e) for layer, e in owned for part in STACKED],
+        }[form]
+        assert sorted(asked) == sorted(expected)
+        assert sum(num_bytes) == len(owned) * 3 * HIDDEN * INTERMEDIATE * 2
+
+
+def test_an_opened_checkpoint_is_a_source_and_config_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    read_text, reads = Path.read_text, []
+
+    def recording(self, *args, **kwargs):
+        reads.append(self.name)
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", recording)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert sorted(reads) == ["config.json", "model.safetensors.index.json"]
+    placement = Placement.linear(5, 2)
+    opened = ExpertWeights.from_pretrained(checkpoint, placement, 1)
+    assert len(reads) == 2
+    for layer, weights in ExpertWeights.from_pretrained(tmp_path, placement, 1).items():
+        assert torch.equal(opened[layer].w13, weights.w13)
+        assert torch.equal(opened[layer].w2, weights.w2)
+
+
+def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", num_files=1)
+    checkpoint, path = Checkpoint.open(tmp_path), tmp_path / "model.safetensors"
+    last = max(checkpoint.tensors.values(), key=lambda stored: stored.offset)
+    path.write_bytes(path.read_bytes()[:-10])
+    with storage.TensorReader() as reader, pytest.raises(ValueError, match=rf"safetensors ends within {last.name}"):
+        reader.read_into(last, torch.empty(last.shape, dtype=last.dtype))
 
 
 @pytest.mark.parametrize("scheme", QUANTISED)
@@ -245,6 +317,14 @@ def _twice(directory: Path) -> None:
     save_file(load_file(other) | {BROKEN: torch.zeros(INTERMEDIATE, HIDDEN)}, other)
 
 
+def _two_forms(directory: Path) -> None:
+    path = _file_of(directory, BROKEN)
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    stacked = torch.zeros(5, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
+    save_file(load_file(path) | {name: stacked}, path)
+    _edit_index(directory, lambda weight_map: weight_map.update({name: path.name}))
+
+
 def _absent_file(directory: Path) -> None:
     (directory / "model-00002-of-00003.safetensors").unlink()
 
@@ -288,6 +368,7 @@ def _no_config(directory: Path) -> None:
         (_other_dtype, (BROKEN, "float16", "bfloat16")),
         (_no_float, (BROKEN, "float8_e4m3fn", "bfloat16")),
         (_twice, (BROKEN, "two files")),
+        (_two_forms, ("layer 2 ", "two forms", "experts.gate_up_proj in ", "_proj.weight in ")),
         (_absent_file, ("model.safetensors.index.json", "model-00002-of-00003.safetensors", "not there")),
         (_cut_short, ("model-00003-of-00003.safetensors", "cut short")),
         (_too_many_experts, (".experts.4.", "num_experts is 4")),

@@ -38,7 +38,8 @@ class EvalConfig:
         max_bytes: use no more of it; 0 uses all.
         window: tokens that the model sees at once.
         batch: windows in one forward pass.
-        whole: evaluate transformers' whole model with its eager experts too, unquantised, in the same dtype.
+        whole: evaluate transformers' whole model with its eager experts too, unquantised, in the same dtype; every
+            rank loads it in full.
     """
 
     text: str = ""
@@ -83,11 +84,12 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
             nats = _total_nats(model, mine, group.device, progress, session)
         expert_load = session.expert_load.cpu()
         session.destroy()
-        del model
+        del model, session
         whole_nats = 0.0
         if config.whole:
             with clock.phase("whole_model"):
                 whole_nats = _total_nats(load_whole(group, engine), mine, group.device, progress)
+    group.wait_for_all("whole model")  # each rank on its own, some with more to do: the next collective has a deadline
     parts = group.all_gather_object(
         {"nats": nats, "whole_nats": whole_nats, "expert_load": expert_load, "secs": dict(clock.secs)}
     )

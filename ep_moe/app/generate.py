@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,8 @@ class GenerateConfig:
             raise ValueError(f"prompts ({self.prompts}) must be one or more texts, none empty")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature ({self.temperature}) must not be negative")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature ({self.temperature}) must be finite and not negative")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
         if self.top_p < 1 and self.temperature == 0:

@@ -6,7 +6,7 @@ Letters: T tokens, V vocabulary.
 
 import dataclasses
 import functools
-import time
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,15 @@ LAYER_PHASES = ("route", "dispatch", "experts", "combine")
 class RunConfig:
     """What `ep-moe run` generates and compares.
 
+    For the comparison every rank loads the whole model, once the expert-parallel one is gone. Where the whole does not
+    fit a rank's memory, `ep-moe generate` and `ep-moe eval --no-whole` do without.
+
     Args:
         prompts: rank r takes prompt r, counting round.
         new_tokens: how many tokens each rank makes, in the same way.
         teacher_tokens: held-out tokens, over all ranks, on which the logits are compared too.
         window: most held-out tokens that go through the model at once.
-        max_logit_diff: the largest difference of a logit that counts as equal.
+        max_logit_diff: the largest difference of a logit that counts as equal; positive and finite.
     """
 
     prompts: tuple[str, ...]
@@ -63,6 +66,8 @@ class RunConfig:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
         if any(count < 1 for count in self.new_tokens):
             raise ValueError(f"new_tokens ({self.new_tokens}) must all be at least 1")
+        if not 0 < self.max_logit_diff < math.inf:
+            raise ValueError(f"max_logit_diff ({self.max_logit_diff}) must be positive and finite")
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":
@@ -103,9 +108,10 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
         expert_load = session.expert_load.cpu()
         owners = _owners(session)
         session.destroy()
-        del model
+        del model, session, layer
         with clock.phase("whole_model"):
             whole = _trace(load_whole(group, engine), prompt_ids, new_tokens, windows, progress)
+    group.wait_for_all("whole model")  # each rank on its own, some with more to do: the next collective has a deadline
     parts = group.all_gather_object(
         {
             "rank": group.rank,
@@ -238,5 +244,4 @@ def _report(
         "expert_load": expert_load.tolist(),
         "times": phases,
         "layer_times": layer_phases,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -21,6 +21,7 @@ from ep_moe.launch import launch, run_rank
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
+PRELOAD = ("ep_moe.app.run", "ep_moe.app.generate", "ep_moe.app.eval")  # what ranks run, and transformers with it
 
 
 def model_dir(engine: EngineConfig) -> Path:
@@ -50,7 +51,10 @@ def on_ranks(target: Callable[..., dict[str, Any]], engine: EngineConfig, *args:
     env = LaunchEnv.from_environ()
     if env is None:
         device = pick_device(engine, engine.nproc)
-        return launch(target, engine, *args, num_ranks=engine.nproc, config=engine.group, device=device)[0]
+        preload = PRELOAD if device == "cpu" else ()  # CUDA that an import has touched would not survive the fork
+        return launch(
+            target, engine, *args, num_ranks=engine.nproc, config=engine.group, device=device, preload=preload
+        )[0]
     device = pick_device(engine, env.local_world_size)
     return run_rank(target, engine, *args, config=engine.group, device=device)
 

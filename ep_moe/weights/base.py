@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, QuantScheme, get_scheme
-from ep_moe.weights.checkpoint import read_experts
+from ep_moe.weights.checkpoint import Checkpoint, read_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class ExpertWeights:
     @classmethod
     def from_pretrained(
         cls,
-        directory: str | Path,
+        directory: str | Path | Checkpoint,
         placement: Placement,
         rank: int,
         *,
@@ -63,7 +63,8 @@ class ExpertWeights:
 
         Args:
             directory: config.json and model.safetensors, or several files and model.safetensors.index.json, with
-                weights that are not quantised; a family of `ep_moe.weights.families.FAMILIES`.
+                weights that are not quantised; a family of `ep_moe.weights.families.FAMILIES`. Or that directory,
+                opened.
             placement: of the model's E logical experts; rank: whose experts.
             layers: the MoE layers to read, by their number in the checkpoint; all of them by default.
             dtype: convert to it, tensor by tensor; by default each layer stays as it is on disk.
@@ -77,5 +78,6 @@ class ExpertWeights:
         Local; synchronises with `device`.
         """
         chosen = get_scheme(scheme)
-        experts = read_experts(directory, placement, rank, scheme=chosen, layers=layers, dtype=dtype, device=device)
+        checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)
+        experts = read_experts(checkpoint, placement, rank, scheme=chosen, layers=layers, dtype=dtype, device=device)
         return {layer: cls(scheme=chosen, **tensors) for layer, tensors in experts.items()}

@@ -15,8 +15,8 @@ import torch
 from ep_moe.config import DTYPES, MoEConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, quantise_weight, weight_scale_shape
-from ep_moe.weights.families import ExpertTensor, Family, find_family, moe_config, read_config
-from ep_moe.weights.storage import StoredTensor, list_tensors, read_into
+from ep_moe.weights.families import ExpertTensor, Family, family_of, moe_config_of, read_config
+from ep_moe.weights.storage import StoredTensor, TensorReader, list_tensors
 
 Form = tuple[ExpertTensor, ...]
 
@@ -43,8 +43,8 @@ class Checkpoint:
             raise ValueError(f"{name}: weights are quantised on disk ({method!r}); {', '.join(DTYPES)} are read")
         return cls(
             directory=Path(directory),
-            config=moe_config(directory),
-            family=find_family(directory),
+            config=moe_config_of(raw, name),
+            family=family_of(raw, name),
             tensors=list_tensors(directory),
         )
 
@@ -69,8 +69,19 @@ class Checkpoint:
 
     @functools.cached_property
     def layers(self) -> dict[int, Form]:
-        """The MoE layers, ascending, and how each stores its experts."""
-        return dict(sorted(self._expert_tensors.values(), key=lambda entry: entry[0]))
+        """The MoE layers, ascending, and how each stores its experts.
+
+        Errors: ValueError for a layer that is stored in two forms, which may differ, with a tensor of each.
+        """
+        firsts: dict[int, tuple[str, Form]] = {}
+        for name, (layer, form) in self._expert_tensors.items():
+            other, found = firsts.setdefault(layer, (name, form))
+            if found != form:
+                raise ValueError(
+                    f"layer {layer} of {self.directory} has its experts in two forms: {other} in "
+                    f"{self.tensors[other].file}, {name} in {self.tensors[name].file}"
+                )
+        return {layer: form for layer, (_, form) in sorted(firsts.items(), key=lambda entry: entry[0])}
 
     def find(self, tensor: ExpertTensor, layer: int, expert: int) -> StoredTensor:
         """Return where an expert's tensor lies; a stacked one is the same for every expert.
@@ -105,7 +116,7 @@ class Checkpoint:
         assert dtype is not None
         return dtype
 
-    def read_matrix(self, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
+    def read_matrix(self, reader: TensorReader, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
         """Read one expert's w13 [W, H], gate above up, or w2 [H, I] into `out`, which says dtype and device. Local."""
         for tensor in self.layers[layer]:
             if tensor.field != field:
@@ -114,7 +125,7 @@ class Checkpoint:
             if tensor.rows != "all":
                 gate, up = out.chunk(2)
                 rows = gate if tensor.rows == "gate" else up
-            read_into(self.find(tensor, layer, expert), rows, index=expert if tensor.stacked else None)
+            reader.read_into(self.find(tensor, layer, expert), rows, index=expert if tensor.stacked else None)
 
     def dense(self) -> "DenseTensors":
         """Everything that is no expert, by the names of the transformers model."""
@@ -128,15 +139,25 @@ class Checkpoint:
 
 
 class DenseTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint that are no experts; each access reads one from disk, to the CPU."""
+    """The tensors of a checkpoint that are no experts; each access reads one from disk, to the CPU.
+
+    A context manager: at its end the files are closed that accesses have left open.
+    """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self.stored = stored
+        self._reader = TensorReader()
+
+    def __enter__(self) -> "DenseTensors":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.close()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        read_into(stored, tensor)
+        self._reader.read_into(stored, tensor)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -147,7 +168,7 @@ class DenseTensors(Mapping[str, torch.Tensor]):
 
 
 def read_experts(
-    directory: str | Path,
+    checkpoint: Checkpoint,
     placement: Placement,
     rank: int,
     *,
@@ -160,7 +181,7 @@ def read_experts(
 
     Returns: layer -> the tensors of `ExpertWeights` by field. Local; synchronises with `device`.
     """
-    checkpoint = Checkpoint.open(directory)
+    directory = checkpoint.directory
     if placement.num_experts != checkpoint.config.num_experts:
         raise ValueError(
             f"the placement has {placement.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
@@ -173,14 +194,16 @@ def read_experts(
         raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")
     stored_dtypes = {layer: checkpoint.check_layer(layer) for layer in chosen}
     experts = placement.local_experts(rank)
-    return {
-        layer: _read_layer(checkpoint, layer, experts, dtype or stored_dtypes[layer], scheme, device)
-        for layer in chosen
-    }
+    with TensorReader() as reader:
+        return {
+            layer: _read_layer(checkpoint, reader, layer, experts, dtype or stored_dtypes[layer], scheme, device)
+            for layer in chosen
+        }
 
 
 def _read_layer(
     checkpoint: Checkpoint,
+    reader: TensorReader,
     layer: int,
     experts: tuple[int, ...],
     dtype: torch.dtype,
@@ -196,13 +219,13 @@ def _read_layer(
         fields[field] = stack
         if not scheme.quantised:
             for slot, expert in enumerate(experts):
-                checkpoint.read_matrix(layer, field, expert, stack[slot])
+                checkpoint.read_matrix(reader, layer, field, expert, stack[slot])
             continue
         scale = torch.empty(weight_scale_shape(tuple(stack.shape), scheme), device=device)
         fields[f"{field}_scale"] = scale
         matrix = torch.empty(shape, dtype=dtype, device=device)
         for slot, expert in enumerate(experts):
-            checkpoint.read_matrix(layer, field, expert, matrix)
+            checkpoint.read_matrix(reader, layer, field, expert, matrix)
             stack[slot], scale[slot] = quantise_weight(matrix, scheme)
     return fields
 

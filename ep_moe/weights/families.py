@@ -146,11 +146,7 @@ def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
 
 def find_family(source: Source) -> Family:
     """Return the entry of `FAMILIES` for a config's `model_type`. Errors: ValueError lists the known ones. Local."""
-    config, name = read_config(source)
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"{name}: model_type ({model_type!r}) is not one of {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    return family_of(*read_config(source))
 
 
 def moe_config(source: Source) -> MoEConfig:
@@ -161,8 +157,20 @@ def moe_config(source: Source) -> MoEConfig:
     Returns: sizes, routing and activation; the scheme and the layout are the defaults of `MoEConfig`.
     Errors: ValueError for an unknown model_type or activation, or for a key that is missing. Local.
     """
-    config, name = read_config(source)
-    family = find_family(source)
+    return moe_config_of(*read_config(source))
+
+
+def family_of(config: Mapping[str, Any], name: str) -> Family:
+    """`find_family` of a config that is read already; errors call it `name`. Local."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"{name}: model_type ({model_type!r}) is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def moe_config_of(config: Mapping[str, Any], name: str) -> MoEConfig:
+    """`moe_config` of a config that is read already; errors call it `name`. Local."""
+    family = family_of(config, name)
 
     def value(*keys: str) -> Any:
         found = next((config[key] for key in keys if config.get(key) is not None), None)

@@ -1,12 +1,14 @@
 """Tensors of a checkpoint directory, read a portion at a time: what a rank does not need it never touches.
 
-safetensors maps files into memory, and every page that was read counts as this process' own until the file is closed;
-so files are opened for one portion and closed again.
+Headers are checked by safetensors; tensors are read from the file itself, straight to where they belong. safetensors
+would map the file, and every page that was read would count as this process' own until it is closed, while to open it
+anew for each tensor costs a parse of its whole header.
 
 Letters: D the first dimension of a tensor.
 """
 
 import dataclasses
+import io
 import json
 import math
 from pathlib import Path
@@ -19,7 +21,7 @@ PORTION_BYTES = 16 << 20
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -42,28 +44,39 @@ class StoredTensor:
 
     name: str
     file: Path
+    offset: int  # of its first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a safetensors file.
+    """List the tensors of a safetensors file: 8 bytes of length, a header in JSON, data from there on
+    (https://github.com/huggingface/safetensors, "Format").
 
     Errors: ValueError names the file for one that is not as the format says, a file cut short above all, and the
     tensor for a dtype that is not read. Local.
     """
     tensors = {}
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                entry = file.get_slice(name)
-                if entry.get_dtype() not in DTYPES:
-                    raise ValueError(f"{name} in {path} is {entry.get_dtype()}, not one of {', '.join(DTYPES)}")
-                tensors[name] = StoredTensor(
-                    name=name, file=path, dtype=DTYPES[entry.get_dtype()], shape=tuple(entry.get_shape())
-                )
+        with safe_open(path, framework="pt"):  # checks the whole header, and the length of the file against it
+            pass
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from None
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in SAFETENSORS_DTYPES:
+            raise ValueError(f"{name} in {path} is {entry['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
+        tensors[name] = StoredTensor(
+            name=name,
+            file=path,
+            offset=8 + header_bytes + entry["data_offsets"][0],
+            dtype=SAFETENSORS_DTYPES[entry["dtype"]],
+            shape=tuple(entry["shape"]),
+        )
     return tensors
 
 
@@ -98,24 +111,70 @@ def list_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_into(stored: StoredTensor, out: torch.Tensor, *, index: int | None = None) -> None:
-    """Read a tensor, or entry `index` of its first dimension, converting to the dtype and device of `out`.
+class TensorReader:
+    """Reads tensors one after the other, and keeps the file of the last one open.
 
-    Args:
-        stored: any shape, [D, ...] with an index. out: that shape, without D where there is an index.
-    Reads at most `PORTION_BYTES`, or one row of `out`, beyond it at a time.
-    Errors: ValueError for another shape. Local; synchronises with the device of `out`.
+    A context manager: at its end, or at `close`, nothing is open or held. Serves one thread.
     """
-    shape = stored.shape if index is None else stored.shape[1:]
-    if tuple(out.shape) != shape:
-        raise ValueError(f"{stored.name} in {stored.file} is {list(shape)}, the place for it {list(out.shape)}")
-    row_bytes = math.prod(shape[1:]) * stored.dtype.itemsize
-    rows = max(PORTION_BYTES // max(row_bytes, 1), 1)
-    for start in range(0, shape[0] if shape else 1, rows):
-        with safe_open(stored.file, framework="pt") as file:
-            if not shape:
-                out.copy_(file.get_tensor(stored.name) if index is None else file.get_slice(stored.name)[index])
-            elif index is None:
-                out[start : start + rows].copy_(file.get_slice(stored.name)[start : start + rows])
-            else:
-                out[start : start + rows].copy_(file.get_slice(stored.name)[index, start : start + rows])
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: io.FileIO | None = None
+        self._portion = torch.empty(0, dtype=torch.uint8)  # bytes on their way to another dtype or device
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and free the memory that are held; another read gets its own. Local, twice is fine."""
+        if self._file is not None:
+            self._file.close()
+        self._path, self._file, self._portion = None, None, self._portion.new_empty(0)
+
+    def read_into(self, stored: StoredTensor, out: torch.Tensor, *, index: int | None = None) -> None:
+        """Read a tensor, or entry `index` of its first dimension, converting to the dtype and device of `out`.
+
+        Args:
+            stored: any shape, [D, ...] with an index. out: that shape, without D where there is an index.
+        Holds at most `PORTION_BYTES`, or one row of `out`, beyond it.
+        Errors: ValueError for another shape, or a file that has become shorter. Local; synchronises with the device
+        of `out`.
+        """
+        shape = stored.shape if index is None else stored.shape[1:]
+        if tuple(out.shape) != shape:
+            raise ValueError(f"{stored.name} in {stored.file} is {list(shape)}, the place for it {list(out.shape)}")
+        file = self._open(stored.file)
+        file.seek(stored.offset + (index or 0) * math.prod(shape) * stored.dtype.itemsize)
+        out = out.detach().reshape(1) if not shape else out.detach()
+        row_bytes = math.prod(out.shape[1:]) * stored.dtype.itemsize
+        rows = max(PORTION_BYTES // max(row_bytes, 1), 1)
+        for start in range(0, out.shape[0], rows):
+            place = out[start : start + rows]
+            if place.device.type == "cpu" and place.dtype == stored.dtype and place.is_contiguous():
+                _fill(file, place, stored)
+                continue
+            num_bytes = place.shape[0] * row_bytes
+            if self._portion.numel() < num_bytes:
+                self._portion = torch.empty(num_bytes, dtype=torch.uint8)
+            portion = self._portion[:num_bytes].view(stored.dtype).view(place.shape)
+            _fill(file, portion, stored)
+            place.copy_(portion)
+
+    def _open(self, path: Path) -> io.FileIO:
+        if self._file is None or self._path != path:
+            self.close()
+            self._path, self._file = path, open(path, "rb", buffering=0)  # noqa: SIM115
+        return self._file
+
+
+def _fill(file: io.FileIO, tensor: torch.Tensor, stored: StoredTensor) -> None:
+    """Read a contiguous tensor on the CPU from where the file stands."""
+    rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    while rest:
+        num_bytes = file.readinto(rest)
+        if not num_bytes:
+            raise ValueError(f"{stored.file} ends within {stored.name}: it was cut short while it was read")
+        rest = rest[num_bytes:]

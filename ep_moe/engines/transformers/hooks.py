@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.transformers_experts import ExpertsModule, activation_of, state_of, weights_of
+from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
@@ -18,6 +18,7 @@ from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
 
 NAME = "ep_moe"  # by which transformers knows us
+MAX_TOKENS_PER_RANK = 4096  # M where nobody says another
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class HookConfig:
     transport: str = "auto"
     experts: str = "auto"
     layout: Layout = Layout.COMPACT
-    max_tokens_per_rank: int = 4096
+    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
 
 
 class _NoBackward(torch.autograd.Function):
@@ -58,23 +59,51 @@ def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *in
     return run()
 
 
-def layer_config(weights: ExpertWeights, module: ExpertsModule, num_experts: int, layout: Layout) -> MoEConfig:
-    """The layer that an experts module is; the router stays transformers' own. Errors: ValueError. Local."""
-    return MoEConfig(
-        hidden=weights.w13.shape[2],
-        intermediate=weights.w2.shape[2],
-        num_experts=num_experts,
-        activation=activation_of(module),
-        scheme=weights.scheme.name,
-        layout=layout,
-    )
+class ModuleLayer:
+    """An experts module as a layer, whose weights are never older than the module's.
+
+    Parameters that lie as ours do are read where they are. Transposed and interleaved ones have to be copied, and are
+    copied for each call, since nothing tells whether they were written to in between; `shard_experts` copies once and
+    is the way to speed for such a model.
+
+    Args:
+        module: as long as `serves` is true of it.
+        weights: the module's. transport: of the layer, for as many experts as its placement has.
+        config: names the implementation and the layout; the router stays transformers' own.
+    Errors: ValueError for an activation that is not computed here, and for what does not fit the transport.
+    """
+
+    def __init__(self, module: ExpertsModule, weights: ExpertWeights, transport: Transport, config: HookConfig) -> None:
+        self.transport = transport
+        self._state = state_of(module)
+        self._experts = config.experts
+        self._config = MoEConfig(
+            hidden=weights.w13.shape[2],
+            intermediate=weights.w2.shape[2],
+            num_experts=transport.placement.num_experts,
+            activation=activation_of(module),
+            scheme=weights.scheme.name,
+            layout=config.layout,
+        )
+        layer = self._make(weights)
+        self._layer = layer if are_views(weights, module) else None
+
+    def _make(self, weights: ExpertWeights) -> ExpertParallelMoE:
+        return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts)
+
+    def serves(self, module: ExpertsModule) -> bool:
+        """True while the module's parameters are the tensors that this was made from. Local, no host sync."""
+        return state_of(module) == self._state
+
+    def layer(self, module: ExpertsModule) -> ExpertParallelMoE:
+        """The layer with the weights that the module has now, for one call. Local, no host sync."""
+        return self._make(weights_of(module)) if self._layer is None else self._layer
 
 
 class LocalExperts:
     """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`."""
 
     def __init__(self, module: ExpertsModule, config: HookConfig, num_tokens: int) -> None:
-        self._state = state_of(module)
         self._max_tokens = max(config.max_tokens_per_rank, num_tokens)
         weights = weights_of(module)
         self._num_experts = weights.num_local_experts
@@ -84,19 +113,22 @@ class LocalExperts:
             Placement.linear(self._num_experts, 1),
             TransportConfig(hidden=weights.w13.shape[2], max_tokens_per_rank=self._max_tokens, dtype=weights.w13.dtype),
         )
-        layer = layer_config(weights, module, self._num_experts, config.layout)
-        self._layer = ExpertParallelMoE(layer, weights, transport, experts=config.experts)
+        self._layer = ModuleLayer(module, weights, transport, config)
 
     def serves(self, module: ExpertsModule, num_tokens: int) -> bool:
         """True while the module's parameters are those that this was made from, and T fits. Local, no host sync."""
-        return num_tokens <= self._max_tokens and state_of(module) == self._state
+        return num_tokens <= self._max_tokens and self._layer.serves(module)
 
     def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        module: ExpertsModule,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         """As transformers calls it; id E is what its own expert parallelism writes for another rank's. Local."""
         ids = torch.where(top_k_index == self._num_experts, -1, top_k_index)
-        return self._layer(hidden_states, ids, top_k_weights.float())
+        return self._layer.layer(module)(hidden_states, ids, top_k_weights.float())
 
 
 class Session:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ep_moe.engines.transformers_experts import drop_parameters, find_experts
+from ep_moe.engines.transformers.experts import drop_parameters, find_experts
 from ep_moe.weights import Checkpoint, DenseTensors
 
 
@@ -44,12 +44,13 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
 
     Errors: ValueError names tensors that are missing, that the model has no place for, or that are misshapen. Local.
     """
-    dense = checkpoint.dense()
-    missing = _check_names(model, dense, checkpoint.directory)
-    kept = model._get_dtype_plan(model.dtype)
-    for name in set(dense) & set(model.state_dict()):
-        parent, _, leaf = name.rpartition(".")
-        _assign(model.get_submodule(parent), leaf, name, dense, device, kept)
+    needed, kept = set(model.state_dict()), model._get_dtype_plan(model.dtype)
+    with checkpoint.dense() as dense:
+        missing = _check_names(model, dense, checkpoint.directory)
+        for name in dense:
+            if name in needed:
+                parent, _, leaf = name.rpartition(".")
+                _assign(model.get_submodule(parent), leaf, name, dense, device, kept)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     for module in model.modules():
         for leaf in module._non_persistent_buffers_set & module._buffers.keys():

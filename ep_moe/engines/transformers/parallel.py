@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from ep_moe.config import TransportConfig
-from ep_moe.engines.transformers_experts import ExpertsModule, state_of, weights_of
-from ep_moe.engines.transformers_hooks import NAME, HookConfig, layer_config, without_backward
+from ep_moe.engines.transformers.experts import ExpertsModule, weights_of
+from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleLayer, without_backward
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
@@ -27,7 +27,7 @@ STYLE = "ep_moe_experts"  # of transformers 5.17 and 5.18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Meeting:
+class _SharedTransport:
     """One transport for all layers over one process group, closed once no layer holds it any more."""
 
     group: EPGroup
@@ -39,21 +39,23 @@ def _close(transport: Transport, group: EPGroup) -> None:
     group.destroy()
 
 
-class Meetings:
+class SharedTransports:
     """Lets layers that differ in nothing but their weights share a transport, for as long as one of them lives."""
 
     def __init__(self, config: HookConfig) -> None:
         self.config = config
-        self._open: weakref.WeakValueDictionary[tuple[Any, ...], _Meeting] = weakref.WeakValueDictionary()
+        self._open: weakref.WeakValueDictionary[tuple[Any, ...], _SharedTransport] = weakref.WeakValueDictionary()
 
-    def join(self, process_group: dist.ProcessGroup, num_experts: int, hidden: int, like: torch.Tensor) -> _Meeting:
-        """The shared transport over a process group, for E experts and tokens of the dtype and device of `like`.
+    def get(
+        self, process_group: dist.ProcessGroup, num_experts: int, hidden: int, like: torch.Tensor
+    ) -> _SharedTransport:
+        """The transport over a process group, for E experts and tokens of the dtype and device of `like`.
 
         Collective for the first layer that asks.
         """
         key = (process_group.group_name, num_experts, hidden, like.dtype, like.device)
-        meeting = self._open.get(key)
-        if meeting is None:
+        shared = self._open.get(key)
+        if shared is None:
             store = dist.distributed_c10d._get_default_store()
             group = EPGroup.from_process_group(process_group, store, device=like.device)
             transport = create_transport(
@@ -62,9 +64,9 @@ class Meetings:
                 Placement.linear(num_experts, group.num_ranks),
                 TransportConfig(hidden=hidden, max_tokens_per_rank=self.config.max_tokens_per_rank, dtype=like.dtype),
             )
-            meeting = self._open[key] = _Meeting(group=group, transport=transport)
-            weakref.finalize(meeting, _close, transport, group)
-        return meeting
+            shared = self._open[key] = _SharedTransport(group=group, transport=transport)
+            weakref.finalize(shared, _close, transport, group)
+        return shared
 
 
 class MeshExperts:
@@ -74,7 +76,7 @@ class MeshExperts:
         experts: the module; its parameters hold this rank's experts when it is called.
         expert_group: the ranks that share the experts.
         batch_group: the ranks that hold the same tokens; each sends a slice and gathers the results.
-        meetings: where layers find their transport.
+        transports: where layers find theirs.
     """
 
     def __init__(
@@ -82,27 +84,21 @@ class MeshExperts:
         experts: ExpertsModule,
         expert_group: dist.ProcessGroup,
         batch_group: dist.ProcessGroup,
-        meetings: Meetings,
+        transports: SharedTransports,
     ) -> None:
         self._experts = experts
         self._expert_group, self._batch_group = expert_group, batch_group
-        self._meetings = meetings
-        self._state: tuple[object, ...] | None = None
-        self._meeting: _Meeting | None = None
-        self._layer: ExpertParallelMoE | None = None
+        self._transports = transports
+        self._shared: _SharedTransport | None = None
+        self._layer: ModuleLayer | None = None
 
-    def _prepare(self) -> tuple[ExpertParallelMoE, _Meeting]:
-        state = state_of(self._experts)
-        if self._layer is None or self._meeting is None or state != self._state:
+    def _prepare(self) -> tuple[ExpertParallelMoE, _SharedTransport]:
+        if self._layer is None or self._shared is None or not self._layer.serves(self._experts):
             weights = weights_of(self._experts)
             num_experts = weights.num_local_experts * self._expert_group.size()
-            self._meeting = self._meetings.join(self._expert_group, num_experts, weights.w13.shape[2], weights.w13)
-            config = layer_config(weights, self._experts, num_experts, self._meetings.config.layout)
-            self._layer = ExpertParallelMoE(
-                config, weights, self._meeting.transport, experts=self._meetings.config.experts
-            )
-            self._state = state
-        return self._layer, self._meeting
+            self._shared = self._transports.get(self._expert_group, num_experts, weights.w13.shape[2], weights.w13)
+            self._layer = ModuleLayer(self._experts, weights, self._shared.transport, self._transports.config)
+        return self._layer.layer(self._experts), self._shared
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -115,7 +111,7 @@ class MeshExperts:
         return without_backward(self._experts, run, hidden_states, top_k_weights)
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        layer, meeting = self._prepare()
+        layer, shared = self._prepare()
         sharers = self._batch_group.size()
         if sharers == 1:
             return layer(x, ids, weights)
@@ -124,7 +120,7 @@ class MeshExperts:
         part = layer(x[first : first + rows], ids[first : first + rows], weights[first : first + rows])
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
         gathered = padded.new_empty(sharers * rows, padded.shape[1])
-        with meeting.group.guard("gather"):
+        with shared.group.guard("gather"):
             dist.all_gather_into_tensor(gathered, padded, group=self._batch_group)
         return gathered[: x.shape[0]]
 
@@ -132,9 +128,9 @@ class MeshExperts:
 def register_parallelism(config: HookConfig) -> None:
     """Offer our transport to transformers' expert parallelism, where this release has a place for it. Local."""
     if _has_ep_implementations():
-        _register_implementation(Meetings(config))
+        _register_implementation(SharedTransports(config))
     elif _has_parallel_styles():
-        _register_style(Meetings(config))
+        _register_style(SharedTransports(config))
 
 
 def _has_ep_implementations() -> bool:
@@ -147,7 +143,7 @@ def _has_parallel_styles() -> bool:
     return "ep_size" not in DistributedConfig.__dataclass_fields__
 
 
-def _register_implementation(meetings: Meetings) -> None:
+def _register_implementation(transports: SharedTransports) -> None:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     class EpMoeImplementation(EPImplementation):
@@ -157,7 +153,7 @@ def _register_implementation(meetings: Meetings) -> None:
 
         def __init__(self, experts: ExpertsModule, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self._forward = MeshExperts(experts, ep_mesh.get_group(), tp_mesh.get_group(), meetings)
+            self._forward = MeshExperts(experts, ep_mesh.get_group(), tp_mesh.get_group(), transports)
 
         def __call__(
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -167,7 +163,7 @@ def _register_implementation(meetings: Meetings) -> None:
     EPImplementationInterface.register(NAME, EpMoeImplementation)
 
 
-def _register_style(meetings: Meetings) -> None:
+def _register_style(transports: SharedTransports) -> None:
     from transformers.distributed.tensor_parallel import (
         ALL_PARALLEL_STYLES,
         TensorParallelLayer,
@@ -179,7 +175,7 @@ def _register_style(meetings: Meetings) -> None:
 
         def install_forward(self, module: ExpertsModule, mesh: Any) -> ExpertsModule:
             group = mesh.get_group()
-            exchange = MeshExperts(module, group, group, meetings)
+            exchange = MeshExperts(module, group, group, transports)
 
             def forward(
                 hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

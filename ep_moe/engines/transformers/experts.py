@@ -44,24 +44,36 @@ def _gated_candidates(module: ExpertsModule) -> Iterator[ActivationConfig]:
         yield ActivationConfig(kind=ActivationKind.SWIGLU, alpha=alpha, beta=beta, limit=limit)
 
 
-def activation_of(module: ExpertsModule) -> ActivationConfig:
-    """Find the activation of an experts module by asking it: its own code is run on a few numbers and compared.
+def _probes() -> torch.Tensor:
+    """Numbers [N] that tell activations apart: close together where curves bend, far out where limits are."""
+    near = torch.linspace(-12, 12, 49, device="cpu", dtype=torch.float32)
+    far = torch.logspace(1, 3, 17, device="cpu", dtype=torch.float32)
+    return torch.cat([-far.flip(0), near, far])
 
+
+def activation_of(module: ExpertsModule) -> ActivationConfig:
+    """Find the activation of an experts module by asking it: its own code is run on numbers up to 1000 and compared.
+
+    A limit beyond 1000 is not seen, nor is one below the gate where silu and gelu have come within 1e-6 of zero.
     Errors: ValueError names the module's class where no `ActivationConfig` gives the same numbers. Local.
     """
-    gate = torch.linspace(-12, 12, 97, device="cpu", dtype=torch.float32)
-    up = 0.75 * gate.flip(0) + 0.5  # both halves cross every limit that models use, in both directions
+    probes = _probes()
     with torch.no_grad():
         if module.has_gate:
+            gate, up = (grid.flatten() for grid in torch.meshgrid(probes, probes, indexing="ij"))
             ours = torch.cat([gate, up])
             theirs = module._apply_gate((ours if module.is_concatenated else _interleave(gate, up)).unsqueeze(0))
             candidates = list(_gated_candidates(module))
+            rounding = gate.abs() * (up.abs() + 1)  # 1 + erf(gate) is rounded before a large `up` multiplies it
         else:
-            ours = gate
-            theirs = module.act_fn(gate.unsqueeze(0))
+            ours = probes
+            theirs = module.act_fn(probes.unsqueeze(0))
             candidates = [ActivationConfig(kind=kind) for kind in (ActivationKind.RELU2, ActivationKind.IDENTITY)]
+            rounding = torch.zeros_like(probes)
+        theirs = theirs.squeeze(0).float()
+        tolerance = 1e-5 * theirs.abs() + 1e-6 * (1 + rounding)
         for candidate in candidates:
-            if torch.allclose(apply_activation(ours, candidate), theirs.squeeze(0).float(), rtol=1e-5, atol=1e-6):
+            if bool(((apply_activation(ours, candidate) - theirs).abs() <= tolerance).all()):
                 return candidate
     kinds = ", ".join(kind.value for kind in ActivationKind)
     raise ValueError(f"the activation of {type(module).__name__} (has_gate={module.has_gate}) is none of {kinds}")
@@ -121,9 +133,17 @@ def drop_parameters(module: ExpertsModule) -> None:
         del module._parameters[name]
 
 
+def are_views(weights: ExpertWeights, module: ExpertsModule) -> bool:
+    """True where weights are the module's own memory, so that they follow whatever is written to it. Local."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in module.parameters(recurse=False)}
+    tensors = (weights.w13, weights.w2, weights.w13_bias, weights.w2_bias)
+    return all(tensor is None or tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
+
+
 def state_of(module: ExpertsModule) -> tuple[object, ...]:
-    """A value that differs once a module's parameters are replaced, moved or written to. Local, no host sync."""
+    """A value that differs once a module's parameters are replaced or moved; a write to them leaves no reliable
+    trace, for torch does not count those through `.data`. Local, no host sync."""
     return tuple(
-        (name, tensor.data_ptr(), tensor.dtype, tensor.device, 0 if tensor.is_inference() else tensor._version)
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for name, tensor in module.named_parameters(recurse=False)
     )

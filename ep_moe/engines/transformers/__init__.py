@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
-from ep_moe.engines.transformers_experts import (
+from ep_moe.engines.transformers.experts import (
     ExpertsModule,
     activation_of,
     drop_parameters,
@@ -27,7 +27,8 @@ from ep_moe.engines.transformers_experts import (
     quantise_experts,
     weights_of,
 )
-from ep_moe.engines.transformers_hooks import (
+from ep_moe.engines.transformers.hooks import (
+    MAX_TOKENS_PER_RANK,
     NAME,
     HookConfig,
     LocalExperts,
@@ -35,8 +36,8 @@ from ep_moe.engines.transformers_hooks import (
     ShardedExperts,
     without_backward,
 )
-from ep_moe.engines.transformers_loading import build_skeleton, load_dense
-from ep_moe.engines.transformers_parallel import distributed_config, register_parallelism
+from ep_moe.engines.transformers.loading import build_skeleton, load_dense
+from ep_moe.engines.transformers.parallel import distributed_config, register_parallelism
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement, create_placement
@@ -60,7 +61,7 @@ def from_pretrained(
     placement: str | Placement = "linear",
     scheme: str = "none",
     layout: Layout | str = Layout.COMPACT,
-    max_tokens_per_rank: int = 4096,
+    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Load a model of which each rank holds all but the experts, and its own experts alone.
@@ -82,7 +83,7 @@ def from_pretrained(
         that are missing or too many. Collective.
     """
     checkpoint = Checkpoint.open(directory)
-    model = build_skeleton(Path(directory), dtype, attn_implementation)
+    model = build_skeleton(checkpoint.directory, dtype, attn_implementation)
     modules = find_experts(model)
     layers = {checkpoint.family.experts_module.format(layer=layer): layer for layer in checkpoint.layers}
     absent = [name for name in modules if name not in layers]
@@ -91,7 +92,7 @@ def from_pretrained(
     load_dense(model, checkpoint, group.device)
     place = _placement(placement, checkpoint.config.num_experts, group)
     weights = ExpertWeights.from_pretrained(
-        directory,
+        checkpoint,
         place,
         group.rank,
         layers=[layers[name] for name in modules],
@@ -120,7 +121,7 @@ def shard_experts(
     placement: str | Placement = "linear",
     scheme: str = "none",
     layout: Layout | str = Layout.COMPACT,
-    max_tokens_per_rank: int = 4096,
+    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
 ) -> PreTrainedModel:
     """Turn a model that is loaded whole into one of which this rank keeps its own experts, and free the others.
 
@@ -212,12 +213,13 @@ def register(
     transport: str = "auto",
     experts: str = "auto",
     layout: Layout | str = Layout.COMPACT,
-    max_tokens_per_rank: int = 4096,
+    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
 ) -> None:
     """Make "ep_moe" known to transformers, as an `experts_implementation` and to its expert parallelism.
 
     Importing this module has done it once; call it again, before a model is made, for other options. Calling it twice
-    is fine.
+    is fine. A model whose experts are transposed or interleaved, as those of gpt-oss, is computed right but slowly:
+    its weights are copied into our order for each call. `shard_experts` copies them once.
 
     Args: as of `from_pretrained`, for models that transformers itself loads; `transport` and `max_tokens_per_rank`
         are those of its expert parallelism, see `distributed_config`. Local.
@@ -237,13 +239,14 @@ def _experts_function(config: HookConfig) -> Any:
         self: ExpertsModule, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         def run() -> torch.Tensor:
-            forward = getattr(self, _SHARDED, None)
-            if forward is None:
-                forward = getattr(self, _LOCAL, None)
-                if forward is None or not forward.serves(self, hidden_states.shape[0]):
-                    forward = LocalExperts(self, config, hidden_states.shape[0])
-                    setattr(self, _LOCAL, forward)
-            return forward(hidden_states, top_k_index, top_k_weights)
+            sharded = getattr(self, _SHARDED, None)
+            if sharded is not None:
+                return sharded(hidden_states, top_k_index, top_k_weights)
+            local = getattr(self, _LOCAL, None)
+            if local is None or not local.serves(self, hidden_states.shape[0]):
+                local = LocalExperts(self, config, hidden_states.shape[0])
+                setattr(self, _LOCAL, local)
+            return local(self, hidden_states, top_k_index, top_k_weights)
 
         return without_backward(self, run, hidden_states, top_k_weights)
 

@@ -1,0 +1,308 @@
+"""The group itself: who its ranks are, on which device, and what they do together."""
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig, LaunchEnv
+from ep_moe.group.errors import PeerLostError
+from ep_moe.group.joining import backend_of, join_subset, join_world, pick_device
+from ep_moe.group.waiting import Waits
+from ep_moe.group.watch import Watch
+
+DEFAULT_CONFIG = GroupConfig()
+
+
+class EPGroup:
+    """The ranks that hold the experts of one model together; a context manager.
+
+    Made by `from_env`, `connect`, `single` or `from_process_group`. All calls that are collective are made by every
+    rank in the same order, as SPMD programs do: who is behind is told by comparing rounds.
+
+    Attributes:
+        rank, num_ranks: within the group.
+        local_rank, local_num_ranks, node: within this machine, and its index.
+        device: where this rank's tensors live.
+        backend: "nccl" or "gloo".
+        process_group: for torch.distributed; None in a group made by `single`.
+        config: the deadlines.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        local_rank: int,
+        local_num_ranks: int,
+        node: int,
+        device: torch.device,
+        config: GroupConfig,
+        backend: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        watch: Watch | None = None,
+        owns_world: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.local_rank = local_rank
+        self.local_num_ranks = local_num_ranks
+        self.node = node
+        self.device = device
+        self.backend = backend or backend_of(device)
+        self.config = config
+        self.process_group = process_group
+        self._watch = watch
+        self._owns_world = owns_world
+        self._destroyed = False
+        self._rounds: dict[str, int] = {}
+        self._waits = None if watch is None else Waits(watch, backend=self.backend, device=device, config=config)
+        if watch is not None and process_group is not None:
+            watch.serve(process_group, abort_on_failure=self.backend == "nccl")
+
+    @classmethod
+    def from_env(cls, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None) -> "EPGroup":
+        """The group that the environment describes (`LaunchEnv`); a single rank where RANK is not set.
+
+        Args and errors: as `connect`. Collective.
+        """
+        env = LaunchEnv.from_environ()
+        return cls.single(device, config) if env is None else cls.connect(env, config, device)
+
+    @classmethod
+    def single(cls, device: torch.device | str | None = None, config: GroupConfig = DEFAULT_CONFIG) -> "EPGroup":
+        """A group of one rank: no process group, no store, no thread. Local."""
+        return cls(
+            rank=0,
+            num_ranks=1,
+            local_rank=0,
+            local_num_ranks=1,
+            node=0,
+            device=pick_device(device, 0, 1),
+            config=config,
+        )
+
+    @classmethod
+    def connect(
+        cls, env: LaunchEnv, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None
+    ) -> "EPGroup":
+        """Meet the ranks of `env` at its store and make torch's default process group.
+
+        Where `env.store_is_hosted` is False (a bare RANK environment, as srun and mpirun give it) rank 0 serves the
+        store. That is the weaker case: if rank 0 dies its store dies too, so that the others know that rank 0 is lost,
+        but no longer agree on anything else.
+
+        On CUDA the environment should have TORCH_NCCL_ASYNC_ERROR_HANDLING=0, as `run_rank` sets it: torch's own
+        watchdog may otherwise kill this process before it can name the lost rank.
+
+        Args:
+            device: cuda:local_rank where this machine has a GPU for each of its ranks, else the CPU; NCCL or gloo.
+        Errors: PeerLostError names the ranks that did not come within max(timeout_secs, 60 s); RuntimeError where the
+        store cannot be reached or the machine lacks the device. Collective.
+        """
+        place = pick_device(device, env.local_rank, env.local_world_size)
+        watch = join_world(env, config, place)
+        return cls(
+            rank=env.rank,
+            num_ranks=env.world_size,
+            local_rank=env.local_rank,
+            local_num_ranks=env.local_world_size,
+            node=sum(beat.local_rank == 0 for beat in watch.beats()[: env.rank + 1]) - 1,
+            device=place,
+            config=config,
+            process_group=dist.group.WORLD,
+            watch=watch,
+            owns_world=True,
+        )
+
+    @classmethod
+    def from_process_group(
+        cls,
+        process_group: dist.ProcessGroup,
+        store: dist.Store,
+        config: GroupConfig = DEFAULT_CONFIG,
+        device: torch.device | str | None = None,
+    ) -> "EPGroup":
+        """A group over any subset of an existing torch.distributed world, which stays the caller's to destroy.
+
+        Args:
+            process_group: with a gloo or NCCL backend; ranks count within it.
+            store: a TCPStore, prefixed or not, that all its ranks share and that outlives them. Groups, also several
+                over the same ranks, keep apart in it by themselves.
+            device: the current CUDA device where the process group speaks NCCL, else the CPU.
+        Errors: ValueError for a store or a device that does not serve; PeerLostError as `connect`. Collective among
+        the ranks of `process_group`.
+        """
+        backends = dist.get_backend_config(process_group)
+        if device is None:
+            device = f"cuda:{torch.cuda.current_device()}" if "nccl" in backends else "cpu"
+        place = torch.device(device)
+        backend = dict(pair.split(":") for pair in backends.split(",")).get(place.type)
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"device ({place}) has no gloo or nccl among the process group's backends ({backends})")
+        shared: Any = store  # torch's stubs lack the next call
+        if not shared.has_extended_api():
+            raise ValueError(f"store ({type(store).__name__}) cannot read many keys at once; use a TCPStore")
+        watch = join_subset(process_group, store, config)
+        rank = process_group.rank()
+        hosts = [beat.host for beat in watch.beats()]
+        return cls(
+            rank=rank,
+            num_ranks=process_group.size(),
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_num_ranks=hosts.count(hosts[rank]),
+            node=list(dict.fromkeys(hosts)).index(hosts[rank]),
+            device=place,
+            config=config,
+            backend=backend,
+            process_group=process_group,
+            watch=watch,
+        )
+
+    def wait(self, work: "dist.Work | torch.cuda.Event", *, phase: str, round: int) -> None:  # noqa: A002
+        """Wait on the host until an operation that needs the other ranks is complete.
+
+        Args:
+            work: of a gloo or NCCL operation on this group, or an event recorded behind one.
+            phase, round: what is waited for; a rank whose own waits have not come that far is the one that is stuck.
+        Errors: PeerLostError names the ranks to blame within timeout_secs (plus about a second), at once where the
+        group has failed before. Collective, host sync.
+        """
+        if self._waits is None:
+            work.synchronize() if isinstance(work, torch.cuda.Event) else work.wait()
+        else:
+            self._waits.wait(work, phase, round)
+
+    @contextlib.contextmanager
+    def guard(self, phase: str, round: int | None = None) -> Iterator[None]:  # noqa: A002
+        """Name the lost rank when a collective inside breaks that is not ours, such as those of transformers' generate.
+
+        On gloo such a collective ends by the process group's own timeout. On NCCL, where it would hang, the group is
+        aborted in the background, and the end of the block waits for the stream. An error that no peer caused passes
+        unchanged.
+
+        Args:
+            phase, round: as in `wait`; a round that is not given is counted.
+        Errors: PeerLostError instead of the RuntimeError that a lost rank caused. Host sync on CUDA.
+        """
+        if self._waits is None:
+            yield
+            return
+        with self._waits.guard(phase, round, self._next_round(phase) if round is None else round):
+            yield
+
+    def explain(self, error: Exception) -> Exception:
+        """The PeerLostError behind an error that a lost rank caused; the error itself where none did.
+
+        Takes a few heartbeats for an error that speaks of a connection or a timeout, no time for others. Local.
+        """
+        return error if self._waits is None else self._waits.explain(error)
+
+    def check(self) -> None:
+        """Raise the PeerLostError of a group that has failed. Local, no host sync."""
+        if self._waits is not None:
+            self._waits.check()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this one fails by its own error, so that theirs name it. Local."""
+        in_order = isinstance(error, SystemExit) and not error.code
+        if self._watch is None or isinstance(error, PeerLostError) or in_order:
+            return
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._watch.publish((self.rank,), *self._watch.where(), f"failed: {what}")
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Errors: PeerLostError. Collective, host sync."""
+        self._all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), "barrier")
+
+    def wait_for_all(self, phase: str) -> None:
+        """Wait until every rank has come here, however long that takes those whose heartbeats go on.
+
+        For work that ranks do on their own and that may take one of them longer than timeout_secs, such as loading:
+        call it between that work and the next collective.
+
+        Args:
+            phase: what the ranks have done, for the error's message.
+        Errors: PeerLostError names the ranks that die, fail, leave, or stop beating for timeout_secs. Collective; no
+        device sync.
+        """
+        if self._waits is not None:
+            self._waits.wait_for_all(phase, self._next_round(phase))
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor of `device` over the ranks in place; return it. Errors: PeerLostError. Collective, host sync."""
+        return self._all_reduce(tensor, "all_reduce_sum")
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's picklable object, in rank order. Errors: PeerLostError. Collective, host sync."""
+        if self.process_group is None:
+            return [obj]
+        data = bytearray(pickle.dumps(obj))
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        sizes = self._all_gather(size).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+        rows = self._all_gather(padded).cpu()
+        return [pickle.loads(row[:num].numpy().tobytes()) for row, num in zip(rows, sizes, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        phase = "all_gather_object"
+        round_ = self._next_round(phase)
+        with self.guard(phase, round_):  # a connection that is broken already fails the call, not the wait
+            self.wait(dist.all_gather(rows, tensor, group=self.process_group, async_op=True), phase=phase, round=round_)
+        return torch.stack(rows)
+
+    def _all_reduce(self, tensor: torch.Tensor, phase: str) -> torch.Tensor:
+        if self.process_group is None:
+            return tensor
+        round_ = self._next_round(phase)
+        with self.guard(phase, round_):
+            self.wait(dist.all_reduce(tensor, group=self.process_group, async_op=True), phase=phase, round=round_)
+        return tensor
+
+    def _next_round(self, phase: str) -> int:
+        self._rounds[phase] = self._rounds.get(phase, -1) + 1
+        return self._rounds[phase]
+
+    def destroy(self) -> None:
+        """Leave the group, and end the world that `connect` made; calling it twice is fine.
+
+        Local, but for rank 0 where it serves the store: it stays until the others have left, at most timeout_secs.
+        """
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if self._watch is None:
+            return
+        self._watch.leave()
+        if self._owns_world and not self._watch.lost():
+            dist.destroy_process_group()  # watched, for a rank may be lost in the shutdown too
+        self._watch.close()
+        if self._owns_world and dist.is_initialized():
+            self._drop_world()
+        self.process_group = None
+
+    def _drop_world(self) -> None:
+        """End a world that has lost a rank, without waiting for that rank."""
+        if self.backend == "nccl":
+            dist.distributed_c10d._abort_process_group()
+            return
+        # who lets go of the last reference waits for gloo's threads, and these for the lost rank until the timeout
+        holder = [self.process_group]
+        self.process_group = None
+        dist.destroy_process_group()
+        threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()
+
+    def __enter__(self) -> "EPGroup":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.report_failure(error)
+        self.destroy()

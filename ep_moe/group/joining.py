@@ -1,0 +1,104 @@
+"""Where a rank's tensors live, and how it meets the others at a store."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig, LaunchEnv
+from ep_moe.group.watch import Watch
+
+JOIN_SECS = 60.0  # ranks start at different speeds: joining gets at least this long, however short the timeout
+
+
+def pick_device(device: torch.device | str | None, local_rank: int, local_num_ranks: int) -> torch.device:
+    """The device of a rank: as asked for, else a GPU where this machine has one for each of its ranks, else the CPU.
+
+    Errors: RuntimeError where this machine lacks the device that is asked for. Local.
+    """
+    if device is not None:
+        picked = torch.device(device)
+        if picked.type != "cuda":
+            return picked
+        index = local_rank if picked.index is None else picked.index
+        if index >= torch.cuda.device_count():
+            raise RuntimeError(f"device cuda:{index} was asked for, this machine has {torch.cuda.device_count()} GPUs")
+        return torch.device("cuda", index)
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_num_ranks:
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that serves a device: "nccl" or "gloo"."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Watch:
+    """Meet the ranks of `env` at its store and make torch's default process group; errors as `EPGroup.connect`.
+
+    The keys in the store carry the restart count, so that a failure before a restart is not read again. Collective.
+    """
+    patience = max(config.timeout_secs, JOIN_SECS)
+    hosts_store = not env.store_is_hosted and env.rank == 0
+    store = dist.TCPStore(
+        env.master_addr,
+        env.master_port,
+        is_master=hosts_store,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=patience),
+    )
+    key = f"ep_moe/world/{env.restart_count}"
+    watch = Watch(
+        dist.PrefixStore(f"{key}/watch", store),
+        rank=env.rank,
+        world_ranks=tuple(range(env.world_size)),
+        config=config,
+        local_rank=env.local_rank,
+        store_rank=None if env.store_is_hosted else 0,
+    )
+    try:
+        watch.meet(patience)
+        try:
+            _init_world(dist.PrefixStore(f"{key}/group", store), env, config, device)
+        except RuntimeError as error:
+            raise watch.explain(error, "connect", None) or error from error
+    except BaseException:
+        watch.close()
+        raise
+    return watch
+
+
+def join_subset(process_group: dist.ProcessGroup, store: dist.Store, config: GroupConfig) -> Watch:
+    """Meet the ranks of an existing process group at a store that they share; errors as `EPGroup.connect`.
+
+    Every call makes keys of its own, so that several groups over the same ranks keep apart. Collective.
+    """
+    rank = process_group.rank()
+    world_ranks = tuple(dist.get_process_group_ranks(process_group))
+    key = f"ep_moe/{process_group.group_name}/{'-'.join(map(str, world_ranks))}"
+    nth = store.add(f"{key}/made/{rank}", 1)
+    watch = Watch(
+        dist.PrefixStore(f"{key}/{nth}", store), rank=rank, world_ranks=world_ranks, config=config, local_rank=rank
+    )
+    try:
+        watch.meet(max(config.timeout_secs, JOIN_SECS))
+    except BaseException:
+        watch.close()
+        raise
+    return watch
+
+
+def _init_world(store: dist.Store, env: LaunchEnv, config: GroupConfig, device: torch.device) -> None:
+    timeout_secs = config.timeout_secs
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        timeout_secs = 2 * timeout_secs + 30  # NCCL's is the last resort, behind ours and the time of an abort
+    dist.init_process_group(
+        backend_of(device),
+        store=store,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=datetime.timedelta(seconds=timeout_secs),
+        device_id=device if device.type == "cuda" else None,
+    )

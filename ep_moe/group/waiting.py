@@ -1,0 +1,138 @@
+"""How a rank waits for the others: in slices or by polling, so that it can look at the state of the group meanwhile."""
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig
+from ep_moe.group.errors import PeerLostError
+from ep_moe.group.watch import Watch
+
+SLICE_SECS = 0.25  # longest blocking wait between two looks at the group's state
+SPIN_COUNT = 50  # polls of the device before the first sleep: a round on one node ends within them
+POINT_TO_POINT = (12, 13, 14)  # c10d OpType SEND, RECV, RECVANYSOURCE
+
+
+class Waits:
+    """The waits of a rank in a group that is watched: each ends, or names the rank that keeps it from ending."""
+
+    def __init__(self, watch: Watch, *, backend: str, device: torch.device, config: GroupConfig) -> None:
+        self._watch = watch
+        self._backend = backend
+        self._device = device
+        self._timeout_secs = config.timeout_secs
+        self._heartbeat_secs = config.heartbeat_secs
+        self._timeout = datetime.timedelta(seconds=config.timeout_secs)
+        self._slice = datetime.timedelta(seconds=min(SLICE_SECS, config.heartbeat_secs))
+
+    def wait(self, work: "dist.Work | torch.cuda.Event", phase: str, round: int) -> None:  # noqa: A002
+        """Wait on the host until an operation that needs the other ranks is complete, as `EPGroup.wait`."""
+        before = self._watch.enter(phase, round, round)
+        try:
+            self.check()
+            if isinstance(work, torch.cuda.Event):
+                self._poll_device(work.query, phase, round)
+            elif self._backend == "gloo":
+                self._wait_on_host(work, phase, round)
+            else:
+                self._poll_device(work.is_completed, phase, round)
+                work.wait()  # orders the current stream behind the operation and raises what NCCL found
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            lost = self._watch.explain(error, phase, round)
+            if lost is None:
+                raise
+            raise lost from error
+        finally:
+            self._watch.resume(before)
+
+    @contextlib.contextmanager
+    def guard(self, phase: str, round: int | None, count: int) -> Iterator[None]:  # noqa: A002
+        """Name the lost rank when a collective inside breaks that is not ours, as `EPGroup.guard`.
+
+        Args:
+            round: for the message, None where it is not counted there.
+            count: what the ranks compare to know who is behind.
+        """
+        before = self._watch.enter(phase, round, count)
+        try:
+            self.check()
+            yield
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self._device))
+                self._poll_device(event.query, phase, None)
+        except PeerLostError:
+            raise
+        except Exception as error:
+            lost = self.explain(error)
+            if lost is error:
+                raise
+            raise lost from error
+        finally:
+            self._watch.resume(before)
+
+    def wait_for_all(self, phase: str, count: int) -> None:
+        """Wait until the beats of all ranks have come to `count` of `phase`, as `EPGroup.wait_for_all`."""
+        before = self._watch.enter(phase, None, count)
+        pause = 0.01
+        try:
+            while not self._watch.all_have_reached(phase, count):
+                self.check()
+                time.sleep(pause)
+                pause = min(1.5 * pause, self._heartbeat_secs)
+            self.check()
+        finally:
+            self._watch.resume(before)
+
+    def explain(self, error: Exception) -> Exception:
+        """The PeerLostError behind an error that a lost rank caused, as `EPGroup.explain`."""
+        if isinstance(error, PeerLostError):
+            return error
+        # after an abort the buffers hold garbage, which any kind of error may come from
+        if not isinstance(error, RuntimeError) and not (self._backend == "nccl" and self._watch.lost()):
+            return error
+        return self._watch.explain(error, *self._watch.where()) or error
+
+    def check(self) -> None:
+        """Raise the PeerLostError of a group that has failed. Local, no host sync."""
+        if self._watch.failure is not None:
+            raise self._watch.failure.copy()
+
+    def _wait_on_host(self, work: Any, phase: str, round: int) -> None:  # noqa: A002
+        deadline = time.monotonic() + self._timeout_secs
+        # cutting a wait for a send or a receive into slices would break its connection at the first of them
+        whole = work._get_op_type() in POINT_TO_POINT
+        while True:
+            try:
+                work.wait(self._timeout if whole else self._slice)
+                return
+            except RuntimeError:
+                if whole:
+                    raise
+                if work.is_completed():
+                    work.wait()  # either it came in just after the slice, or this raises what went wrong
+                    return
+            self.check()
+            if time.monotonic() > deadline:
+                raise self._watch.blame(phase, round, round)
+
+    def _poll_device(self, done: Callable[[], bool], phase: str, round: int | None) -> None:  # noqa: A002
+        deadline = time.monotonic() + self._timeout_secs
+        polls, pause = 0, 20e-6
+        while not done():
+            polls += 1
+            if polls < SPIN_COUNT:
+                continue
+            self.check()
+            if round is not None and time.monotonic() > deadline:
+                raise self._watch.blame(phase, round, round)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 1e-3)
+        self.check()  # an aborted communicator completes its operations too, with garbage in the buffers

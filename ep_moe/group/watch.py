@@ -1,0 +1,327 @@
+"""The thread that beats, reads the beats of the others, and agrees with them on who is lost."""
+
+import dataclasses
+import json
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig
+from ep_moe.group.beats import Beat, Peer
+from ep_moe.group.errors import PeerLostError
+
+# JSON [[world rank, reason], ...] in order of death, written by whoever started the ranks and sees them die
+DEATHS_KEY = "ep_moe/deaths"
+STORE_SECS = 3.0  # how long the main thread waits for one turn of the watch thread
+REASON_CHARS = 2000
+BROKEN_PEER = ("connection", "peer", "broken pipe", "socket", "nccl")
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """The beats of a group. Its thread is the only user of its store connection, for a connection serves one at a time.
+
+    Other threads read `failure` and leave proposals; they wait for the thread, never for the store.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_ranks: tuple[int, ...],
+        config: GroupConfig,
+        local_rank: int,
+        store_rank: int | None = None,
+    ) -> None:
+        self.failure: PeerLostError | None = None
+        self._place: tuple[str, int | None] = ("", None)
+        self._rank = rank
+        self._world_ranks = world_ranks
+        self._config = config
+        self._local_rank = local_rank
+        self._store_rank = store_rank
+        self._host = socket.gethostname()
+        self._store = store.clone()
+        self._base = getattr(self._store, "_underlying_non_prefix_store", self._store)
+        self._keys = [f"beat/{peer}" for peer in range(len(world_ranks))] + ["failure"]
+        self._peers = [Peer() for _ in world_ranks]
+        self._progress: dict[str, int] = {}
+        self._waits: tuple[str, int | None, int] | None = None
+        self._process_group: dist.ProcessGroup | None = None
+        self._abort_thread: threading.Thread | None = None
+        self._aborts = False
+        self._proposal: PeerLostError | None = None
+        self._turns = 0
+        self._looked_at = time.monotonic()
+        self._left = False
+        self._stop = False
+        self._wake = threading.Event()
+        self._turned = threading.Condition()
+        # reading a key that does not exist would block, so each rank makes all of them before its first turn
+        for key in self._keys:
+            self._store.compare_set(key, "", "{}")
+        self._base.compare_set(DEATHS_KEY, "", "[]")
+        self._thread = threading.Thread(target=self._run, name="ep_moe-watch", daemon=True)
+        self._thread.start()
+
+    def serve(self, process_group: dist.ProcessGroup, *, abort_on_failure: bool) -> None:
+        """Read the process group's count of collectives; abort it when the group fails."""
+        self._aborts = abort_on_failure
+        self._process_group = process_group
+
+    def lost(self) -> bool:
+        """Whether the group has failed."""
+        return self.failure is not None
+
+    def beats(self) -> list[Beat]:
+        """The last beat of every rank; after `meet`."""
+        return [peer.beat for peer in self._peers if peer.beat is not None]
+
+    def where(self) -> tuple[str, int | None]:
+        """The phase and round that this rank waits in, or has last waited in."""
+        waits = self._waits
+        return self._place if waits is None else waits[:2]
+
+    def enter(self, phase: str, round: int | None, count: int) -> tuple[str, int | None, int] | None:  # noqa: A002
+        """Publish that this rank has come to `count` of `phase` and waits there; returns what `resume` takes."""
+        before = self._waits
+        self._progress[phase] = count
+        self._place = (phase, round)
+        self._waits = (phase, round, count)
+        return before
+
+    def resume(self, before: tuple[str, int | None, int] | None) -> None:
+        """End a wait."""
+        self._waits = before
+
+    def all_have_reached(self, phase: str, count: int) -> bool:
+        """Whether the last beats say that every rank has come to `count` of `phase`; has the next turn come at once."""
+        self._wake.set()
+        return all(beat.has_reached(phase, count) for beat in self.beats())
+
+    def meet(self, patience_secs: float) -> None:
+        """Wait for the first beat of every rank."""
+        deadline = time.monotonic() + patience_secs
+        self._place = ("connect", None)
+        while self.failure is None:
+            missing = tuple(rank for rank, peer in enumerate(self._peers) if peer.beat is None)
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                self.publish(missing, "connect", None, f"did not arrive: not within {patience_secs:g} s")
+            time.sleep(0.01)
+            self._wake.set()
+        raise self.failure.copy()
+
+    def blame(self, phase: str, round: int | None, count: int) -> PeerLostError:  # noqa: A002
+        """Find out who is missing in a wait that has lasted for the whole timeout, and publish it."""
+        if not self._take_turn():
+            return self._fail(self._unanswered(phase, round))
+        limit = self._config.timeout_secs
+        ranks, reason = self._evidence(phase, count)
+        if not ranks:
+            reason = f"the operation did not end within {limit:g} s, although every rank lives and has arrived"
+        return self.publish(ranks, phase, round, reason)
+
+    def _evidence(self, phase: str, count: int) -> tuple[tuple[int, ...], str]:
+        """Who is missing after a whole timeout: first those that are silent, then those that are behind."""
+        limit = self._config.timeout_secs
+        silent = self._silent(limit / 2)
+        if silent:
+            age = max(self._peers[rank].silent_secs for rank in silent)
+            return silent, f"stopped answering: no heartbeat for {age:.1f} s (timeout {limit:g} s)"
+        behind = self._behind(phase, count)
+        places = " and ".join(self.beats()[rank].place or "no wait" for rank in behind)
+        return behind, f"did not arrive: alive, last seen in {places} (timeout {limit:g} s)"
+
+    def explain(self, error: Exception, phase: str, round: int | None) -> PeerLostError | None:  # noqa: A002
+        """Who broke the connection that `error` complains of; None where all ranks are well."""
+        text = str(error).lower()
+        from_backend = isinstance(error, dist.DistError) or "gloo" in text
+        if self.failure is None and not from_backend and not any(word in text for word in BROKEN_PEER):
+            return None
+        # a launcher's notice or a failing rank's own word comes at once; without either it takes some missed beats
+        silence = min(self._config.timeout_secs, max(2.0, 6 * self._config.heartbeat_secs))
+        deadline = time.monotonic() + silence + 4 * self._config.heartbeat_secs
+        while self.failure is None and time.monotonic() < deadline:
+            if not self._take_turn():
+                if from_backend:
+                    self._fail(self._unanswered(phase, round))
+                break
+            silent = self._silent(silence)
+            if silent:
+                age = max(self._peers[rank].silent_secs for rank in silent)
+                return self.publish(silent, phase, round, f"stopped answering: no heartbeat for {age:.1f} s, {error}")
+            if from_backend and "timed out" in text:
+                *_, count = self._waits or (phase, round, -1)
+                ranks, reason = self._evidence(phase, count)
+                if ranks:
+                    return self.publish(ranks, phase, round, reason)
+            time.sleep(0.05)
+        left = tuple(rank for rank, beat in enumerate(self.beats()) if beat.left)
+        if self.failure is None and left:
+            return self.publish(left, phase, round, "has left")
+        return None if self.failure is None else self.failure.copy()
+
+    def _unanswered(self, phase: str, round: int | None) -> PeerLostError:  # noqa: A002
+        age = time.monotonic() - self._looked_at
+        return PeerLostError((), phase, round, f"the launcher's store has not answered for {age:.1f} s")
+
+    def publish(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> PeerLostError:  # noqa: A002
+        """Propose a failure; return the one that the group has agreed on, which may be another rank's proposal."""
+        proposal = PeerLostError(ranks, phase, round, reason[:REASON_CHARS])
+        if self.failure is None:
+            self._proposal = proposal
+            self._take_turn()
+        return self._fail(proposal)
+
+    def leave(self) -> None:
+        """Say that this rank goes; the rank that serves the store lets the others go first, or read why it does."""
+        self._left = True
+        deadline = time.monotonic() + self._config.timeout_secs
+        while self._take_turn() and self._store_rank == self._rank and time.monotonic() < deadline:
+            lost = () if self.failure is None else self.failure.ranks
+            if all(beat.left or rank in lost for rank, beat in enumerate(self.beats())):
+                return
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(STORE_SECS)
+        if self._abort_thread is not None:
+            self._abort_thread.join(STORE_SECS)
+        self._process_group = None
+
+    def _take_turn(self) -> bool:
+        """Let the thread write and read once from now on; False where the store does not answer."""
+        with self._turned:
+            wanted = self._turns + 2  # the turn under way may have read already
+            self._wake.set()
+            deadline = time.monotonic() + STORE_SECS
+            while self._turns < wanted and self._thread.is_alive() and time.monotonic() < deadline:
+                self._turned.wait(0.05)
+                self._wake.set()
+            return self._turns >= wanted
+
+    def _silent(self, secs: float) -> tuple[int, ...]:
+        ages = {
+            rank: peer.silent_secs
+            for rank, peer in enumerate(self._peers)
+            if rank != self._rank and peer.beat is not None and not peer.beat.left and peer.silent_secs > secs
+        }
+        # on a machine that starves everyone the lost rank has still been silent for longest
+        return tuple(rank for rank, age in ages.items() if age > 0.75 * max(ages.values()))
+
+    def _behind(self, phase: str, count: int) -> tuple[int, ...]:
+        beats = list(enumerate(self.beats()))
+        behind = tuple(rank for rank, beat in beats if rank != self._rank and not beat.has_reached(phase, count))
+        own = self._sequence()
+        return behind or tuple(rank for rank, beat in beats if rank != self._rank and beat.sequence < own)
+
+    def _sequence(self) -> int:
+        process_group: Any = self._process_group
+        return 0 if process_group is None else process_group._get_sequence_number_for_group()
+
+    def _run(self) -> None:
+        while not self._stop:
+            try:
+                self._turn()
+            except RuntimeError as error:
+                if self._store_rank is None:
+                    lost = PeerLostError((), *self.where(), f"the launcher's store is gone: {error}")
+                else:
+                    lost = PeerLostError((self._store_rank,), *self.where(), f"is gone with its store: {error}")
+                self._fail(self._proposal or lost)
+                return
+            with self._turned:
+                self._turns += 1
+                self._turned.notify_all()
+            self._wake.wait(self._config.heartbeat_secs)
+            self._wake.clear()
+
+    def _turn(self) -> None:
+        phase, round_ = self._place
+        beat = Beat(
+            count=self._turns,
+            host=self._host,
+            local_rank=self._local_rank,
+            left=self._left,
+            progress=dict(self._progress),
+            place=phase if round_ is None else f"{phase} of round {round_}",
+            sequence=self._sequence(),
+        )
+        self._store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(beat)))
+        deaths = json.loads(self._base.get(DEATHS_KEY))
+        *beats, failure = self._store.multi_get(self._keys)
+        now = time.monotonic()
+        elapsed = min(now - self._looked_at, 2 * self._config.heartbeat_secs)
+        self._looked_at = now
+        for peer, raw in zip(self._peers, beats, strict=True):
+            peer.update(raw, elapsed)
+        proposal = self._proposal
+        if proposal is None and self.failure is None:
+            proposal = self._judge(deaths)
+        if failure == b"{}" and proposal is not None:
+            failure = self._store.compare_set("failure", "{}", json.dumps(proposal.__reduce__()[1]))
+        if failure != b"{}":
+            ranks, phase, round_, reason = json.loads(failure)
+            self._fail(PeerLostError(tuple(ranks), phase, round_, reason))
+
+    def _judge(self, deaths: list[list[Any]]) -> PeerLostError | None:
+        """What this turn shows without anybody's asking."""
+        left = {rank for rank, peer in enumerate(self._peers) if peer.beat is not None and peer.beat.left}
+        for world_rank, reason in deaths:
+            if world_rank in self._world_ranks and self._world_ranks.index(world_rank) not in left:
+                return PeerLostError((self._world_ranks.index(world_rank),), *self.where(), reason)
+        waits = self._waits
+        if waits is None:
+            return None
+        phase, round_, count = waits
+        gone = tuple(rank for rank in left if rank != self._rank and not self.beats()[rank].has_reached(phase, count))
+        if gone:
+            return PeerLostError(gone, phase, round_, "has left")
+        limit = self._config.timeout_secs
+        silent = self._silent(limit)
+        if silent:
+            reason = f"stopped answering: no heartbeat for {limit:.1f} s (timeout {limit:g} s)"
+            return PeerLostError(silent, phase, round_, reason)
+        return self._judge_sequence(phase, round_) if self._aborts else None
+
+    def _judge_sequence(self, phase: str, round: int | None) -> PeerLostError | None:  # noqa: A002
+        """Who has not enqueued a collective that ours, enqueued a timeout ago, still needs; NCCL has no deadline."""
+        limit = self._config.timeout_secs
+        own = self._peers[self._rank]
+        if own.beat is None or own.sequence_secs <= limit:
+            return None
+        behind = tuple(
+            rank
+            for rank, peer in enumerate(self._peers)
+            if peer.beat is not None and peer.beat.sequence < own.beat.sequence and peer.sequence_secs > limit
+        )
+        text = f"did not arrive: it lives, but has not joined collective {own.beat.sequence} (timeout {limit:g} s)"
+        return PeerLostError(behind, phase, round, text) if behind else None
+
+    def _fail(self, failure: PeerLostError) -> PeerLostError:
+        with self._turned:
+            if self.failure is None:
+                self.failure = failure
+                if self._aborts:
+                    self._abort_thread = threading.Thread(target=self._abort, name="ep_moe-abort", daemon=True)
+                    self._abort_thread.start()
+            return self.failure.copy()
+
+    def _abort(self) -> None:
+        process_group = self._process_group
+        try:
+            if process_group is not None:
+                process_group.abort()  # ends NCCL kernels that wait for the lost rank
+        except RuntimeError as error:
+            _log.warning("the process group could not be aborted after a failure: %s", error)

@@ -1,0 +1,146 @@
+"""The text behind the shipped model, its tokenizer and its training, and the model itself."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ep_moe.app import text, train
+from ep_moe.app.session import SHIPPED_MODEL
+from ep_moe.engines.transformers import from_pretrained
+from ep_moe.group import EPGroup
+
+LISTING = """
+Ge1:1 In the beginning God created the heaven and the earth.
+Ge1:2 And the earth   was without form, and void;
+Ge2:1 Thus the heavens and the earth were finished.
+1John3:16 Hereby perceive we the love of God.
+""".strip()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small matrices: more threads than free cores would make them many times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_parse_drops_references_and_keeps_order() -> None:
+    assert text.parse(LISTING) == [
+        text.Chapter(
+            book="Ge",
+            number=1,
+            verses=(
+                "In the beginning God created the heaven and the earth.",
+                "And the earth was without form, and void;",
+            ),
+        ),
+        text.Chapter(book="Ge", number=2, verses=("Thus the heavens and the earth were finished.",)),
+        text.Chapter(book="1John", number=3, verses=("Hereby perceive we the love of God.",)),
+    ]
+
+
+@pytest.mark.parametrize("line", ["In the beginning", "Ge1 In the beginning", "Ge1:1", "", "4John1:1 That which"])
+def test_parse_names_a_line_that_is_no_verse(line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"line 2 ({line!r}) is not a verse")):
+        text.parse(f"Ge1:1 In the beginning\n{line}\nGe1:3 And God said")
+
+
+def test_join_puts_a_blank_line_between_chapters() -> None:
+    assert text.join(text.parse(LISTING)) == (
+        b"In the beginning God created the heaven and the earth.\n"
+        b"And the earth was without form, and void;\n"
+        b"\n"
+        b"Thus the heavens and the earth were finished.\n"
+        b"\n"
+        b"Hereby perceive we the love of God.\n"
+    )
+
+
+def test_split_holds_out_every_twentieth_chapter() -> None:
+    parts = text.split([text.Chapter(book="Ps", number=n, verses=(f"psalm {n}",)) for n in range(1, 46)])
+    assert parts.heldout == b"psalm 20\n\npsalm 40\n"
+    assert parts.train.decode().split("\n\n") == [
+        *(f"psalm {n}" for n in [*range(1, 20), *range(21, 40), *range(41, 45)]),
+        "psalm 45\n",
+    ]
+
+
+def test_windows_do_not_overlap_and_leave_the_rest_out() -> None:
+    cut = text.windows(b"\x00ab\xff\x80xyz9", 4)
+    assert cut.dtype == torch.int64
+    assert cut.tolist() == [[0, 97, 98, 255], [128, 120, 121, 122]]
+    with pytest.raises(ValueError, match="text of 3 bytes does not fill one window of 4"):
+        text.windows(b"abc", 4)
+
+
+def test_the_shipped_text_fills_whole_windows() -> None:
+    shipped = text.shipped_heldout()
+    assert len(shipped) == text.SHIPPED_HELDOUT_BYTES == 65536
+    assert text.windows(shipped, 512).shape == (128, 512)
+
+
+def test_the_shipped_tokenizer_reads_bytes() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    every = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 61), *range(0xE000, 0x110000, 997)]))
+    ids = tokenizer(every, verbose=False)["input_ids"]
+    assert ids == list(every.encode())
+    assert tokenizer.decode(ids) == every
+    never = sorted(set(range(256)) - set(ids))
+    assert never == [0xC0, 0xC1, *range(0xF5, 0x100)]  # in no UTF-8 text, so that only their names can be asked for
+    assert tokenizer.convert_tokens_to_ids([chr(byte) for byte in never]) == never
+    assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+    made = train.byte_tokenizer(1024)
+    assert made.get_vocab() == tokenizer.get_vocab()
+    assert made.model_max_length == tokenizer.model_max_length == 1024
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_shipped_model_has_learnt() -> None:
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32, experts_implementation="eager")
+    result = train.evaluate(model, text.windows(text.shipped_heldout()[:16384], 512), batch_size=4)
+    assert round(result.loss, 4) == 0.7336
+    assert [round(sum(load), 5) for load in result.expert_load] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps (0) is less than 1"),
+        ({"minutes": math.nan}, "minutes (nan) is not positive and finite"),
+        ({"dropout": 1.0}, "dropout (1.0) is not in [0, 1)"),
+    ],
+    ids=["steps", "minutes", "dropout"],
+)
+def test_bad_training_is_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train.TrainConfig(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_makes_a_model_that_loads(tmp_path: Path) -> None:
+    config = train.TrainConfig(steps=2, device="cpu", batch_size=2, window=32, warmup_steps=1)
+    shipped = text.shipped_heldout()
+    trained = train.train(config, text.Split(train=shipped[:4096], heldout=shipped[4096:4160]), Console(quiet=True))
+    assert (trained.steps, trained.best_step) == (2, 2)
+    torch.manual_seed(config.seed)
+    start = train.Qwen3MoeForCausalLM(train.model_config(config)).state_dict()
+    assert [name for name, weight in trained.model.state_dict().items() if torch.equal(weight, start[name])] == []
+    train.save(trained.model, tmp_path)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path)("Blessed are")["input_ids"]])
+    assert bytes(ids[0].tolist()) == b"Blessed are"
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager")
+    for name, weight in trained.model.state_dict().items():
+        assert torch.equal(whole.state_dict()[name].bfloat16(), weight), name
+    ours = from_pretrained(tmp_path, EPGroup.single("cpu"), dtype=torch.float32)
+    with torch.inference_mode():
+        expected, logits = whole(ids).logits, ours(ids).logits
+    assert expected.isfinite().all()
+    assert torch.linalg.vector_norm(logits - expected) < 1e-5 * torch.linalg.vector_norm(expected)
