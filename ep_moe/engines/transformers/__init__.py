@@ -187,6 +187,7 @@ def _install(
     """Put a layer into each experts module, one transport behind all of them. Collective."""
     hidden = next(iter(parts.values()))[1].hidden
     sizes = TransportConfig(hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype)
+    group.wait_for_all("load")  # ranks read at their own pace, and the next collective has a deadline
     exchange = create_transport(transport, group, placement, sizes)
     layers = tuple(
         ExpertParallelMoE(config, weights, exchange, experts=experts) for _, config, weights in parts.values()

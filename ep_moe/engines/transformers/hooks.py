@@ -5,14 +5,13 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_toke
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.group import EPGroup
-from ep_moe.layer import ExpertParallelMoE
+from ep_moe.layer import ExpertParallelMoE, refuse_backward
 from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
@@ -37,26 +36,9 @@ class HookConfig:
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
 
 
-class _NoBackward(torch.autograd.Function):
-    """Runs a forward without a graph and refuses the backward pass: a loss must not train on missing gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        del ctx, inputs
-        return run()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        del ctx, gradients
-        raise RuntimeError("experts of ep_moe have no backward pass; train with another experts_implementation")
-
-
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Call `run`; where autograd records, a backward pass through its result is a RuntimeError. Local."""
-    tracked = (*inputs, *module.parameters(recurse=False))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked):
-        return _NoBackward.apply(run, *tracked)
-    return run()
+    """`refuse_backward` for a module's parameters too: they are read without a graph. Local."""
+    return refuse_backward(run, *inputs, *module.parameters(recurse=False))
 
 
 class ModuleLayer:

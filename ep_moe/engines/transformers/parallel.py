@@ -5,8 +5,8 @@ tensor-parallel style in 5.17 and 5.18, nothing that others may name in between.
 Letters: T tokens on this rank, H hidden, K top-k, E experts of all ranks, R ranks of the expert group.
 """
 
+import atexit
 import dataclasses
-import weakref
 from typing import Any
 
 import torch
@@ -28,33 +28,42 @@ STYLE = "ep_moe_experts"  # of transformers 5.17 and 5.18
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _SharedTransport:
-    """One transport for all layers over one process group, closed once no layer holds it any more."""
+    """One transport for all layers over one process group."""
 
+    process_group: dist.ProcessGroup
     group: EPGroup
     transport: Transport
 
-
-def _close(transport: Transport, group: EPGroup) -> None:
-    transport.destroy()
-    group.destroy()
+    def close(self) -> None:
+        """Free what it holds; the process group stays. Local, twice is fine."""
+        self.transport.destroy()
+        self.group.destroy()
 
 
 class SharedTransports:
-    """Lets layers that differ in nothing but their weights share a transport, for as long as one of them lives."""
+    """Lets layers that differ in nothing but their weights share a transport, those of later models too.
+
+    Transports stay until the process ends or another process group takes the name of theirs. To close one with its
+    last layer would be no agreement between ranks: each collects a model that nobody holds in its own time, and of two
+    ranks one would use the old transport, the other a new one.
+    """
 
     def __init__(self, config: HookConfig) -> None:
         self.config = config
-        self._open: weakref.WeakValueDictionary[tuple[Any, ...], _SharedTransport] = weakref.WeakValueDictionary()
+        self._open: dict[tuple[Any, ...], _SharedTransport] = {}
 
     def get(
         self, process_group: dist.ProcessGroup, num_experts: int, hidden: int, like: torch.Tensor
     ) -> _SharedTransport:
         """The transport over a process group, for E experts and tokens of the dtype and device of `like`.
 
-        Collective for the first layer that asks.
+        Collective for the first layer that asks; all ranks ask in the same order.
         """
         key = (process_group.group_name, num_experts, hidden, like.dtype, like.device)
         shared = self._open.get(key)
+        if shared is not None and shared.process_group is not process_group:
+            shared.close()
+            shared = None
         if shared is None:
             store = dist.distributed_c10d._get_default_store()
             group = EPGroup.from_process_group(process_group, store, device=like.device)
@@ -64,8 +73,9 @@ class SharedTransports:
                 Placement.linear(num_experts, group.num_ranks),
                 TransportConfig(hidden=hidden, max_tokens_per_rank=self.config.max_tokens_per_rank, dtype=like.dtype),
             )
-            shared = self._open[key] = _SharedTransport(group=group, transport=transport)
-            weakref.finalize(shared, _close, transport, group)
+            shared = _SharedTransport(process_group=process_group, group=group, transport=transport)
+            self._open[key] = shared
+            atexit.register(shared.close)
         return shared
 
 
