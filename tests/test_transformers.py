@@ -535,7 +535,9 @@ HAS_HOOK = (NEW or VERSION < (5, 19)) and is_accelerate_available()
 @functools.cache
 def two_ranks() -> list[dict[str, Any]]:
     directories = {name: directory_of(name) for name in LOADABLE}
-    return launch(on_rank, directories, num_ranks=2, config=GroupConfig(timeout_secs=120), device="cpu")
+    # transformers' own expert parallelism takes GPUs where it sees any
+    env, config = {"CUDA_VISIBLE_DEVICES": ""}, GroupConfig(timeout_secs=120)
+    return launch(on_rank, directories, num_ranks=2, config=config, device="cpu", env=env)
 
 
 @pytest.mark.parametrize("key", ["linear", "round_robin"])
