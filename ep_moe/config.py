@@ -283,6 +283,10 @@ class EngineConfig:
         _require(
             not self.model or Path(self.model).is_dir(), f"model ({self.model!r}) is not a directory of this machine"
         )
+        _require(
+            not self.model or (Path(self.model) / "config.json").is_file(),
+            f"model ({self.model!r}) has no config.json, so it is not a Hugging Face checkpoint directory",
+        )
         GroupConfig(timeout_secs=self.timeout_secs)
 
     @property

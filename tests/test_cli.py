@@ -138,6 +138,7 @@ WRONG = {
     "no-such-option": (["run", "--nprocs", "4"], "No such option"),
     "nproc": (["run", "--nproc", "0"], "nproc (0) must be at least 1"),
     "model": (["run", "--model", "no/such"], "model ('no/such') is not a directory"),
+    "model-without-config": (["run", "--model", "/"], "model ('/') has no config.json"),
     "transport": (["eval", "--transport", "pigeon"], "transport ('pigeon') is not one of auto, local, collective"),
     "quant": (["eval", "--quant", "fp7"], "scheme ('fp7') is not one of none, fp8_tensor"),
     "config": (["run", "--config", "no.toml"], "config ('no.toml') is not a file"),

@@ -133,6 +133,7 @@ def test_accepted_as_written(make: Callable[..., Any], changes: dict[str, Any]) 
 
 
 def test_engine_config_derives_dtype_and_deadlines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", timeout_secs=7.5)
     assert config.torch_dtype is torch.bfloat16
     assert config.group == GroupConfig(timeout_secs=7.5)

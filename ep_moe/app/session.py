@@ -97,7 +97,8 @@ def load_tokenizer(engine: EngineConfig) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model_dir(engine))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{model_dir(engine)} has no tokenizer that transformers can load: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{model_dir(engine)} has no tokenizer that transformers can load: {reason}") from error
 
 
 class PhaseClock:
