@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import re
 import tempfile
@@ -493,6 +494,20 @@ def hook_on_rank(group: EPGroup, directory: Path) -> dict[str, Any]:
     return found
 
 
+def later_model_on_rank(group: EPGroup, directory: Path) -> int:
+    """How many transports another model of the same shape opens; rank 1 has collected the first one, rank 0 has not."""
+    opened = []
+    create = parallel.create_transport
+    parallel.create_transport = lambda *arguments: opened.append(arguments) or create(*arguments)
+    try:
+        if group.rank == 1:
+            gc.collect()
+        hook_on_rank(group, directory)
+    finally:
+        parallel.create_transport = create
+    return len(opened)
+
+
 def data_parallel_hook_on_rank(group: EPGroup, directory: Path) -> torch.Tensor:
     """The same where each rank has a batch of its own (5.23)."""
     config = transformers.distributed.DistributedConfig(
@@ -521,6 +536,7 @@ def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, Any]:
     found["too_long"] = too_long_on_rank(group, mixtral)
     if HAS_HOOK:
         found["hook"] = hook_on_rank(group, mixtral)
+        found["later_model"] = later_model_on_rank(group, mixtral)
     if HAS_HOOK and NEW:
         found["data_parallel_hook"] = data_parallel_hook_on_rank(group, mixtral)
     return found
@@ -580,6 +596,11 @@ def test_hook_of_transformers_own_expert_parallelism() -> None:
         for length in (7, 1):
             expected = logits_of(whole, token_ids(3, rows=1, length=length))
             assert (hook[f"logits{length}"] - expected).abs().max() < LOGITS_LIMIT
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs transformers 5.17, 5.18 or 5.23 and accelerate")
+def test_later_models_share_the_transport_on_every_rank() -> None:
+    assert [found["later_model"] for found in two_ranks()] == [0, 0]
 
 
 @pytest.mark.skipif(not (HAS_HOOK and NEW), reason="needs transformers 5.23 and accelerate")
