@@ -1,6 +1,7 @@
 """Reading one rank's experts: bit for bit what was written, whatever the files look like, and no byte more."""
 
 import json
+import math
 import random
 import shutil
 import struct
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe.config import ActivationKind, RoutingMethod
 from ep_moe.placement import Placement, create_placement
-from ep_moe.quant import SCHEMES, quantise_weight
+from ep_moe.quant import SCHEMES, dequantise_weight, get_scheme, quantise_weight
+from ep_moe.testing import assert_same_bits
 from ep_moe.weights import Checkpoint, ExpertWeights, moe_config, storage
 
 HIDDEN, INTERMEDIATE = 48, 32
@@ -165,12 +167,12 @@ def test_a_rank_reads_its_experts_once_and_nothing_else(
 ) -> None:
     (write_checkpoint if form == "per_expert" else write_stacked)(tmp_path, "mixtral")
     read_into, fill = storage.TensorReader.read_into, storage._fill
-    asked: list[tuple[str, int | None]] = []
+    asked: list[tuple[str, int]] = []
     num_bytes: list[int] = []
 
-    def recording_read_into(self, stored, out, *, index=None):
-        asked.append((stored.name, index))
-        read_into(self, stored, out, index=index)
+    def recording_read_into(self, stored, out):
+        asked.append((stored.name, stored.offset))
+        read_into(self, stored, out)
 
     def recording_fill(file, tensor, stored):
         num_bytes.append(tensor.numel() * tensor.element_size())
@@ -178,17 +180,19 @@ def test_a_rank_reads_its_experts_once_and_nothing_else(
 
     monkeypatch.setattr(storage.TensorReader, "read_into", recording_read_into)
     monkeypatch.setattr(storage, "_fill", recording_fill)
-    placement = Placement.round_robin(5, 2)
+    placement, stored = Placement.round_robin(5, 2), Checkpoint.open(tmp_path).tensors
     for rank in range(2):
         asked.clear()
         num_bytes.clear()
         ExpertWeights.from_pretrained(tmp_path, placement, rank, layers=[2, 11], scheme=scheme)
         owned = [(layer, expert) for layer in (2, 11) for expert in placement.local_experts(rank)]
         expected = {
-            "per_expert": [(name, None) for pair in owned for name in expert_names("mixtral", *pair)],
+            "per_expert": [(name, 0) for pair in owned for name in expert_names("mixtral", *pair)],
             "stacked": [(f"model.layers.{layer}.mlp.experts.{part}", e) for layer, e in owned for part in STACKED],
         }[form]
-        assert sorted(asked) == sorted(expected)
+        expert_bytes = {name: math.prod(tensor.shape[-2:]) * 2 for name, tensor in stored.items()}
+        starts = [(name, stored[name].offset + expert * expert_bytes[name]) for name, expert in expected]
+        assert sorted(asked) == sorted(starts)
         assert sum(num_bytes) == len(owned) * 3 * HIDDEN * INTERMEDIATE * 2
 
 
@@ -234,6 +238,184 @@ def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str)
             assert torch.equal(scale[slot], expected_scale)
     nothing = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 6), 5, scheme=scheme)[2]
     assert nothing.w13_scale.shape == (0, *weights.w13_scale.shape[1:])
+
+
+# fp8 on disk: per expert, or stacked as transformers keeps it.
+
+BROKEN_FP8 = expert_names("qwen3_moe", 2, 4)[1]
+DENSE = "model.layers.0.self_attn.o_proj.weight"
+QUANTISATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def real(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """What fp8 values stand for, [..., N, K] float32."""
+    spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return values.float() * spread[..., : values.shape[-2], : values.shape[-1]]
+
+
+def write_fp8(
+    directory: Path,
+    block: tuple[int, int],
+    intermediate: int,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    form: str = "per_expert",
+) -> dict[str, torch.Tensor]:
+    """A checkpoint of layers 0 and 2 with values and scales at random, powers of two so that every dtype has them."""
+    generator = torch.Generator().manual_seed(9)
+    tensors: dict[str, torch.Tensor] = {"model.norm.weight": torch.randn(HIDDEN, generator=generator).bfloat16()}
+
+    def add(name: str, *shape: int) -> None:
+        tensors[name] = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        tiles = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+        tensors[f"{name}_scale_inv"] = (2.0 ** torch.randint(-6, 3, tiles, generator=generator)).to(scale_dtype)
+
+    add(DENSE, 40, HIDDEN)
+    for layer in (0, 2):
+        if form == "stacked":
+            add(f"model.layers.{layer}.mlp.experts.gate_up_proj", 5, 2 * intermediate, HIDDEN)
+            add(f"model.layers.{layer}.mlp.experts.down_proj", 5, HIDDEN, intermediate)
+            continue
+        for expert in range(5):
+            gate, up, down = expert_names("qwen3_moe", layer, expert)
+            add(gate, intermediate, HIDDEN)
+            add(up, intermediate, HIDDEN)
+            add(down, HIDDEN, intermediate)
+    save_file(tensors, directory / "model.safetensors")
+    quantised = QUANTISATION | {"weight_block_size": block}
+    changes = {"moe_intermediate_size": intermediate, "quantization_config": quantised, "torch_dtype": "bfloat16"}
+    write_config(directory, "qwen3_moe", **changes)
+    return tensors
+
+
+def fp8_layer(tensors: dict[str, torch.Tensor], layer: int, expert: int, suffix: str = "") -> list[torch.Tensor]:
+    """Values, or with a suffix scales, of gate, up and down."""
+    return [tensors[f"{name}{suffix}"] for name in expert_names("qwen3_moe", layer, expert)]
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(
+    ("block", "intermediate", "scheme"),
+    [
+        ((16, 32), 32, "fp8_block_16x32"),
+        ((128, 128), 128, "fp8_block"),
+        ((32, 16), 48, "fp8_block_16x16"),  # the gate ends within a block of 32 rows
+        ((128, 64), 192, "fp8_block_64x64"),
+        ((128, 128), 80, "fp8_block_16x128"),
+    ],
+    ids=["even", "deepseek", "odd_48", "odd_192", "odd_80"],
+)
+def test_fp8_is_kept_bit_for_bit(
+    tmp_path: Path, block: tuple[int, int], intermediate: int, scheme: str, scale_dtype: torch.dtype
+) -> None:
+    tensors = write_fp8(tmp_path, block, intermediate, scale_dtype=scale_dtype)
+    placement = Placement.round_robin(5, 2)
+    for layer, found in ExpertWeights.from_pretrained(tmp_path, placement, 1).items():
+        assert found.scheme == get_scheme(scheme)
+        for slot, expert in enumerate((1, 3)):
+            gate, up, down = fp8_layer(tensors, layer, expert)
+            scales = fp8_layer(tensors, layer, expert, "_scale_inv")
+            assert_same_bits(found.w13[slot], torch.cat([gate, up]), "w13")
+            assert_same_bits(found.w2[slot], down, "w2")
+            expected = [real(values, scale, block) for values, scale in zip((gate, up, down), scales, strict=True)]
+            w13 = dequantise_weight(found.w13[slot], found.w13_scale[slot], found.scheme)
+            assert torch.equal(w13, torch.cat(expected[:2]))
+            assert torch.equal(dequantise_weight(found.w2[slot], found.w2_scale[slot], found.scheme), expected[2])
+            if scheme == "fp8_block_16x32":
+                assert torch.equal(found.w13_scale[slot], torch.cat(scales[:2]).float())
+                assert torch.equal(found.w2_scale[slot], scales[2].float())
+
+
+def test_fp8_stacked(tmp_path: Path) -> None:
+    tensors = write_fp8(tmp_path, (32, 16), 48, form="stacked")
+    weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1)
+    for layer, found in weights.items():
+        assert found.scheme == get_scheme("fp8_block_32x16")
+        for field, part in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            assert_same_bits(getattr(found, field), tensors[name][3:], field)
+            assert torch.equal(getattr(found, f"{field}_scale"), tensors[f"{name}_scale_inv"][3:])
+
+
+@pytest.mark.parametrize("form", ["per_expert", "stacked"])
+def test_fp8_becomes_another_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    block, placement = (16, 32), Placement.linear(5, 2)
+    write_fp8(tmp_path, block, 48, form=form)
+    kept = ExpertWeights.from_pretrained(tmp_path, placement, 1)[2]
+    monkeypatch.setattr(storage, "PORTION_BYTES", 40 * HIDDEN * 4)  # two rows of blocks
+    w13, w2 = real(kept.w13, kept.w13_scale, block), real(kept.w2, kept.w2_scale, block)
+    for dtype in (None, torch.float32):
+        found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme="none", dtype=dtype)[2]
+        assert torch.equal(found.w13, w13.to(dtype or torch.bfloat16))
+        assert torch.equal(found.w2, w2.to(dtype or torch.bfloat16))
+        assert found.w13_scale is None
+    for scheme in (SCHEMES["fp8_token"], get_scheme("fp8_block_32x32")):
+        found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme=scheme.name)[2]
+        values, scale = quantise_weight(w13, scheme)
+        assert_same_bits(found.w13, values, scheme.name)
+        assert torch.equal(found.w13_scale, scale)
+        assert found.w2.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_fp8_that_is_no_expert_is_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    tensors = write_fp8(tmp_path, (16, 32), 32)
+    monkeypatch.setattr(storage, "PORTION_BYTES", 16 * HIDDEN * 4)
+    dense = dict(Checkpoint.open(tmp_path).dense(dtype).items())
+    expected = real(tensors[DENSE], tensors[f"{DENSE}_scale_inv"], (16, 32))
+    assert dense.keys() == {DENSE, "model.norm.weight"}
+    assert torch.equal(dense[DENSE], expected.to(dtype or torch.bfloat16))
+    assert torch.equal(dense["model.norm.weight"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("quantised", "fragments"),
+    [
+        ({"quant_method": "mxfp4"}, ("'mxfp4'",)),
+        ({"quant_method": "awq", "bits": 4}, ("'awq'",)),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ("'compressed-tensors'",)),
+        (QUANTISATION, ("'fp8'", "weight_block_size None")),
+        (QUANTISATION | {"activation_scheme": "static"}, ("'fp8'", "activation_scheme 'static'")),
+        (QUANTISATION | {"fmt": "e5m2"}, ("'fp8'", "fmt 'e5m2'")),
+        (QUANTISATION | {"weight_block_size": [128]}, ("'fp8'", "weight_block_size [128]")),
+        (QUANTISATION | {"weight_block_size": [100, 128]}, ("weight_block_size [100, 128]", "multiple of 16")),
+        ("int8", ("'int8'",)),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else json.dumps(value),
+)
+def test_what_is_quantised_otherwise_is_named(tmp_path: Path, quantised: object, fragments: tuple[str, ...]) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    write_config(tmp_path, "qwen3_moe", quantization_config=quantised)
+    with pytest.raises(ValueError) as caught:
+        Checkpoint.open(tmp_path)
+    read = () if "multiple of 16" in fragments else ("bfloat16", "fp8 e4m3 with weight_block_size [n, k]")
+    for fragment in ("config.json", *fragments, *read):
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [DENSE, BROKEN_FP8])
+@pytest.mark.parametrize("damage", ["missing", "misshapen", "no_number"])
+def test_a_bad_scale_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    tensors, scale = write_fp8(tmp_path, (16, 32), 32), f"{name}_scale_inv"
+    change = {
+        "missing": {},
+        "misshapen": {scale: tensors[scale].mT.contiguous()[:1]},
+        "no_number": {scale: tensors[scale].int()},
+    }[damage]
+    del tensors[scale]
+    save_file(tensors | change, tmp_path / "model.safetensors")
+    for rank in range(2):
+        with pytest.raises(ValueError, match=f"{scale}.*{'missing' if damage == 'missing' else 'float8_e8m0fnu'}"):
+            ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), rank)
+
+
+def test_fp8_without_a_word_in_the_config(tmp_path: Path) -> None:
+    write_fp8(tmp_path, (16, 32), 32)
+    write_config(tmp_path, "qwen3_moe")
+    with pytest.raises(ValueError, match=rf"{DENSE} .*float8_e4m3fn"):
+        Checkpoint.open(tmp_path).dense()
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -426,35 +608,55 @@ MEASURE = """
 """
 
 
+HIDDEN_LARGE, INTERMEDIATE_LARGE, EXPERTS_LARGE = 1024, 640, 64
+
+
+def large_tensors(kind: str, layer: int) -> dict[str, tuple[str, list[int]]]:
+    """The expert tensors of a layer: dtype and shape."""
+    hidden, intermediate = HIDDEN_LARGE, INTERMEDIATE_LARGE
+    prefix = f"model.layers.{layer}.mlp.experts"
+    if kind == "gpt_oss":
+        return {
+            f"{prefix}.gate_up_proj": ("BF16", [EXPERTS_LARGE, hidden, 2 * intermediate]),
+            f"{prefix}.gate_up_proj_bias": ("BF16", [EXPERTS_LARGE, 2 * intermediate]),
+            f"{prefix}.down_proj": ("BF16", [EXPERTS_LARGE, intermediate, hidden]),
+            f"{prefix}.down_proj_bias": ("BF16", [EXPERTS_LARGE, hidden]),
+        }
+    found: dict[str, tuple[str, list[int]]] = {}
+    for expert in range(EXPERTS_LARGE):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            shape = [hidden, intermediate] if part == "down_proj" else [intermediate, hidden]
+            name = f"{prefix}.{expert}.{part}.weight"
+            found[name] = ("F8_E4M3" if kind == "fp8" else "BF16", shape)
+            if kind == "fp8":
+                found[f"{name}_scale_inv"] = ("F32", [size // 128 for size in shape])
+    return found
+
+
 @pytest.fixture(scope="module")
-def gigabyte(tmp_path_factory: pytest.TempPathFactory):
-    """A checkpoint of 1 GB in bfloat16: 4 layers of 64 experts, a file for each layer, written a tensor at a time."""
-    directory = tmp_path_factory.mktemp("gigabyte")
+def gigabyte(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
+    """A checkpoint of 1 GB: layers of 64 experts, a file for each layer, written a tensor at a time."""
+    directory, kind = tmp_path_factory.mktemp("gigabyte"), request.param
     if shutil.disk_usage(directory).free < 3 << 30:
         pytest.skip("needs 3 GB of disk")
-    hidden, intermediate, num_experts = 1024, 640, 64
-    config = {"model_type": "qwen3_moe", "hidden_size": hidden, "moe_intermediate_size": intermediate}
-    config |= {"num_experts": num_experts, "num_experts_per_tok": 2, "hidden_act": "silu"}
+    config = {"model_type": "gpt_oss" if kind == "gpt_oss" else "qwen3_moe", "hidden_size": HIDDEN_LARGE}
+    config |= {"moe_intermediate_size": INTERMEDIATE_LARGE, "intermediate_size": INTERMEDIATE_LARGE}
+    config |= {"num_experts": EXPERTS_LARGE, "num_experts_per_tok": 2, "hidden_act": "silu", "dtype": "bfloat16"}
+    if kind == "fp8":
+        config |= {"quantization_config": QUANTISATION | {"weight_block_size": [128, 128]}}
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "gate_proj": [intermediate, hidden],
-        "up_proj": [intermediate, hidden],
-        "down_proj": [hidden, intermediate],
-    }
-    data = torch.randn(intermediate, hidden).bfloat16().view(torch.uint8).numpy().tobytes()
     weight_map = {}
-    for layer in range(4):
-        entries = {}
-        for expert in range(num_experts):
-            for part, shape in shapes.items():
-                offsets = [len(entries) * len(data), (len(entries) + 1) * len(data)]
-                name = f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
-                entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+    for layer in range(8 if kind == "fp8" else 4):
+        entries, end = {}, 0
+        for name, (dtype, shape) in large_tensors(kind, layer).items():
+            start, end = end, end + math.prod(shape) * storage.SAFETENSORS_DTYPES[dtype].itemsize
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         header = json.dumps(entries).encode()
+        data = torch.rand(1 << 20).bfloat16().view(torch.uint8).numpy().tobytes()
         with open(directory / f"model-{layer}.safetensors", "wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
-            for _ in entries:
-                file.write(data)
+            for start in range(0, end, len(data)):
+                file.write(data[: end - start])
         weight_map |= dict.fromkeys(entries, f"model-{layer}.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     yield directory
@@ -463,9 +665,17 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' accounts of memory")
 @pytest.mark.parametrize(
-    ("num_ranks", "dtype", "scheme"),
-    [(2, "bfloat16", "none"), (4, "float32", "none"), (2, "bfloat16", QUANTISED[0])],
-    ids=["as_it_is", "converted", "quantised"],
+    ("gigabyte", "num_ranks", "dtype", "scheme"),
+    [
+        ("bfloat16", 2, "bfloat16", "none"),
+        ("bfloat16", 4, "float32", "none"),
+        ("bfloat16", 2, "bfloat16", QUANTISED[0]),
+        ("fp8", 2, "bfloat16", "fp8_block"),
+        ("fp8", 4, "bfloat16", "none"),
+        ("gpt_oss", 2, "bfloat16", "none"),
+    ],
+    ids=["as_it_is", "converted", "quantised", "fp8_as_it_is", "dequantised", "transposed"],
+    indirect=["gigabyte"],
 )
 def test_a_gigabyte_takes_the_shard_and_little_more(gigabyte: Path, num_ranks: int, dtype: str, scheme: str) -> None:
     on_disk = sum(path.stat().st_size for path in gigabyte.glob("*.safetensors"))

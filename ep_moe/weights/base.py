@@ -11,7 +11,8 @@ import torch
 
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, QuantScheme, get_scheme
-from ep_moe.weights.checkpoint import Checkpoint, read_experts
+from ep_moe.weights.checkpoint import Checkpoint
+from ep_moe.weights.reading import read_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,21 +55,25 @@ class ExpertWeights:
         *,
         layers: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
-        scheme: str = "none",
+        scheme: str | None = None,
         device: torch.device | str = "cpu",
     ) -> "dict[int, ExpertWeights]":
         """Read the experts of one rank from a Hugging Face directory: their bytes and no others.
 
-        Beyond the result itself it holds one expert's matrix where it quantises, and else a portion of 16 MiB.
+        Beyond the result itself it holds one expert's matrix where it quantises, and else a portion of 16 MiB, three
+        where it dequantises.
 
         Args:
-            directory: config.json and model.safetensors, or several files and model.safetensors.index.json, with
-                weights that are not quantised; a family of `ep_moe.weights.families.FAMILIES`. Or that directory,
-                opened.
+            directory: config.json and model.safetensors, or several files and model.safetensors.index.json; a family
+                of `ep_moe.weights.families.FAMILIES`, unquantised or with the fp8 of `ep_moe.weights.blocks`. Or that
+                directory, opened.
             placement: of the model's E logical experts; rank: whose experts.
             layers: the MoE layers to read, by their number in the checkpoint; all of them by default.
-            dtype: convert to it, tensor by tensor; by default each layer stays as it is on disk.
-            scheme: quantise each expert on load, after that conversion, a name of `ep_moe.quant.SCHEMES`.
+            dtype: convert what is not quantised to it, tensor by tensor; by default each layer stays as it is on
+                disk, and what is dequantised gets the dtype that config.json names, else float32.
+            scheme: a name of `ep_moe.quant.SCHEMES`; by default that of each layer on disk, bit for bit. "none"
+                dequantises. Another one quantises each expert on load, after the conversion to `dtype`, or from the
+                dequantised float32 where it is quantised on disk.
             device: where the tensors shall be.
         Returns: layer -> weights, experts in the order of `placement.local_experts(rank)`.
         Errors: ValueError that names the tensor and file for one that is missing, misshapen, cut short, of a format
@@ -77,7 +82,7 @@ class ExpertWeights:
         expert of the chosen layers is raised on every rank.
         Local; synchronises with `device`.
         """
-        chosen = get_scheme(scheme)
+        chosen = None if scheme is None else get_scheme(scheme)
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)
         experts = read_experts(checkpoint, placement, rank, scheme=chosen, layers=layers, dtype=dtype, device=device)
-        return {layer: cls(scheme=chosen, **tensors) for layer, tensors in experts.items()}
+        return {layer: cls(**fields) for layer, fields in experts.items()}

@@ -5,47 +5,64 @@ Letters: E logical experts, L local physical experts, H hidden, I intermediate; 
 
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ep_moe.config import DTYPES, MoEConfig
-from ep_moe.placement import Placement
-from ep_moe.quant import QuantScheme, quantise_weight, weight_scale_shape
-from ep_moe.weights.families import ExpertTensor, Family, family_of, moe_config_of, read_config
+from ep_moe.quant import SCHEMES, QuantScheme, get_scheme
+from ep_moe.weights.blocks import pair_scales, read_numbers, read_scale, stored_scheme
+from ep_moe.weights.families import (
+    ExpertTensor,
+    Family,
+    Form,
+    dtype_of,
+    extra_layers,
+    family_of,
+    moe_config_of,
+    read_config,
+)
 from ep_moe.weights.storage import StoredTensor, TensorReader, list_tensors
-
-Form = tuple[ExpertTensor, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a directory holds; nothing but headers is read to build it."""
+    """What a directory holds; nothing but headers is read to build it.
+
+    Layers behind the last one, which predict further tokens and which no transformers model has, are left out.
+    """
 
     directory: Path
     config: MoEConfig
     family: Family
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]  # the scale of what is fp8 stands with its values
+    dtype: torch.dtype  # that config.json names: of what is fp8 on disk, once it is dequantised
+    scheme: QuantScheme | None  # of what is fp8 on disk; None where nothing is
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
         """Read config.json and the headers of the safetensors files.
 
-        Errors: ValueError as of `moe_config` and `list_tensors`, and for weights that are quantised on disk. Local.
+        Errors: ValueError as of `moe_config` and `list_tensors`, for weights that are quantised in a way that is not
+        read, and for fp8 weights without their scale. Local.
         """
         raw, name = read_config(directory)
-        quantised = raw.get("quantization_config")
-        if quantised is not None:
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-            raise ValueError(f"{name}: weights are quantised on disk ({method!r}); {', '.join(DTYPES)} are read")
+        scheme, extra = stored_scheme(raw, name), extra_layers(raw)
+        config, family = moe_config_of(raw, name), family_of(raw, name)
+        tensors = {
+            key: stored for key, stored in list_tensors(directory).items() if not extra or _layer_of(key) not in extra
+        }
         return cls(
             directory=Path(directory),
-            config=moe_config_of(raw, name),
-            family=family_of(raw, name),
-            tensors=list_tensors(directory),
+            config=config,
+            family=family,
+            tensors=pair_scales(tensors, scheme),
+            dtype=dtype_of(raw),
+            scheme=scheme,
         )
 
     @functools.cached_property
@@ -86,7 +103,7 @@ class Checkpoint:
     def find(self, tensor: ExpertTensor, layer: int, expert: int) -> StoredTensor:
         """Return where an expert's tensor lies; a stacked one is the same for every expert.
 
-        Errors: ValueError names the tensor where it is missing, misshapen or no plain float. Local.
+        Errors: ValueError names the tensor where it is missing, misshapen or of a format that is not read. Local.
         """
         name = tensor.name.format(layer=layer, expert=expert)
         stored = self.tensors.get(name)
@@ -95,7 +112,8 @@ class Checkpoint:
         expected = tensor.shape(self.config)
         if stored.shape != expected:
             raise ValueError(f"{name} in {stored.file} is {list(stored.shape)}, expected {list(expected)}")
-        if stored.dtype not in DTYPES.values():
+        blocks = stored.scale is not None and not (tensor.transposed or tensor.interleaved)
+        if stored.dtype not in DTYPES.values() and not blocks:
             raise ValueError(f"{name} in {stored.file} is {stored.dtype}; {', '.join(DTYPES)} are read")
         return stored
 
@@ -116,36 +134,83 @@ class Checkpoint:
         assert dtype is not None
         return dtype
 
-    def read_matrix(self, reader: TensorReader, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
-        """Read one expert's w13 [W, H], gate above up, or w2 [H, I] into `out`, which says dtype and device. Local."""
-        for tensor in self.layers[layer]:
-            if tensor.field != field:
-                continue
-            rows = out
-            if tensor.rows != "all":
-                gate, up = out.chunk(2)
-                rows = gate if tensor.rows == "gate" else up
-            reader.read_into(self.find(tensor, layer, expert), rows, index=expert if tensor.stacked else None)
+    def layer_scheme(self, layer: int) -> QuantScheme:
+        """The scheme in which `ExpertWeights` can hold a layer's experts as they are on disk.
 
-    def dense(self) -> "DenseTensors":
-        """Everything that is no expert, by the names of the transformers model."""
+        Where the gate is a tensor of its own and its last row of blocks is short, blocks of [gate; up] would begin
+        within the gate. Blocks of as many rows as divide both the stored ones and I say the same without that: with
+        I = 192, stored blocks of 128 x 128 are blocks of 64 x 128 here, most scales twice. Local.
+        """
+        first = self.tensors[self.layers[layer][0].name.format(layer=layer, expert=0)]
+        if self.scheme is None or first.dtype != self.scheme.dtype:
+            return SCHEMES["none"]
+        rows, columns = self.scheme.block
+        if any(tensor.rows != "all" for tensor in self.layers[layer]):
+            rows = math.gcd(rows, self.config.intermediate)
+        return get_scheme(f"fp8_block_{rows}x{columns}")
+
+    def _parts(self, layer: int, field: str, expert: int) -> Iterator[tuple[ExpertTensor, StoredTensor]]:
+        """The tensors that make up a field of one expert, and where that expert's numbers lie."""
+        for tensor in self.layers[layer]:
+            if tensor.field == field:
+                stored = self.find(tensor, layer, expert)
+                yield tensor, stored.entry(expert) if tensor.stacked else stored
+
+    def read_field(self, reader: TensorReader, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
+        """Read a field of one expert, dequantised where it is fp8, converting to the dtype and device of `out`.
+
+        Args:
+            field: of `ExpertWeights`. out: [W, H], gate above up, [H, I], or a bias [W] or [H].
+        Local; synchronises with the device of `out`.
+        """
+        for tensor, stored in self._parts(layer, field, expert):
+            place = tensor.place(out)
+            read_numbers(reader, stored.reshaped(tuple(place.shape)), place, self.scheme)
+
+    def read_blocks(
+        self, reader: TensorReader, layer: int, field: str, expert: int, values: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """Read a matrix of one expert as it is on disk, a layer whose `layer_scheme` is fp8.
+
+        Args:
+            field: "w13" or "w2". values: [W, H] or [H, I] e4m3. scale: float32, of that scheme.
+        Local; synchronises with the device of `values`.
+        """
+        assert self.scheme is not None
+        repeat = self.scheme.block[0] // self.layer_scheme(layer).block[0]
+        for tensor, stored in self._parts(layer, field, expert):
+            assert stored.scale is not None
+            reader.read_into(stored, tensor.place(values))
+            read_scale(reader, stored.scale, tensor.place(scale), repeat)
+
+    def dense(self, dtype: torch.dtype | None = None) -> "DenseTensors":
+        """Everything that is no expert, by the names of the transformers model.
+
+        Args:
+            dtype: of what is fp8 on disk, once it is dequantised; by default what config.json says, else float32.
+        Errors: ValueError for fp8 values that have no scale. Local.
+        """
         dense = {}
         for name, stored in self.tensors.items():
-            if name not in self._expert_tensors:
-                for old, new in self.family.renames:
-                    name = name.replace(old, new)
-                dense[name] = stored
-        return DenseTensors(dense)
+            if name in self._expert_tensors:
+                continue
+            if stored.dtype.is_floating_point and stored.dtype.itemsize == 1 and stored.scale is None:
+                raise ValueError(f"{name} in {stored.file} is {stored.dtype}, and config.json does not say how")
+            for old, new in self.family.renames:
+                name = name.replace(old, new)
+            dense[name] = stored
+        return DenseTensors(dense, dtype or self.dtype, self.scheme)
 
 
 class DenseTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint that are no experts; each access reads one from disk, to the CPU.
+    """The tensors of a checkpoint that are no experts; each access reads one from disk, to the CPU, as real numbers.
 
     A context manager: at its end the files are closed that accesses have left open.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[str, StoredTensor], dtype: torch.dtype, scheme: QuantScheme | None) -> None:
         self.stored = stored
+        self._dtype, self._scheme = dtype, scheme
         self._reader = TensorReader()
 
     def __enter__(self) -> "DenseTensors":
@@ -156,8 +221,8 @@ class DenseTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        self._reader.read_into(stored, tensor)
+        tensor = torch.empty(stored.shape, dtype=stored.dtype if stored.scale is None else self._dtype)
+        read_numbers(self._reader, stored, tensor, self._scheme)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -167,67 +232,9 @@ class DenseTensors(Mapping[str, torch.Tensor]):
         return len(self.stored)
 
 
-def read_experts(
-    checkpoint: Checkpoint,
-    placement: Placement,
-    rank: int,
-    *,
-    scheme: QuantScheme,
-    layers: Iterable[int] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Read one rank's experts. `ExpertWeights.from_pretrained` has the arguments and the errors.
-
-    Returns: layer -> the tensors of `ExpertWeights` by field. Local; synchronises with `device`.
-    """
-    directory = checkpoint.directory
-    if placement.num_experts != checkpoint.config.num_experts:
-        raise ValueError(
-            f"the placement has {placement.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
-        )
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype ({dtype}) is not one of {', '.join(DTYPES)}")
-    chosen = list(checkpoint.layers if layers is None else layers)
-    unknown = [layer for layer in chosen if layer not in checkpoint.layers]
-    if unknown:
-        raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")
-    stored_dtypes = {layer: checkpoint.check_layer(layer) for layer in chosen}
-    experts = placement.local_experts(rank)
-    with TensorReader() as reader:
-        return {
-            layer: _read_layer(checkpoint, reader, layer, experts, dtype or stored_dtypes[layer], scheme, device)
-            for layer in chosen
-        }
-
-
-def _read_layer(
-    checkpoint: Checkpoint,
-    reader: TensorReader,
-    layer: int,
-    experts: tuple[int, ...],
-    dtype: torch.dtype,
-    scheme: QuantScheme,
-    device: torch.device | str,
-) -> dict[str, torch.Tensor]:
-    config = checkpoint.config
-    gated = 2 if config.activation.kind.gated else 1
-    matrices = {"w13": (gated * config.intermediate, config.hidden), "w2": (config.hidden, config.intermediate)}
-    fields: dict[str, torch.Tensor] = {}
-    for field, shape in matrices.items():
-        stack = torch.empty(len(experts), *shape, dtype=scheme.dtype or dtype, device=device)
-        fields[field] = stack
-        if not scheme.quantised:
-            for slot, expert in enumerate(experts):
-                checkpoint.read_matrix(reader, layer, field, expert, stack[slot])
-            continue
-        scale = torch.empty(weight_scale_shape(tuple(stack.shape), scheme), device=device)
-        fields[f"{field}_scale"] = scale
-        matrix = torch.empty(shape, dtype=dtype, device=device)
-        for slot, expert in enumerate(experts):
-            checkpoint.read_matrix(reader, layer, field, expert, matrix)
-            stack[slot], scale[slot] = quantise_weight(matrix, scheme)
-    return fields
+def _layer_of(name: str) -> int | None:
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if match is None else int(match[1])
 
 
 def _regex(name: str) -> re.Pattern[Any]:

@@ -47,6 +47,23 @@ class StoredTensor:
     offset: int  # of its first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scale: "StoredTensor | None" = None  # what its values are multiplied by, block by block (`ep_moe.weights.blocks`)
+
+    def rows(self, start: int, stop: int) -> "StoredTensor":
+        """Entries [start, stop) of the first dimension, without the scale. Local."""
+        offset = self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return dataclasses.replace(self, offset=offset, shape=(stop - start, *self.shape[1:]), scale=None)
+
+    def entry(self, index: int) -> "StoredTensor":
+        """Entry `index` of the first dimension, with that of the scale. Local."""
+        scale = None if self.scale is None else self.scale.entry(index)
+        return dataclasses.replace(self.rows(index, index + 1), shape=self.shape[1:], scale=scale)
+
+    def reshaped(self, shape: tuple[int, ...]) -> "StoredTensor":
+        """The same numbers by another shape. Errors: ValueError where they are more or fewer. Local."""
+        if math.prod(shape) != math.prod(self.shape):
+            raise ValueError(f"{self.name} in {self.file} is {list(self.shape)}, the place for it {list(shape)}")
+        return dataclasses.replace(self, shape=shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -134,20 +151,20 @@ class TensorReader:
             self._file.close()
         self._path, self._file, self._portion = None, None, self._portion.new_empty(0)
 
-    def read_into(self, stored: StoredTensor, out: torch.Tensor, *, index: int | None = None) -> None:
-        """Read a tensor, or entry `index` of its first dimension, converting to the dtype and device of `out`.
+    def read_into(self, stored: StoredTensor, out: torch.Tensor) -> None:
+        """Read a tensor's values, converting to the dtype and device of `out`; a scale stays where it is.
 
         Args:
-            stored: any shape, [D, ...] with an index. out: that shape, without D where there is an index.
+            stored: any shape. out: that shape, any strides.
         Holds at most `PORTION_BYTES`, or one row of `out`, beyond it.
         Errors: ValueError for another shape, or a file that has become shorter. Local; synchronises with the device
         of `out`.
         """
-        shape = stored.shape if index is None else stored.shape[1:]
+        shape = stored.shape
         if tuple(out.shape) != shape:
             raise ValueError(f"{stored.name} in {stored.file} is {list(shape)}, the place for it {list(out.shape)}")
         file = self._open(stored.file)
-        file.seek(stored.offset + (index or 0) * math.prod(shape) * stored.dtype.itemsize)
+        file.seek(stored.offset)
         out = out.detach().reshape(1) if not shape else out.detach()
         row_bytes = math.prod(out.shape[1:]) * stored.dtype.itemsize
         rows = max(PORTION_BYTES // max(row_bytes, 1), 1)

@@ -59,7 +59,7 @@ def from_pretrained(
     transport: str = "auto",
     experts: str = "auto",
     placement: str | Placement = "linear",
-    scheme: str = "none",
+    scheme: str | None = None,
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
     attn_implementation: str | None = None,
@@ -69,9 +69,11 @@ def from_pretrained(
     Args:
         directory: a Hugging Face checkpoint of a family in `ep_moe.weights.FAMILIES`.
         group: the ranks; the model is on `group.device`.
-        dtype: of weights and activations; by default what config.json says, else float32.
+        dtype: of weights and activations; by default what config.json says, else float32. All but the experts is
+            dequantised to it where it is fp8 on disk.
         transport, experts: implementations by name. placement: by name, or one of R ranks.
-        scheme: quantise experts on load and tokens on the way, a name of `ep_moe.quant.SCHEMES`.
+        scheme: of experts and of tokens on the way, a name of `ep_moe.quant.SCHEMES`; by default that in which the
+            checkpoint is stored, and "none" dequantises it.
         layout: what the experts compute on.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass; a longer prompt is an error
             on every rank. Buffers grow with it.
@@ -100,11 +102,15 @@ def from_pretrained(
         scheme=scheme,
         device=group.device,
     )
-    config = dataclasses.replace(checkpoint.config, scheme=scheme, layout=Layout(layout))
+    parts = {}
+    for name, module in modules.items():
+        own = weights[layers[name]]
+        config = dataclasses.replace(checkpoint.config, scheme=own.scheme.name, layout=Layout(layout))
+        parts[name] = module, config, own
     return _install(
         model.eval(),
         group,
-        {name: (module, config, weights[layers[name]]) for name, module in modules.items()},
+        parts,
         transport=transport,
         experts=experts,
         placement=place,
@@ -220,7 +226,7 @@ def register(
 
     Importing this module has done it once; call it again, before a model is made, for other options. Calling it twice
     is fine. A model whose experts are transposed or interleaved, as those of gpt-oss, is computed right but slowly:
-    its weights are copied into our order for each call. `shard_experts` copies them once.
+    its weights are copied into our order for each call. `from_pretrained` and `shard_experts` do it once.
 
     Args: as of `from_pretrained`, for models that transformers itself loads; `transport` and `max_tokens_per_rank`
         are those of its expert parallelism, see `distributed_config`. Local.

@@ -45,8 +45,8 @@ class ModuleLayer:
     """An experts module as a layer, whose weights are never older than the module's.
 
     Parameters that lie as ours do are read where they are. Transposed and interleaved ones have to be copied, and are
-    copied for each call, since nothing tells whether they were written to in between; `shard_experts` copies once and
-    is the way to speed for such a model.
+    copied for each call, since nothing tells whether they were written to in between; `from_pretrained` and
+    `shard_experts` copy once and are the ways to speed for such a model.
 
     Args:
         module: as long as `serves` is true of it.
@@ -138,6 +138,11 @@ class Session:
     def expert_load(self) -> torch.Tensor:
         """[MoE layers, E] int64 on the device: how often this rank's tokens chose each logical expert. Local."""
         return self._load[:, :-1].clone()
+
+    @property
+    def scheme(self) -> str:
+        """Name of the layers' scheme, or names, comma between, where a checkpoint stores layers in several. Local."""
+        return ", ".join(dict.fromkeys(layer.scheme.name for layer in self.layers))
 
     def reset_expert_load(self) -> None:
         """Count from zero again. Local, no host sync."""

@@ -26,6 +26,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except OSError as error:
         raise ValueError(f"{directory} has no config that transformers can read: {error}") from error
+    vars(config).pop("quantization_config", None)  # the model is not quantised once it is loaded
     options = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -45,7 +46,7 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
     Errors: ValueError names tensors that are missing, that the model has no place for, or that are misshapen. Local.
     """
     needed, kept = set(model.state_dict()), model._get_dtype_plan(model.dtype)
-    with checkpoint.dense() as dense:
+    with checkpoint.dense(model.dtype) as dense:
         missing = _check_names(model, dense, checkpoint.directory)
         for name in dense:
             if name in needed:

@@ -1,0 +1,125 @@
+"""Weights that are fp8 on disk, with a scale for each block of them, as DeepSeek-V3 publishes its own.
+
+A tensor NAME of e4m3 values [N, K] has a partner NAME_scale_inv [ceil(N/n), ceil(K/k)], which in spite of its name
+multiplies them (github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md). Dimensions before N are those of stacked
+experts. `weight_block_size` of config.json's `quantization_config` is [n, k].
+Letters: N and K rows and columns of a weight, n and k those of a block.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ep_moe.config import DTYPES
+from ep_moe.quant import QuantScheme, dequantise_weight, get_scheme, weight_scale_shape
+from ep_moe.weights import storage
+from ep_moe.weights.storage import StoredTensor, TensorReader
+
+SUFFIX = "_scale_inv"
+SCALE_DTYPES = (*DTYPES.values(), torch.float8_e8m0fnu)  # all of them float32 without rounding
+OPTIONS: dict[str, tuple[Any, ...]] = {  # of quantization_config, and the values that are read
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", "float8_e4m3fn", None),
+    "activation_scheme": ("dynamic", None),
+}
+
+
+def stored_scheme(config: Mapping[str, Any], name: str) -> QuantScheme | None:
+    """The scheme of what is fp8 in a checkpoint; None where config.json says that nothing is quantised.
+
+    Tensors may stay unquantised among others that are not (`modules_to_not_convert`): a tensor's dtype tells.
+    `scale_fmt` says how the tokens' scales were rounded while the model was trained; ours are not rounded.
+
+    Args:
+        config: config.json. name: what errors call it.
+    Errors: ValueError names the method of what is quantised in another way, and what is read. Local.
+    """
+    quantised = config.get("quantization_config")
+    if quantised is None:
+        return None
+    read = f"{', '.join(DTYPES)}, and fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales are read"
+    if not isinstance(quantised, Mapping):
+        raise ValueError(f"{name}: weights are quantised on disk ({quantised!r}); {read}")
+    method = quantised.get("quant_method")
+    for key, values in OPTIONS.items():
+        if quantised.get(key) not in values:
+            raise ValueError(
+                f"{name}: weights are quantised on disk ({method!r}) with {key} {quantised.get(key)!r}; {read}"
+            )
+    block = quantised.get("weight_block_size")
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int for size in block)):
+        raise ValueError(f"{name}: weights are quantised on disk ({method!r}) with weight_block_size {block!r}; {read}")
+    try:
+        return get_scheme(f"fp8_block_{block[0]}x{block[1]}")
+    except ValueError as error:
+        raise ValueError(f"{name}: weight_block_size {list(block)}: {error}") from None
+
+
+def pair_scales(tensors: Mapping[str, StoredTensor], scheme: QuantScheme | None) -> dict[str, StoredTensor]:
+    """Give every fp8 tensor of a checkpoint its scale, which is then no tensor of its own any more.
+
+    Args:
+        tensors: by name. scheme: of what is fp8; None leaves everything as it is.
+    Errors: ValueError names a scale that is missing, misshapen or of a dtype that is not read. Local.
+    """
+    if scheme is None:
+        return dict(tensors)
+    scales = {f"{name}{SUFFIX}" for name, stored in tensors.items() if stored.dtype == scheme.dtype}
+    paired = {}
+    for name, stored in tensors.items():
+        if name in scales:
+            continue
+        if stored.dtype == scheme.dtype:
+            scale = tensors.get(f"{name}{SUFFIX}")
+            if scale is None:
+                raise ValueError(f"{name} in {stored.file} is {stored.dtype}, but {name}{SUFFIX} is missing")
+            expected = weight_scale_shape(stored.shape, scheme) if len(stored.shape) > 1 else None
+            if scale.shape != expected or scale.dtype not in SCALE_DTYPES:
+                raise ValueError(
+                    f"{scale.name} in {scale.file} is {list(scale.shape)} {scale.dtype}; {list(stored.shape)} values "
+                    f"in blocks of {list(scheme.block)} need {None if expected is None else list(expected)} "
+                    f"of {', '.join(str(dtype) for dtype in SCALE_DTYPES)}"
+                )
+            stored = dataclasses.replace(stored, scale=scale)
+        paired[name] = stored
+    return paired
+
+
+def read_numbers(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, scheme: QuantScheme | None) -> None:
+    """Read a tensor into `out` as the real numbers that it stands for, converted to its dtype.
+
+    Args:
+        stored: [N, K] where it has a scale, else any shape. out: that shape. scheme: of what has a scale.
+    Holds a portion of it beyond that, or one row of blocks: its values, and dequantised.
+    Errors: as of `TensorReader.read_into`. Local; synchronises with the device of `out`.
+    """
+    if stored.scale is None:
+        reader.read_into(stored, out)
+        return
+    assert scheme is not None
+    scale = torch.empty(stored.scale.shape, dtype=torch.float32, device=out.device)
+    reader.read_into(stored.scale, scale)
+    (num_rows, columns), block_rows = stored.shape, scheme.block[0]
+    blocks = max(storage.PORTION_BYTES // (columns * block_rows * torch.float32.itemsize), 1)
+    for block in range(0, scale.shape[0], blocks):
+        start, stop = block * block_rows, min((block + blocks) * block_rows, num_rows)
+        values = torch.empty(stop - start, columns, dtype=stored.dtype, device=out.device)
+        reader.read_into(stored.rows(start, stop), values)
+        out[start:stop] = dequantise_weight(values, scale[block : block + blocks], scheme)
+
+
+def read_scale(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, repeat: int) -> None:
+    """Read a scale for blocks of `repeat` times fewer rows: each of its rows fills that many rows of `out`.
+
+    Args:
+        stored: [ceil(N/n), ceil(K/k)]. out: float32 [ceil(N/(n/repeat)), ceil(K/k)].
+    Local; synchronises with the device of `out`.
+    """
+    if repeat == 1:
+        reader.read_into(stored, out)
+        return
+    scale = torch.empty(stored.shape, dtype=torch.float32, device=out.device)
+    reader.read_into(stored, scale)
+    out.copy_(scale.repeat_interleave(repeat, dim=0)[: out.shape[0]])

@@ -1,0 +1,88 @@
+"""Reading one rank's experts from a checkpoint, in the format in which they are kept.
+
+Letters: L local physical experts, H hidden, I intermediate; W = 2I where the activation is gated.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ep_moe.config import DTYPES
+from ep_moe.placement import Placement
+from ep_moe.quant import QuantScheme, quantise_weight, weight_scale_shape
+from ep_moe.weights.checkpoint import Checkpoint
+from ep_moe.weights.storage import TensorReader
+
+
+def read_experts(
+    checkpoint: Checkpoint,
+    placement: Placement,
+    rank: int,
+    *,
+    scheme: QuantScheme | None = None,
+    layers: Iterable[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[int, dict[str, Any]]:
+    """Read one rank's experts. `ExpertWeights.from_pretrained` has the arguments and the errors.
+
+    Returns: layer -> the fields of `ExpertWeights`. Local; synchronises with `device`.
+    """
+    directory = checkpoint.directory
+    if placement.num_experts != checkpoint.config.num_experts:
+        raise ValueError(
+            f"the placement has {placement.num_experts} experts, {directory} has {checkpoint.config.num_experts}"
+        )
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype ({dtype}) is not one of {', '.join(DTYPES)}")
+    chosen = list(checkpoint.layers if layers is None else layers)
+    unknown = [layer for layer in chosen if layer not in checkpoint.layers]
+    if unknown:
+        raise ValueError(f"layer {unknown[0]} of {directory} has no experts; layers {list(checkpoint.layers)} have")
+    stored_dtypes = {layer: checkpoint.check_layer(layer) for layer in chosen}
+    experts = placement.local_experts(rank)
+    found = {}
+    with TensorReader() as reader:
+        for layer in chosen:
+            stored = checkpoint.layer_scheme(layer)
+            chosen_dtype = dtype or (checkpoint.dtype if stored.quantised else stored_dtypes[layer])
+            found[layer] = _read_layer(checkpoint, reader, layer, experts, chosen_dtype, scheme or stored, device)
+    return found
+
+
+def _read_layer(
+    checkpoint: Checkpoint,
+    reader: TensorReader,
+    layer: int,
+    experts: tuple[int, ...],
+    dtype: torch.dtype,
+    scheme: QuantScheme,
+    device: torch.device | str,
+) -> dict[str, Any]:
+    config, stored = checkpoint.config, checkpoint.layer_scheme(layer)
+    width = config.intermediate * (2 if config.activation.kind.gated else 1)
+    fields: dict[str, Any] = {"scheme": scheme}
+    for field, shape in {"w13": (width, config.hidden), "w2": (config.hidden, config.intermediate)}.items():
+        stack = torch.empty(len(experts), *shape, dtype=scheme.dtype or dtype, device=device)
+        fields[field] = stack
+        if not scheme.quantised:
+            for slot, expert in enumerate(experts):
+                checkpoint.read_field(reader, layer, field, expert, stack[slot])
+            continue
+        scale = torch.empty(weight_scale_shape(tuple(stack.shape), scheme), dtype=torch.float32, device=device)
+        fields[f"{field}_scale"] = scale
+        if scheme == stored:
+            for slot, expert in enumerate(experts):
+                checkpoint.read_blocks(reader, layer, field, expert, stack[slot], scale[slot])
+            continue
+        matrix = torch.empty(shape, dtype=torch.float32 if stored.quantised else dtype, device=device)
+        for slot, expert in enumerate(experts):
+            checkpoint.read_field(reader, layer, field, expert, matrix)
+            stack[slot], scale[slot] = quantise_weight(matrix, scheme)
+    for field, size in {"w13_bias": width, "w2_bias": config.hidden}.items():
+        if any(tensor.field == field for tensor in checkpoint.layers[layer]):
+            fields[field] = torch.empty(len(experts), size, dtype=dtype, device=device)
+            for slot, expert in enumerate(experts):
+                checkpoint.read_field(reader, layer, field, expert, fields[field][slot])
+    return fields
