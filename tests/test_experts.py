@@ -335,7 +335,13 @@ def test_no_tokens(num_rows: int, scheme: str, layout: Layout) -> None:
     )
     idle = Case(rows=rows, weights=case.weights, dtype=case.dtype)
     batch = pack(
-        rows, layout, scheme=case.weights.scheme, dtype=case.dtype, num_local_experts=EXPERT_COUNT, capacity=5
+        rows,
+        layout,
+        scheme=case.weights.scheme,
+        dtype=case.dtype,
+        num_local_experts=EXPERT_COUNT,
+        capacity=5,
+        max_rows=0,
     ).batch
     shapes = {Layout.BATCHED: (EXPERT_COUNT, 5, HIDDEN), Layout.COMPACT: (0, HIDDEN), Layout.FLAT: (num_rows, HIDDEN)}
     out = torch.full(shapes[layout], math.nan)
@@ -443,7 +449,7 @@ def _weights(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWei
         ("none", _batch(scale=torch.ones(24, 1)), ("batch has a scale (24, 1)", "'none'")),
         ("none", _batch(expert_num_tokens=torch.ones(5, dtype=torch.int32)), ("expert_num_tokens", "(5,)", "(4,)")),
         ("none", _batch(expert_row_start=torch.ones(4, dtype=torch.int64)), ("expert_row_start", "int64", "int32")),
-        ("none", _batch(expert_row_start=torch.full((4,), 20, dtype=torch.int32)), ("[20, 24)", "(20, 144)")),
+        ("none", _batch(expert_row_start=torch.full((4,), 32, dtype=torch.int32)), ("[32, 36)", "(32, 144)")),
         ("none", _flat(row_index=None), ("row_index", "FLAT")),
         ("none", _flat(topk_weights=torch.ones(11, 3)), ("topk_weights", "(11, 3)", "(11, 2)")),
         ("none", _weights(w13=torch.ones(4, 161, 144)), ("161", "'silu'", "even")),
@@ -486,9 +492,13 @@ def test_out_that_does_not_fit(out: torch.Tensor, words: tuple[str, ...]) -> Non
 
 
 def test_experts_by_name() -> None:
-    for name in ("auto", *EXPERTS):
-        assert create_experts(name, GPT_OSS, torch.device("cpu")).activation is GPT_OSS
-    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch"):
+    for name in ("auto", "torch"):
+        experts = create_experts(name, GPT_OSS, torch.device("cpu"))
+        assert (type(experts), experts.activation) == (ReferenceExperts, GPT_OSS)
+    assert set(EXPERTS) == {"torch", "triton"}
+    with pytest.raises(RuntimeError, match="'triton' on a CPU need TRITON_INTERPRET=1"):
+        create_experts("triton", SILU, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
         create_experts("cutlass", SILU, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"device \(meta\) is not one of cpu, cuda"):
         create_experts("auto", SILU, torch.device("meta"))

@@ -1,5 +1,6 @@
 """Packing, merging and weighing against plain loops, bit for bit where data only moves."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -90,6 +91,12 @@ def check_rows(packed: Packed, rows: TokenRows, num_local: int) -> None:
     assert np.array_equal(packed.token_to_row.numpy(), expected_back)
 
 
+def most_rows(max_rows: int, num_local: int, alignment: int) -> int:
+    """The rows that an unkind router can take up: as many experts as there are with one row more than they can fill."""
+    lone = min(num_local, max_rows)  # experts that get a row each, and pay a whole aligned block for it
+    return (lone + (max_rows - lone) // alignment) * alignment
+
+
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
@@ -113,16 +120,20 @@ def test_pack(layout: Layout, case: str, scheme: QuantScheme) -> None:
     check_rows(packed, rows, num_local)
 
     counts = [len(chosen) for chosen in tokens_of_experts(rows.local_topk_ids, num_local)]
-    assert batch.expected_rows == math.ceil(sum(counts) / max(num_local, 1))
+    num_tokens, num_topk = rows.local_topk_ids.shape
+    max_rows = num_tokens * min(num_topk, num_local)
+    assert batch.expected_rows == math.ceil(max_rows / max(num_local, 1))
     starts, next_start = [], 0
     for expert, count in enumerate(counts):
         step = {Layout.BATCHED: capacity, Layout.COMPACT: math.ceil(count / alignment) * alignment, Layout.FLAT: count}
         starts.append(expert * capacity if layout is Layout.BATCHED else next_start)
         next_start += step[layout]
     assert batch.expert_row_start.tolist() == starts
+    compact_rows = most_rows(max_rows, num_local, alignment)
+    assert layout is not Layout.COMPACT or next_start <= compact_rows
     shape = {
         Layout.BATCHED: (num_local, capacity, HIDDEN),
-        Layout.COMPACT: (next_start, HIDDEN),
+        Layout.COMPACT: (compact_rows, HIDDEN),
         Layout.FLAT: tuple(rows.x.shape),
     }[layout]
     assert tuple(batch.x.shape) == shape
@@ -135,7 +146,7 @@ def test_pack(layout: Layout, case: str, scheme: QuantScheme) -> None:
         assert [s for s, size in zip(batch.scale.stride(), batch.scale.shape, strict=True) if size > 1] == wanted
     if isinstance(batch, Flat):
         assert batch.row_index is not None
-        assert batch.row_index.shape == (sum(counts),)
+        assert batch.row_index.shape == (max_rows,)
         assert torch.equal(batch.token_to_row, packed.token_to_row)
         assert torch.equal(batch.local_topk_ids, rows.local_topk_ids)
         assert torch.equal(batch.topk_weights, rows.topk_weights)
@@ -150,7 +161,7 @@ def test_pack_docstring_example() -> None:
     assert packed.batch.expert_num_tokens.tolist() == [2, 3]
     assert packed.batch.expert_row_start.tolist() == [0, 2]
     assert packed.token_to_row.tolist() == [[0, 2], [3, -1], [4, 1]]
-    assert packed.batch.x.shape == (6, 1)
+    assert packed.batch.x.shape == (8, 1)
     assert packed.batch.x[:5, 0].tolist() == [0, 2, 0, 1, 2]
 
 
@@ -172,6 +183,53 @@ def test_pack_refuses_an_expert_beyond_capacity() -> None:
         pack(rows, Layout.BATCHED, scheme=PLAIN, dtype=torch.bfloat16, num_local_experts=num_local, capacity=18)
 
 
+@pytest.mark.parametrize("layout", [Layout.COMPACT, Layout.FLAT], ids=lambda layout: layout.value)
+def test_max_rows_sizes_what_is_allocated(layout: Layout) -> None:
+    rows, num_local, alignment = make_rows("mixed", GROUPED)
+    count = int((rows.local_topk_ids >= 0).sum())
+
+    def packed_for(max_rows: int) -> Packed:
+        return pack(
+            rows,
+            layout,
+            scheme=GROUPED,
+            dtype=torch.bfloat16,
+            num_local_experts=num_local,
+            capacity=37,
+            alignment=alignment,
+            max_rows=max_rows,
+        )
+
+    batch = packed_for(count).batch
+    check_rows(packed_for(count), rows, num_local)
+    assert batch.expected_rows == math.ceil(count / num_local)
+    sized = batch.x if batch.row_index is None else batch.row_index
+    assert sized.shape[0] == (most_rows(count, num_local, alignment) if layout is Layout.COMPACT else count)
+    with pytest.raises(ValueError, match=rf"{count} rows, which exceeds max_rows \({count - 1}\)"):
+        packed_for(count - 1)
+
+
+@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
+def test_pack_reads_rows_of_a_wire(layout: Layout) -> None:
+    """Rows with gaps between them, as a receive buffer has them; FLAT makes them contiguous."""
+    rows, num_local, alignment = make_rows("mixed", GROUPED)
+    assert rows.scale is not None
+    wide, scale_of_rows = torch.full((37, HIDDEN + 64), 7, dtype=torch.uint8), torch.zeros(37, 5)
+    wide[:, :HIDDEN], scale_of_rows[:, 1:3] = rows.x.view(torch.uint8), rows.scale
+    strided = dataclasses.replace(rows, x=wide.view(torch.float8_e4m3fn)[:, :HIDDEN], scale=scale_of_rows[:, 1:3])
+    packed = pack(
+        strided,
+        layout,
+        scheme=GROUPED,
+        dtype=torch.bfloat16,
+        num_local_experts=num_local,
+        capacity=37,
+        alignment=alignment,
+    )
+    assert packed.batch.x.is_contiguous()
+    check_rows(packed, rows, num_local)
+
+
 def test_merge_repeats_by_hand() -> None:
     ids = torch.tensor([[3, 5, 3, -1], [-1, -1, 2, 2], [7, 7, 7, 7], [1, 2, 1, 2], [4, 3, 2, 1]], dtype=torch.int32)
     weights = torch.tensor([[1.0, 2, 3, 4], [1, 2, 3, 4], [1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 4, 8]])
@@ -180,29 +238,36 @@ def test_merge_repeats_by_hand() -> None:
     merged_ids, merged_weights = merge_repeats(ids, weights)
     assert merged_ids.tolist() == [[3, 5, -1, -1], [-1, -1, 2, -1], [7, -1, -1, -1], [1, 2, -1, -1], [4, 3, 2, 1]]
     assert merged_weights.tolist() == [[4, 2, 0, 0], [0, 0, 7, 0], [15, 0, 0, 0], [5, 10, 0, 0], [1, 2, 4, 8]]
+    local_ids, local_weights = merge_repeats(ids, weights, first=2, last=5)
+    assert local_ids.tolist() == [[1, -1, -1, -1], [-1, -1, 0, -1], [-1, -1, -1, -1], [-1, 0, -1, -1], [2, 1, 0, -1]]
+    assert local_weights.tolist() == [[4, 0, 0, 0], [0, 0, 7, 0], [0, 0, 0, 0], [0, 10, 0, 0], [1, 2, 4, 0]]
     assert torch.equal(ids, kept_ids)
     assert torch.equal(weights.nan_to_num(-1.0), kept_weights.nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("first", "last"), [(0, None), (1, 3), (3, 3)])
 @pytest.mark.parametrize(("num_tokens", "num_topk", "num_experts"), [(200, 6, 4), (50, 9, 30), (0, 3, 4), (5, 1, 2)])
-def test_merge_repeats_against_loops(dtype: torch.dtype, num_tokens: int, num_topk: int, num_experts: int) -> None:
+def test_merge_repeats_against_loops(
+    dtype: torch.dtype, first: int, last: int | None, num_tokens: int, num_topk: int, num_experts: int
+) -> None:
     random = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(-1, num_experts, (num_tokens, num_topk), generator=random, dtype=dtype)
     weights = torch.randn(num_tokens, num_topk, generator=random)
     expected_ids = np.full((num_tokens, num_topk), -1)
     expected_weights = np.zeros((num_tokens, num_topk), dtype=np.float32)
+    end = num_experts if last is None else last
     for token in range(num_tokens):
-        first: dict[int, int] = {}
+        places: dict[int, int] = {}
         for column in range(num_topk):
             expert = int(ids[token, column])
-            if expert < 0:
+            if not first <= expert < end:
                 continue
-            home = first.setdefault(expert, column)
-            expected_ids[token, home] = expert
+            home = places.setdefault(expert, column)
+            expected_ids[token, home] = expert - first
             expected_weights[token, home] += weights[token, column].numpy()
-    merged_ids, merged_weights = merge_repeats(ids, weights)
-    assert (merged_ids.dtype, merged_weights.dtype) == (dtype, torch.float32)
+    merged_ids, merged_weights = merge_repeats(ids, weights, first=first, last=last)
+    assert (merged_ids.dtype, merged_weights.dtype) == (torch.int32, torch.float32)
     assert np.array_equal(merged_ids.numpy(), expected_ids)
     assert np.array_equal(merged_weights.numpy(), expected_weights)
 
@@ -237,3 +302,14 @@ def test_weighted_sum_ignores_the_weight_of_no_expert() -> None:
     token_to_row = torch.tensor([[-1, 0], [-1, -1]], dtype=torch.int32)
     weights = torch.tensor([[float("nan"), 3.0], [float("inf"), 1.0]])
     assert weighted_sum(y, token_to_row, weights).tolist() == [[3.0, 6.0], [0.0, 0.0]]
+
+
+def test_weighted_sum_adds_what_is_shared_before_it_rounds() -> None:
+    """Without weights a token's rows count once each: the sum of the ranks' rows at home."""
+    y = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()  # bfloat16 has no 257
+    token_to_row = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int32)
+    shared = torch.tensor([[1.0], [0.5], [-1.0]])
+    out = torch.full((3, 1), float("nan"), dtype=torch.bfloat16)
+    assert weighted_sum(y, token_to_row, None, shared=shared, out=out) is out
+    assert out.tolist() == [[258.0], [0.5], [0.0]]
+    assert weighted_sum(y, token_to_row, None).tolist() == [[256.0], [0.0], [1.0]]

@@ -8,15 +8,26 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts, apply_activation
 
-EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {"torch": ReferenceExperts}
 
-_AUTO = {"cpu": "torch", "cuda": "torch"}  # by the type of the device
+def _triton_experts(activation: ActivationConfig) -> Experts:
+    """Import Triton when it is asked for: it is there on Linux alone."""
+    from ep_moe.experts.triton import TritonExperts
+
+    return TritonExperts(activation)
+
+
+EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {"torch": ReferenceExperts, "triton": _triton_experts}
+
+_AUTO = {"cpu": "torch", "cuda": "triton"}  # by the type of the device
 
 
 def create_experts(name: str, activation: ActivationConfig, device: torch.device) -> Experts:
     """Build an expert implementation by name; "auto" picks by the device that holds the weights.
 
-    Errors: ValueError lists the names, or the kinds of device. Local.
+    "triton" on a CPU needs TRITON_INTERPRET=1 in the environment before Triton is imported: it is for tests.
+
+    Errors: ValueError lists the names, or the kinds of device; RuntimeError for "triton" where Triton is not
+    installed, or on a CPU without its interpreter. Local.
     """
     if device.type not in _AUTO:
         raise ValueError(f"device ({device}) is not one of {', '.join(_AUTO)}")
@@ -24,7 +35,19 @@ def create_experts(name: str, activation: ActivationConfig, device: torch.device
         name = _AUTO[device.type]
     if name not in EXPERTS:
         raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(EXPERTS)}")
+    if name == "triton":
+        _require_triton(device)
     return EXPERTS[name](activation)
+
+
+def _require_triton(device: torch.device) -> None:
+    """Say what is missing before a kernel fails for it."""
+    try:
+        import triton
+    except ImportError as error:
+        raise RuntimeError(f"experts 'triton' need Triton, which is not installed: {error}") from None
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise RuntimeError("experts 'triton' on a CPU need TRITON_INTERPRET=1 in the environment; 'torch' does not")
 
 
 __all__ = ["EXPERTS", "Experts", "ReferenceExperts", "apply_activation", "create_experts"]

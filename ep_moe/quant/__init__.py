@@ -1,4 +1,7 @@
-"""Number formats of expert weights and tokens, in plain torch: what every kernel is compared with."""
+"""Number formats of expert weights and tokens, in plain torch: what every kernel is compared with.
+
+On a GPU activations are quantised by a kernel, with the same bits.
+"""
 
 from ep_moe.quant.base import Quantised, QuantScheme
 from ep_moe.quant.formats import (

@@ -1,6 +1,7 @@
 """The schemes by name, and what every caller uses: checked, then handed to the family that the scheme belongs to.
 
-Plain torch, the oracle of all kernels. Nothing here reads back to the host, so all of it may be captured in a graph.
+Plain torch, the oracle of all kernels; on a GPU activations are quantised by a kernel that has its bits. Nothing here
+reads back to the host, so all of it may be captured in a graph.
 Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
 """
 
@@ -74,6 +75,10 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
         raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
     if static_scale is not None and static_scale.numel() != 1:
         raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
+    if x.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
+        from ep_moe.quant import triton
+
+        return triton.quantise(x, scheme, static_scale)
     return family.quantise(x, scheme, static_scale)
 
 

@@ -19,19 +19,16 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, quantise
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.plan import HEADER_WORDS, plan_send
 from ep_moe.transport.rounds import (
     Slots,
     bad_ids_message,
     check_dispatch,
     check_expert_output,
     check_home,
-    count_bad_ids,
-    finish,
     too_many_tokens_message,
 )
 from ep_moe.transport.wire import RowFormat
-
-_HEADER_WORDS = 5  # rows for you, all tokens of the sender, refused (0 or 1), ids out of range, format of a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +47,10 @@ class _Round:
     layout: Layout
     scheme: QuantScheme
     row_format: RowFormat
-    sent_tokens: tuple[torch.Tensor, ...]  # for each rank, the tokens [count] it got, ascending
-    recv_counts: tuple[int, ...]
+    token_to_row: torch.Tensor  # [T, R] int32: which row that was sent, and so comes home, is a token's, -1 none
+    send_counts: tuple[int, ...]  # rows sent to each rank
+    recv_counts: tuple[int, ...]  # rows received from each rank
+    recv_pairs: int  # received (token, local expert) pairs
     buffer: torch.Tensor  # what the exchange in flight fills
     work: dist.Work | None
     keep: torch.Tensor  # what the exchange in flight reads; it must outlive it
@@ -86,9 +85,9 @@ class CollectiveTransport(Transport):
         self.rank, self.num_ranks = group.rank, group.num_ranks
         self._group = group
         self._owner = torch.repeat_interleave(
-            torch.arange(group.num_ranks),
+            torch.arange(group.num_ranks, dtype=torch.int32),
             torch.tensor([placement.num_local_experts(r) for r in range(group.num_ranks)]),
-        ).to(group.device)  # [P], physical expert -> rank
+        ).to(group.device)  # [P] int32, physical expert -> rank
         self._slots: Slots[_Round] = Slots(config.num_slots)
         self._next_round = 0
 
@@ -105,21 +104,16 @@ class CollectiveTransport(Transport):
             self.refuse(error, slot=slot, num_tokens=routing.topk_ids.shape[0])
         round_, self._next_round = self._next_round, self._next_round + 1
         row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
-        goes = self._destinations(routing.topk_ids)
-        header = torch.zeros(self.num_ranks, _HEADER_WORDS, dtype=torch.int64, device=device)
-        header[:, 0] = goes.sum(0)
-        header[:, 1] = routing.topk_ids.shape[0]
-        header[:, 3] = count_bad_ids(routing.topk_ids, self.placement.num_physical)
-        header[:, 4] = row_format.fingerprint
-        received, send_counts = self._exchange_headers(header, round_)
+        headers = torch.empty(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=device)
+        plan = plan_send(routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, header=headers[0])
+        sent, received = self._exchange_headers(headers, round_)
         self._raise_refusals(received, round_)
         self._compare_formats(received, row_format, round_)
+        send_counts, recv_counts = (tuple(words[0] for words in told) for told in (sent, received))
         if scheme.quantised and not isinstance(x, Quantised):
             x = quantise(x, scheme)
-        rank_of_row, token = torch.nonzero(goes.t(), as_tuple=True)
-        outgoing = row_format.write(x, routing, token)
-        recv_counts = tuple(int(words[0]) for words in received)
-        incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=outgoing.device)
+        outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
+        incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
         work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
         state = _Round(
             round=round_,
@@ -127,8 +121,10 @@ class CollectiveTransport(Transport):
             layout=layout,
             scheme=scheme,
             row_format=row_format,
-            sent_tokens=tuple(token.split(send_counts)),
+            token_to_row=token_to_row,
+            send_counts=send_counts,
             recv_counts=recv_counts,
+            recv_pairs=sum(words[5] for words in received),
             buffer=incoming,
             work=work,
             keep=outgoing,
@@ -142,17 +138,16 @@ class CollectiveTransport(Transport):
         self._wait(state.work, "dispatch", state.round)
         values, scale, routing = state.row_format.read(state.buffer)
         first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
-        mine = (routing.topk_ids >= first) & (routing.topk_ids < last)
-        ids, weights = merge_repeats(torch.where(mine, routing.topk_ids - first, -1), routing.topk_weights)
-        flat = state.layout is Layout.FLAT
+        ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights, first=first, last=last)
         packed = pack(
-            TokenRows(x=values.contiguous() if flat else values, scale=scale, local_topk_ids=ids, topk_weights=weights),
+            TokenRows(x=values, scale=scale, local_topk_ids=ids, topk_weights=weights),
             state.layout,
             scheme=state.scheme,
             dtype=self.config.dtype,
             num_local_experts=last - first,
             capacity=self.num_ranks * self.config.max_tokens_per_rank,
             alignment=self.config.row_alignment,
+            max_rows=state.recv_pairs,
         )
         handle = CollectiveHandle(
             slot=slot,
@@ -173,9 +168,8 @@ class CollectiveTransport(Transport):
         check_expert_output(y, dispatched.batch)
         flat = isinstance(dispatched.batch, Flat)
         outgoing = (y if flat else weighted_sum(y, handle.token_to_row, handle.topk_weights)).contiguous()
-        home_counts = tuple(tokens.shape[0] for tokens in state.sent_tokens)
-        incoming = torch.empty(sum(home_counts), self.config.hidden, dtype=self.config.dtype, device=y.device)
-        work = self._all_to_all(incoming, outgoing, home_counts, handle.recv_counts)
+        incoming = torch.empty(sum(state.send_counts), self.config.hidden, dtype=self.config.dtype, device=y.device)
+        work = self._all_to_all(incoming, outgoing, state.send_counts, handle.recv_counts)
         returning = dataclasses.replace(state, buffer=incoming, work=work, keep=outgoing)
         self._slots.advance(handle.slot, "combine_send", returning)
 
@@ -188,11 +182,8 @@ class CollectiveTransport(Transport):
         assert state is not None
         check_home((state.num_tokens, self.config.hidden), self.config, shared, out)
         self._wait(state.work, "combine", state.round)
-        counts = [tokens.shape[0] for tokens in state.sent_tokens]
-        total = torch.zeros(state.num_tokens, self.config.hidden, dtype=torch.float32, device=state.buffer.device)
-        for tokens, rows in zip(state.sent_tokens, state.buffer.split(counts), strict=True):
-            total[tokens] += rows.float()  # a token stands at most once among a rank's rows
-        result = finish(total, dtype=self.config.dtype, shared=shared, out=out)
+        # a token stands at most once among a rank's rows, and ranks are the columns: summed in rank order
+        result = weighted_sum(state.buffer, state.token_to_row, None, shared=shared, out=out)
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
 
@@ -201,9 +192,9 @@ class CollectiveTransport(Transport):
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         round_, self._next_round = self._next_round, self._next_round + 1
-        header = torch.zeros(self.num_ranks, _HEADER_WORDS, dtype=torch.int64, device=self._group.device)
-        header[:, 1], header[:, 2] = num_tokens, 1
-        self._exchange_headers(header, round_)
+        headers = torch.zeros(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=self._group.device)
+        headers[0, :, 1], headers[0, :, 2] = num_tokens, 1
+        self._exchange_headers(headers, round_)
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
@@ -214,39 +205,28 @@ class CollectiveTransport(Transport):
         if call != "combine_send":
             self._wait(state.work, "abandoned round", state.round)
         if call != "combine_recv":
-            home_counts = tuple(tokens.shape[0] for tokens in state.sent_tokens)
             shape = (self.config.hidden,)
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._group.device}
             outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
-            incoming = torch.empty((sum(home_counts), *shape), **like)
-            self._wait(
-                self._all_to_all(incoming, outgoing, home_counts, state.recv_counts), "abandoned round", state.round
-            )
+            incoming = torch.empty((sum(state.send_counts), *shape), **like)
+            work = self._all_to_all(incoming, outgoing, state.send_counts, state.recv_counts)
+            self._wait(work, "abandoned round", state.round)
         self._slots.close(slot)
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""
         self._slots = Slots(self.config.num_slots)
 
-    def _destinations(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """[T, R] bool: which ranks a token goes to. Ids that no rank owns go nowhere."""
-        valid = (topk_ids >= 0) & (topk_ids < self.placement.num_physical)
-        owner = torch.where(valid, self._owner[torch.where(valid, topk_ids, 0).long()], self.num_ranks)
-        goes = torch.zeros(topk_ids.shape[0], self.num_ranks + 1, dtype=torch.bool, device=topk_ids.device)
-        return goes.scatter_(1, owner, True)[:, : self.num_ranks]
-
-    def _exchange_headers(self, header: torch.Tensor, round_: int) -> tuple[list[list[int]], tuple[int, ...]]:
-        """Return what each rank told this one, and the rows that this one owes to each. One host sync."""
-        received = torch.empty_like(header)
+    def _exchange_headers(self, headers: torch.Tensor, round_: int) -> list[list[list[int]]]:
+        """Send headers[0], receive into headers[1]; return what this rank told and was told, by rank. One host sync."""
         ones = (1,) * self.num_ranks
-        self._wait(self._all_to_all(received, header, ones, ones), "dispatch", round_)
-        both = torch.stack([received, header]).tolist()
-        return both[0], tuple(words[0] for words in both[1])
+        self._wait(self._all_to_all(headers[1], headers[0], ones, ones), "dispatch", round_)
+        return headers.tolist()
 
     def _raise_refusals(self, received: list[list[int]], round_: int) -> None:
         """Raise the same news on every rank: this rank's own error first, then another's with its rank."""
         in_turn = sorted(enumerate(received), key=lambda entry: entry[0] != self.rank)
-        for rank, (_, num_tokens, refused, bad, _) in in_turn:
+        for rank, (_, num_tokens, refused, bad, *_) in in_turn:
             if num_tokens > self.config.max_tokens_per_rank:
                 raise ValueError(too_many_tokens_message(num_tokens, self.config.max_tokens_per_rank, rank))
             if bad:

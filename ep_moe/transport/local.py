@@ -22,7 +22,6 @@ from ep_moe.transport.rounds import (
     check_expert_output,
     check_home,
     count_bad_ids,
-    finish,
 )
 
 
@@ -73,7 +72,7 @@ class LocalTransport(Transport):
             raise ValueError(bad_ids_message(bad, num_physical, 0))
         if scheme.quantised and not isinstance(x, Quantised):
             x = quantise(x, scheme)
-        ids, weights = merge_repeats(routing.topk_ids.int(), routing.topk_weights)
+        ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights)
         rows = TokenRows(
             x=x.values if isinstance(x, Quantised) else x,
             scale=x.scale if isinstance(x, Quantised) else None,
@@ -123,7 +122,8 @@ class LocalTransport(Transport):
         assert state is not None
         assert state.rows is not None
         check_home((state.rows.shape[0], self.config.hidden), self.config, shared, out)
-        result = finish(state.rows.float(), dtype=self.config.dtype, shared=shared, out=out)
+        own_row = torch.arange(state.rows.shape[0], dtype=torch.int32, device=self._device).unsqueeze(1)
+        result = weighted_sum(state.rows, own_row, None, shared=shared, out=out)
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
 

@@ -143,12 +143,3 @@ def check_home(
             raise ValueError(f"{name} is {tuple(tensor.shape)}, the round has {shape}")
     if out is not None and out.dtype != config.dtype:
         raise ValueError(f"out is {out.dtype}, the transport carries {config.dtype}")
-
-
-def finish(
-    total: torch.Tensor, *, dtype: torch.dtype, shared: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
-    """Add the shared experts' output to the float32 sum [T, H] and round once, into `out` if there is one."""
-    if shared is not None:
-        total = total + shared.float()
-    return total.to(dtype) if out is None else out.copy_(total)

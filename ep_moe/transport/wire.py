@@ -1,7 +1,8 @@
 """One token as bytes: how a row with its scales, ids and weights is packed for a byte-wise all-to-all.
 
-Letters: N rows, H hidden, G scale groups, K top-k. A row is [values | scales G x 4 | ids K x 4 | weights K x 4], its
-length rounded up to 16 bytes; gloo cannot carry 8-bit floats, bytes go everywhere.
+Letters: T tokens on this rank, N rows, R ranks, H hidden, G scale groups, K top-k. A row is [values | scales G x 4 |
+ids K x 4 | weights K x 4], its length rounded up to 64 bytes, so that the strides of all its views are multiples of 16
+elements; gloo cannot carry 8-bit floats, bytes go everywhere.
 """
 
 import dataclasses
@@ -11,6 +12,9 @@ import torch
 
 from ep_moe.quant import Quantised, QuantScheme
 from ep_moe.routing import Routing
+from ep_moe.transport.plan import SendPlan
+
+ROW_ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,22 +51,32 @@ class RowFormat:
     @property
     def row_bytes(self) -> int:
         """Bytes of a whole row."""
-        return -(-(self.value_bytes + 4 * self.num_groups + 8 * self.num_topk) // 16) * 16
+        used = self.value_bytes + 4 * self.num_groups + 8 * self.num_topk
+        return -(-used // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
-    def write(self, x: torch.Tensor | Quantised, routing: Routing, token: torch.Tensor) -> torch.Tensor:
-        """Return the rows of tokens `token` [N] as [N, row_bytes] uint8."""
-        buffer = torch.zeros(token.shape[0], self.row_bytes, dtype=torch.uint8, device=token.device)
-        values = x.values if isinstance(x, Quantised) else x
-        parts = [values.contiguous().view(torch.uint8)[token]]
-        if isinstance(x, Quantised):
-            parts.append(x.scale[token].contiguous().view(torch.uint8))
-        parts.append(routing.topk_ids[token].int().contiguous().view(torch.uint8))
-        parts.append(routing.topk_weights[token].contiguous().view(torch.uint8))
-        start = 0
-        for part in parts:
-            buffer[:, start : start + part.shape[1]] = part
-            start += part.shape[1]
-        return buffer
+    def write(
+        self, x: torch.Tensor | Quantised, routing: Routing, plan: SendPlan, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy every token to its rows of the send buffer.
+
+        Args:
+            x: [T, H]. routing: of these tokens. plan: where they go. num_rows: N, as the plan's header has it.
+        Returns: the rows [N, row_bytes] uint8, with anything behind what a row holds; and [T, R] int32, the row by
+        which a token goes to a rank, -1 none. Local, on the current stream; no host sync on a GPU.
+        """
+        if plan.place.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
+            from ep_moe.transport import triton
+
+            return triton.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=self.row_bytes)
+        token_to_row = plan.token_to_row()
+        token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
+        parts = [x.values, x.scale] if isinstance(x, Quantised) else [x]
+        parts += [routing.topk_ids.int(), routing.topk_weights]
+        # cloned, for a single column may count as contiguous and yet not be viewed as bytes
+        whole = torch.cat([p.clone(memory_format=torch.contiguous_format).view(torch.uint8) for p in parts], dim=1)
+        buffer = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=whole.device)
+        buffer[token_to_row[token, rank].long(), : whole.shape[1]] = whole[token]
+        return buffer, token_to_row
 
     def read(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Routing]:
         """Split [N, row_bytes] uint8 into values [N, H], scale [N, G] or None, and the routing: views, no copies."""

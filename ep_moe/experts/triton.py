@@ -1,0 +1,351 @@
+"""The experts as Triton kernels: a list of tiles, the first GEMM with all that follows it, the second GEMM.
+
+Nothing is read back to the host, and what is launched does not depend on the counts: a call can be captured in a CUDA
+graph and replayed with others. Runs on a CPU under TRITON_INTERPRET=1.
+
+Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts.
+"""
+
+import dataclasses
+import math
+
+import torch
+import triton
+
+from ep_moe.config import ActivationConfig
+from ep_moe.experts.reference import check_fit
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles
+from ep_moe.kernels.grouped_gemm import (
+    _expert_amax_kernel,
+    _first_gemm_kernel,
+    _requantise_kernel,
+    _second_gemm_kernel,
+    _tile_list_kernel,
+)
+from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
+from ep_moe.quant import QuantScheme
+from ep_moe.weights import ExpertWeights
+
+_LIST_BLOCK = 128  # entries of the tile list that one program writes
+_REQUANTISE_NUMBERS = 2048  # that one program holds at a time, if a row has not more
+_CPU_PROGRAMS = 4  # of the interpreter, which runs them one after the other
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TileList:
+    """The row tiles of all experts, on the device."""
+
+    tile_expert: torch.Tensor  # [>= Q] int32
+    first_tile: torch.Tensor  # [L] int32
+    num_tiles: torch.Tensor  # [1] int32, Q
+    amax: torch.Tensor  # [L] int32, zeros, for magnitudes; empty unless asked for
+    max_tiles: int  # Q never exceeds it
+    block_m: int
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the kernels take them."""
+        return self.tile_expert, self.first_tile, self.num_tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Inner:
+    """What lies between the GEMMs: rows in the order of the tile list."""
+
+    values: torch.Tensor  # [max_tiles * block_m, I]
+    scale: torch.Tensor  # [G, max_tiles * block_m]; [L] where static; anything where there is none
+    static: bool
+
+
+def _max_tiles(batch: ExpertBatch, block_m: int) -> int:
+    """The most row tiles that the batch can have, known from shapes alone."""
+    experts = batch.num_local_experts
+    if isinstance(batch, Batched) and batch.row_index is None:
+        return experts * math.ceil(batch.x.shape[1] / block_m)
+    rows = batch.x.shape[0] if batch.row_index is None else batch.row_index.shape[0]
+    return min(rows // block_m + experts, rows)
+
+
+def build_tile_list(batch: ExpertBatch, block_m: int, *, with_amax: bool) -> TileList:
+    """Cut the tokens of every expert into tiles of `block_m`. Local, no host sync."""
+    experts, max_tiles, device = batch.num_local_experts, _max_tiles(batch, block_m), batch.x.device
+    tile_expert, first_tile, num_tiles, amax = (
+        torch.empty(size, dtype=torch.int32, device=device)
+        for size in (max_tiles, experts, 1, experts if with_amax else 0)
+    )
+    _tile_list_kernel[(triton.cdiv(max_tiles, _LIST_BLOCK),)](
+        batch.expert_num_tokens,
+        tile_expert,
+        first_tile,
+        num_tiles,
+        amax,
+        experts,
+        max_tiles,
+        BLOCK_M=block_m,
+        EXPERTS=triton.next_power_of_2(experts),
+        TILES=_LIST_BLOCK,
+        HAS_AMAX=with_amax,
+    )
+    return TileList(
+        tile_expert=tile_expert,
+        first_tile=first_tile,
+        num_tiles=num_tiles,
+        amax=amax,
+        max_tiles=max_tiles,
+        block_m=block_m,
+    )
+
+
+def _num_programs(device: torch.device, per_sm: int, most: int) -> int:
+    """A grid that fills the device once, and no more programs than there can be tiles."""
+    if device.type != "cuda":
+        return min(_CPU_PROGRAMS, most)
+    return min(torch.cuda.get_device_properties(device).multi_processor_count * per_sm, most)
+
+
+def _requantise_mode(weights: ExpertWeights, block_n: int) -> str:
+    """How the first GEMM leaves the intermediate: "none", "group" and "static" are final, the others are not."""
+    scheme = weights.scheme
+    if scheme.activation == "none" or scheme.activation == "token":
+        return scheme.activation
+    if scheme.activation == "tensor":
+        return "tensor" if weights.w2_input_scale is None else "static"
+    width = scheme.block[1]
+    return "group" if width & (width - 1) == 0 and width <= block_n else "other groups"
+
+
+def _scale_args(scheme: QuantScheme, tiles: GemmTiles, *, aligned: bool) -> dict[str, object]:
+    """What both GEMMs are told about the scales of their weights."""
+    blocked = scheme.weight == "block"
+    return {
+        "WEIGHT_SCALE": scheme.weight,
+        "VECTOR": blocked and not (aligned and scheme.block[0] % tiles.block_n == 0),
+        "GROUP_N": scheme.block[0] if blocked else 1,
+        "GROUP_K": scheme.block[1] if blocked else 1,
+    }
+
+
+def _tile_args(tiles: GemmTiles, shared: ExpertTiles, columns: int, sums: int) -> dict[str, object]:
+    """The tile sizes as the kernels and Triton take them."""
+    return {
+        "SWAP": tiles.swap,
+        "BLOCK_M": shared.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GROUP_M": shared.group_m,
+        "EVEN_N": columns % tiles.block_n == 0,
+        "EVEN_K": sums % tiles.block_k == 0,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+class TritonExperts:
+    """Two grouped GEMMs of all local experts as persistent Triton kernels.
+
+    The numbers are those of `ReferenceExperts` but for the order of sums: products are added in float32, the
+    intermediate is requantised from float32, in the first GEMM's own kernel where its tiles hold all that shares a
+    scale (groups of 16, 32, 64 or 128; static scales).
+
+    Args:
+        activation: between the two GEMMs.
+        tiles: how the work is cut; None chooses by the batch's `expected_rows`. A call raises ValueError where
+            they do not fit the scheme of its weights.
+    """
+
+    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | None = None) -> None:
+        self.activation = activation
+        self.tiles = tiles
+
+    def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the experts of every row; `ep_moe.experts.base.Experts` says what goes in and comes out.
+
+        Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H].
+        Local, on the current stream, no host sync, CUDA-graph safe.
+        """
+        check_fit(batch, weights, self.activation, out)
+        flat = isinstance(batch, Flat)
+        y = out
+        if flat or y is None or not y.is_contiguous():
+            rows = batch.output_shape if batch.row_index is None else (batch.row_index.shape[0], batch.hidden)
+            y = batch.x.new_empty(rows, dtype=batch.dtype)
+        with torch.cuda.device_of(batch.x):
+            self._compute(batch, weights, y)
+        if isinstance(batch, Flat):
+            y = weighted_sum(y, batch.token_to_row, batch.topk_weights)
+        return y if out is None or y is out else out.copy_(y)
+
+    def _compute(self, batch: ExpertBatch, weights: ExpertWeights, y: torch.Tensor) -> None:
+        """Write the output rows of every expert that has tokens."""
+        if y.numel() == 0 or batch.x.numel() == 0:
+            return
+        tiles = self._choose_tiles(batch, weights)
+        mode = _requantise_mode(weights, tiles.first.block_n)
+        tile_list = build_tile_list(batch, tiles.block_m, with_amax=mode == "tensor")
+        inner = self._first(batch, weights, tiles, tile_list, mode)
+        self._second(batch, weights, tiles, tile_list, inner, y)
+
+    def _choose_tiles(self, batch: ExpertBatch, weights: ExpertWeights) -> ExpertTiles:
+        """Tiles for this batch and these weights: those that were asked for, or our choice."""
+        gated, (block_n, block_k) = self.activation.kind.gated, weights.scheme.block
+        blocked = weights.scheme.weight == "block"
+        if self.tiles is not None:
+            for name, tiles in (("first", self.tiles.first), ("second", self.tiles.second)):
+                if blocked and block_k % tiles.block_k:
+                    raise ValueError(
+                        f"block_k ({tiles.block_k}) of the {name} GEMM does not divide the {block_k} columns that "
+                        f"share a scale in scheme '{weights.scheme.name}'"
+                    )
+            return self.tiles
+        if not blocked:
+            return choose_tiles(batch.expected_rows, weights.w13.dtype, gated=gated)
+        return choose_tiles(
+            batch.expected_rows,
+            weights.w13.dtype,
+            gated=gated,
+            group_k=block_k,
+            whole_blocks=block_n % 128 == 0 and (not gated or weights.w2.shape[2] % block_n == 0),
+        )
+
+    def _first(
+        self, batch: ExpertBatch, weights: ExpertWeights, tiles: ExpertTiles, tile_list: TileList, mode: str
+    ) -> _Inner:
+        """w13, bias, activation and what can be requantised there."""
+        scheme, activation, device = weights.scheme, self.activation, batch.x.device
+        hidden, intermediate = batch.hidden, weights.w2.shape[2]
+        rows = tile_list.max_tiles * tile_list.block_m
+        final = mode in ("none", "group", "static")
+        values_dtype = (scheme.dtype or batch.dtype) if final else torch.float32
+        values = torch.empty(rows, intermediate, dtype=values_dtype, device=device)
+        groups = scheme.num_groups(intermediate)
+        scale = torch.empty(groups, rows, dtype=torch.float32, device=device)
+        static = weights.w2_input_scale if mode == "static" else None
+        x = batch.x.reshape(-1, hidden)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        x_scale, (block_stride, row_stride, group_stride) = x, (0, 0, 0)
+        height = 1
+        if batch.scale is not None:
+            x_scale, height = batch.scale, max(batch.scale.shape[-2], 1)
+            row_stride, group_stride = x_scale.stride(-2), x_scale.stride(-1)
+            block_stride = x_scale.stride(0) if x_scale.dim() == 3 else 0
+        limit = activation.limit
+        most = tile_list.max_tiles * triton.cdiv(intermediate, tiles.first.block_n)
+        _first_gemm_kernel[(_num_programs(device, tiles.first.programs_per_sm, most),)](
+            x,
+            x_scale,
+            weights.w13.contiguous(),
+            _or(weights.w13_scale, x).contiguous(),
+            _or(weights.w13_bias, x).contiguous(),
+            values,
+            scale,
+            _or(static, scale).contiguous(),
+            batch.expert_row_start,
+            batch.expert_num_tokens,
+            _or(batch.row_index, batch.expert_row_start),
+            *tile_list.pointers,
+            hidden,
+            intermediate,
+            x.stride(0),
+            height,
+            block_stride,
+            row_stride,
+            group_stride,
+            rows,
+            float(activation.alpha),
+            float(activation.beta),
+            math.inf if limit is None else float(limit),
+            KIND=activation.kind.value,
+            LIMITED=limit is not None,
+            GATED=activation.kind.gated,
+            REQUANTISE=mode if final else "none",
+            HAS_BIAS=weights.w13_bias is not None,
+            HAS_INDEX=batch.row_index is not None,
+            **_scale_args(scheme, tiles.first, aligned=intermediate % scheme.block[0] == 0),
+            **_tile_args(tiles.first, tiles, intermediate, hidden),
+        )
+        if final:
+            return _Inner(values=values, scale=scale if static is None else static, static=static is not None)
+        return self._requantise(batch, scheme, tile_list, values, scale, mode)
+
+    def _requantise(
+        self,
+        batch: ExpertBatch,
+        scheme: QuantScheme,
+        tile_list: TileList,
+        inner: torch.Tensor,
+        scale: torch.Tensor,
+        mode: str,
+    ) -> _Inner:
+        """Requantise the float32 intermediate [rows, I] where the first GEMM could not."""
+        rows, intermediate = inner.shape
+        assert scheme.dtype is not None
+        values = torch.empty(inner.shape, dtype=scheme.dtype, device=inner.device)
+        width = scheme.block[1] if scheme.activation == "group" else intermediate
+        per_tensor = mode == "tensor"
+        block = triton.next_power_of_2(width)
+        per_program = max(min(_REQUANTISE_NUMBERS // block, tile_list.block_m), 1)
+        grid = (_num_programs(inner.device, 8, rows // per_program),)
+        if per_tensor:
+            _expert_amax_kernel[grid](
+                inner,
+                tile_list.amax,
+                batch.expert_num_tokens,
+                *tile_list.pointers,
+                intermediate,
+                BLOCK_M=tile_list.block_m,
+                ROWS=per_program,
+                BLOCK=block,
+            )
+        _requantise_kernel[grid](
+            inner,
+            values,
+            scale,
+            tile_list.amax,
+            batch.expert_num_tokens,
+            *tile_list.pointers,
+            intermediate,
+            width,
+            rows,
+            PER_TENSOR=per_tensor,
+            BLOCK_M=tile_list.block_m,
+            ROWS=per_program,
+            BLOCK=block,
+            num_warps=4 if block <= 4096 else 8,
+        )
+        return _Inner(values=values, scale=scale, static=False)
+
+    def _second(
+        self,
+        batch: ExpertBatch,
+        weights: ExpertWeights,
+        tiles: ExpertTiles,
+        tile_list: TileList,
+        inner: _Inner,
+        y: torch.Tensor,
+    ) -> None:
+        """w2, bias and the one rounding."""
+        _, hidden, intermediate = weights.w2.shape
+        most = tile_list.max_tiles * triton.cdiv(hidden, tiles.second.block_n)
+        _second_gemm_kernel[(_num_programs(y.device, tiles.second.programs_per_sm, most),)](
+            inner.values,
+            inner.scale,
+            weights.w2.contiguous(),
+            _or(weights.w2_scale, y).contiguous(),
+            _or(weights.w2_bias, y).contiguous(),
+            y,
+            batch.expert_row_start,
+            batch.expert_num_tokens,
+            *tile_list.pointers,
+            intermediate,
+            hidden,
+            inner.values.shape[0],
+            STATIC=inner.static,
+            HAS_BIAS=weights.w2_bias is not None,
+            **_scale_args(weights.scheme, tiles.second, aligned=True),
+            **_tile_args(tiles.second, tiles, hidden, intermediate),
+        )
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """The tensor, or any other in the place of one that is not there and not read."""
+    return other if tensor is None else tensor

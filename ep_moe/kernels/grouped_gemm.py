@@ -1,0 +1,588 @@
+"""The two GEMMs of all experts of a rank, as persistent kernels over a list of tiles that is built on the device.
+
+Letters: L local experts, H hidden, I intermediate, K columns that a GEMM sums over, N columns that it makes,
+G scale groups, Q row tiles of all experts.
+
+Tokens of an expert are cut into row tiles of BLOCK_M. Tiles are numbered expert by expert, and each has a place of
+BLOCK_M rows in the intermediate, so that what lies between the GEMMs is dense whatever the layout of the batch.
+Every program works through the tiles t = program, program + programs, ...; consecutive t share an expert's weights.
+Example: counts [3, 0, 40] with BLOCK_M = 16 are 4 row tiles, experts [0, 2, 2, 2], first tiles [0, 1, 1].
+
+SWAP makes the weights the rows of the tensor core's product, of which there are 64 at least: an expert may have few
+tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.activation import activate
+from ep_moe.kernels.numerics import INTERPRET, absmax, e4m3_scale, quantise_e4m3, round_to
+
+
+@triton.jit
+def _tile_list_kernel(
+    expert_num_tokens_ptr,  # [L] int32
+    tile_expert_ptr,  # [>= Q] int32, out
+    first_tile_ptr,  # [L] int32, out
+    num_tiles_ptr,  # [1] int32, out: Q
+    amax_ptr,  # [L] int32, out: zeros, where HAS_AMAX
+    num_experts,
+    max_tiles,
+    BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr,  # L rounded up to a power of two
+    TILES: tl.constexpr,  # list entries of a program
+    HAS_AMAX: tl.constexpr,
+):
+    """List the row tiles of all experts. Each program finds the experts of its own entries; nothing is shared."""
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < num_experts
+    counts = tl.load(expert_num_tokens_ptr + expert, mask=is_expert, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(first_tile_ptr + expert, end - tiles, mask=is_expert)
+        tl.store(num_tiles_ptr, tl.sum(tiles, 0))
+        if HAS_AMAX:
+            tl.store(amax_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+    tl.store(tile_expert_ptr + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
+
+
+@triton.jit
+def _find_tile(
+    t,
+    num_columns,
+    expert_num_tokens_ptr,
+    tile_expert_ptr,
+    first_tile_ptr,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Return (expert, its tokens, row tile within the expert, first row tile of the expert, column tile) of tile t.
+
+    Within an expert GROUP_M row tiles go through all columns before the next ones do: weights and tokens that run at
+    the same time stay in the cache.
+    """
+    expert = tl.load(tile_expert_ptr + t // num_columns)
+    num_tokens = tl.load(expert_num_tokens_ptr + expert)
+    first_tile = tl.load(first_tile_ptr + expert)
+    row_tiles = (num_tokens + BLOCK_M - 1) // BLOCK_M
+    within = t - first_tile * num_columns
+    group = within // (GROUP_M * num_columns)
+    rows_of_group = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
+    within -= group * GROUP_M * num_columns
+    return expert, num_tokens, group * GROUP_M + within % rows_of_group, first_tile, within // rows_of_group
+
+
+@triton.jit
+def _multiply(
+    acc, x, w, x_scale, w_scale, SWAP: tl.constexpr, SCALED: tl.constexpr, VECTOR: tl.constexpr, FP8: tl.constexpr
+):
+    """Return acc plus the product of x [BLOCK_M, BLOCK_K] and w [BLOCK_N, BLOCK_K], times the scales of this block.
+
+    acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products leave the tensor core after each block of
+    scales, else after 64 columns: Hopper's own sums keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    """
+    if INTERPRET and x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    if FP8 and x.shape[1] < 32:  # too narrow for an fp8 product; float16 holds every e4m3 number
+        x = x.to(tl.float16)
+        w = w.to(tl.float16)
+    if SWAP:
+        left = w
+        right = tl.trans(x)
+    else:
+        left = x
+        right = tl.trans(w)
+    if SCALED:
+        product = tl.dot(left, right)
+        if VECTOR:
+            if SWAP:
+                return acc + product * (w_scale[:, None] * x_scale[None, :])
+            else:
+                return acc + product * (x_scale[:, None] * w_scale[None, :])
+        elif SWAP:
+            return acc + product * (x_scale * w_scale)[None, :]
+        else:
+            return acc + product * (x_scale * w_scale)[:, None]
+    elif FP8:
+        PROMOTE: tl.constexpr = 64 if x.shape[1] >= 64 else x.shape[1]
+        return tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
+    else:
+        return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def _accumulate(
+    x_ptrs,  # [BLOCK_M, 1]
+    x_scale_ptrs,  # [BLOCK_M]
+    row_mask,  # [BLOCK_M]
+    w_ptrs,  # [BLOCK_N, 1]
+    w_scale_ptrs,  # [BLOCK_N] where VECTOR, else scalar
+    up_offset,  # from a row of w to its row of the other half, in elements
+    up_scale_ptrs,
+    column_mask,  # [BLOCK_N]
+    K,
+    x_scale_stride_group,
+    PAIR: tl.constexpr,  # the gate and the up half at once
+    SWAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FP8: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Sum a tile over K. Returns [BLOCK_M, BLOCK_N] float32 twice: gate and up where PAIR, else the same."""
+    if SWAP:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs += columns
+    w_ptrs += columns
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < K - k), other=0.0)
+        group = k // GROUP_K
+        if SCALED:
+            x_scale = tl.load(x_scale_ptrs + group * x_scale_stride_group, mask=row_mask, other=0.0)
+        else:
+            x_scale = 1.0
+        w = _load_weight(w_ptrs, column_mask, columns, K - k, EVEN_N, EVEN_K)
+        w_scale = _load_weight_scale(w_scale_ptrs + group, column_mask, SCALED, VECTOR)
+        acc = _multiply(acc, x, w, x_scale, w_scale, SWAP, SCALED, VECTOR, FP8)
+        if PAIR:
+            up = _load_weight(w_ptrs + up_offset, column_mask, columns, K - k, EVEN_N, EVEN_K)
+            up_scale = _load_weight_scale(up_scale_ptrs + group, column_mask, SCALED, VECTOR)
+            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, SWAP, SCALED, VECTOR, FP8)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    if SWAP:
+        acc = tl.trans(acc)
+        up_acc = tl.trans(up_acc)
+    if PAIR:
+        return acc, up_acc
+    else:
+        return acc, acc
+
+
+@triton.jit
+def _load_weight(ptrs, column_mask, columns, columns_left, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load [BLOCK_N, BLOCK_K] weights, zeros beyond their edges."""
+    if EVEN_N and EVEN_K:
+        return tl.load(ptrs)
+    elif EVEN_K:
+        return tl.load(ptrs, mask=column_mask[:, None], other=0.0)
+    elif EVEN_N:
+        return tl.load(ptrs, mask=columns < columns_left, other=0.0)
+    else:
+        return tl.load(ptrs, mask=column_mask[:, None] & (columns < columns_left), other=0.0)
+
+
+@triton.jit
+def _load_weight_scale(ptrs, column_mask, SCALED: tl.constexpr, VECTOR: tl.constexpr):
+    """Load the scales of this step of the sum: one for each weight row where VECTOR, else one for all."""
+    if not SCALED:
+        return 1.0
+    elif VECTOR:
+        return tl.load(ptrs, mask=column_mask, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def _scale_rows_and_columns(
+    acc, x_scale_ptrs, w_scale_ptr, expert, N, columns, row_mask, column_mask, WEIGHT_SCALE: tl.constexpr
+):
+    """Apply the scales that a whole row and a whole column share: one per token, and per channel or per tensor."""
+    acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
+    if WEIGHT_SCALE == "channel":
+        return acc * tl.load(w_scale_ptr + expert.to(tl.int64) * N + columns, mask=column_mask, other=0.0)[None, :]
+    else:
+        return acc * tl.load(w_scale_ptr + expert)
+
+
+@triton.jit
+def _scale_pointers(
+    w_scale_ptr,
+    expert,
+    first_column,
+    columns,
+    N,
+    K,
+    VECTOR: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+):
+    """Where the scales of these weight rows lie in [L, ceil(N / GROUP_N), ceil(K / GROUP_K)], at the first column."""
+    groups_k = (K + GROUP_K - 1) // GROUP_K
+    base = w_scale_ptr + expert.to(tl.int64) * ((N + GROUP_N - 1) // GROUP_N) * groups_k
+    if VECTOR:
+        return base + columns // GROUP_N * groups_k
+    else:
+        return base + first_column // GROUP_N * groups_k
+
+
+@triton.jit
+def _first_gemm_kernel(
+    x_ptr,  # pool of rows, K each
+    x_scale_ptr,
+    w13_ptr,  # [L, 2I or I, K]
+    w13_scale_ptr,
+    bias_ptr,  # [L, 2I or I]
+    inner_ptr,  # [Q * BLOCK_M, I], out
+    inner_scale_ptr,  # [ceil(I / GROUP_K), inner_scale_stride], out where REQUANTISE is "group"
+    static_scale_ptr,  # [L] where REQUANTISE is "static"
+    expert_row_start_ptr,
+    expert_num_tokens_ptr,
+    row_index_ptr,
+    tile_expert_ptr,
+    first_tile_ptr,
+    num_tiles_ptr,
+    K,
+    intermediate,
+    x_stride,
+    x_scale_height,  # rows of a block of scales: row r is row r % height of block r // height
+    x_scale_stride_block,
+    x_scale_stride_row,
+    x_scale_stride_group,
+    inner_scale_stride,
+    alpha,
+    beta,
+    limit,
+    KIND: tl.constexpr,
+    LIMITED: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHT_SCALE: tl.constexpr,  # "none", "tensor", "channel" or "block"
+    REQUANTISE: tl.constexpr,  # "none", "group" or "static"
+    HAS_BIAS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    SWAP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """inner = requantise(activation(w13 @ x + bias)), tile by tile."""
+    num_columns = tl.cdiv(intermediate, BLOCK_N)
+    total = tl.load(num_tiles_ptr) * num_columns
+    for t in range(tl.program_id(0), total, tl.num_programs(0)):
+        expert, num_tokens, row_tile, first_tile, column_tile = _find_tile(
+            t, num_columns, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, GROUP_M
+        )
+        token = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = token < num_tokens
+        row = tl.load(expert_row_start_ptr + expert) + token
+        if HAS_INDEX:
+            row = tl.load(row_index_ptr + row, mask=row_mask, other=0)
+        first_column = column_tile * BLOCK_N
+        columns = first_column + tl.arange(0, BLOCK_N)
+        column_mask = columns < intermediate
+        halves = 2 if GATED else 1
+        w_offset = (expert.to(tl.int64) * halves * intermediate + columns[:, None]) * K
+        x_scale_ptrs = x_scale_ptr
+        w_scale_ptrs = w13_scale_ptr
+        up_scale_ptrs = w13_scale_ptr
+        if WEIGHT_SCALE != "none":
+            x_scale_ptrs = x_scale_ptr + (
+                (row // x_scale_height).to(tl.int64) * x_scale_stride_block + row % x_scale_height * x_scale_stride_row
+            )
+        if WEIGHT_SCALE == "block":
+            w_scale_ptrs = _scale_pointers(
+                w13_scale_ptr, expert, first_column, columns, halves * intermediate, K, VECTOR, GROUP_N, GROUP_K
+            )
+            up_scale_ptrs = _scale_pointers(
+                w13_scale_ptr,
+                expert,
+                first_column + intermediate,
+                columns + intermediate,
+                halves * intermediate,
+                K,
+                VECTOR,
+                GROUP_N,
+                GROUP_K,
+            )
+        gate, up = _accumulate(
+            x_ptr + row.to(tl.int64)[:, None] * x_stride,
+            x_scale_ptrs,
+            row_mask,
+            w13_ptr + w_offset,
+            w_scale_ptrs,
+            intermediate.to(tl.int64) * K,
+            up_scale_ptrs,
+            column_mask,
+            K,
+            x_scale_stride_group,
+            GATED,
+            SWAP,
+            WEIGHT_SCALE == "block",
+            VECTOR,
+            WEIGHT_SCALE != "none",
+            GROUP_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+        )
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * halves * intermediate + columns
+        if WEIGHT_SCALE == "tensor" or WEIGHT_SCALE == "channel":
+            gate = _scale_rows_and_columns(
+                gate,
+                x_scale_ptrs,
+                w13_scale_ptr,
+                expert,
+                halves * intermediate,
+                columns,
+                row_mask,
+                column_mask,
+                WEIGHT_SCALE,
+            )
+            if GATED:
+                up = _scale_rows_and_columns(
+                    up,
+                    x_scale_ptrs,
+                    w13_scale_ptr,
+                    expert,
+                    halves * intermediate,
+                    columns + intermediate,
+                    row_mask,
+                    column_mask,
+                    WEIGHT_SCALE,
+                )
+        if HAS_BIAS:
+            gate += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias_ptrs + intermediate, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        inner = activate(gate, up, KIND, alpha, beta, limit, LIMITED)
+        _store_inner(
+            inner,
+            inner_ptr,
+            inner_scale_ptr,
+            static_scale_ptr,
+            expert,
+            (first_tile + row_tile) * BLOCK_M + tl.arange(0, BLOCK_M),
+            columns,
+            column_mask,
+            intermediate,
+            inner_scale_stride,
+            REQUANTISE,
+            GROUP_K,
+            BLOCK_M,
+            BLOCK_N,
+        )
+
+
+@triton.jit
+def _store_inner(
+    inner,
+    inner_ptr,
+    inner_scale_ptr,
+    static_scale_ptr,
+    expert,
+    inner_row,  # [BLOCK_M]
+    columns,  # [BLOCK_N]
+    column_mask,
+    intermediate,
+    inner_scale_stride,
+    REQUANTISE: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Round or requantise a tile of the intermediate [BLOCK_M, BLOCK_N] float32 and store it.
+
+    "group": GROUP_K neighbours, a power of two within BLOCK_N, share a scale. Rows beyond the expert's tokens are
+    stored too, as the zeros and biases that they hold: nobody reads them.
+    """
+    ptrs = inner_ptr + inner_row.to(tl.int64)[:, None] * intermediate + columns[None, :]
+    if REQUANTISE == "group":
+        GROUPS: tl.constexpr = BLOCK_N // GROUP_K
+        inner = tl.where(column_mask[None, :], inner, 0.0)  # the sigmoid of nothing is not zero
+        grouped = tl.reshape(inner, [BLOCK_M, GROUPS, GROUP_K])
+        scale = e4m3_scale(absmax(grouped, 2))
+        values = tl.reshape(quantise_e4m3(grouped, scale[:, :, None]), [BLOCK_M, BLOCK_N])
+        group = tl.min(columns, 0) // GROUP_K + tl.arange(0, GROUPS)
+        tl.store(
+            inner_scale_ptr + group.to(tl.int64)[None, :] * inner_scale_stride + inner_row[:, None],
+            scale,
+            mask=(group < tl.cdiv(intermediate, GROUP_K))[None, :] & (inner_row >= 0)[:, None],
+        )
+        tl.store(ptrs, values, mask=column_mask[None, :])
+    elif REQUANTISE == "static":
+        tl.store(ptrs, quantise_e4m3(inner, tl.load(static_scale_ptr + expert)), mask=column_mask[None, :])
+    else:
+        tl.store(ptrs, round_to(inner, inner_ptr.dtype.element_ty), mask=column_mask[None, :])
+
+
+@triton.jit
+def _find_rows(
+    group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return (expert, rows of the intermediate [ROWS], which of them hold a token) of the group-th ROWS rows."""
+    row = group * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(tile_expert_ptr + group * ROWS // BLOCK_M)
+    num_tokens = tl.load(expert_num_tokens_ptr + expert)
+    return expert, row, row - tl.load(first_tile_ptr + expert) * BLOCK_M < num_tokens
+
+
+@triton.jit
+def _expert_amax_kernel(
+    inner_ptr,  # [Q * BLOCK_M, I] float32
+    amax_ptr,  # [L] int32, zeros; out: the bits of the largest magnitude of each expert
+    expert_num_tokens_ptr,
+    tile_expert_ptr,
+    first_tile_ptr,
+    num_tiles_ptr,
+    intermediate,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # at a time; divides BLOCK_M
+    BLOCK: tl.constexpr,
+):
+    """Find the largest magnitude among the rows of each expert; magnitudes order as their bits do."""
+    for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
+        expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
+        ptrs = inner_ptr + row.to(tl.int64)[:, None] * intermediate
+        for start in range(0, intermediate, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(ptrs + column[None, :], mask=row_mask[:, None] & (column < intermediate)[None, :], other=0.0)
+            largest = absmax(tl.reshape(x, [ROWS * BLOCK]), 0)
+            tl.atomic_max(amax_ptr + expert, largest.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _requantise_kernel(
+    inner_ptr,  # [Q * BLOCK_M, I] float32
+    values_ptr,  # [Q * BLOCK_M, I] float8, out
+    scale_ptr,  # [ceil(I / group_width), scale_stride], out
+    amax_ptr,  # [L] int32, where PER_TENSOR
+    expert_num_tokens_ptr,
+    tile_expert_ptr,
+    first_tile_ptr,
+    num_tiles_ptr,
+    intermediate,
+    group_width,  # columns that share a scale; intermediate for one scale per token
+    scale_stride,
+    PER_TENSOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # at a time; divides BLOCK_M
+    BLOCK: tl.constexpr,  # group_width rounded up to a power of two
+):
+    """Requantise the intermediate where a scale spans more, or other, columns than a tile of the first GEMM has."""
+    for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
+        expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
+        offset = row.to(tl.int64)[:, None] * intermediate
+        for start in range(0, intermediate, group_width):
+            column = start + tl.arange(0, BLOCK)
+            mask = row_mask[:, None] & ((column < intermediate) & (column < start + group_width))[None, :]
+            x = tl.load(inner_ptr + offset + column[None, :], mask=mask, other=0.0)
+            if PER_TENSOR:
+                amax = tl.load(amax_ptr + expert).to(tl.float32, bitcast=True)
+                scale = e4m3_scale(amax) + tl.zeros([ROWS], tl.float32)
+            else:
+                scale = e4m3_scale(absmax(x, 1))
+            tl.store(scale_ptr + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
+            tl.store(values_ptr + offset + column[None, :], quantise_e4m3(x, scale[:, None]), mask=mask)
+
+
+@triton.jit
+def _second_gemm_kernel(
+    inner_ptr,  # [Q * BLOCK_M, K]
+    inner_scale_ptr,  # [G, inner_scale_stride]; [L] where STATIC
+    w2_ptr,  # [L, N, K]
+    w2_scale_ptr,
+    bias_ptr,  # [L, N]
+    y_ptr,  # [rows, N], out
+    expert_row_start_ptr,
+    expert_num_tokens_ptr,
+    tile_expert_ptr,
+    first_tile_ptr,
+    num_tiles_ptr,
+    K,
+    N,
+    inner_scale_stride,
+    WEIGHT_SCALE: tl.constexpr,
+    STATIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWAP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """y = w2 @ inner + bias, rounded once; rows of y that hold no token are not written."""
+    num_columns = tl.cdiv(N, BLOCK_N)
+    total = tl.load(num_tiles_ptr) * num_columns
+    for t in range(tl.program_id(0), total, tl.num_programs(0)):
+        expert, num_tokens, row_tile, first_tile, column_tile = _find_tile(
+            t, num_columns, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, GROUP_M
+        )
+        token = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = token < num_tokens
+        inner_row = (first_tile + row_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        first_column = column_tile * BLOCK_N
+        columns = first_column + tl.arange(0, BLOCK_N)
+        column_mask = columns < N
+        w_scale_ptrs = w2_scale_ptr
+        if WEIGHT_SCALE == "block":
+            w_scale_ptrs = _scale_pointers(w2_scale_ptr, expert, first_column, columns, N, K, VECTOR, GROUP_N, GROUP_K)
+        if STATIC:
+            inner_scale_ptrs = inner_scale_ptr + expert + tl.zeros([BLOCK_M], tl.int32)
+        else:
+            inner_scale_ptrs = inner_scale_ptr + inner_row
+        y, _ = _accumulate(
+            inner_ptr + inner_row.to(tl.int64)[:, None] * K,
+            inner_scale_ptrs,
+            row_mask,
+            w2_ptr + (expert.to(tl.int64) * N + columns[:, None]) * K,
+            w_scale_ptrs,
+            0,
+            w_scale_ptrs,
+            column_mask,
+            K,
+            inner_scale_stride,
+            False,
+            SWAP,
+            WEIGHT_SCALE == "block",
+            VECTOR,
+            WEIGHT_SCALE != "none",
+            GROUP_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+        )
+        if WEIGHT_SCALE == "tensor" or WEIGHT_SCALE == "channel":
+            y = _scale_rows_and_columns(
+                y, inner_scale_ptrs, w2_scale_ptr, expert, N, columns, row_mask, column_mask, WEIGHT_SCALE
+            )
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert.to(tl.int64) * N + columns
+            y += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        row = tl.load(expert_row_start_ptr + expert) + token
+        tl.store(
+            y_ptr + row.to(tl.int64)[:, None] * N + columns[None, :],
+            round_to(y, y_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )

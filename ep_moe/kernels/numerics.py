@@ -1,0 +1,74 @@
+"""Arithmetic that has the same bits on a GPU and in Triton's interpreter, those of `ep_moe.quant`.
+
+The interpreter keeps bfloat16 as its bits, so that arithmetic and dots on it are wrong, and it truncates where it casts
+to bfloat16 and float8: here such casts are spelt out for it.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.fp8, and MIN_AMAX
+MIN_AMAX = tl.constexpr(1e-10)
+E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
+E4M3_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # here float32 counts in steps of 2^-9, as e4m3 near 0
+
+
+@triton.jit
+def to_bf16(x):
+    """Round float32 to bfloat16, to nearest, ties to even. NaN stays NaN."""
+    if not INTERPRET:
+        return x.to(tl.bfloat16)
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    kept = tl.where(x == x, rounded, (bits >> 16) | 0x40)
+    return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """Round float32 to float32, float16 or bfloat16."""
+    if dtype == tl.bfloat16:
+        return to_bf16(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Round float32 to float8 e4m3, to nearest, ties to even; beyond 448 it saturates, NaN stays NaN."""
+    x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if not INTERPRET:
+        return x.to(tl.float8e4nv)
+    bits = x.to(tl.uint32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+    small = (x + E4M3_SUBNORMAL_ROUNDER) - E4M3_SUBNORMAL_ROUNDER
+    rounded = tl.where(tl.abs(x) < E4M3_MIN_NORMAL, small, normal)
+    code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True) & 0x7F
+    code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80).to(tl.uint8)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def absmax(x, axis: tl.constexpr):
+    """The largest magnitude along an axis; NaN where one is NaN, as torch has it."""
+    if INTERPRET:  # its maximum passes NaN over, and a function of ours would run once for each number
+        largest = tl.max(tl.abs(x), axis)
+        return tl.where(tl.max((x != x).to(tl.int32), axis) > 0, float("nan"), largest)
+    return tl.reduce(tl.abs(x), axis, _larger)
+
+
+@triton.jit
+def e4m3_scale(amax):
+    """The scale of what shares this largest magnitude: max(amax, 1e-10) / 448, divided as IEEE says."""
+    return tl.div_rn(tl.maximum(amax, MIN_AMAX, propagate_nan=tl.PropagateNan.ALL), E4M3_MAX)
+
+
+@triton.jit
+def quantise_e4m3(x, scale):
+    """x / scale as e4m3. Example: x = 1.0, scale = 2 / 448 is 224."""
+    return to_e4m3(tl.div_rn(x, scale))

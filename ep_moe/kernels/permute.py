@@ -1,0 +1,226 @@
+"""Rows of tokens to rows of experts and back: merging repeats, a stable counting sort, copying rows, the weighted sum.
+
+Letters: N token rows, K top-k, H hidden, G scale groups, L local experts, B blocks of TOKENS tokens each.
+
+The sort takes two launches. The first counts the rows of every expert in every block of tokens, the second sums the
+counts of the blocks before each. Where a row goes is then: the start of its expert, the rows of earlier blocks, and
+those of earlier tokens of its own block, which whoever copies the row counts anew. Example: starts [0, 16], block 1 has
+3 rows of expert 1 before it and its first token chose expert 1 too: the block's second token has row 16 + 3 + 1 there.
+
+Rows are copied as 32-bit words, whatever they hold; lengths and strides count 16-byte units, so that the compiler knows
+that four words at a time are aligned.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.numerics import round_to
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride"])
+def _merge_repeats_kernel(
+    ids_ptr,  # [N, K] int32 or int64, rows `ids_stride` apart
+    weights_ptr,  # [N, K] float32, rows `weights_stride` apart
+    local_ids_ptr,  # [N, K] int32, out
+    local_weights_ptr,  # [N, K] float32, out
+    num_tokens,
+    first,
+    last,
+    ids_stride,
+    weights_stride,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # K rounded up to a power of two
+    TOKENS: tl.constexpr,
+):
+    """Make ids of [first, last) local, others -1, and sum the weights of repeats at the place of the first.
+
+    A weight of an earlier place takes what stands at every later one, zero where that is another expert: the additions
+    of `ep_moe.layout.reference.merge_repeats`, in its order.
+    """
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)[None, :]
+    is_token = token < num_tokens
+    inside = is_token[:, None] & (column < K)
+    ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
+    weights = tl.load(weights_ptr + token[:, None] * weights_stride + column, mask=inside, other=0.0)
+    here = (ids >= 0) & (ids >= first) & (ids < last)
+    repeated = tl.zeros([TOKENS, COLUMNS], tl.int32)
+    for k in range(K):
+        other_id = tl.load(ids_ptr + token * ids_stride + k, mask=is_token, other=-1)[:, None]
+        other_weight = tl.load(weights_ptr + token * weights_stride + k, mask=is_token, other=0.0)[:, None]
+        same = ids == other_id
+        weights = tl.where(column < k, weights + tl.where(same, other_weight, 0.0), weights)
+        repeated += (same & (column > k)).to(tl.int32)
+    keep = here & (repeated == 0)
+    place = token[:, None] * K + column
+    tl.store(local_ids_ptr + place, tl.where(keep, ids - first, -1).to(tl.int32), mask=inside)
+    tl.store(local_weights_ptr + place, tl.where(keep, weights, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _count_rows_kernel(
+    ids_ptr,  # [N, K] int32, local expert, -1 none
+    counts_ptr,  # [B, L] int32, out
+    num_tokens,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # that one program counts
+):
+    """Count the rows of EXPERTS experts in one block of tokens."""
+    block = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, TOKENS * COLUMNS)
+    token, column = block * TOKENS + place // COLUMNS, place % COLUMNS
+    ids = tl.load(ids_ptr + token * K + column, mask=(token < num_tokens) & (column < K), other=-1)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    count = tl.sum((ids[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + block * L + expert, count, mask=expert < L)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "capacity", "alignment"])
+def _sum_counts_kernel(
+    counts_ptr,  # [B, L] int32, in: rows of the block; out: rows of the blocks before it
+    expert_num_tokens_ptr,  # [L] int32, out
+    expert_row_start_ptr,  # [L] int32, out
+    num_blocks,
+    capacity,  # rows of an expert where BATCHED
+    alignment,  # of starts where not
+    L: tl.constexpr,
+    EXPERTS: tl.constexpr,  # L rounded up to a power of two
+    BLOCKS: tl.constexpr,  # that are summed at a time
+    BATCHED: tl.constexpr,
+):
+    """Turn counts into the rows that come before; one program, for starts need the counts of all experts."""
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < L
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, num_blocks, BLOCKS):
+        block = (start + tl.arange(0, BLOCKS)).to(tl.int64)
+        pointers = counts_ptr + block[:, None] * L + expert[None, :]
+        inside = (block < num_blocks)[:, None] & is_expert[None, :]
+        counts = tl.load(pointers, mask=inside, other=0)
+        tl.store(pointers, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+        total += tl.sum(counts, 0)
+    if BATCHED:
+        row_start = expert * capacity
+    else:
+        aligned = (total + alignment - 1) // alignment * alignment
+        row_start = tl.cumsum(aligned, 0) - aligned
+    tl.store(expert_num_tokens_ptr + expert, total, mask=is_expert)
+    tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
+
+
+@triton.jit
+def _rows_of_token(
+    ids_ptr,
+    before_ptr,
+    expert_row_start_ptr,
+    token,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return the rows [COLUMNS] of a token, -1 none."""
+    column = tl.arange(0, COLUMNS)
+    mine = tl.load(ids_ptr + token * K + column, mask=column < K, other=-1)
+    block = token // TOKENS
+    place = tl.arange(0, TOKENS * COLUMNS)
+    other, other_column = block * TOKENS + place // COLUMNS, place % COLUMNS
+    theirs = tl.load(ids_ptr + other * K + other_column, mask=(other < token) & (other_column < K), other=-1)
+    row = tl.sum((theirs[:, None] == mine[None, :]).to(tl.int32), 0)
+    row += tl.load(before_ptr + block * L + mine, mask=mine >= 0, other=0)
+    row += tl.load(expert_row_start_ptr + mine, mask=mine >= 0, other=0)
+    return tl.where(mine >= 0, row, -1)
+
+
+@triton.jit(do_not_specialize=["height", "x_stride", "scale_token_stride", "scale_group_stride"])
+def _pack_rows_kernel(
+    ids_ptr,  # [N, K] int32, local expert, -1 none; an expert at most once in a row
+    before_ptr,  # [B, L] int32, rows of each expert in earlier blocks
+    expert_row_start_ptr,  # [L] int32
+    x_ptr,  # [N, 4 * UNITS] int32 words, rows `x_stride` units apart
+    scale_ptr,  # [N, G] float32, any strides
+    token_to_row_ptr,  # [N, K] int32, out
+    row_index_ptr,  # [rows] int32, out where POOLED
+    out_ptr,  # [rows, 4 * UNITS] int32 words; [N, 4 * UNITS] where POOLED
+    out_scale_ptr,  # [experts, G, height] float32, out
+    height,  # rows that share a matrix of scales
+    x_stride,
+    scale_token_stride,
+    scale_group_stride,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNITS: tl.constexpr,  # 16-byte units of a row's values
+    WORDS: tl.constexpr,  # that one program copies
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,  # G rounded up to a power of two
+    POOLED: tl.constexpr,  # rows stay where they are, `row_index` says which
+    COPY: tl.constexpr,  # values are copied
+):
+    """Read WORDS words of one token once and write them to each of its rows, with its scales and where the rows are."""
+    token = tl.program_id(0).to(tl.int64)
+    column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    is_word = word < UNITS * 4
+    leads = tl.program_id(1) == 0  # the program of a token that writes what there is once
+    is_group = (group < G) & leads
+    row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, L, K, COLUMNS, TOKENS)
+    tl.store(token_to_row_ptr + token * K + column, row, mask=(column < K) & leads)
+    if COPY:
+        values = tl.load(x_ptr + token * x_stride * 4 + word, mask=is_word)
+    if G > 0:
+        scale_ptrs = scale_ptr + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
+        scale = tl.load(scale_ptrs, mask=is_group)
+    if POOLED:
+        tl.store(row_index_ptr + row, tl.zeros([COLUMNS], tl.int32) + token.to(tl.int32), mask=(row >= 0) & leads)
+        if COPY:
+            tl.store(out_ptr + token * (UNITS * 4) + word, values, mask=is_word)
+        if G > 0:
+            tl.store(out_scale_ptr + group.to(tl.int64) * height + token, scale, mask=is_group)
+    else:
+        for k in range(K):
+            to = tl.max(tl.where(column == k, row, -1), 0).to(tl.int64)
+            if to >= 0:
+                tl.store(out_ptr + to * (UNITS * 4) + word, values, mask=is_word)
+                if G > 0:
+                    place = (to // height * G + group) * height + to % height
+                    tl.store(out_scale_ptr + place, scale, mask=is_group)
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    y_ptr,  # [rows, H]
+    token_to_row_ptr,  # [N, K] int32, -1 none
+    weights_ptr,  # [N, K] float32, where WEIGHTED
+    shared_ptr,  # [N, H], rows `shared_stride` apart, where SHARED
+    out_ptr,  # [N, H], rows `out_stride` apart
+    shared_stride,
+    out_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of one program
+    WEIGHTED: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Sum a token's rows in float32, in column order, add `shared`, round once.
+
+    A row that is missing adds zero, which changes no sum that began at zero. To be launched without fused
+    multiply-add, so that the bits are those of a product and a sum.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(token_to_row_ptr + token * K + k).to(tl.int64)
+        part = tl.load(y_ptr + row * H + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            part = part * tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
+        total = total + part
+    if SHARED:
+        total = total + tl.load(shared_ptr + token * shared_stride + column, mask=inside).to(tl.float32)
+    tl.store(out_ptr + token * out_stride + column, round_to(total, out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,42 @@
+"""Activations to fp8 e4m3 with the bits of `ep_moe.quant.fp8.quantise`.
+
+Letters: T rows, H row width, G scale groups of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.numerics import absmax, e4m3_scale, quantise_e4m3
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantise_rows_kernel(
+    x_ptr,  # [T, H] float32, bfloat16 or float16, rows `x_stride` apart
+    given_ptr,  # [1] float32, the scale where SCALE is "static", the largest magnitude where it is "tensor"
+    values_ptr,  # [T, H] e4m3, out
+    scale_ptr,  # [G, T] float32, out
+    num_tokens,
+    x_stride,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale
+    COLUMNS: tl.constexpr,  # GROUP rounded up to a power of two
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,  # that one program quantises
+    SCALE: tl.constexpr,  # "own", "tensor" or "static"
+):
+    """Quantise GROUPS groups: group i is group i % G of row i // G; the last of a row may be short."""
+    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    token, group = index // G, index % G
+    column = tl.arange(0, COLUMNS)
+    inside = (token < num_tokens)[:, None] & (column < GROUP)[None, :] & (group[:, None] * GROUP + column[None, :] < H)
+    x_ptrs = x_ptr + (token * x_stride + group * GROUP)[:, None] + column[None, :]
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    if SCALE == "static":
+        scale = tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr)
+    elif SCALE == "tensor":
+        scale = e4m3_scale(tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr))
+    else:
+        scale = e4m3_scale(absmax(x, 1))
+    values_ptrs = values_ptr + (token * H + group * GROUP)[:, None] + column[None, :]
+    tl.store(values_ptrs, quantise_e4m3(x, scale[:, None]), mask=inside)
+    tl.store(scale_ptr + group * num_tokens + token, scale, mask=token < num_tokens)

@@ -1,0 +1,144 @@
+"""Tokens to the rows that travel: which ranks need a token, what each rank is told, and the rows as bytes.
+
+Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of TOKENS tokens each, G scale groups.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_physical", "ids_stride"])
+def _find_destinations_kernel(
+    ids_ptr,  # [T, K] int32 or int64, physical expert, rows `ids_stride` apart
+    owner_ptr,  # [P] int32, the rank of each physical expert
+    place_ptr,  # [T, R] int32, out: the token's place among those of its block that go to the rank, -1 none
+    counts_ptr,  # [2 * B * R + B] int32, out: tokens [B, R], pairs (token, expert) [B, R], bad ids [B]
+    num_tokens,
+    num_physical,
+    ids_stride,
+    R: tl.constexpr,
+    RANKS: tl.constexpr,  # R rounded up to a power of two
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # K rounded up to a power of two
+    TOKENS: tl.constexpr,
+):
+    """Find the ranks that need each token of a block, a rank once and an expert once; bad ids go nowhere."""
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    rank, column = tl.arange(0, RANKS)[None, :], tl.arange(0, COLUMNS)[None, :]
+    inside = is_token[:, None] & (column < K)
+    ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
+    bad = (ids < -1) | (ids >= num_physical)
+    ids = tl.where(bad, -1, ids).to(tl.int32)  # half the registers
+    pairs = tl.zeros([TOKENS, RANKS], tl.int32)
+    for k in range(K):
+        expert = tl.load(ids_ptr + token * ids_stride + k, mask=is_token, other=-1)
+        expert = tl.where((expert >= 0) & (expert < num_physical), expert, -1).to(tl.int32)
+        repeated = tl.sum(((ids == expert[:, None]) & (column < k)).to(tl.int32), 1) > 0
+        owner = tl.load(owner_ptr + expert, mask=(expert >= 0) & (repeated == 0), other=-1)
+        pairs += (owner[:, None] == rank).to(tl.int32)
+    goes = tl.minimum(pairs, 1)
+    place = tl.where(goes > 0, tl.cumsum(goes, 0) - 1, -1)
+    tl.store(place_ptr + token[:, None] * R + rank, place, mask=is_token[:, None] & (rank < R))
+    to = tl.arange(0, RANKS)
+    tl.store(counts_ptr + block * R + to, tl.sum(goes, 0), mask=to < R)
+    tl.store(counts_ptr + (blocks + block) * R + to, tl.sum(pairs, 0), mask=to < R)
+    tl.store(counts_ptr + blocks.to(tl.int64) * R * 2 + block, tl.sum(tl.sum(bad.to(tl.int32), 1), 0))
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
+def _write_header_kernel(
+    counts_ptr,  # [2 * B * R + B] int32, as `_find_destinations_kernel` leaves it
+    block_start_ptr,  # [B, R] int32, out: the first row of the send buffer that a block's tokens for a rank take
+    header_ptr,  # [R, WORDS] int64, out: tokens, T, 0, bad ids, format, pairs
+    num_blocks,
+    num_tokens,
+    fingerprint: tl.int64,
+    R: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # that are summed at a time
+    WORDS: tl.constexpr,
+):
+    """Sum the counts of all blocks; one program, which writes what each rank is told."""
+    rank, index = tl.arange(0, RANKS), tl.arange(0, BLOCKS)
+    bad_ptr = counts_ptr + num_blocks.to(tl.int64) * R * 2
+    tokens = tl.zeros([RANKS], tl.int32)
+    pairs = tl.zeros([RANKS], tl.int32)
+    bad = tl.zeros([BLOCKS], tl.int32)
+    for start in range(0, num_blocks, BLOCKS):
+        block = (start + index).to(tl.int64)
+        inside = (block < num_blocks)[:, None] & (rank < R)[None, :]
+        place = block[:, None] * R + rank[None, :]
+        tokens += tl.sum(tl.load(counts_ptr + place, mask=inside, other=0), 0)
+        pairs += tl.sum(tl.load(counts_ptr + num_blocks * R + place, mask=inside, other=0), 0)
+        bad += tl.load(bad_ptr + block, mask=block < num_blocks, other=0)
+    row = tl.cumsum(tokens, 0) - tokens
+    for start in range(0, num_blocks, BLOCKS):
+        block = (start + index).to(tl.int64)
+        inside = (block < num_blocks)[:, None] & (rank < R)[None, :]
+        place = block[:, None] * R + rank[None, :]
+        count = tl.load(counts_ptr + place, mask=inside, other=0)
+        tl.store(block_start_ptr + place, row[None, :] + tl.cumsum(count, 0) - count, mask=inside)
+        row += tl.sum(count, 0)
+    word_ptr = header_ptr + rank * WORDS
+    zero = tl.zeros([RANKS], tl.int64)
+    tl.store(word_ptr, tokens.to(tl.int64), mask=rank < R)
+    tl.store(word_ptr + 1, zero + num_tokens, mask=rank < R)
+    tl.store(word_ptr + 2, zero, mask=rank < R)
+    tl.store(word_ptr + 3, zero + tl.sum(bad, 0), mask=rank < R)
+    tl.store(word_ptr + 4, zero + fingerprint, mask=rank < R)
+    tl.store(word_ptr + 5, pairs.to(tl.int64), mask=rank < R)
+
+
+@triton.jit(do_not_specialize=["x_stride", "scale_token_stride", "scale_group_stride", "ids_stride", "weights_stride"])
+def _write_rows_kernel(
+    place_ptr,  # [T, R] int32
+    block_start_ptr,  # [B, R] int32
+    x_ptr,  # [T, 4 * UNITS] int32 words of values, rows `x_stride` 16-byte units apart
+    scale_ptr,  # [T, G] float32, any strides
+    ids_ptr,  # [T, K] int32 or int64, rows `ids_stride` apart
+    weights_ptr,  # [T, K] float32, rows `weights_stride` apart
+    out_ptr,  # [rows, 4 * ROW_UNITS] int32 words, out
+    token_to_row_ptr,  # [T, R] int32, out: the row of the send buffer that goes to the rank, -1 none
+    x_stride,
+    scale_token_stride,
+    scale_group_stride,
+    ids_stride,
+    weights_stride,
+    R: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNITS: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    WORDS: tl.constexpr,  # of values that one program copies
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Read WORDS words of one token once and write them to each of its rows; the first program also what follows."""
+    token = tl.program_id(0).to(tl.int64)
+    rank, group, column = tl.arange(0, RANKS), tl.arange(0, GROUPS), tl.arange(0, COLUMNS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    leads = tl.program_id(1) == 0
+    place = tl.load(place_ptr + token * R + rank, mask=rank < R, other=-1)
+    row = tl.load(block_start_ptr + token // TOKENS * R + rank, mask=place >= 0, other=0)
+    row = tl.where(place >= 0, row + place, -1)
+    tl.store(token_to_row_ptr + token * R + rank, row, mask=(rank < R) & leads)
+    values = tl.load(x_ptr + token * x_stride * 4 + word, mask=word < UNITS * 4)
+    if G > 0:
+        scale_ptrs = scale_ptr + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
+        scale = tl.load(scale_ptrs, mask=(group < G) & leads).to(tl.int32, bitcast=True)
+    ids = tl.load(ids_ptr + token * ids_stride + column, mask=(column < K) & leads).to(tl.int32)
+    weights = tl.load(weights_ptr + token * weights_stride + column, mask=(column < K) & leads)
+    weights = weights.to(tl.int32, bitcast=True)
+    for r in range(R):
+        to = tl.max(tl.where(rank == r, row, -1), 0).to(tl.int64)
+        if to >= 0:
+            row_ptr = out_ptr + to * (ROW_UNITS * 4)
+            tl.store(row_ptr + word, values, mask=word < UNITS * 4)
+            if G > 0:
+                tl.store(row_ptr + UNITS * 4 + group, scale, mask=(group < G) & leads)
+            tl.store(row_ptr + UNITS * 4 + G + column, ids, mask=(column < K) & leads)
+            tl.store(row_ptr + UNITS * 4 + G + K + column, weights, mask=(column < K) & leads)

@@ -1,0 +1,116 @@
+"""The layouts that experts compute on, with packing and unpacking. Transport and experts meet here only.
+
+`reference` does it in torch on a CPU, `triton` in kernels on a GPU; the device of the tensors chooses.
+
+Letters: N received token rows, K top-k, H hidden, L local experts, C = R * M rows of an expert in BATCHED.
+Received rows are ordered by (source rank, source token), and so are the rows of every expert: the same input gives the
+same bits, run after run.
+"""
+
+from types import ModuleType
+
+import torch
+
+from ep_moe.config import Layout
+from ep_moe.layout import reference
+from ep_moe.layout.base import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows
+from ep_moe.quant import QuantScheme
+
+
+def _implementation(tensor: torch.Tensor) -> ModuleType:
+    """The module that serves the tensor's device. Triton is for Linux alone, and takes time to import."""
+    if not tensor.is_cuda:
+        return reference
+    from ep_moe.layout import triton
+
+    return triton
+
+
+def merge_repeats(
+    ids: torch.Tensor, weights: torch.Tensor, *, first: int = 0, last: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make ids local, and an expert that stands several times in a row stand once, where it stood first.
+
+    Its weight is the sum of its weights, in column order.
+
+    Example: ids [[3, 5, 3, 9]], weights [[.1, .2, .3, .4]], first 3 and last 7 give [[0, 2, -1, -1]] and
+    [[.4, .2, 0, 0]].
+
+    Args:
+        ids: [N, K] int32 or int64, -1 none. weights: [N, K] float32. Both of any strides.
+        first, last: this rank's experts [first, last); all others are -1. None has no end.
+    Returns: new ids [N, K] int32 and weights [N, K] float32, 0 where the id is -1. Local, no host sync.
+    """
+    return _implementation(ids).merge_repeats(ids, weights, first=first, last=last)
+
+
+def pack(
+    rows: TokenRows,
+    layout: Layout,
+    *,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    num_local_experts: int,
+    capacity: int,
+    alignment: int = 1,
+    max_rows: int | None = None,
+) -> Packed:
+    """Lay received rows out for the experts.
+
+    Example, COMPACT, alignment 2, two experts: local_topk_ids [[0, 1], [1, -1], [1, 0]] gives expert_num_tokens
+    [2, 3], expert_row_start [0, 2], token_to_row [[0, 2], [3, -1], [4, 1]] and x of 8 rows, the last three unwritten:
+    without `max_rows` all 6 ids may be rows, and each expert may leave one row unused.
+
+    Args:
+        rows: N received rows, any row strides. layout: which one. scheme, dtype: of the payload and of the model.
+        num_local_experts: L. capacity: C, rows of an expert in BATCHED. alignment: of starts in COMPACT.
+        max_rows: no fewer than the ids in `local_topk_ids` that are not -1; N * min(K, L) where it is not given. It
+            sizes what COMPACT and FLAT allocate, so that no count is read back.
+    Returns: the batch and `token_to_row`.
+    Errors: ValueError where an expert has more than C rows in BATCHED; on a GPU already where N exceeds C.
+    Local, on the current stream; no host sync on a GPU.
+    """
+    return _implementation(rows.x).pack(
+        rows,
+        layout,
+        scheme=scheme,
+        dtype=dtype,
+        num_local_experts=num_local_experts,
+        capacity=capacity,
+        alignment=alignment,
+        max_rows=max_rows,
+    )
+
+
+def weighted_sum(
+    y: torch.Tensor,
+    token_to_row: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    *,
+    shared: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Weigh and sum each token's rows in float32, in column order, without fused multiply-add, and round once.
+
+    Args:
+        y: [rows, H], or [L, C, H], the experts' output. token_to_row: [N, K] int32, -1 none.
+        topk_weights: [N, K] float32; None counts every row once.
+        shared: [N, H] of any float, added last, in float32.
+        out: optional result, [N, H] of any float.
+    Returns: `out`, or [N, H] in y's dtype; a token without rows is zero (or `shared`). Other rows are never read.
+    Local, on the current stream; no host sync on a GPU.
+    """
+    return _implementation(y).weighted_sum(y, token_to_row, topk_weights, shared=shared, out=out)
+
+
+__all__ = [
+    "Batched",
+    "Compact",
+    "ExpertBatch",
+    "Flat",
+    "Packed",
+    "TokenRows",
+    "merge_repeats",
+    "pack",
+    "weighted_sum",
+]

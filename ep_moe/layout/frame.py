@@ -1,0 +1,109 @@
+"""The memory of a batch before rows are in it: what every implementation of packing allocates alike, and fills.
+
+Letters: N received token rows, K top-k, H hidden, G scale groups, L local experts, C rows of an expert in BATCHED.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from ep_moe.config import Layout
+from ep_moe.layout.base import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows
+from ep_moe.quant import QuantScheme
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """The tensors that a batch of these rows needs, and what rows go by."""
+
+    layout: Layout
+    num_local_experts: int
+    max_rows: int  # no more rows than this go to experts
+    alignment: int  # of an expert's first row where experts follow each other
+    height: int  # rows that share a matrix of scales: C, the rows of COMPACT, N of FLAT
+    x: torch.Tensor  # [L or 1, height, H]; in FLAT the received rows themselves where they are contiguous
+    scale: torch.Tensor | None  # [L or 1, height, G], rows contiguous
+    row_index: torch.Tensor | None  # [max_rows] int32, FLAT
+
+    def finish(
+        self,
+        rows: TokenRows,
+        *,
+        scheme: QuantScheme,
+        dtype: torch.dtype,
+        expert_row_start: torch.Tensor,
+        expert_num_tokens: torch.Tensor,
+        token_to_row: torch.Tensor,
+    ) -> Packed:
+        """The batch, once the tensors are filled. Local, no host sync."""
+        common: dict[str, Any] = {
+            "scheme": scheme,
+            "dtype": dtype,
+            "expert_row_start": expert_row_start,
+            "expert_num_tokens": expert_num_tokens,
+            "row_index": self.row_index,
+            "expected_rows": math.ceil(self.max_rows / max(self.num_local_experts, 1)),
+        }
+        batch: ExpertBatch
+        if self.layout is Layout.BATCHED:
+            batch = Batched(x=self.x, scale=self.scale, **common)
+        elif self.layout is Layout.COMPACT:
+            batch = Compact(x=self.x[0], scale=None if self.scale is None else self.scale[0], **common)
+        else:
+            batch = Flat(
+                x=self.x[0],
+                scale=None if self.scale is None else self.scale[0],
+                local_topk_ids=rows.local_topk_ids,
+                topk_weights=rows.topk_weights,
+                token_to_row=token_to_row,
+                **common,
+            )
+        return Packed(batch=batch, token_to_row=token_to_row)
+
+
+def make_frame(
+    rows: TokenRows,
+    layout: Layout,
+    *,
+    num_local_experts: int,
+    capacity: int,
+    alignment: int,
+    max_rows: int | None,
+) -> Frame:
+    """Allocate for `rows`. COMPACT gets as many rows as `max_rows` rows can take up, wherever they go.
+
+    Example: of 10 rows on 3 experts with alignment 4 each may leave 3 unused: 10 + 3 * 3 = 19, so 16 rows.
+
+    Local, no host sync.
+    """
+    (num_tokens, num_topk), hidden = rows.local_topk_ids.shape, rows.x.shape[1]
+    if max_rows is None:
+        max_rows = num_tokens * min(num_topk, num_local_experts)
+    alignment = alignment if layout is Layout.COMPACT else 1
+    experts, height = 1, num_tokens
+    if layout is Layout.BATCHED:
+        experts, height = num_local_experts, capacity
+    elif layout is Layout.COMPACT:
+        used_experts = min(num_local_experts, max_rows)
+        height = (max_rows + used_experts * (alignment - 1)) // alignment * alignment
+    like: dict[str, Any] = {"device": rows.x.device}
+    pooled = layout is Layout.FLAT
+    if pooled and rows.x.is_contiguous():
+        x = rows.x.unsqueeze(0)
+    else:
+        x = torch.empty(experts, height, hidden, dtype=rows.x.dtype, **like)
+    scale = None
+    if rows.scale is not None:
+        scale = torch.empty(experts, rows.scale.shape[1], height, dtype=torch.float32, **like).transpose(1, 2)
+    return Frame(
+        layout=layout,
+        num_local_experts=num_local_experts,
+        max_rows=max_rows,
+        alignment=alignment,
+        height=height,
+        x=x,
+        scale=scale,
+        row_index=torch.empty(max_rows, dtype=torch.int32, **like) if pooled else None,
+    )

@@ -1,0 +1,52 @@
+"""Quantising activations as a Triton kernel, with the bits of the oracle. Runs on a CPU under TRITON_INTERPRET=1.
+
+Letters: T rows, H row width, G scale groups of a row.
+"""
+
+import torch
+import triton
+
+from ep_moe.kernels.quantise import _quantise_rows_kernel
+from ep_moe.quant.base import Quantised, QuantScheme
+
+_PROGRAM_COLUMNS = 2048  # at most, where a group is not wider
+_THREAD_COLUMNS = 16  # one 16-byte access of e4m3
+_MAX_WARPS = 16
+
+
+def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
+    """`ep_moe.quant.quantise` for x [T, H] and an fp8 scheme, in one launch.
+
+    A dynamic scale per tensor takes two reductions in torch before it. Local, on the current stream, no host sync.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    (num_tokens, width), groups = x.shape, scheme.num_groups(x.shape[1])
+    values = torch.empty(num_tokens, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
+    if values.numel():
+        mode, given = "own", scale
+        if static_scale is not None:
+            mode, given = "static", static_scale.float()
+        elif scheme.activation == "tensor":
+            mode, given = "tensor", x.detach().abs().amax().float()
+        group = scheme.block[1] if scheme.activation == "group" else width
+        columns = triton.next_power_of_2(group)
+        program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
+        with torch.cuda.device_of(x):
+            _quantise_rows_kernel[(triton.cdiv(num_tokens * groups, program_groups),)](
+                x,
+                given,
+                values,
+                scale,
+                num_tokens,
+                x.stride(0),
+                H=width,
+                GROUP=group,
+                COLUMNS=columns,
+                G=groups,
+                GROUPS=program_groups,
+                SCALE=mode,
+                num_warps=min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS),
+            )
+    return Quantised(values=values, scale=scale.t(), scheme=scheme)

@@ -1,0 +1,60 @@
+"""Where a rank's tokens go: counted on the device, told to every rank in a header, and read back once.
+
+Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of tokens.
+"""
+
+import dataclasses
+
+import torch
+
+HEADER_WORDS = 6  # rows for you, tokens of the sender, refused (0 or 1), bad ids, format, (token, expert) pairs for you
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SendPlan:
+    """The rows of the send buffer, ordered by (rank, token).
+
+    Token t goes to rank r as row `block_start[t // block_tokens, r] + place[t, r]`, unless its place is -1.
+    """
+
+    place: torch.Tensor  # [T, R] int32, -1 none
+    block_start: torch.Tensor  # [B, R] int32
+    block_tokens: int
+
+    def token_to_row(self) -> torch.Tensor:
+        """[T, R] int32: the row of the send buffer by which a token goes to a rank, -1 none. Local, no host sync."""
+        block = torch.arange(self.place.shape[0], device=self.place.device) // self.block_tokens
+        return torch.where(self.place >= 0, self.place + self.block_start[block], -1)
+
+
+def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, header: torch.Tensor) -> SendPlan:
+    """Find the ranks that need each token, and write the header. Ids that no rank owns are counted and go nowhere.
+
+    Args:
+        topk_ids: [T, K] int32 or int64, physical. owner: [P] int32, the rank of each expert.
+        fingerprint: of the row format. header: [R, HEADER_WORDS] int64, filled here.
+    Local, on the current stream, no host sync.
+    """
+    if topk_ids.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
+        from ep_moe.transport import triton
+
+        return triton.plan_send(topk_ids, owner, fingerprint=fingerprint, header=header)
+    (num_tokens, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
+    valid = (topk_ids >= 0) & (topk_ids < num_physical)
+    pairs = torch.zeros(num_tokens, num_ranks, dtype=torch.int32)
+    for column in range(num_topk):
+        ids = topk_ids[:, column]
+        fresh = valid[:, column] & (topk_ids[:, :column] != ids.unsqueeze(1)).all(1)
+        token = torch.nonzero(fresh).squeeze(1)
+        pairs[token, owner[ids[token].long()].long()] += 1
+    goes = pairs > 0
+    counts = goes.sum(0)
+    header.zero_()
+    header[:, 0], header[:, 1], header[:, 4] = counts, num_tokens, fingerprint
+    header[:, 3] = ((topk_ids < -1) | (topk_ids >= num_physical)).sum()
+    header[:, 5] = pairs.sum(0)
+    return SendPlan(
+        place=torch.where(goes, goes.cumsum(0) - 1, -1).int(),
+        block_start=(counts.cumsum(0) - counts).int().unsqueeze(0),
+        block_tokens=max(num_tokens, 1),
+    )

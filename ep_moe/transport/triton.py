@@ -1,0 +1,107 @@
+"""What a rank sends, as Triton kernels. Runs on a CPU under TRITON_INTERPRET=1.
+
+Letters: T tokens on this rank, K top-k, R ranks, P physical experts, G scale groups.
+"""
+
+import torch
+import triton
+
+from ep_moe.kernels.wire import _find_destinations_kernel, _write_header_kernel, _write_rows_kernel
+from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block
+from ep_moe.quant import Quantised
+from ep_moe.routing import Routing
+from ep_moe.transport.plan import HEADER_WORDS, SendPlan
+
+_PLACES = 2048  # (token, rank) that one program finds
+_SUMMED_COUNTS = 2048  # at a time
+
+
+def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, header: torch.Tensor) -> SendPlan:
+    """`ep_moe.transport.plan.plan_send` in two launches. Local, on the current stream, no host sync."""
+    if topk_ids.stride(1) != 1:
+        topk_ids = topk_ids.contiguous()
+    (num_tokens, num_topk), num_ranks, device = topk_ids.shape, header.shape[0], topk_ids.device
+    ranks, columns = triton.next_power_of_2(num_ranks), triton.next_power_of_2(num_topk)
+    tokens = min(max(_PLACES // max(ranks, columns), 1), 128)
+    blocks = triton.cdiv(num_tokens, tokens)
+    plan = SendPlan(
+        place=torch.empty(num_tokens, num_ranks, dtype=torch.int32, device=device),
+        block_start=torch.empty(blocks, num_ranks, dtype=torch.int32, device=device),
+        block_tokens=tokens,
+    )
+    counts = torch.empty(blocks * (2 * num_ranks + 1), dtype=torch.int32, device=device)
+    with torch.cuda.device_of(topk_ids):
+        if blocks:
+            _find_destinations_kernel[(blocks,)](
+                topk_ids,
+                owner,
+                plan.place,
+                counts,
+                num_tokens,
+                owner.shape[0],
+                topk_ids.stride(0),
+                R=num_ranks,
+                RANKS=ranks,
+                K=num_topk,
+                COLUMNS=columns,
+                TOKENS=tokens,
+            )
+        _write_header_kernel[(1,)](
+            counts,
+            plan.block_start,
+            header,
+            blocks,
+            num_tokens,
+            fingerprint,
+            R=num_ranks,
+            RANKS=ranks,
+            BLOCKS=max(_SUMMED_COUNTS // ranks, 1),
+            WORDS=HEADER_WORDS,
+        )
+    return plan
+
+
+def write_rows(
+    x: torch.Tensor | Quantised, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.transport.wire.RowFormat.write` in one launch. Local, on the current stream, no host sync."""
+    values, scale = (x.values, x.scale) if isinstance(x, Quantised) else (x, None)
+    words, ids, weights = as_words(values), routing.topk_ids, routing.topk_weights
+    if ids.stride(1) != 1:
+        ids = ids.contiguous()
+    if weights.stride(1) != 1:
+        weights = weights.contiguous()
+    (num_tokens, num_ranks), num_topk = plan.place.shape, ids.shape[1]
+    groups = 0 if scale is None else scale.shape[1]
+    buffer = torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=words.device)
+    token_to_row = torch.empty_like(plan.place)
+    if num_tokens == 0:
+        return buffer, token_to_row
+    copied, num_warps = copy_block(words.shape[1])
+    with torch.cuda.device_of(words):
+        _write_rows_kernel[(num_tokens, triton.cdiv(words.shape[1], copied))](
+            plan.place,
+            plan.block_start,
+            words,
+            words if scale is None else scale,
+            ids,
+            weights,
+            buffer.view(torch.int32),
+            token_to_row,
+            words.stride(0) // UNIT_WORDS,
+            *((0, 0) if scale is None else scale.stride()),
+            ids.stride(0),
+            weights.stride(0),
+            R=num_ranks,
+            RANKS=triton.next_power_of_2(num_ranks),
+            TOKENS=plan.block_tokens,
+            UNITS=words.shape[1] // UNIT_WORDS,
+            ROW_UNITS=row_bytes // (4 * UNIT_WORDS),
+            WORDS=copied,
+            G=groups,
+            GROUPS=triton.next_power_of_2(max(groups, 1)),
+            K=num_topk,
+            COLUMNS=triton.next_power_of_2(num_topk),
+            num_warps=num_warps,
+        )
+    return buffer, token_to_row

@@ -1,0 +1,1 @@
+"""Every kernel against its torch twin: in Triton's interpreter (`tests/test_interpreted.py`), or on a GPU (-m gpu)."""

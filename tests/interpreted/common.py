@@ -1,0 +1,29 @@
+"""Where the kernels of these tests run, and how their results are compared."""
+
+import os
+
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu")
+CAN_RUN = INTERPRETING or DEVICE.type == "cuda"
+
+
+def generator(name: str) -> torch.Generator:
+    """Random numbers of their own for each case, the same on every machine."""
+    return torch.Generator().manual_seed(sum(ord(letter) * (place + 1) for place, letter in enumerate(name)))
+
+
+def random_payload(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    """Numbers in any dtype that values travel in, NaN patterns left out; on the CPU."""
+    if dtype.itemsize == 1:
+        return torch.randint(0, 127, shape, generator=random, dtype=torch.uint8).view(dtype)
+    return torch.randn(shape, generator=random).to(dtype)
+
+
+def strided(tensor: torch.Tensor, *, gap: int) -> torch.Tensor:
+    """The same rows with `gap` elements after each, as in a wire buffer; one-byte floats too."""
+    bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    wide = bits.new_zeros(tensor.shape[0], tensor.shape[1] + gap)
+    wide[:, : tensor.shape[1]] = bits
+    return wide.view(tensor.dtype)[:, : tensor.shape[1]]

@@ -1,0 +1,303 @@
+"""The Triton experts against the torch ones, in small: every format, layout, activation and size of tile.
+
+Letters: L local experts, H hidden, I intermediate, N received rows.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import ActivationConfig, ActivationKind, Layout
+from ep_moe.experts import ReferenceExperts, create_experts
+from ep_moe.experts.triton import TritonExperts, build_tile_list
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles
+from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
+from ep_moe.quant import get_scheme, quantise, quantise_weight
+from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
+from ep_moe.weights import ExpertWeights
+from interpreted.common import DEVICE
+
+# A row of 80 numbers is at the mercy of one that is requantised to its other neighbour, and a GPU's fp8 sums of 14 bits
+# tip some over; the interpreter's do not.
+HIDDEN, INTERMEDIATE = (144, 80) if DEVICE.type == "cpu" else (720, 1200)
+TOPK_IDS = [[0, 3], [3, -1], [-1, -1], [3, 0], [-1, 3], [2, 3], [3, -1], [0, 3], [3, 2], [3, -1], [3, 0]] * 2
+EXPERTS = 4  # expert 1 has no token, expert 3 has 20
+SILU = ActivationConfig()
+GPT_OSS = ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=2.0)
+ACTIVATIONS = {
+    "silu": SILU,
+    "gelu": ActivationConfig(kind=ActivationKind.GELU),
+    "gpt-oss": GPT_OSS,
+    "swiglu-unlimited": ActivationConfig(kind=ActivationKind.SWIGLU, alpha=0.7, beta=-0.5),
+    "relu2": ActivationConfig(kind=ActivationKind.RELU2),
+    "identity": ActivationConfig(kind=ActivationKind.IDENTITY),
+}
+FORMATS = [
+    ("none", torch.float32),
+    ("none", torch.bfloat16),
+    ("none", torch.float16),
+    ("fp8_tensor", torch.bfloat16),
+    ("fp8_token", torch.bfloat16),
+    ("fp8_block", torch.bfloat16),
+    ("fp8_block", torch.float32),
+    ("fp8_block_32x48", torch.float16),  # 48 columns: no power of two
+    ("fp8_block_64x32", torch.bfloat16),  # four scales in a tile of the intermediate
+    ("fp8_block_256x256", torch.bfloat16),  # more columns than a tile
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Received rows and weights; every expert's are different."""
+
+    rows: TokenRows
+    weights: ExpertWeights
+    dtype: torch.dtype
+
+    def batch(self, layout: Layout, expected_rows: int = 5) -> ExpertBatch:
+        """Laid out, NaN in all rows that hold no token, with a hint of our choice."""
+        batch = pack(
+            self.rows,
+            layout,
+            scheme=self.weights.scheme,
+            dtype=self.dtype,
+            num_local_experts=EXPERTS,
+            capacity=len(TOPK_IDS) + 3,
+            alignment=4,
+        ).batch
+        if layout is not Layout.FLAT:
+            fill_with_nan(batch.x, ~used_rows(batch))
+            if batch.scale is not None:
+                batch.scale[~used_rows(batch)] = math.nan
+        return dataclasses.replace(batch, expected_rows=expected_rows)
+
+
+def fill_with_nan(x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write NaN into the rows [..., H] of x that a mask names, in place, in any dtype."""
+    nan = torch.full((1,), math.nan).to(x.dtype).to(x.device)
+    if x.element_size() == 1:  # torch on a CPU writes fp8 by mask as bytes only
+        x, nan = x.view(torch.uint8), nan.view(torch.uint8)
+    x[rows] = nan
+
+
+def used_rows(batch: ExpertBatch) -> torch.Tensor:
+    """Mask of the output rows that hold a token."""
+    used = torch.zeros(batch.output_shape[:-1], dtype=torch.bool, device=DEVICE)
+    for start, count in zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True):
+        used.view(-1)[start : start + count] = True
+    return used
+
+
+def make_case(
+    scheme_name: str = "none",
+    dtype: torch.dtype = torch.float32,
+    activation: ActivationConfig = SILU,
+    *,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    biased: bool = True,
+    static: bool = False,
+    ids: list[list[int]] = TOPK_IDS,
+) -> Case:
+    """Random rows and weights in the scheme."""
+    random = torch.Generator().manual_seed(11)
+    scheme = get_scheme(scheme_name)
+    width = intermediate * (2 if activation.kind.gated else 1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    growing = torch.linspace(0.5, 2, EXPERTS)[:, None, None]
+    w13 = normal(EXPERTS, width, hidden) * growing * 2 / hidden**0.5
+    w2 = normal(EXPERTS, hidden, intermediate) * growing / intermediate**0.5
+    fields: dict[str, Any] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
+    if scheme.quantised:
+        fields["w13"], fields["w13_scale"] = quantise_weight(w13, scheme)
+        fields["w2"], fields["w2_scale"] = quantise_weight(w2, scheme)
+    if biased:
+        fields["w13_bias"], fields["w2_bias"] = normal(EXPERTS, width).to(dtype), normal(EXPERTS, hidden).to(dtype)
+    if static:
+        fields["w2_input_scale"] = torch.tensor([0.001, 0.02, 0.03, 0.005])
+    topk_ids = torch.tensor(ids, dtype=torch.int32).reshape(len(ids), 2)
+    x = normal(len(ids), hidden).to(dtype)
+    payload = quantise(x, scheme) if scheme.quantised else None
+    rows = TokenRows(
+        x=(x if payload is None else payload.values).to(DEVICE),
+        scale=None if payload is None else payload.scale.to(DEVICE),
+        local_topk_ids=topk_ids.to(DEVICE),
+        topk_weights=torch.where(topk_ids >= 0, torch.rand(topk_ids.shape, generator=random), 0.0).to(DEVICE),
+    )
+    weights = ExpertWeights(scheme=scheme, **{name: tensor.to(DEVICE) for name, tensor in fields.items()})
+    return Case(rows=rows, weights=weights, dtype=dtype)
+
+
+def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertBatch, *, tiles: Any = None) -> None:
+    """Rows with tokens are those of the torch experts, rows without are not touched, two runs have the same bits.
+
+    Requantised numbers at a tie may go the other way where float32 sums differ in their last bit. That is rare: half
+    of the rows have to be as close as the model's dtype is.
+    """
+    expected = ReferenceExperts(activation)(batch, case.weights)
+    experts, out = TritonExperts(activation, tiles=tiles), torch.full_like(expected, math.nan)
+    assert experts(batch, case.weights, out=out) is out
+    again = experts(batch, case.weights)
+    if not isinstance(batch, Flat):
+        used = used_rows(batch)
+        assert bool(out[~used].isnan().all())
+        out, again, expected = out[used], again[used], expected[used]
+    dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
+    quantised = case.weights.scheme.quantised
+    assert worst_row_error(out, expected) < max(dtype_limit, ROW_ERROR_LIMITS["fp8"] if quantised else 0)
+    if quantised and DEVICE.type == "cuda":
+        dtype_limit = max(dtype_limit, ROW_ERROR_LIMITS["bfloat16"])
+    errors = sorted(worst_row_error(a[None], e[None]) for a, e in zip(out, expected, strict=True))
+    assert errors[len(errors) // 2] < dtype_limit
+    assert_same_bits(again, out, "second run")
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=lambda name: str(name))
+def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) -> None:
+    case = make_case(scheme, dtype)
+    assert_equals_torch(case, SILU, case.batch(layout))
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])
+def test_activations(activation: str, scheme: str) -> None:
+    case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation])
+    assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
+
+
+@pytest.mark.parametrize("expected_rows", [1, 12, 24, 100, 500])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor"])
+def test_every_size_of_tile(scheme: str, expected_rows: int) -> None:
+    case = make_case(scheme, torch.bfloat16, GPT_OSS, hidden=160, intermediate=208 if DEVICE.type == "cpu" else 1328)
+    assert_equals_torch(case, GPT_OSS, case.batch(Layout.BATCHED, expected_rows))
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_static_scales(layout: Layout) -> None:
+    case = make_case("fp8_tensor", torch.bfloat16, static=True, biased=False)
+    assert_equals_torch(case, SILU, case.batch(layout))
+
+
+@pytest.mark.parametrize(("scheme", "hidden"), [("none", 16), ("none", 272), ("fp8_block", 16), ("fp8_block", 2880)])
+def test_sizes_that_no_tile_divides(scheme: str, hidden: int) -> None:
+    case = make_case(scheme, torch.bfloat16, GPT_OSS, hidden=hidden, intermediate=192 if hidden == 16 else 16)
+    assert_equals_torch(case, GPT_OSS, case.batch(Layout.COMPACT))
+
+
+@pytest.mark.parametrize("pool", ["flat", "batched"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+def test_rows_gathered_from_a_pool(scheme: str, pool: str) -> None:
+    case = make_case(scheme, torch.bfloat16)
+    compact = case.batch(Layout.COMPACT)
+    source = case.batch(Layout.FLAT if pool == "flat" else Layout.BATCHED)
+    row_index = torch.full((compact.x.shape[0],), 10**9, dtype=torch.int32)  # what no token owns points nowhere
+    for expert, start in enumerate(compact.expert_row_start.tolist()):
+        mine = [token for token, ids in enumerate(TOPK_IDS) if expert in ids]
+        rows = mine if pool == "flat" else [expert * source.x.shape[1] + i for i in range(len(mine))]
+        row_index[start : start + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    kind = Compact if pool == "flat" else Batched
+    gathered = kind(
+        **{field.name: getattr(compact, field.name) for field in dataclasses.fields(ExpertBatch)}
+        | {"x": source.x, "scale": source.scale, "row_index": row_index.to(DEVICE)}
+    )
+    out = torch.full((len(row_index), compact.hidden), math.nan, dtype=case.dtype, device=DEVICE)
+    TritonExperts(SILU)(gathered, case.weights, out=out)
+    used = used_rows(compact)
+    assert_same_bits(out[used], TritonExperts(SILU)(compact, case.weights)[used], pool)
+    assert bool(out[~used].isnan().all())
+
+
+def test_rows_that_lie_apart() -> None:
+    """As a transport hands them on: a view of rows that carry more than their values."""
+    case = make_case("fp8_block", torch.bfloat16)
+    batch = case.batch(Layout.FLAT)
+    wide = torch.zeros(batch.x.shape[0], batch.hidden + 64, dtype=torch.uint8, device=DEVICE)
+    wide[:, : batch.hidden] = batch.x.view(torch.uint8)
+    apart = dataclasses.replace(batch, x=wide[:, : batch.hidden].view(batch.x.dtype))
+    assert not apart.x.is_contiguous()
+    assert_same_bits(TritonExperts(SILU)(apart, case.weights), TritonExperts(SILU)(batch, case.weights), "rows apart")
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("ids", [[], [[-1, -1]] * 3], ids=["no-rows", "no-experts"])
+def test_no_tokens(ids: list[list[int]], layout: Layout) -> None:
+    case = make_case("fp8_block", torch.bfloat16, ids=ids)
+    batch = case.batch(layout)
+    out = torch.full(batch.output_shape, math.nan, dtype=case.dtype, device=DEVICE)
+    TritonExperts(SILU)(batch, case.weights, out=out)
+    expected = torch.zeros_like(out) if layout is Layout.FLAT else torch.full_like(out, math.nan)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+def test_a_nan_stays_in_its_row(scheme: str) -> None:
+    case = make_case(scheme, torch.bfloat16)
+    clean, batch = case.batch(Layout.COMPACT), case.batch(Layout.COMPACT)
+    bad = int(batch.expert_row_start[3]) + 5
+    mask = torch.zeros(batch.x.shape[0], dtype=torch.bool, device=DEVICE)
+    mask[bad] = True
+    if batch.scale is None:
+        fill_with_nan(batch.x, mask)
+    else:  # where `quantise` leaves it; the interpreter reads a NaN of e4m3 as 480
+        batch.scale[bad] = math.nan
+    y, expected = (TritonExperts(SILU)(b, case.weights) for b in (batch, clean))
+    used = used_rows(batch) & ~mask
+    assert bool(y[bad].isnan().all())
+    assert_same_bits(y[used], expected[used], "other rows")
+
+
+def test_tile_list() -> None:
+    counts, block = [3, 0, 40, 16, 17, 0], 16
+    compact = Compact(
+        x=torch.empty(96, 16, device=DEVICE),
+        scale=None,
+        scheme=get_scheme("none"),
+        dtype=torch.float32,
+        expert_row_start=torch.zeros(6, dtype=torch.int32, device=DEVICE),
+        expert_num_tokens=torch.tensor(counts, dtype=torch.int32, device=DEVICE),
+        row_index=None,
+        expected_rows=13,
+    )
+    tiles = build_tile_list(compact, block, with_amax=True)
+    owners = [expert for expert, count in enumerate(counts) for _ in range(math.ceil(count / block))]
+    assert tiles.num_tiles.tolist() == [len(owners)]
+    assert tiles.tile_expert.tolist()[: len(owners)] == owners
+    assert tiles.first_tile.tolist() == [
+        owners.index(e) if e in owners else sum(o < e for o in owners) for e in range(6)
+    ]
+    assert tiles.amax.tolist() == [0] * 6
+    assert len(owners) <= tiles.max_tiles
+
+
+def test_tiles_of_our_own_choice() -> None:
+    tiles = ExpertTiles(
+        block_m=32,
+        first=GemmTiles(block_n=64, block_k=32, swap=True),
+        second=GemmTiles(block_n=32, block_k=16),
+        group_m=1,
+    )
+    case = make_case("fp8_block_64x32", torch.bfloat16)
+    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tiles)
+    crossing = dataclasses.replace(tiles, second=GemmTiles(block_n=32, block_k=64))
+    with pytest.raises(ValueError, match=r"block_k \(64\) of the second GEMM does not divide the 32 columns"):
+        TritonExperts(SILU, tiles=crossing)(case.batch(Layout.COMPACT), case.weights)
+
+
+def test_a_step_of_the_sum_never_crosses_a_scale() -> None:
+    for group_k in (16, 32, 48, 96, 128, 256, 384):
+        tiles = choose_tiles(4, torch.float8_e4m3fn, gated=True, group_k=group_k)
+        assert group_k % tiles.first.block_k == 0
+        assert group_k % tiles.second.block_k == 0
+
+
+def test_auto_and_names() -> None:
+    assert isinstance(create_experts("triton", SILU, DEVICE), TritonExperts)
+    wanted = TritonExperts if DEVICE.type == "cuda" else ReferenceExperts
+    assert isinstance(create_experts("auto", SILU, DEVICE), wanted)

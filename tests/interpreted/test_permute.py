@@ -1,0 +1,184 @@
+"""Merging, placing, packing and the weighted sum: kernel and torch, bit for bit, unwritten memory included."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_moe.config import Layout
+from ep_moe.layout import Packed, TokenRows, reference, triton
+from ep_moe.quant import QuantScheme
+from ep_moe.testing import assert_same_bits, poisoned_memory
+from interpreted.common import DEVICE, generator, random_payload, strided
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Rows of tokens as they arrive. `ids` is "random" (a third -1), "none", "one" (all to the last expert)."""
+
+    tokens: int
+    topk: int
+    experts: int
+    hidden: int = 48
+    dtype: torch.dtype = torch.bfloat16
+    groups: int = 0
+    ids: str = "random"
+    alignment: int = 16
+    gap: int = 0  # elements between rows
+
+
+CASES = {
+    "no_tokens": Case(tokens=0, topk=3, experts=5, groups=2),
+    "one_token_one_expert": Case(tokens=1, topk=1, experts=1),
+    "one_token": Case(tokens=1, topk=8, experts=17, groups=1, dtype=torch.float32),
+    "several_blocks": Case(tokens=150, topk=3, experts=5, hidden=16, alignment=4),
+    "blocks_of_one_token": Case(tokens=20, topk=33, experts=300, hidden=16, alignment=1),
+    "all_to_one": Case(tokens=70, topk=2, experts=17, ids="one", dtype=torch.float16),
+    "nobody": Case(tokens=9, topk=4, experts=5, ids="none", groups=2),
+    "no_experts": Case(tokens=9, topk=4, experts=0, ids="none", groups=2, gap=16),
+    "fp8_wire": Case(tokens=23, topk=5, experts=5, hidden=144, dtype=torch.float8_e4m3fn, groups=2, gap=112),
+    "fp8_odd_stride": Case(tokens=5, topk=2, experts=3, hidden=144, dtype=torch.float8_e4m3fn, groups=9, gap=5),
+    "int8_token_scale": Case(tokens=11, topk=2, experts=3, hidden=48, dtype=torch.int8, groups=1, alignment=7),
+    "several_chunks": Case(tokens=3, topk=2, experts=2, hidden=2880, dtype=torch.float32, gap=4),
+    "gpt_oss": Case(tokens=4, topk=4, experts=5, hidden=2880, dtype=torch.float8_e4m3fn, groups=23, alignment=128),
+}
+
+
+def make_ids(case: Case, random: torch.Generator) -> torch.Tensor:
+    """Ids [N, K] int32 with repeats."""
+    ids = torch.full((case.tokens, case.topk), -1, dtype=torch.int32)
+    if case.ids == "random":
+        ids = torch.randint(-case.experts // 2, case.experts, ids.shape, generator=random).clamp(min=-1).int()
+    if case.ids == "one":
+        ids[:, -1] = case.experts - 1
+    return ids
+
+
+def make_rows(name: str) -> TokenRows:
+    """The rows of a case, on the CPU."""
+    case, random = CASES[name], generator(name)
+    ids, weights = reference.merge_repeats(make_ids(case, random), torch.rand(case.tokens, case.topk, generator=random))
+    x = random_payload((case.tokens, case.hidden), case.dtype, random)
+    scale = torch.rand(case.tokens, case.groups + 1, generator=random)[:, 1:] if case.groups else None
+    return TokenRows(
+        x=strided(x, gap=case.gap) if case.gap else x, scale=scale, local_topk_ids=ids, topk_weights=weights
+    )
+
+
+def to_device(rows: TokenRows) -> TokenRows:
+    """The same rows and row strides where the kernels run."""
+    x = rows.x
+    if x.stride(0) != x.shape[1] and x.shape[0] > 1:
+        x = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
+    return TokenRows(
+        x=x.to(DEVICE),
+        scale=None if rows.scale is None else rows.scale.to(DEVICE),
+        local_topk_ids=rows.local_topk_ids.to(DEVICE),
+        topk_weights=rows.topk_weights.to(DEVICE),
+    )
+
+
+def assert_same_batch(actual: Packed, expected: Packed) -> None:
+    """Every tensor, where nothing was written too, and the strides."""
+    tensors = ("x", "scale", "expert_row_start", "expert_num_tokens", "row_index")
+    assert_same_bits(actual.token_to_row, expected.token_to_row, "token_to_row")
+    assert type(actual.batch) is type(expected.batch)
+    assert actual.batch.expected_rows == expected.batch.expected_rows
+    for name in tensors:
+        found, wanted = getattr(actual.batch, name), getattr(expected.batch, name)
+        assert (found is None) == (wanted is None), name
+        if wanted is not None:
+            assert_same_bits(found, wanted, name)
+            assert found.stride() == wanted.stride(), name
+
+
+@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
+@pytest.mark.parametrize(
+    ("name", "summed_at_a_time"),
+    [*((name, None) for name in CASES), ("several_blocks", 16), ("blocks_of_one_token", 1024)],
+    ids=str,
+)
+def test_pack(name: str, layout: Layout, summed_at_a_time: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rows = CASES[name], make_rows(name)
+    if summed_at_a_time:
+        monkeypatch.setattr(triton, "_SUMMED_COUNTS", summed_at_a_time)
+    sizes = {
+        "scheme": QuantScheme(name="any", dtype=case.dtype, activation="group"),
+        "dtype": torch.bfloat16,
+        "num_local_experts": case.experts,
+        "capacity": case.tokens + 2,
+        "alignment": case.alignment,
+    }
+    with poisoned_memory():
+        expected = reference.pack(rows, layout, **sizes)
+        actual = triton.pack(to_device(rows), layout, **sizes)
+        assert_same_batch(actual, expected)
+        count = int((rows.local_topk_ids >= 0).sum())
+        tight = triton.pack(to_device(rows), layout, **sizes, max_rows=count)
+        assert_same_batch(tight, reference.pack(rows, layout, **sizes, max_rows=count))
+
+
+def test_pack_refuses_what_may_not_fit() -> None:
+    rows = to_device(make_rows("all_to_one"))
+    plain = QuantScheme(name="plain")
+    with pytest.raises(ValueError, match=r"may have 70 rows, which exceeds capacity \(69\)"):
+        triton.pack(rows, Layout.BATCHED, scheme=plain, dtype=torch.float16, num_local_experts=17, capacity=69)
+    narrow = dataclasses.replace(rows, x=rows.x[:, :7])
+    with pytest.raises(ValueError, match="14 bytes is not a multiple of 16"):
+        triton.pack(narrow, Layout.COMPACT, scheme=plain, dtype=torch.float16, num_local_experts=17, capacity=70)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("first", "last"), [(0, None), (2, 9), (4, 4)])
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(0, 3, 5), (1, 1, 1), (37, 64, 20), (300, 7, 5), (600, 2, 30)])
+def test_merge_repeats(tokens: int, topk: int, experts: int, first: int, last: int | None, dtype: torch.dtype) -> None:
+    random = generator(f"{tokens} {topk}")
+    ids = torch.randint(-1, experts, (tokens, topk + 3), generator=random, dtype=dtype)[:, 1 : topk + 1]
+    weights = torch.randn(tokens, topk + 1, generator=random)[:, :topk]
+    weights = torch.where(ids < 0, torch.nan, weights)  # of no expert: never read
+    expected = reference.merge_repeats(ids, weights, first=first, last=last)
+    with poisoned_memory():
+        actual = triton.merge_repeats(ids.to(DEVICE), weights.to(DEVICE), first=first, last=last)
+    assert_same_bits(actual[0], expected[0], "ids")
+    assert_same_bits(actual[1], expected[1], "weights")
+
+
+@pytest.mark.parametrize("shared", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "topk", "hidden"), [(0, 2, 16), (1, 1, 16), (37, 5, 48), (12, 8, 144), (3, 4, 2880), (2, 40, 16)]
+)
+def test_weighted_sum(
+    tokens: int, topk: int, hidden: int, dtype: torch.dtype, weighted: bool, shared: torch.dtype | None
+) -> None:
+    """Sizes that differ by orders of magnitude, so that another order or a fused multiply-add shows."""
+    random = generator(f"{tokens} {topk} {hidden}")
+    y = (torch.randn(tokens * topk + 4, hidden, generator=random).exp() * 3).to(dtype)
+    rows = torch.randperm(tokens * topk + 4, generator=random)[: tokens * topk].reshape(tokens, topk)
+    rows = torch.where(torch.rand(rows.shape, generator=random) < 0.3, -1, rows).int()
+    unused = torch.ones(len(y), dtype=torch.bool)
+    unused[rows[rows >= 0].long()] = False
+    y[unused] = float("nan")
+    weights = torch.randn(tokens, topk, generator=random).exp() if weighted else None
+    if weights is not None:
+        weights = torch.where(rows < 0, torch.nan, weights)
+    added = None if shared is None else torch.randn(tokens, hidden + 16, generator=random).to(shared)[:, :hidden]
+    expected = reference.weighted_sum(y, rows, weights, shared=added)
+    arguments = [None if t is None else t.to(DEVICE) for t in (y, rows, weights, added)]
+    with poisoned_memory():
+        actual = triton.weighted_sum(*arguments[:3], shared=arguments[3])
+        out = torch.empty(tokens, hidden + 16, dtype=torch.float32, device=DEVICE)[:, :hidden]
+        assert triton.weighted_sum(*arguments[:3], shared=arguments[3], out=out) is out
+    assert_same_bits(actual, expected, "sum")
+    wide = torch.empty(tokens, hidden)
+    assert_same_bits(out, reference.weighted_sum(y, rows, weights, shared=added, out=wide), "sum in float32")
+
+
+def test_weighted_sum_writes_to_any_memory() -> None:
+    y, rows = torch.randn(6, 32), torch.arange(6, dtype=torch.int32).reshape(3, 2)
+    weights, shared = torch.rand(3, 2), torch.randn(32, 3).t()
+    out = torch.full((32, 3), float("nan")).to(DEVICE).t()
+    actual = triton.weighted_sum(*(t.to(DEVICE) for t in (y, rows, weights)), shared=shared.to(DEVICE), out=out)
+    assert actual is out
+    assert_same_bits(out, reference.weighted_sum(y.reshape(2, 3, 32), rows, weights, shared=shared), "sum")

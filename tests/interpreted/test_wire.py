@@ -1,0 +1,120 @@
+"""Destinations, headers and the rows that travel: kernel and torch, bit for bit."""
+
+import pytest
+import torch
+
+from ep_moe.quant import Quantised, get_scheme
+from ep_moe.routing import Routing
+from ep_moe.testing import assert_same_bits, poisoned_memory
+from ep_moe.transport import plan, triton
+from ep_moe.transport.wire import RowFormat
+from interpreted.common import DEVICE, generator, random_payload
+
+FINGERPRINT = 2**32 - 3
+OWNERS = {  # how many experts each rank owns
+    "one_rank": [7],
+    "three_ranks": [3, 3, 2],
+    "an_empty_rank": [4, 0, 9, 4, 4],
+    "seventeen_ranks": [1] * 17,
+}
+
+
+def make_ids(tokens: int, topk: int, num_physical: int, dtype: torch.dtype, routing: str) -> torch.Tensor:
+    """Ids with repeats; "holes" has -1, "bad" has ids that nobody owns, "one" all to the last expert."""
+    ids = torch.randint(-1 if routing == "holes" else 0, num_physical, (tokens, topk + 1), generator=generator(routing))
+    if routing == "bad" and tokens:
+        ids[0, 0], ids[-1, -2] = num_physical, -2
+    if routing == "one":
+        ids[:] = num_physical - 1
+    return ids.to(dtype)[:, :topk]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed_at_a_time"), [(torch.int32, None), (torch.int64, None), (torch.int64, 16)], ids=str
+)
+@pytest.mark.parametrize("routing", ["holes", "bad", "one"])
+@pytest.mark.parametrize(("tokens", "topk"), [(0, 3), (1, 1), (300, 5), (7, 33)])
+@pytest.mark.parametrize("owners", OWNERS)
+def test_plan(
+    owners: str,
+    tokens: int,
+    topk: int,
+    routing: str,
+    dtype: torch.dtype,
+    summed_at_a_time: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if summed_at_a_time:
+        monkeypatch.setattr(triton, "_SUMMED_COUNTS", summed_at_a_time)
+        monkeypatch.setattr(triton, "_PLACES", 256)
+    owner = torch.repeat_interleave(torch.arange(len(OWNERS[owners])), torch.tensor(OWNERS[owners])).int()
+    ids = make_ids(tokens, topk, len(owner), dtype, routing)
+    with poisoned_memory():
+        headers = [torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64) for _ in range(2)]
+        expected = plan.plan_send(ids, owner, fingerprint=FINGERPRINT, header=headers[0])
+        on_device = headers[1].to(DEVICE)
+        actual = triton.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=FINGERPRINT, header=on_device)
+    assert_same_bits(on_device, headers[0], "header")
+    assert_same_bits(actual.token_to_row().cpu(), expected.token_to_row(), "token_to_row")
+    assert headers[0][:, 4].tolist() == [FINGERPRINT] * len(OWNERS[owners])
+    pairs = [{int(e) for e in row if 0 <= e < len(owner)} for row in ids]
+    for rank in range(len(OWNERS[owners])):
+        mine = [sum(int(owner[expert]) == rank for expert in experts) for experts in pairs]
+        assert headers[0][rank, [0, 5]].tolist() == [sum(count > 0 for count in mine), sum(mine)]
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme_name", ["none", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize(
+    ("tokens", "topk", "hidden", "owners"),
+    [(0, 2, 16, "three_ranks"), (1, 1, 16, "one_rank"), (20, 3, 144, "an_empty_rank"), (3, 9, 2880, "three_ranks")],
+)
+def test_rows(
+    tokens: int,
+    topk: int,
+    hidden: int,
+    owners: str,
+    scheme_name: str,
+    dtype: torch.dtype,
+    ids_dtype: torch.dtype,
+) -> None:
+    scheme, random = get_scheme(scheme_name), generator(f"{tokens} {hidden}")
+    owner = torch.repeat_interleave(torch.arange(len(OWNERS[owners])), torch.tensor(OWNERS[owners])).int()
+    ids = make_ids(tokens, topk, len(owner), ids_dtype, "holes")
+    routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, topk, generator=random))
+    x = random_payload((tokens, hidden), scheme.dtype or dtype, random)
+    sent = x
+    if scheme.quantised:
+        scale = torch.rand(scheme.num_groups(hidden), tokens, generator=random).t()
+        sent = Quantised(values=x, scale=scale, scheme=scheme)
+    header = torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64)
+    planned = plan.plan_send(ids, owner, fingerprint=1, header=header)
+    row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
+    expected, expected_rows = row_format.write(sent, routing, planned, num_rows)
+    if isinstance(sent, Quantised):
+        placed = Quantised(values=x.to(DEVICE), scale=sent.scale.to(DEVICE), scheme=scheme)
+    else:
+        placed = x.to(DEVICE)
+    with poisoned_memory():
+        actual, rows = triton.write_rows(
+            placed,
+            Routing(topk_ids=ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE)),
+            triton.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=1, header=header.to(DEVICE)),
+            num_rows=num_rows,
+            row_bytes=row_format.row_bytes,
+        )
+    assert_same_bits(rows, expected_rows, "token_to_row")
+    assert actual.shape == (num_rows, row_format.row_bytes)
+    assert row_format.row_bytes % 64 == 0
+    found, wanted = row_format.read(actual), row_format.read(expected)
+    assert_same_bits(found[0], wanted[0], "values")
+    assert_same_bits(found[2].topk_ids, wanted[2].topk_ids, "ids")
+    assert_same_bits(found[2].topk_weights, wanted[2].topk_weights, "weights")
+    if scheme.quantised:
+        assert_same_bits(found[1], wanted[1], "scale")
+    token, rank = torch.nonzero(expected_rows >= 0, as_tuple=True)
+    row = expected_rows[token, rank].long()
+    assert sorted(row.tolist()) == list(range(num_rows))
+    assert_same_bits(found[0].cpu().view(torch.uint8)[row], x.view(torch.uint8)[token], "values of the tokens")
+    assert_same_bits(found[2].topk_ids.cpu()[row], ids[token].int(), "ids of the tokens")

@@ -1,0 +1,206 @@
+"""The Triton experts on a GPU at the sizes of models that people serve, against the torch experts of the same scheme.
+
+Letters: L local experts, H hidden, I intermediate, N received rows, K top-k.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from ep_moe.config import ActivationConfig, ActivationKind, Layout
+from ep_moe.experts import ReferenceExperts, create_experts
+from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack
+from ep_moe.quant import get_scheme, quantise, quantise_weight
+from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
+from ep_moe.weights import ExpertWeights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+SILU = ActivationConfig()
+GPT_OSS = ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The experts of one rank."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    num_topk: int
+    activation: ActivationConfig = SILU
+    biased: bool = False
+
+
+MODELS = {
+    "deepseek-v3": Model(hidden=7168, intermediate=2048, experts=32, num_topk=8),
+    "qwen3-235b": Model(hidden=4096, intermediate=1536, experts=16, num_topk=8),
+    "qwen3-30b": Model(hidden=2048, intermediate=768, experts=16, num_topk=8),
+    "mixtral": Model(hidden=4096, intermediate=14336, experts=2, num_topk=2),
+    "gpt-oss-120b": Model(hidden=2880, intermediate=2880, experts=16, num_topk=4, activation=GPT_OSS, biased=True),
+}
+SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block"]
+
+
+def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
+    """Random weights, every expert's different, quantised expert by expert."""
+    scheme, random = get_scheme(scheme_name), torch.Generator("cuda").manual_seed(3)
+    width = model.intermediate * (2 if model.activation.kind.gated else 1)
+
+    def matrices(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        made = []
+        for expert in range(model.experts):
+            w = torch.randn(rows, columns, generator=random, device="cuda") * (0.5 + expert / model.experts)
+            w *= columns**-0.5
+            made.append(quantise_weight(w, scheme) if scheme.quantised else (w.bfloat16(), w.new_zeros(0)))
+        values, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
+        return values, scales if scheme.quantised else None
+
+    w13, w13_scale = matrices(width, model.hidden)
+    w2, w2_scale = matrices(model.hidden, model.intermediate)
+    biases = {}
+    if model.biased:
+        for name, columns in (("w13_bias", width), ("w2_bias", model.hidden)):
+            biases[name] = torch.randn(model.experts, columns, generator=random, device="cuda").bfloat16()
+    return ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, scheme=scheme, **biases)
+
+
+def make_rows(model: Model, scheme_name: str, num_rows: int, seed: int = 5) -> TokenRows:
+    """Rows as they arrive: each token has some of its K experts here, the first expert none, the last many."""
+    scheme, random = get_scheme(scheme_name), torch.Generator("cuda").manual_seed(seed)
+    scores = torch.rand(num_rows, model.experts * 4, generator=random, device="cuda")
+    scores[:, 0] = -1
+    scores[:, model.experts - 1] += 0.3
+    ids = scores.topk(min(model.num_topk, model.experts), dim=1).indices
+    ids = torch.where(ids < model.experts, ids, -1).int()
+    x = torch.randn(num_rows, model.hidden, generator=random, device="cuda").bfloat16()
+    payload = quantise(x, scheme) if scheme.quantised else None
+    return TokenRows(
+        x=x if payload is None else payload.values,
+        scale=None if payload is None else payload.scale,
+        local_topk_ids=ids,
+        topk_weights=torch.where(ids >= 0, torch.rand(ids.shape, generator=random, device="cuda"), 0.0),
+    )
+
+
+def lay_out(rows: TokenRows, layout: Layout, model: Model, scheme_name: str) -> ExpertBatch:
+    """The batch, as a transport makes it."""
+    return pack(
+        rows,
+        layout,
+        scheme=get_scheme(scheme_name),
+        dtype=torch.bfloat16,
+        num_local_experts=model.experts,
+        capacity=max(rows.x.shape[0], 1),
+        alignment=16,
+    ).batch
+
+
+def gathered(rows: TokenRows, model: Model, scheme_name: str) -> ExpertBatch:
+    """Rows gathered from a pool, as COMPACT with a row_index."""
+    flat = lay_out(rows, Layout.FLAT, model, scheme_name)
+    return Compact(**{field.name: getattr(flat, field.name) for field in dataclasses.fields(ExpertBatch)})
+
+
+def used_rows(batch: ExpertBatch) -> torch.Tensor:
+    """Mask of the output rows that hold a token."""
+    used = torch.zeros(batch.output_shape[:-1], dtype=torch.bool, device="cuda")
+    for start, count in zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True):
+        used.view(-1)[start : start + count] = True
+    return used
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_torch_experts(name: str, scheme: str) -> None:
+    model, weights = MODELS[name], make_weights(MODELS[name], scheme)
+    ours, theirs = (create_experts(kind, model.activation, torch.device("cuda")) for kind in ("triton", "torch"))
+    limit = ROW_ERROR_LIMITS["bfloat16" if scheme == "none" else "fp8"]
+    worst = 0.0
+    for num_rows in (1, 40, 3000):
+        rows = make_rows(model, scheme, num_rows)
+        batches = {layout.value: lay_out(rows, layout, model, scheme) for layout in Layout}
+        for layout, batch in (batches | {"row_index": gathered(rows, model, scheme)}).items():
+            expected = theirs(batch, weights)
+            out = ours(batch, weights, out=torch.full_like(expected, math.nan))
+            assert_same_bits(ours(batch, weights, out=torch.full_like(expected, math.nan)), out, "second run")
+            if not isinstance(batch, Flat):
+                used = used_rows(batch)
+                assert bool(out[~used].isnan().all())
+                out, expected = out[used], expected[used]
+            error = worst_row_error(out, expected)
+            assert error < limit, f"{layout}, {num_rows} rows"
+            worst = max(worst, error)
+    print(f"{name} {scheme}: worst row {worst:.2e}")
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor"])
+def test_a_graph_is_replayed_with_other_counts(scheme: str, layout: Layout) -> None:
+    model, weights = MODELS["qwen3-30b"], make_weights(MODELS["qwen3-30b"], scheme)
+    experts = create_experts("triton", model.activation, torch.device("cuda"))
+    batches = [lay_out(make_rows(model, scheme, 200, seed), layout, model, scheme) for seed in range(3)]
+    fixed = batches[0]
+    tensors = [f.name for f in dataclasses.fields(fixed) if isinstance(getattr(fixed, f.name), torch.Tensor)]
+    largest = {name: max((getattr(b, name) for b in batches), key=torch.Tensor.numel) for name in tensors}
+    fixed = dataclasses.replace(fixed, **{name: tensor.clone() for name, tensor in largest.items()})
+    out = torch.full(fixed.output_shape, math.nan, dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        experts(fixed, weights, out=out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        experts(fixed, weights, out=out)
+    for batch in reversed(batches):
+        eager = dataclasses.replace(batch, expected_rows=fixed.expected_rows)
+        for name in tensors:
+            place, new = getattr(fixed, name), getattr(batch, name)
+            assert place.shape == new.shape, "batches of as many tokens have buffers of one size"
+            (place.view(torch.uint8) if place.itemsize == 1 else place).copy_(
+                new.view(torch.uint8) if new.itemsize == 1 else new
+            )
+        out.fill_(math.nan)
+        graph.replay()
+        expected = experts(eager, weights, out=torch.full_like(out, math.nan))
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        assert bool((~out.isnan()).any())
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """Rows beyond 2^31 numbers of the batch, and weights beyond them: addresses are 64 bits wide."""
+    model = Model(hidden=4096, intermediate=2048, experts=96, num_topk=2)
+    random = torch.Generator("cuda").manual_seed(1)
+    w13, w2 = (
+        torch.empty(model.experts, *shape, dtype=torch.bfloat16, device="cuda")
+        for shape in ((4096, 4096), (4096, 2048))
+    )
+    for expert in range(model.experts):
+        for w in (w13, w2):
+            w[expert] = torch.randn(w.shape[1:], generator=random, device="cuda") * w.shape[2] ** -0.5
+    capacity = 6144  # 96 * 6144 * 4096 = 2.4e9
+    x = torch.empty(model.experts, capacity, model.hidden, dtype=torch.bfloat16, device="cuda")
+    counts = torch.zeros(model.experts, dtype=torch.int32, device="cuda")
+    counts[1], counts[-1] = 3, 200
+    for expert in (1, model.experts - 1):
+        x[expert, :200] = torch.randn(200, model.hidden, generator=random, device="cuda")
+    rows = TokenRows(
+        x=torch.empty(0, model.hidden, dtype=torch.bfloat16, device="cuda"),
+        scale=None,
+        local_topk_ids=torch.empty(0, 2, dtype=torch.int32, device="cuda"),
+        topk_weights=torch.empty(0, 2, device="cuda"),
+    )
+    batch = dataclasses.replace(
+        lay_out(rows, Layout.BATCHED, model, "none"),
+        x=x,
+        expert_num_tokens=counts,
+        expert_row_start=torch.arange(model.experts, dtype=torch.int32, device="cuda") * capacity,
+        expected_rows=3,
+    )
+    weights, used = ExpertWeights(w13=w13, w2=w2), used_rows(batch)
+    assert x.numel() > 2**31
+    y = create_experts("triton", SILU, torch.device("cuda"))(batch, weights)
+    expected = ReferenceExperts(SILU)(batch, weights)
+    assert worst_row_error(y[used], expected[used]) < ROW_ERROR_LIMITS["bfloat16"]
