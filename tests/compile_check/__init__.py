@@ -1,0 +1,22 @@
+"""Compiles every Triton kernel of the package for GPUs that need not be there, and reads the machine code.
+
+    PYTHONPATH=tests python -m compile_check
+
+runs all cases for sm_90 and sm_100, prints a table, and ends with 1 and a line for each finding. It needs no GPU and a
+process without TRITON_INTERPRET. A case calls real launchers with tensors of real sizes, so that kernels are compiled
+with the alignments and options that they are run with. What is found:
+
+    case         a kernel that no case launches, any other jit function that no launched kernel calls, a module that
+                 does not import, a launcher or a compilation that fails
+    spill        registers that spill to local memory
+    shared       more shared memory than a block may have
+    tensor_core  a product of fp8 operands, or of operands widened from fp8, without the tensor core's fp8 instructions;
+                 a product of 16-bit operands without a tensor core, or without the instructions of a warp group where
+                 its tile is large enough for them
+    narrow       a load or store of a block of numbers of 1 or 2 bytes that is narrower than `MINIMUM_WIDTH_BYTES`.
+                 Loads and stores of one number are free to be narrow, and so are loads of 2-byte vectors with no more
+                 numbers than the program has threads: a bias, of which a thread needs one number. Payload that is
+                 copied as words is not seen so; for it a case says how wide a kernel's widest access must be
+
+A case may excuse a kernel from a rule, with a reason in words; an excuse that excuses nothing is itself a finding.
+"""

@@ -1,0 +1,70 @@
+"""The command: one process for each GPU, then the table and the findings. See the package's docstring."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TARGETS = (90, 100)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="compile_check", description="Compile all Triton kernels without a GPU.")
+    parser.add_argument("--package", default="ep_moe", help="whose jit functions need cases")
+    parser.add_argument("--cases", default="compile_check.cases", help="module with a function cases()")
+    parser.add_argument("--only", default="", help="run the cases with this in their name, and look for no missing one")
+    parser.add_argument("--target", type=int, choices=TARGETS, action="append", help="compute capability; all")
+    parser.add_argument("--report", type=Path, help="write what one target compiled to this file, and print nothing")
+    return parser.parse_args(argv)
+
+
+def start(arguments: argparse.Namespace, target: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process of one target, with an empty cache of its own."""
+    command = [sys.executable, "-m", "compile_check", "--package", arguments.package, "--cases", arguments.cases]
+    command += ["--only", arguments.only, "--target", str(target), "--report", str(folder / f"{target}.json")]
+    return subprocess.Popen(command, env={**os.environ, "TRITON_CACHE_DIR": str(folder / f"cache{target}")})
+
+
+def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
+    """Compile and check all cases for one target, in this process."""
+    from compile_check import checking  # needs Triton, and so a cache directory that is set
+
+    cases = [case for case in importlib.import_module(arguments.cases).cases() if arguments.only in case.name]
+    result = checking.check_cases(cases, arguments.package, target, complete=not arguments.only)
+    return dataclasses.asdict(result)
+
+
+def main(argv: list[str]) -> int:
+    """Run the check; 0 where nothing was found, 1 for findings, 2 where it could not be made."""
+    arguments = parse(argv)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("compile_check: TRITON_INTERPRET is set, and then nothing compiles", file=sys.stderr)
+        return 2
+    if arguments.report is not None:
+        [target] = arguments.target
+        arguments.report.write_text(json.dumps(check_target(arguments, target)))
+        return 0
+    from compile_check import reporting
+
+    with tempfile.TemporaryDirectory(prefix="compile_check_") as name:
+        folder = Path(name)
+        targets = arguments.target or TARGETS
+        processes = {target: start(arguments, target, folder) for target in targets}
+        codes = {target: process.wait() for target, process in processes.items()}
+        for target, code in codes.items():
+            if code:
+                print(f"compile_check: the process of sm_{target} ended with {code}", file=sys.stderr)
+                return 2
+        results = {target: json.loads((folder / f"{target}.json").read_text()) for target in targets}
+    return reporting.report(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""What a case is: a call of a launcher, and what it excuses."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+Rule = Literal["case", "spill", "shared", "tensor_core", "narrow", "excuse"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One call of launchers.
+
+    Args:
+        name: what the table calls it.
+        launch: calls launchers, in a process where every launch only compiles.
+        payload_width_bytes: kernel -> how wide its widest load and its widest store must be at least, for kernels that
+            copy payload as words, of which the rule "narrow" knows nothing.
+        excuses: (kernel, rule) -> why this kernel may break that rule here; kernels by name, without the module.
+    """
+
+    name: str
+    launch: Callable[[], object]
+    payload_width_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    excuses: Mapping[tuple[str, Rule], str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, reason in self.excuses.items():
+            if not reason.strip():
+                raise ValueError(f"excuse {key} of case {self.name!r} has no reason")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A rule that was broken, where and how; `reason` is why a case excuses it."""
+
+    rule: Rule
+    kernel: str
+    text: str
+    reason: str = ""

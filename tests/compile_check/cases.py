@@ -1,0 +1,241 @@
+"""The cases of ep_moe: its launchers with tensors of real sizes, whose numbers nobody looks at.
+
+Experts and formats get tensors without memory. Launchers that move rows compare addresses, and so get real memory.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from compile_check.case import Case, Rule
+from ep_moe.config import ActivationConfig, ActivationKind, Layout
+from ep_moe.experts.triton import TritonExperts
+from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
+from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
+from ep_moe.quant import Quantised, QuantScheme, get_scheme, weight_scale_shape
+from ep_moe.quant.triton import quantise
+from ep_moe.routing import Routing
+from ep_moe.transport.plan import HEADER_WORDS
+from ep_moe.transport.triton import plan_send, write_rows
+from ep_moe.transport.wire import RowFormat
+from ep_moe.weights import ExpertWeights
+
+SILU = ActivationConfig()
+GPT_OSS: dict[str, Any] = {
+    "experts": 16,
+    "hidden": 2880,
+    "intermediate": 2880,
+    "activation": ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0),
+    "bias": True,
+}
+MIXTRAL: dict[str, Any] = {"experts": 1, "hidden": 4096, "intermediate": 14336}  # one expert: sizes of 1 are constants
+STEPS_OF_16: dict[tuple[str, Rule], str] = dict.fromkeys(
+    [("_first_gemm_kernel", "tensor_core"), ("_second_gemm_kernel", "tensor_core")],
+    "groups of 48 columns are summed 16 at a time, and the shortest fp8 product sums 32",
+)
+NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: str = "meta") -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def _weights(
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    gated: bool,
+    bias: bool,
+    static: bool,
+) -> ExpertWeights:
+    width, stored = 2 * intermediate if gated else intermediate, scheme.dtype or dtype
+    shapes = {"w13": (experts, width, hidden), "w2": (experts, hidden, intermediate)}
+    optional: dict[str, torch.Tensor] = {}
+    if scheme.quantised:
+        for name, shape in shapes.items():
+            optional[f"{name}_scale"] = _empty(*weight_scale_shape(shape, scheme), dtype=torch.float32)
+    if bias:
+        optional |= {f"{name}_bias": _empty(*shape[:2], dtype=dtype) for name, shape in shapes.items()}
+    if static:
+        optional["w2_input_scale"] = _empty(experts, dtype=torch.float32)
+    return ExpertWeights(
+        w13=_empty(*shapes["w13"], dtype=stored), w2=_empty(*shapes["w2"], dtype=stored), scheme=scheme, **optional
+    )
+
+
+def _batch(
+    scheme: QuantScheme, dtype: torch.dtype, layout: str, experts: int, hidden: int, expected_rows: int
+) -> ExpertBatch:
+    """A batch of 1024 rows an expert, or as many in all; `expected_rows` is what the launcher goes by."""
+    rows, groups = 1024, scheme.num_groups(hidden)
+    lead = experts if layout == "batched" else 1
+    x = _empty(lead, rows, hidden, dtype=scheme.dtype or dtype)
+    scale = _empty(lead, groups, rows, dtype=torch.float32).transpose(1, 2) if groups else None
+    one_int_each = {name: _empty(experts, dtype=torch.int32) for name in ("expert_row_start", "expert_num_tokens")}
+    common: dict[str, Any] = {"scheme": scheme, "dtype": dtype, "expected_rows": expected_rows, **one_int_each}
+    if layout == "batched":
+        return Batched(x=x, scale=scale, row_index=None, **common)
+    row_index = _empty(8 * rows, dtype=torch.int32) if layout == "indexed" else None
+    return Compact(x=x[0], scale=None if scale is None else scale[0], row_index=row_index, **common)
+
+
+def _experts(
+    name: str,
+    scheme_name: str = "fp8_block",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "compact",
+    experts: int = 32,
+    hidden: int = 7168,
+    intermediate: int = 2048,
+    expected_rows: int = 8,
+    activation: ActivationConfig = SILU,
+    bias: bool = False,
+    static: bool = False,
+    excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
+) -> Case:
+    """Both GEMMs of one layer, by default those of DeepSeek-V3 on 8 ranks, and what lies between them."""
+    scheme = get_scheme(scheme_name)
+
+    def launch() -> None:
+        batch = _batch(scheme, dtype, layout, experts, hidden, expected_rows)
+        gated = activation.kind.gated
+        weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=gated, bias=bias, static=static)
+        TritonExperts(activation)(batch, weights)
+
+    return Case(name=name, launch=launch, excuses=excuses)
+
+
+def _expert_cases() -> list[Case]:
+    """Rows on both sides of every size at which the launcher changes its tiles, then every format and option."""
+    cases = []
+    for scheme in ("fp8_block", "fp8_token", "fp8_tensor"):
+        cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows) for rows in (1, 8, 16, 32, 64, 256)]
+    for rows in (1, 8, 16, 32, 64, 128, 256):
+        cases.append(_experts(f"bf16, {rows} rows", "none", expected_rows=rows))
+    for rows in (8, 256):
+        size = f"{rows} rows"
+        cases += [
+            _experts(f"fp8_tensor static, {size}", "fp8_tensor", static=True, expected_rows=rows),
+            _experts(f"fp8_block batched, {size}", layout="batched", expected_rows=rows),
+            _experts(f"fp8_block indexed, {size}", layout="indexed", expected_rows=rows),
+            _experts(f"fp8_block into float16, {size}", dtype=torch.float16, expected_rows=rows),
+            _experts(f"fp8_block into float32, {size}", dtype=torch.float32, expected_rows=rows),
+            _experts(f"fp8_block 64x32, {size}", "fp8_block_64x32", expected_rows=rows),
+            _experts(f"fp8_block 32x48, {size}", "fp8_block_32x48", excuses=STEPS_OF_16, expected_rows=rows),
+            _experts(f"fp8_block gpt-oss, {size}", **GPT_OSS, expected_rows=rows),
+            _experts(f"float16, {size}", "none", dtype=torch.float16, expected_rows=rows),
+            _experts(f"float32, {size}", "none", dtype=torch.float32, expected_rows=rows),
+            _experts(f"bf16 gpt-oss, {size}", "none", **GPT_OSS, expected_rows=rows),
+            _experts(f"bf16 batched, {size}", "none", layout="batched", expected_rows=rows),
+            _experts(f"bf16 indexed, {size}", "none", layout="indexed", expected_rows=rows),
+            _experts(f"fp8_block Mixtral, {size}", **MIXTRAL, expected_rows=rows),
+        ]
+    for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
+        activation = ActivationConfig(kind=kind)
+        cases += [
+            _experts(f"bf16 {kind.value}, 8 rows", "none", activation=activation, expected_rows=8),
+            _experts(f"fp8_block {kind.value}, 256 rows", activation=activation, expected_rows=256),
+        ]
+    return cases
+
+
+def _quantise_cases() -> list[Case]:
+    def case(scheme: str, dtype: torch.dtype, hidden: int, *, static: bool = False) -> Case:
+        def launch() -> None:
+            scale = _empty(1, dtype=torch.float32) if static else None
+            quantise(_empty(128, hidden, dtype=dtype), get_scheme(scheme), scale)
+
+        name = f"quantise {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
+        return Case(name=name, launch=launch, payload_width_bytes={"_quantise_rows_kernel": 16})
+
+    schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
+    cases = [case(scheme, torch.bfloat16, hidden) for scheme in schemes for hidden in (7168, 2880)]
+    cases += [
+        case(scheme, dtype, 7168) for scheme in ("fp8_block", "fp8_token") for dtype in (torch.float16, torch.float32)
+    ]
+    return [*cases, case("fp8_tensor", torch.bfloat16, 7168, static=True)]
+
+
+def _rows(
+    name: str,
+    scheme_name: str,
+    layout: Layout,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int = 7168,
+    topk: int = 8,
+    ranks: int = 8,
+    experts: int = 32,
+    ids_dtype: torch.dtype = torch.int64,
+    shared: bool = False,
+) -> Case:
+    """A round from the router's ids to the sum at home: 128 tokens of each rank, by default of DeepSeek-V3."""
+    scheme, num_tokens = get_scheme(scheme_name), 128
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return _empty(*shape, dtype=dtype, device="cpu")
+
+    def launch() -> None:
+        row_format = RowFormat.of(scheme, dtype, hidden, topk)
+        routing = Routing(
+            topk_ids=empty(num_tokens, topk, dtype=ids_dtype),
+            topk_weights=empty(num_tokens, topk, dtype=torch.float32),
+        )
+        owner, header = empty(ranks * experts, dtype=torch.int32), empty(ranks, HEADER_WORDS, dtype=torch.int64)
+        plan = plan_send(routing.topk_ids, owner, fingerprint=row_format.fingerprint, header=header)
+        x, scale = empty(num_tokens, hidden, dtype=scheme.dtype or dtype), None
+        if scheme.quantised:
+            scale = empty(scheme.num_groups(hidden), num_tokens, dtype=torch.float32).t()
+        tokens = x if scale is None else Quantised(values=x, scale=scale, scheme=scheme)
+        buffer, token_to_row = write_rows(
+            tokens, routing, plan, num_rows=ranks * num_tokens, row_bytes=row_format.row_bytes
+        )
+        values, scale, received = row_format.read(buffer)
+        ids, weights = merge_repeats(received.topk_ids, received.topk_weights, first=experts, last=2 * experts)
+        packed = pack(
+            TokenRows(x=values, scale=scale, local_topk_ids=ids, topk_weights=weights),
+            layout,
+            scheme=scheme,
+            dtype=dtype,
+            num_local_experts=experts,
+            capacity=ranks * num_tokens,
+            alignment=16,
+            max_rows=2 * ranks * num_tokens,
+        )
+        y = empty(packed.batch.x.numel() // hidden, hidden, dtype=dtype)
+        weighted_sum(y, packed.token_to_row, weights)
+        home = empty(ranks * num_tokens, hidden, dtype=dtype)
+        weighted_sum(home, token_to_row, None, shared=empty(num_tokens, hidden, dtype=dtype) if shared else None)
+
+    copying = ("_write_rows_kernel", "_pack_rows_kernel", "_weighted_sum_kernel")
+    return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(copying, 16))
+
+
+def _row_cases() -> list[Case]:
+    cases = []
+    for layout in Layout:
+        cases += [
+            _rows(f"rows fp8_block {layout.value}", "fp8_block", layout, shared=True),
+            _rows(f"rows bf16 {layout.value}", "none", layout, ids_dtype=torch.int32),
+        ]
+    gpt_oss: dict[str, Any] = {"hidden": 2880, "topk": 4, "experts": 16}
+    return [
+        *cases,
+        _rows("rows float32", "none", Layout.COMPACT, dtype=torch.float32, shared=True),
+        _rows("rows float16 top 1", "none", Layout.COMPACT, dtype=torch.float16, topk=1, shared=True),
+        _rows("rows fp8_token top 6", "fp8_token", Layout.COMPACT, topk=6),
+        _rows("rows bf16 gpt-oss", "none", Layout.COMPACT, **gpt_oss),
+        _rows("rows fp8_block gpt-oss", "fp8_block", Layout.BATCHED, **gpt_oss),
+        _rows("rows fp8_block of 3 ranks with 5 experts", "fp8_block", Layout.COMPACT, ranks=3, experts=5),
+    ]
+
+
+def cases() -> list[Case]:
+    """All cases."""
+    return [*_expert_cases(), *_quantise_cases(), *_row_cases()]

@@ -1,0 +1,129 @@
+"""Runs cases for one target and checks all that they compile."""
+
+import dataclasses
+import traceback
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from compile_check import ir, rules, sass, walk
+from compile_check.case import Case, Finding, Rule
+from compile_check.stub import Recorder, compile_only
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Compiled:
+    """One kernel as it was compiled, and the cases that launched it so."""
+
+    kernel: str
+    cases: list[str]
+    num_warps: int
+    registers: int
+    shared_bytes: int
+    spills: int
+    tensor_core: dict[str, int]
+    widths: dict[str, list[int]]  # "load", "store" -> bytes of accesses to global memory, widest first, 0 whole tiles
+    findings: list[Finding]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Result:
+    """What one target compiled, and what was found."""
+
+    compiled: list[Compiled]
+    findings: list[Finding]
+    excused: list[Finding]
+    used_excuses: list[tuple[str, str, Rule]]  # case, kernel, rule
+    all_excuses: list[tuple[str, str, Rule]]
+
+
+def _widths(machine: sass.Sass, kind: str) -> list[int]:
+    widths = sorted({access.width_bytes for access in machine.accesses if access.kind == kind}, reverse=True)
+    return [0, *widths] if kind in machine.bulk else widths
+
+
+def _check(function: JITFunction, compiled: Any) -> Compiled:
+    """Read one compiled kernel and check it."""
+    machine = sass.read(compiled.asm["cubin"])
+    return Compiled(
+        kernel=function.fn.__name__,
+        cases=[],
+        num_warps=compiled.metadata.num_warps,
+        registers=machine.registers,
+        shared_bytes=compiled.metadata.shared,
+        spills=machine.spills,
+        tensor_core=machine.tensor_core,
+        widths={kind: _widths(machine, kind) for kind in ("load", "store")},
+        findings=rules.check(function.fn.__name__, compiled, ir.read(compiled.asm["ttir"]), machine),
+    )
+
+
+def _thin_payload(kernel: Compiled, width_bytes: int) -> list[Finding]:
+    """A finding where the widest loads, or the widest stores, are narrower than a case says."""
+    return [
+        Finding(rule="narrow", kernel=kernel.kernel, text=f"no {kind} is {width_bytes} bytes wide")
+        for kind, widths in kernel.widths.items()
+        if 0 not in widths and max(widths, default=0) < width_bytes
+    ]
+
+
+def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled]) -> list[Finding]:
+    """Run one case; returns what failed, and puts what it compiled into `by_hash`."""
+    findings = []
+    launches, failures = len(recorder.launches), len(recorder.failures)
+    try:
+        case.launch()
+    except Exception as error:  # noqa: BLE001 - a launcher may fail in any way, and the other cases still run
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"the launcher fails: {error!r} at {where.filename}:{where.lineno}"
+        findings.append(Finding(rule="case", kernel=case.name, text=text))
+    for function, failure in recorder.failures[failures:]:
+        text = f"does not compile: {' '.join(str(failure).split()) or repr(failure)}"
+        findings.append(Finding(rule="case", kernel=f"{function.fn.__name__} [{case.name}]", text=text))
+    for function, compiled in recorder.launches[launches:]:
+        key = compiled.metadata.hash
+        if key not in by_hash:
+            by_hash[key] = _check(function, compiled)
+        kernel = by_hash[key]
+        if case.name not in kernel.cases:
+            kernel.cases.append(case.name)
+            kernel.findings += _thin_payload(kernel, case.payload_width_bytes.get(kernel.kernel, 0))
+    if len(recorder.launches) == launches and not findings:
+        findings.append(Finding(rule="case", kernel=case.name, text="launches no kernel"))
+    return findings
+
+
+def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case]) -> None:
+    """Sort the findings on one kernel into those that stand and those that a case excuses."""
+    for finding in compiled.findings:
+        key = (finding.kernel, finding.rule)
+        named = dataclasses.replace(finding, kernel=f"{finding.kernel} [{compiled.cases[0]}]")
+        excusing = [name for name in compiled.cases if key in cases[name].excuses]
+        if excusing:
+            result.excused.append(dataclasses.replace(named, reason=cases[excusing[0]].excuses[key]))
+            result.used_excuses += [(name, *key) for name in excusing]
+        else:
+            result.findings.append(named)
+
+
+def check_cases(cases: list[Case], package: str, arch: int, *, complete: bool) -> Result:
+    """Run all cases for sm_`arch` and check what they compile.
+
+    Args:
+        cases: with names that differ. package: whose jit functions need cases, where `complete`.
+    """
+    by_name = {case.name: case for case in cases}
+    if len(by_name) != len(cases):
+        raise ValueError("two cases have the same name")
+    findings, by_hash = walk.import_all(package) if complete else [], dict[str, Compiled]()
+    with compile_only(arch) as recorder:
+        for case in cases:
+            findings += _run_case(case, recorder, by_hash)
+    if complete:
+        findings += walk.without_case(walk.jit_functions(package), recorder.launched, recorder.reached)
+    excuses = [(case.name, *key) for case in cases for key in case.excuses]
+    compiled = list(by_hash.values())
+    result = Result(compiled=compiled, findings=findings, excused=[], used_excuses=[], all_excuses=excuses)
+    for kernel in compiled:
+        _excuse(result, kernel, by_name)
+    return result

@@ -1,0 +1,72 @@
+"""One case for each way to be wrong, and for each right kernel that comes close to it."""
+
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from compile_check.case import Case
+from compile_check.faulty import kernels
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _case(
+    name: str, kernel: JITFunction, *args: Any, excuses: Any = (), payload_width_bytes: Any = (), **options: Any
+) -> Case:
+    return Case(
+        name=name,
+        launch=lambda: kernel[(4,)](*args, **options),
+        excuses=dict(excuses),
+        payload_width_bytes=dict(payload_width_bytes),
+    )
+
+
+def _product(
+    name: str, dtype: torch.dtype, *, m: int, widen: bool = False, excuses: Any = (), num_stages: int = 3
+) -> Case:
+    x, w, bias = _empty(m, 512, dtype=dtype), _empty(128, 512, dtype=dtype), _empty(128, dtype=BF16)
+    flag, y = _empty(1, dtype=torch.uint8), _empty(m, 128, dtype=BF16)
+    sizes: dict[str, Any] = {"M": m, "N": 128, "K": 128, "WIDEN": widen, "num_stages": num_stages}
+    return _case(name, kernels._product_kernel, x, w, bias, flag, y, 512, excuses=excuses, **sizes)
+
+
+def _copy(name: str, dtype: torch.dtype, *, aligned: bool, payload_width_bytes: Any = ()) -> Case:
+    x, table = _empty(4096, dtype=dtype), _empty(4, dtype=torch.int64)
+    sizes = {"ALIGNED": aligned, "BLOCK": 2048, "payload_width_bytes": payload_width_bytes}
+    return _case(name, kernels._copy_kernel, x, table, 4096, **sizes)
+
+
+def _failing_launcher() -> None:
+    raise ValueError("no such size")
+
+
+def cases() -> list[Case]:
+    """All cases; those whose name begins with "right" have no finding."""
+    x = _empty(4096, dtype=BF16)
+    words = {"_copy_kernel": 16}
+    narrow_tile = {("_product_kernel", "tensor_core"): "16 rows are too few for the fp8 instructions of a warp group"}
+    return [
+        _product("right fp8", FP8, m=64),
+        _product("right bf16", BF16, m=64),
+        _product("right bf16 with few rows", BF16, m=16),
+        _product("widened", FP8, m=64, widen=True),
+        _product("few rows", FP8, m=16),
+        _product("few rows, excused", FP8, m=16, num_stages=2, excuses=narrow_tile),
+        _product("idle excuse", FP8, m=128, excuses=narrow_tile),
+        _product("too many stages", BF16, m=64, num_stages=6),
+        _copy("right copy", FP8, aligned=True),
+        _copy("right copy of words", torch.int32, aligned=True, payload_width_bytes=words),
+        _copy("bytes", FP8, aligned=False),
+        _copy("halves", BF16, aligned=False),
+        _copy("words", torch.int32, aligned=False, payload_width_bytes=words),
+        _case("spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), BLOCK=8192, maxnreg=32),
+        _case("strided", kernels._strided_load_kernel, x, x, 1, BLOCK=2048),
+        _case("error", kernels._not_compiling_kernel, x),
+        Case(name="failing", launch=_failing_launcher),
+        Case(name="idle", launch=lambda: None),
+    ]

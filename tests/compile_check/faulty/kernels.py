@@ -1,0 +1,93 @@
+"""Kernels that break one rule each, as their names say, and right ones that come close."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _spilling_kernel(x_ptr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place)
+    tl.store(x_ptr + place, x / tl.sum(x, 0))
+
+
+@triton.jit
+def _product(x_ptr, w_ptr, hidden, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr):
+    row, column, k = tl.arange(0, M)[:, None], tl.arange(0, N)[:, None], tl.arange(0, K)[None, :]
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, hidden, K):
+        x = tl.load(x_ptr + row * hidden + start + k)
+        w = tl.load(w_ptr + column * hidden + start + k)
+        if WIDEN:
+            x = x.to(tl.float16)
+            w = w.to(tl.float16)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee" if WIDEN else "tf32")
+    return total
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    flag_ptr,
+    y_ptr,
+    hidden,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Right for fp8 and large tiles. A bias of 2 bytes a thread and a flag of 1 byte are no payload."""
+    total = _product(x_ptr, w_ptr, hidden, M, N, K, WIDEN)
+    total += tl.load(bias_ptr + tl.arange(0, N)).to(tl.float32)[None, :]
+    if tl.load(flag_ptr) != 0:
+        total = -total
+    tl.store(y_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], total.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _copy_kernel(x_ptr, table_ptr, hidden, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a row through an address out of a table; narrow unless ALIGNED says that the address is."""
+    to = tl.load(table_ptr + tl.program_id(0)).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    if ALIGNED:
+        to = tl.multiple_of(to, 16)
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(to + column, tl.load(x_ptr + column, mask=column < hidden), mask=column < hidden)
+
+
+@triton.jit
+def _strided_load_kernel(x_ptr, y_ptr, stride: tl.int64, BLOCK: tl.constexpr):
+    """Load with a stride that is 1, which the annotation hides from the compiler."""
+    column = tl.arange(0, BLOCK)
+    tl.store(y_ptr + column, tl.load(x_ptr + column * stride))
+
+
+@triton.jit
+def _not_compiling_kernel(x_ptr):
+    tl.store(x_ptr, tl.arange(0, 3))
+
+
+@triton.jit
+def _forgotten_kernel(x_ptr):
+    tl.store(x_ptr, _used_by_forgotten(tl.load(x_ptr)))
+
+
+@triton.jit
+def _used_by_forgotten(x):
+    return x + 1
+
+
+def _make():
+    @triton.jit
+    def in_a_dict(x):
+        return x + 2
+
+    return {"closure": in_a_dict}
+
+
+class Holder:
+    """Keeps a jit function where no module's names lead to it directly."""
+
+    functions = _make()

@@ -1,0 +1,105 @@
+"""Reads Triton's IR as text: which blocks a kernel loads and stores and which it multiplies."""
+
+import dataclasses
+import math
+import re
+from typing import Literal
+
+Place = tuple[str, int]  # file and line
+
+ELEMENT_BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4}
+FP8 = ("f8E4M3FN", "f8E5M2")
+
+_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
+_FILE = re.compile(r'^"(.*)":(\d+):\d+')
+_FIRST_REFERENCE = re.compile(r"#loc\d*")
+_MEMORY = re.compile(r"tt\.(load|store) .* : (.*) loc\((.*)\)$")
+_WIDENED = re.compile(r"tt\.fp_to_fp .* : tensor<(?:\d+x)+f8\w+> -> ")
+_POINTERS = re.compile(r"^tensor<((?:\d+x)+)!tt\.ptr<(\w+)")
+_DOT = re.compile(r"tt\.dot .*?(?:, inputPrecision = (\w+).*?)? : tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x(\w+)>")
+_CHECKED = re.compile(r"\btt\.(load|store|dot)")
+_POINTER = re.compile(r"^!tt\.ptr<(\w+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """A load or store of `elements` numbers of `element_bytes` each, 1 for a number by itself."""
+
+    kind: Literal["load", "store"]
+    element: str
+    elements: int
+    place: Place | None
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number; pointers and wide numbers count as 8."""
+        return ELEMENT_BYTES.get(self.element, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    """A product of tiles [m, k] and [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    left: str
+    right: str
+    precision: str
+
+    @property
+    def fp8(self) -> bool:
+        """True where both operands are fp8."""
+        return self.left in FP8 and self.right in FP8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ir:
+    """What a kernel does to memory, and what it multiplies, before it is laid out on threads."""
+
+    accesses: list[Access]
+    dots: list[Dot]
+    widens_fp8: bool  # turns a block of fp8 into wider numbers
+
+
+def _elements(shape: str) -> int:
+    """The product of a shape like 64x128x."""
+    return math.prod(int(size) for size in shape.split("x") if size)
+
+
+def _places(text: str) -> dict[str, str]:
+    return {match[1]: match[2] for line in text.splitlines() if (match := _LOCATION.match(line))}
+
+
+def _resolve(location: str, named: dict[str, str]) -> Place | None:
+    """The file and line of a location; of an inlined call those of the callee, as in the machine code's line table."""
+    for _ in range(len(named) + 1):
+        if match := _FILE.match(location):
+            return match[1], int(match[2])
+        reference = _FIRST_REFERENCE.search(location)
+        if reference is None or reference[0] not in named:
+            return None
+        location = named[reference[0]]
+    return None
+
+
+def read(text: str) -> Ir:
+    """Read the module that Triton writes down as "ttir".
+
+    Errors: RuntimeError for a load, store or product that is not written as the ones known here.
+    """
+    named = _places(text)
+    accesses, dots = [], []
+    for line in text.splitlines():
+        if match := _MEMORY.search(line):
+            block, scalar = _POINTERS.match(match[2]), _POINTER.match(match[2])
+            element = block[2] if block else scalar[1] if scalar else ""
+            elements = _elements(block[1]) if block else 1
+            kind: Literal["load", "store"] = "load" if match[1] == "load" else "store"
+            accesses.append(Access(kind=kind, element=element, elements=elements, place=_resolve(match[3], named)))
+        elif match := _DOT.search(line):
+            m, k, n = int(match[2]), int(match[3]), int(match[5])
+            dots.append(Dot(m=m, n=n, k=k, left=match[4], right=match[6], precision=match[1] or "ieee"))
+        elif _CHECKED.search(line):
+            raise RuntimeError(f"cannot read this line of Triton's IR: {line.strip()}")
+    return Ir(accesses=accesses, dots=dots, widens_fp8=_WIDENED.search(text) is not None)

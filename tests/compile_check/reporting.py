@@ -1,0 +1,59 @@
+"""The table of what was compiled, and a line for each finding."""
+
+from typing import Any
+
+COLUMNS = ("kernel", "target", "warps", "regs", "shared", "spills", "tensor core", "loads", "stores", "case")
+
+
+def _row(target: int, kernel: dict[str, Any]) -> tuple[str, ...]:
+    cases = kernel["cases"]
+    return (
+        kernel["kernel"],
+        f"sm_{target}",
+        str(kernel["num_warps"]),
+        str(kernel["registers"]),
+        str(kernel["shared_bytes"]),
+        str(kernel["spills"]),
+        " ".join(f"{opcode}*{count}" for opcode, count in kernel["tensor_core"].items()) or "-",
+        *(",".join(str(width or "tile") for width in kernel["widths"][kind]) or "-" for kind in ("load", "store")),
+        cases[0] + (f" (+{len(cases) - 1})" if len(cases) > 1 else ""),
+    )
+
+
+def report(results: dict[int, dict[str, Any]]) -> int:
+    """Print the table, the excused findings with their reasons, and the findings; 1 where there are any, else 0.
+
+    Args:
+        results: by target, `checking.Result` as a dict. Bytes in the table: shared memory, and widths of accesses to
+            global memory by one thread ("tile" is a whole tile at once).
+    """
+    rows = [
+        COLUMNS,
+        *sorted(_row(target, kernel) for target, result in results.items() for kernel in result["compiled"]),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    excused, found = _by_text(results, "excused"), _by_text(results, "findings")
+    used = {tuple(key) for result in results.values() for key in result["used_excuses"]}
+    excuses = dict.fromkeys(tuple(key) for result in results.values() for key in result["all_excuses"])
+    idle = [
+        f"excuse: case {key[0]!r} excuses {key[1]} from {key[2]!r} for nothing" for key in excuses if key not in used
+    ]
+    for line in excused:
+        print(f"excused {line}")
+    for line in (*found, *idle):
+        print(f"FOUND {line}")
+    print(f"{len(rows) - 1} compiled kernels, {len(found) + len(idle)} findings")
+    return 1 if found or idle else 0
+
+
+def _by_text(results: dict[int, dict[str, Any]], which: str) -> list[str]:
+    """A line for each finding, with all the targets that have it."""
+    targets: dict[str, list[int]] = {}
+    for target, result in results.items():
+        for finding in result[which]:
+            reason = f" ({finding['reason']})" if finding["reason"] else ""
+            text = f"{finding['rule']}: {finding['kernel']}: {finding['text']}{reason}"
+            targets.setdefault(text, []).append(target)
+    return [f"{' '.join(f'sm_{target}' for target in found)} {text}" for text, found in targets.items()]

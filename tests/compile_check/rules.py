@@ -1,0 +1,86 @@
+"""The rules that a compiled kernel must keep."""
+
+from typing import Any
+
+from compile_check import ir, sass
+from compile_check.case import Finding
+
+MINIMUM_WIDTH_BYTES = 4
+SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # of a block, opted in
+WARP_GROUP_ROWS = 64  # the least rows of a product by a warp group (sm_90) or in tensor memory (sm_100)
+WARP_GROUP_WARPS = 4
+FP8_OPCODES = {90: {"QGMMA"}, 100: {"UTCQMMA"}}
+WARP_GROUP_OPCODES = {90: {"HGMMA", "QGMMA", "IGMMA"}, 100: {"UTCHMMA", "UTCQMMA", "UTCIMMA"}}
+
+
+def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -> list[Finding]:
+    """All findings on a CompiledKernel."""
+    meta = compiled.metadata
+    arch = meta.target.arch
+    findings = []
+    if machine.spills:
+        text = f"{machine.spills} instructions on local memory, {machine.stack_bytes} bytes of stack a thread"
+        findings.append(Finding(rule="spill", kernel=kernel, text=text))
+    if meta.shared > SHARED_LIMIT_BYTES[arch]:
+        text = f"{meta.shared} bytes of shared memory exceed {SHARED_LIMIT_BYTES[arch]}"
+        findings.append(Finding(rule="shared", kernel=kernel, text=text))
+    findings += [
+        Finding(rule="tensor_core", kernel=kernel, text=text)
+        for text in _products(intermediate, machine, arch, meta.num_warps)
+    ]
+    findings += [
+        Finding(rule="narrow", kernel=kernel, text=text)
+        for text in narrow_accesses(intermediate, machine, 32 * meta.num_warps)
+    ]
+    return findings
+
+
+def _products(intermediate: ir.Ir, machine: sass.Sass, arch: int, num_warps: int) -> list[str]:
+    """What is wrong with the tensor core's instructions."""
+    found, texts = set(machine.tensor_core), []
+    has = f"(has {', '.join(sorted(found)) or 'no tensor core instruction'})"
+    fp8_opcodes, warp_group = FP8_OPCODES[arch], WARP_GROUP_OPCODES[arch]
+    for dot in dict.fromkeys(intermediate.dots):
+        what = f"{dot.m}x{dot.n}x{dot.k} product of {dot.left} and {dot.right}"
+        if dot.fp8:
+            if not found & fp8_opcodes:
+                texts.append(f"{what} without {' or '.join(sorted(fp8_opcodes))} {has}")
+        elif intermediate.widens_fp8:
+            texts.append(f"{what} in a kernel that widens fp8 {has}")
+        elif ir.ELEMENT_BYTES[dot.left] == 2 or dot.precision != "ieee":
+            if not found:
+                texts.append(f"{what} without a tensor core")
+            elif dot.m >= WARP_GROUP_ROWS and num_warps >= WARP_GROUP_WARPS and not found & warp_group:
+                texts.append(f"{what} without {' or '.join(sorted(warp_group))} {has}")
+    if intermediate.dots and all(dot.fp8 for dot in intermediate.dots) and found - fp8_opcodes and found & fp8_opcodes:
+        texts.append(f"fp8 products, some of which are not in fp8 {has}")
+    return texts
+
+
+def _least_width(access: ir.Access, threads: int) -> int:
+    """The narrowest that one thread may load or store of this access, in bytes."""
+    if access.elements == 1:
+        return 1
+    if access.kind == "load" and access.element_bytes == 2 and access.elements <= threads:
+        return 2
+    return MINIMUM_WIDTH_BYTES
+
+
+def narrow_accesses(intermediate: ir.Ir, machine: sass.Sass, threads: int) -> list[str]:
+    """Describe each line whose loads or stores are too narrow.
+
+    An instruction belongs to the accesses of its own line that are of its kind and of numbers no wider than it is;
+    where the compiler lost the line, to all of the kernel. The strictest of them counts.
+    """
+    texts = []
+    for access in machine.accesses:
+        if access.width_bytes >= MINIMUM_WIDTH_BYTES:
+            continue
+        able = [a for a in intermediate.accesses if a.kind == access.kind and a.element_bytes <= access.width_bytes]
+        here = [a for a in able if a.place == access.place] or able
+        strictest = max(here, key=lambda a: _least_width(a, threads), default=None)
+        if strictest is None or access.width_bytes < _least_width(strictest, threads):
+            block = f"{strictest.elements} {strictest.element}" if strictest else "unknown numbers"
+            where = f"{access.place[0]}:{access.place[1]}" if access.place else "an unknown line"
+            texts.append(f"{access.opcode} for a {access.kind} of {block} by {threads} threads at {where}")
+    return list(dict.fromkeys(texts))

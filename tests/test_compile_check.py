@@ -1,0 +1,94 @@
+"""The compile check finds what it must, on a package of wrong kernels, and nothing on right ones that come close."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parent
+FAULTY = ("--package", "compile_check.faulty", "--cases", "compile_check.faulty.cases")
+
+# by case, else by kernel: the rule that it breaks, on both targets, and words of what is found
+EXPECTED = {
+    "widened": ("tensor_core", "64x128x128 product of f16 and f16 in a kernel that widens fp8"),
+    "few rows": ("tensor_core", "16x128x128 product of f8E4M3FN and f8E4M3FN without"),
+    "bytes": ("narrow", "STG.E.U8 for a store of 2048 f8E4M3FN"),
+    "halves": ("narrow", "STG.E.U16 for a store of 2048 bf16"),
+    "strided": ("narrow", "LDG.E.U16 for a load of 2048 bf16"),
+    "words": ("narrow", "no store is 16 bytes wide"),
+    "spill": ("spill", "instructions on local memory"),
+    "too many stages": ("shared", "exceed 232448"),
+    "error": ("case", "arange's range must be a power of 2"),
+    "failing": ("case", "the launcher fails: ValueError('no such size')"),
+    "idle": ("case", "launches no kernel"),
+    "missing": ("case", "does not import: ModuleNotFoundError"),
+    "_forgotten_kernel": ("case", "no case launches this kernel"),
+    "_used_by_forgotten": ("case", "no kernel of any case calls this jit function"),
+    "in_a_dict": ("case", "no kernel of any case calls this jit function"),
+}
+IDLE_EXCUSE = "FOUND excuse: case 'idle excuse' excuses _product_kernel from 'tensor_core' for nothing"
+
+_FOUND = re.compile(r"^FOUND ((?:sm_\d+ )+)(\w+): (.*)$", re.MULTILINE)
+
+
+def check(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, as .ci/run does."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ |= {"PYTHONPATH": str(TESTS), **({"TRITON_INTERPRET": "1"} if interpret else {})}
+    command = [sys.executable, "-m", "compile_check", *arguments]
+    return subprocess.run(
+        command, cwd=TESTS.parent, env=environ, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def faulty() -> subprocess.CompletedProcess[str]:
+    """The check of the faulty package for both targets."""
+    return check(*FAULTY)
+
+
+def findings(output: str) -> dict[str, list[tuple[str, str, str]]]:
+    """(target, rule, text) of every finding, by case, else by the last part of the name of what it is about."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for targets, rule, text in _FOUND.findall(output):
+        case = re.search(r"\[(.*?)\]", text)
+        about = case[1] if case else text.partition(":")[0].rpartition(".")[2]
+        found.setdefault(about, []).extend((target, rule, text) for target in targets.split())
+    return found
+
+
+@pytest.mark.parametrize("about", EXPECTED)
+def test_finds(faulty: subprocess.CompletedProcess[str], about: str) -> None:
+    rule, words = EXPECTED[about]
+    found = findings(faulty.stdout).get(about, [])
+    assert sorted(finding[:2] for finding in found) == [("sm_100", rule), ("sm_90", rule)], faulty.stdout
+    assert all(words in text for *_, text in found)
+
+
+def test_finds_nothing_else(faulty: subprocess.CompletedProcess[str]) -> None:
+    assert faulty.returncode == 1, faulty.stderr
+    assert set(findings(faulty.stdout)) == set(EXPECTED)
+
+
+def test_excuses(faulty: subprocess.CompletedProcess[str]) -> None:
+    assert IDLE_EXCUSE in faulty.stdout.splitlines()
+    excused = [line for line in faulty.stdout.splitlines() if line.startswith("excused ")]
+    assert [line.split()[1] for line in excused] == ["sm_90", "sm_100"]
+    assert all(line.endswith("(16 rows are too few for the fp8 instructions of a warp group)") for line in excused)
+
+
+def test_right_kernels_pass() -> None:
+    done = check(*FAULTY, "--only", "right copy", "--target", "90")
+    assert (done.returncode, findings(done.stdout)) == (0, {}), done.stdout + done.stderr
+    assert "2 compiled kernels, 0 findings" in done.stdout
+
+
+def test_refuses_to_compile_nothing() -> None:
+    done = check(*FAULTY, interpret=True)
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET is set" in done.stderr
