@@ -1,15 +1,19 @@
-"""The command line: ep-moe run | generate | eval. Results go to standard output, progress and errors to standard error.
+"""The command line: ep-moe run | generate | eval | bench layer | bench model | bench report.
+
+Results go to standard output, progress and errors to standard error.
 
 Exit codes: 0 all is well; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import math
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,7 +23,13 @@ from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.run import RunConfig, run
-from ep_moe.app.session import is_first_rank
+from ep_moe.app.session import is_first_rank, on_ranks
+from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
+from ep_moe.bench.model import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig, model_rank_main
+from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
+from ep_moe.bench.records import Record, append_records, check_commit, check_path, now
+from ep_moe.bench.report import make_report
+from ep_moe.bench.show import show_rows
 from ep_moe.config import DTYPES, EngineConfig, LaunchEnv, Layout
 from ep_moe.experts import EXPERTS
 from ep_moe.placement import PLACEMENTS
@@ -34,7 +44,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench_app = typer.Typer(
+    help="Measure, each result checked first, beside a baseline of the same run.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
 _ENGINE, _EVAL, _GENERATE = EngineConfig(), EvalConfig(), GenerateConfig(prompts=("-",))  # they hold the defaults
+_BENCH_ENGINE = EngineConfig(
+    dtype="bfloat16", scheme="none", timeout_secs=120.0
+)  # loading and compiling may keep a rank
+_LAYER, _MODEL = LayerBenchConfig(), ModelBenchConfig()
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", *TRANSPORTS),
@@ -50,7 +69,12 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     ],
     "device": Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where every rank has its own GPU.")],
     "dtype": Annotated[str, typer.Option(help=f"Of weights and activations: {', '.join(DTYPES)}.")],
-    "scheme": Annotated[str, typer.Option("--quant", help=f"Quantise experts and payload: {', '.join(SCHEMES)}.")],
+    "scheme": Annotated[
+        str,
+        typer.Option(
+            "--quant", help=f"Of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}."
+        ),
+    ],
     "transport": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['transport'])}.")],
     "experts": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['experts'])}.")],
     "placement": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['placement'])}.")],
@@ -60,25 +84,21 @@ _ENGINE_OPTIONS: dict[str, Any] = {
 }
 
 
-def _job(show: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
+def _job(
+    show: Callable[[dict[str, Any]], None], defaults: EngineConfig = _ENGINE, leave_out: Collection[str] = ()
+) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function (engine, ...) -> report: add the engine's options and --json, print the report.
 
     What goes wrong becomes one line on standard error and an exit code.
     """
+    shared = {name: annotation for name, annotation in _ENGINE_OPTIONS.items() if name not in leave_out}
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(*, as_json: bool, **options: Any) -> None:
-            try:
-                engine = _engine({name: options.pop(name) for name in _ENGINE_OPTIONS})
+            with _one_line_errors():
+                engine = _engine({name: options.pop(name) for name in shared}, defaults)
                 result = function(engine, **options)
-            except ValueError as error:
-                _fail(error, 2)
-            except (RuntimeError, OSError) as error:
-                _fail(error, 1)
-            except KeyboardInterrupt:
-                typer.echo("interrupted", err=True)
-                raise typer.Exit(130) from None
             if is_first_rank():
                 if as_json:
                     typer.echo(json.dumps(_for_json(result), allow_nan=False))
@@ -89,13 +109,13 @@ def _job(show: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., dict
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
-        defaults = dataclasses.asdict(_ENGINE) | {"nproc": None}  # None: not given
-        shared = [
-            inspect.Parameter(name, keyword, default=defaults[name], annotation=annotation)
-            for name, annotation in _ENGINE_OPTIONS.items()
+        values = dataclasses.asdict(defaults) | {"nproc": None}  # None: not given
+        added = [
+            inspect.Parameter(name, keyword, default=values[name], annotation=annotation)
+            for name, annotation in shared.items()
         ]
         json_option = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-        parameters = [*own, *shared, inspect.Parameter("as_json", keyword, default=False, annotation=json_option)]
+        parameters = [*own, *added, inspect.Parameter("as_json", keyword, default=False, annotation=json_option)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -103,20 +123,34 @@ def _job(show: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., dict
     return decorate
 
 
-def _engine(options: dict[str, Any]) -> EngineConfig:
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        _fail(error, 2)
+    except (RuntimeError, OSError) as error:
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _engine(options: dict[str, Any], defaults: EngineConfig) -> EngineConfig:
     for name, known in _NAMES.items():
         if options[name] not in known:
             raise ValueError(f"{name} ({options[name]!r}) is not one of {', '.join(known)}")
-    get_scheme(options["scheme"])
+    if (scheme := options.get("scheme", defaults.scheme)) != "auto":
+        get_scheme(scheme)
     if options["nproc"] is None:
-        return EngineConfig(**options | {"nproc": _ENGINE.nproc})
+        return dataclasses.replace(defaults, **options | {"nproc": defaults.nproc})
     env = LaunchEnv.from_environ()
     if env is not None and env.local_world_size != options["nproc"]:
         raise ValueError(
             f"nproc ({options['nproc']}) is not the number of ranks that are on this machine already "
             f"({env.local_world_size}, by RANK and LOCAL_WORLD_SIZE in the environment); leave it out"
         )
-    return EngineConfig(**options)
+    return dataclasses.replace(defaults, **options)
 
 
 def _for_json(value: Any) -> Any:
@@ -182,6 +216,134 @@ def eval_command(
 ) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
     return evaluate(engine, EvalConfig(text=text, max_bytes=max_bytes, window=window, batch=batch, whole=whole))
+
+
+_APPEND = Annotated[Path | None, typer.Option(help="Add the measured rows to this .jsonl file; needs --commit.")]
+_COMMIT = Annotated[str, typer.Option(help="Of the source that is measured, as `git rev-parse HEAD` prints it.")]
+_SWEEP = Annotated[bool, typer.Option("--sweep", help="Mark the rows as exploring: they do not count.")]
+_NOT_REPEATED = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # options of a row and their values
+
+
+def _measure(run: Callable[[], dict[str, Any]], append: Path | None, commit: str, sweep: bool) -> dict[str, Any]:
+    """Run a benchmark and write its rows down if that is asked for and all results are right; returns the report."""
+    if append is not None:
+        check_path(append)
+        if not commit:
+            raise ValueError("append needs --commit: a row says of which source it is")
+        check_commit(commit)
+    elif commit or sweep:
+        raise ValueError("commit and sweep are said of a row that is written down: they need --append")
+    report = run()
+    if append is not None and report["ok"] and is_first_rank():
+        common = {name: report[name] for name in ("bench", "gpu", "world_size", "versions")}
+        common |= {"date": now(), "commit": commit, "command": _repeatable(sys.argv[1:]), "sweep": sweep}
+        parts = ("shapes", "setup", "figures", "baselines")
+        append_records(append, [Record(**common, **{part: row[part] for part in parts}) for row in report["rows"]])
+    return report
+
+
+def _repeatable(arguments: list[str]) -> str:
+    """The command line without what says only where its outcome goes."""
+    kept, skip = ["ep-moe"], 0
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if skip:
+            skip -= 1
+        elif name in _NOT_REPEATED:
+            skip = 0 if equals else _NOT_REPEATED[name]
+        else:
+            kept.append(argument)
+    return shlex.join(kept)
+
+
+@bench_app.command("layer")
+@_job(show_rows, _BENCH_ENGINE, leave_out=("model", "max_tokens_per_rank"))
+def bench_layer_command(
+    engine: EngineConfig,
+    preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _LAYER.preset,
+    tokens: Annotated[list[int], typer.Option(help="Of each rank; may be given again.")] = list(_LAYER.tokens),  # noqa: B006
+    hidden: Annotated[int, typer.Option(help="In place of the preset's, if not 0.")] = _LAYER.hidden,
+    intermediate: Annotated[int, typer.Option(help="The same.")] = _LAYER.intermediate,
+    num_experts: Annotated[int, typer.Option(help="The same.")] = _LAYER.num_experts,
+    num_topk: Annotated[int, typer.Option(help="The same.")] = _LAYER.num_topk,
+    routing: Annotated[str, typer.Option(help=f"{', '.join(ROUTINGS)}: some are popular.")] = _LAYER.routing,
+    seed: Annotated[int, typer.Option(help="Of experts, tokens and logits.")] = _LAYER.seed,
+    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = _LAYER.warmup,
+    repeats: Annotated[int, typer.Option(help="Timed calls.")] = _LAYER.repeats,
+    sample_rows: Annotated[int, typer.Option(help="Tokens of each rank that are checked.")] = _LAYER.sample_rows,
+    graph: Annotated[bool, typer.Option("--graph", help="Time the replay of CUDA graphs too.")] = _LAYER.graph,
+    append: _APPEND = None,
+    commit: _COMMIT = "",
+    sweep: _SWEEP = False,
+) -> dict[str, Any]:
+    """Check and time one MoE layer, beside all-gather and reduce-scatter with the same experts."""
+    config = LayerBenchConfig(
+        preset=preset,
+        tokens=tuple(tokens),
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        routing=routing,
+        seed=seed,
+        warmup=warmup,
+        repeats=repeats,
+        sample_rows=sample_rows,
+        graph=graph,
+    )
+    config.moe(engine)  # sizes that do not fit are told before ranks start
+    return _measure(lambda: on_ranks(layer_rank_main, engine, config), append, commit, sweep)
+
+
+@bench_app.command("model")
+@_job(show_rows, _BENCH_ENGINE, leave_out=("model", "scheme", "max_tokens_per_rank"))
+def bench_model_command(
+    engine: EngineConfig,
+    preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(MODEL_PRESETS)}.")] = _MODEL.preset,
+    layers: Annotated[int, typer.Option(help="How many, whatever the model has.")] = _MODEL.layers,
+    batch: Annotated[int, typer.Option(help="Sequences of each rank.")] = _MODEL.batch,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = _MODEL.prompt_tokens,
+    new_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = _MODEL.new_tokens,
+    repeats: Annotated[int, typer.Option(help="Timed generations.")] = _MODEL.repeats,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = _MODEL.seed,
+    baseline_experts: Annotated[
+        str, typer.Option(help=f"Of transformers' own: {', '.join(EXPERTS_IMPLEMENTATIONS)}.")
+    ] = _MODEL.baseline_experts,
+    hook: Annotated[bool, typer.Option("--hook", help="Plug our exchange into transformers' own too.")] = _MODEL.hook,
+    append: _APPEND = None,
+    commit: _COMMIT = "",
+    sweep: _SWEEP = False,
+) -> dict[str, Any]:
+    """Check and time a model with random weights, beside transformers' own expert parallelism."""
+    config = ModelBenchConfig(
+        preset=preset,
+        layers=layers,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        seed=seed,
+        baseline_experts=baseline_experts,
+        hook=hook,
+    )
+    return _measure(lambda: on_ranks(model_rank_main, engine, config), append, commit, sweep)
+
+
+@bench_app.command("report")
+def bench_report_command(
+    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files and notes.md.")] = Path(
+        "docs/benchmarks"
+    ),
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the page differs.")] = False,
+    plots: Annotated[bool, typer.Option(help="Draw the plots; needs matplotlib.")] = True,
+) -> None:
+    """Make BENCHMARKS.md, beside the directory, and its plots from the measured rows."""
+    with _one_line_errors():
+        report = make_report(directory, check=check, plots=plots and not check)
+        if not report["ok"]:
+            raise RuntimeError(f"{report['page']} is not what the rows make; write it by: ep-moe bench report")
+    for path in report["written"] or [f"{report['page']} is up to date"]:
+        typer.echo(path)
 
 
 def main() -> None:

@@ -255,7 +255,8 @@ class EngineConfig:
         nproc: ranks to start on this machine; under torchrun the environment says how many there are.
         device: "cpu", "cuda", or "auto": CUDA where every rank of this machine has a GPU of its own.
         dtype: of weights and activations, one of DTYPES.
-        scheme: quantise experts and payload on load, a name of `ep_moe.quant.SCHEMES`; "none" does not.
+        scheme: of experts and payload: "auto" as the checkpoint stores them, "none" in `dtype`, or a name of
+            `ep_moe.quant.SCHEMES`, into which they are quantised on load.
         transport, experts, placement: implementations by name.
         layout: what the experts compute on.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass.
@@ -266,7 +267,7 @@ class EngineConfig:
     nproc: int = 4
     device: str = "auto"
     dtype: str = "float32"
-    scheme: str = "none"
+    scheme: str = "auto"
     transport: str = "auto"
     experts: str = "auto"
     placement: str = "linear"

@@ -37,10 +37,10 @@ def environ() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
-def call(*command: str, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+def call(*command: str, cwd: Path, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder that is not the repository."""
     return subprocess.run(
-        [*command], capture_output=True, text=True, cwd=cwd, env=environ(), timeout=timeout, check=False
+        [*command], capture_output=True, text=True, cwd=cwd, env=environ() | env, timeout=timeout, check=False
     )
 
 
@@ -75,6 +75,24 @@ def test_the_main_job_on_other_numbers_of_ranks(nproc: str, tmp_path: Path, smal
     done = call(*EP_MOE, "run", *options, "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"ok: {nproc} ranks against the whole model" in " ".join(done.stdout.split())
+
+
+def test_the_kernels_make_the_same_tokens_in_the_interpreter(tmp_path: Path) -> None:
+    config = tmp_path / "eight.toml"
+    config.write_text('[run]\nprompts = ["In the beginning"]\nnew_tokens = [8]\nteacher_tokens = 4\n')
+    options = ["--experts", "triton", "--nproc", "1", "--device", "cpu", "--json", "--config", str(config)]
+    done = call(*EP_MOE, "run", *options, cwd=tmp_path, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["tokens_equal"], report["new_tokens"]) == (True, 8)
+    assert 0 < report["max_logit_diff"] < 1e-4  # kernels add in another order
+
+
+def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, small: str) -> None:
+    options = ["--experts", "triton", "--nproc", "1", "--device", "cpu", "--config", small]
+    done = call(*EP_MOE, "run", *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "experts 'triton' on a CPU need TRITON_INTERPRET=1" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("fault", ["none", "swap", "lose"])

@@ -82,7 +82,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
             model, session = load_expert_parallel(group, engine)
         with clock.phase("expert_parallel"), group.guard("eval"):
             nats = _total_nats(model, mine, group.device, progress, session)
-        expert_load = session.expert_load.cpu()
+        expert_load, scheme = session.expert_load.cpu(), session.scheme
         session.destroy()
         del model, session
         whole_nats = 0.0
@@ -100,7 +100,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
         "world_size": group.num_ranks,
         "model": str(model_dir(engine)),
         "dtype": engine.dtype,
-        "scheme": engine.scheme,
+        "scheme": scheme,
         "text_bytes": len(text),
         "predicted_tokens": predicted,
         "nats_per_byte": loss,

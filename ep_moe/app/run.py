@@ -105,7 +105,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
             layer.phases = layer_clock
         with group.guard("generate"):
             ours = _trace(model, prompt_ids, new_tokens, windows, progress, clock=clock, session=session)
-        expert_load = session.expert_load.cpu()
+        expert_load, scheme = session.expert_load.cpu(), session.scheme
         owners = _owners(session)
         session.destroy()
         del model, session, layer
@@ -127,7 +127,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
             "layer_secs": {name: layer_clock.secs[name] for name in LAYER_PHASES},
         }
     )
-    return _report(parts, owners, engine, config)
+    return _report(parts, owners, scheme, engine, config)
 
 
 def _windows(tokens: torch.Tensor, window: int, group: EPGroup) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ def _owners(session: Session) -> list[list[int]]:
 
 
 def _report(
-    parts: list[dict[str, Any]], owners: list[list[int]], engine: EngineConfig, config: RunConfig
+    parts: list[dict[str, Any]], owners: list[list[int]], scheme: str, engine: EngineConfig, config: RunConfig
 ) -> dict[str, Any]:
     largest = float(torch.tensor([part["max_logit_diff"] for part in parts], dtype=torch.float64).max())
     tokens_equal = all(part["tokens_equal"] for part in parts)
@@ -229,7 +229,7 @@ def _report(
         "world_size": len(parts),
         "model": str(model_dir(engine)),
         "dtype": engine.dtype,
-        "scheme": engine.scheme,
+        "scheme": scheme,
         "tokens_equal": tokens_equal,
         "max_logit_diff": largest,
         "max_logit_diff_allowed": config.max_logit_diff,

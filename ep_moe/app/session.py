@@ -74,7 +74,7 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
         transport=engine.transport,
         experts=engine.experts,
         placement=engine.placement,
-        scheme=engine.scheme,
+        scheme=None if engine.scheme == "auto" else engine.scheme,
         layout=engine.layout,
         max_tokens_per_rank=engine.max_tokens_per_rank,
     )

@@ -1,0 +1,125 @@
+"""The yardstick of expert-parallel exchanges: gather every token on every rank, compute, sum and scatter the outputs.
+
+Letters: T tokens of each rank, R ranks, N = R * T, H hidden, K top-k, G scale groups.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from ep_moe.config import Layout, MoEConfig
+from ep_moe.experts import Experts
+from ep_moe.group import EPGroup
+from ep_moe.layer import Phases
+from ep_moe.layout import TokenRows, merge_repeats, pack
+from ep_moe.placement import Placement
+from ep_moe.quant import get_scheme, quantise
+from ep_moe.routing import route
+from ep_moe.weights import ExpertWeights
+
+
+class GatheredMoE:
+    """A MoE layer by all-gather and reduce-scatter, on NCCL one launch each; on gloo an all-reduce ends it.
+
+    What travels is what a transport sends: values in the scheme's format, their scales, ids and weights. Every rank
+    computes its own experts for all N tokens in the FLAT layout, with the implementation and the weights of the layer
+    that it stands beside, and the sums are scattered in the model's dtype.
+
+    Args:
+        config: of the layer, with a routing. weights, placement, group: as of the layer.
+        num_tokens: T, the same on every rank. dtype: of tokens and outputs.
+        routing_bias: [E] for methods that take one.
+        phases: told of route, dispatch, experts and combine; may be replaced between calls.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        placement: Placement,
+        group: EPGroup,
+        experts: Experts,
+        *,
+        num_tokens: int,
+        dtype: torch.dtype,
+        routing_bias: torch.Tensor | None,
+        phases: Phases,
+    ) -> None:
+        if config.routing is None:
+            raise ValueError("the layer has no routing config, which the gathered layer needs")
+        self.phases = phases
+        self._config, self._weights, self._placement = config, weights, placement
+        self._group, self._experts, self._routing_bias = group, experts, routing_bias
+        self._routing, self._scheme = config.routing, get_scheme(config.scheme)
+        self._dtype, self._num_tokens = dtype, num_tokens
+
+    def __call__(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's tokens [T, H] from logits [T, E]; returns [T, H]. Collective."""
+        with self.phases.phase("route"):
+            routing = route(router_logits, self._routing, routing_bias=self._routing_bias)
+            ids = self._placement.to_physical(routing.topk_ids)
+        with self.phases.phase("dispatch"):
+            rows = self._gather(hidden_states, ids, routing.topk_weights)
+            packed = pack(
+                rows,
+                Layout.FLAT,
+                scheme=self._scheme,
+                dtype=self._dtype,
+                num_local_experts=self._weights.num_local_experts,
+                capacity=rows.x.shape[0],
+            )
+            # packing sizes by the worst case, which is far from what experts get here and may choose them wrong tiles
+            expected_rows = math.ceil(ids.numel() * self._group.num_ranks / self._placement.num_physical)
+            batch = dataclasses.replace(packed.batch, expected_rows=expected_rows)
+        with self.phases.phase("experts"):
+            y = self._experts(batch, self._weights)
+        with self.phases.phase("combine"):
+            return self._scatter(y)
+
+    def _gather(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> TokenRows:
+        """The tokens of all ranks, with ids and weights of this rank's experts alone."""
+        mine = [ids.contiguous(), weights.contiguous()]
+        if self._scheme.quantised:
+            quantised = quantise(x, self._scheme, static_scale=self._weights.w13_input_scale)
+            mine += [quantised.values, quantised.scale.contiguous()]
+        else:
+            mine.append(x.contiguous())
+        all_ids, all_weights, values, *scale = self._all_gather(mine)
+        first, last = self._placement.starts[self._group.rank], self._placement.starts[self._group.rank + 1]
+        local_ids, local_weights = merge_repeats(all_ids, all_weights, first=first, last=last)
+        return TokenRows(
+            x=values, scale=scale[0] if scale else None, local_topk_ids=local_ids, topk_weights=local_weights
+        )
+
+    def _all_gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each [T, .] as [N, .], in rank order, all in one launch; as bytes, for a launch takes one dtype."""
+        if self._group.process_group is None:
+            return list(tensors)
+        # torch 2.13 has given the two collectives new names and warns of the old ones
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gathered = [t.new_empty(self._group.num_ranks * t.shape[0], *t.shape[1:]) for t in tensors]
+        with _coalescing_manager(group=self._group.process_group):
+            for whole, part in zip(gathered, tensors, strict=True):
+                all_gather(_flat_bytes(whole), _flat_bytes(part), group=self._group.process_group)
+        return gathered
+
+    def _scatter(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum [N, H] over the ranks; this rank's [T, H] of it."""
+        process_group, num_tokens = self._group.process_group, self._num_tokens
+        if process_group is None:
+            return y
+        if self._group.backend == "gloo":  # which has no reduce-scatter
+            dist.all_reduce(y, group=process_group)
+            return y[self._group.rank * num_tokens : (self._group.rank + 1) * num_tokens]
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        out = y.new_empty(num_tokens, y.shape[1])
+        reduce_scatter(out, y, group=process_group)
+        return out
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,84 @@
+"""Generating a fixed number of tokens with a transformers model, and how long that takes on all ranks together."""
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from ep_moe.group import EPGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """A model and the sequences [rows, P] that this rank gives it."""
+
+    model: Any  # a transformers model; its mixins are more than a type checker can follow
+    prompts: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationSecs:
+    """Seconds of a generation: all of it, until the first new token, and from there on."""
+
+    whole: float
+    first_token: float
+    other_tokens: float
+
+
+class _FirstToken(StoppingCriteria):
+    """Ends nothing; notes when the first token was there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.when = 0.0
+        self._device = device
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Called by transformers after each token."""
+        del scores, kwargs
+        if not self.when:
+            _synchronise(self._device)
+            self.when = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> torch.Tensor:
+    """Continue the prompts greedily by exactly `new_tokens`; returns [rows, new_tokens]. Collective."""
+    with torch.inference_mode():
+        sequences = system.model.generate(
+            system.prompts,
+            attention_mask=torch.ones_like(system.prompts),
+            max_new_tokens=new_tokens,
+            stopping_criteria=StoppingCriteriaList(criteria),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return sequences[:, system.prompts.shape[1] :]
+
+
+def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> GenerationSecs:
+    """Time `repeats` generations by the clock, after one that does not count, all ranks beginning together.
+
+    Returns: of each part the median of the repeats, of each median the slowest rank's. Collective, host sync.
+    """
+    samples = []
+    for _ in range(repeats + 1):
+        group.barrier()
+        with group.guard("time generation"):
+            first = _FirstToken(group.device)
+            start = time.perf_counter()
+            generate(system, new_tokens, first)
+            _synchronise(group.device)
+            end = time.perf_counter()
+        samples.append((end - start, first.when - start, end - first.when))
+    medians = [statistics.median(values) for values in zip(*samples[1:], strict=True)]
+    whole, first_token, other_tokens = map(max, zip(*group.all_gather_object(medians), strict=True))
+    return GenerationSecs(whole=whole, first_token=first_token, other_tokens=other_tokens)

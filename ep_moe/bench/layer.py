@@ -1,0 +1,320 @@
+"""`ep-moe bench layer`: one expert-parallel MoE layer, checked and timed beside all-gather and reduce-scatter.
+
+Letters: T tokens of each rank, H hidden, K top-k, E logical experts, R ranks.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ep_moe.bench.experts import RandomExperts, expected_output
+from ep_moe.bench.gathered import GatheredMoE
+from ep_moe.bench.presets import LAYER_PRESETS, LayerPreset
+from ep_moe.bench.records import device_name, versions
+from ep_moe.bench.timing import PhaseTimes, capture, slowest, time_calls
+from ep_moe.config import EngineConfig, MoEConfig, RoutingMethod, TransportConfig
+from ep_moe.experts import EXPERTS
+from ep_moe.group import EPGroup
+from ep_moe.layer import ExpertParallelMoE, Phases
+from ep_moe.placement import Placement, create_placement
+from ep_moe.quant import get_scheme
+from ep_moe.routing import BIASED_METHODS, route
+from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from ep_moe.transport import TRANSPORTS, create_transport
+
+PHASES = ("route", "dispatch", "experts", "combine")
+BASELINE = "allgather_reducescatter"
+ROUTINGS = ("uniform", "skewed")
+SKEW = 0.5  # standard deviation of an expert's popularity, added to logits of standard deviation 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBenchConfig:
+    """What `ep-moe bench layer` measures.
+
+    Args:
+        preset: sizes, a name of LAYER_PRESETS.
+        tokens: T, one measurement for each.
+        hidden, intermediate, num_experts, num_topk: in place of the preset's; 0 keeps that.
+        routing: "uniform" logits, or "skewed" ones, by which some experts are popular on all ranks.
+        seed: of experts, tokens and logits.
+        warmup, repeats: calls before the timed ones, and these.
+        sample_rows: how many of a rank's tokens are checked.
+        graph: time the replay of CUDA graphs too.
+    Errors: ValueError names the value and the limit.
+    """
+
+    preset: str = "deepseek-v3"
+    tokens: tuple[int, ...] = (128, 4096)
+    hidden: int = 0
+    intermediate: int = 0
+    num_experts: int = 0
+    num_topk: int = 0
+    routing: str = "uniform"
+    seed: int = 0
+    warmup: int = 5
+    repeats: int = 20
+    sample_rows: int = 16
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.preset not in LAYER_PRESETS:
+            raise ValueError(f"preset ({self.preset!r}) is not one of {', '.join(LAYER_PRESETS)}")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing ({self.routing!r}) is not one of {', '.join(ROUTINGS)}")
+        if not self.tokens or min(self.tokens) < 1:
+            raise ValueError(f"tokens ({self.tokens}) must be one or more numbers of at least 1")
+        least = {"hidden": 0, "intermediate": 0, "num_experts": 0, "num_topk": 0, "seed": 0, "warmup": 1}
+        for name, limit in (least | {"repeats": 1, "sample_rows": 1}).items():
+            if getattr(self, name) < limit:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {limit}")
+
+    @property
+    def sizes(self) -> LayerPreset:
+        """The preset with what was given in its place."""
+        preset = LAYER_PRESETS[self.preset]
+        names = ("hidden", "intermediate", "num_experts")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        routing = preset.routing
+        if self.num_topk:
+            routing = dataclasses.replace(routing, num_topk=self.num_topk)
+        return dataclasses.replace(preset, routing=routing, **given)
+
+    def moe(self, engine: EngineConfig) -> MoEConfig:
+        """The layer's config. Errors: ValueError for sizes that do not fit each other."""
+        sizes = self.sizes
+        return MoEConfig(
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            num_experts=sizes.num_experts,
+            routing=sizes.routing,
+            activation=sizes.activation,
+            scheme=engine.scheme,
+            layout=engine.layout,
+        )
+
+
+def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConfig) -> dict[str, Any]:
+    """One rank's part. Returns the report, the same on every rank: `ok`, and a row for each number of tokens.
+
+    The first wrong result ends it: what is wrong is not timed. Collective.
+    """
+    moe = config.moe(engine)
+    placement = create_placement(engine.placement, moe.num_experts, group.num_ranks)
+    experts = RandomExperts(moe, engine.torch_dtype, group.device, bias=config.sizes.bias, seed=config.seed)
+    tell(group, f"bench layer: {config.preset}, {moe.num_experts} experts on {group.num_ranks} ranks")
+    bench = _LayerBench(group, engine, config, placement, experts)
+    rows: list[dict[str, Any]] = []
+    for num_tokens in config.tokens:
+        rows.append(bench.measure(num_tokens))
+        if not rows[-1]["ok"]:
+            break
+    return {
+        "ok": all(row["ok"] for row in rows),
+        "bench": "layer",
+        "gpu": device_name(group.device),
+        "world_size": group.num_ranks,
+        "versions": versions(group.device),
+        "rows": rows,
+    }
+
+
+def tell(group: EPGroup, text: str) -> None:
+    """Say on standard error what comes next, on rank 0 alone. Local."""
+    if group.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+class _LayerBench:
+    """The weights of one layer on this rank, measured for one number of tokens after another."""
+
+    def __init__(
+        self,
+        group: EPGroup,
+        engine: EngineConfig,
+        config: LayerBenchConfig,
+        placement: Placement,
+        experts: RandomExperts,
+    ) -> None:
+        self._group, self._engine, self._config = group, engine, config
+        self._moe, self._placement, self._experts = config.moe(engine), placement, experts
+        self._scheme = get_scheme(engine.scheme)
+        self._weights = experts.local(placement.local_experts(group.rank), self._scheme)
+        self._routing_bias = self._make_routing_bias()
+        self._limit = ROW_ERROR_LIMITS["fp8" if self._scheme.quantised else engine.dtype]
+        group.wait_for_all("weights")  # ranks make theirs at their own pace, and the next collective has a deadline
+
+    def _make_routing_bias(self) -> torch.Tensor | None:
+        assert self._moe.routing is not None
+        if self._moe.routing.method not in BIASED_METHODS:
+            return None
+        return 0.01 * self._normal(self._moe.num_experts, salt=1)
+
+    def _normal(self, *shape: int, salt: int, rank: int = -1) -> torch.Tensor:
+        """Normally distributed float32 numbers: of a rank, or the same on all."""
+        seed = (self._config.seed * 1000 + salt) * 1000 + rank + 1
+        generator = torch.Generator(self._group.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self._group.device)
+
+    def measure(self, num_tokens: int) -> dict[str, Any]:
+        """Check, then time, the layer and the baseline for T tokens of each rank; returns the row. Collective."""
+        group, engine, config, moe = self._group, self._engine, self._config, self._moe
+        x = self._normal(num_tokens, moe.hidden, salt=2, rank=group.rank).to(engine.torch_dtype)
+        logits = self._normal(num_tokens, moe.num_experts, salt=3, rank=group.rank)
+        if config.routing == "skewed":
+            logits += SKEW * self._normal(moe.num_experts, salt=4)
+        sizes = TransportConfig(hidden=moe.hidden, max_tokens_per_rank=num_tokens, dtype=engine.torch_dtype)
+        transport = create_transport(engine.transport, group, self._placement, sizes)
+        layer = ExpertParallelMoE(
+            moe, self._weights, transport, experts=engine.experts, routing_bias=self._routing_bias
+        )
+        gathered = GatheredMoE(
+            moe,
+            self._weights,
+            self._placement,
+            group,
+            layer.experts,
+            num_tokens=num_tokens,
+            dtype=engine.torch_dtype,
+            routing_bias=self._routing_bias,
+            phases=layer.phases,
+        )
+        try:
+            return self._row(layer, gathered, x, logits)
+        finally:
+            transport.destroy()
+
+    def _row(
+        self, layer: ExpertParallelMoE, gathered: GatheredMoE, x: torch.Tensor, logits: torch.Tensor
+    ) -> dict[str, Any]:
+        group, num_tokens = self._group, x.shape[0]
+        tell(group, f"{num_tokens} tokens of each rank: check")
+        errors = self._check(layer, gathered, x, logits)
+        row: dict[str, Any] = {
+            "ok": all(error <= self._limit for error in errors.values()),  # NaN is not
+            "row_error_limit": self._limit,
+            "shapes": self._shapes(num_tokens),
+            "setup": self._setup(layer),
+            "figures": {"worst_row_error": errors["layer"], **self._load(logits)},
+            "baselines": {BASELINE: {"worst_row_error": errors["gathered"]}},
+        }
+        if not row["ok"]:
+            return row
+        ours, theirs = row["figures"], row["baselines"][BASELINE]
+        tell(group, f"{num_tokens} tokens of each rank: time")
+        ours |= self._time(layer, layer, x, logits)
+        theirs |= self._time(gathered, gathered, x, logits)
+        for figures in (ours, theirs):
+            figures["tokens_per_sec"] = group.num_ranks * num_tokens / figures["call_us"] * 1e6
+        theirs["speedup_ratio"] = theirs["call_us"] / ours["call_us"]
+        if self._config.graph:
+            theirs["graph_speedup_ratio"] = theirs["graph_call_us"] / ours["graph_call_us"]
+        return row
+
+    def _check(
+        self, layer: ExpertParallelMoE, gathered: GatheredMoE, x: torch.Tensor, logits: torch.Tensor
+    ) -> dict[str, float]:
+        """The worst row's error of both on a sample of tokens, over all ranks. Collective."""
+        assert self._moe.routing is not None
+        count = min(self._config.sample_rows, x.shape[0])
+        sample = torch.linspace(0, x.shape[0] - 1, count, device=x.device).long()
+        with self._group.guard("check"):
+            outputs = {"layer": layer(x, logits)[sample], "gathered": gathered(x, logits)[sample]}
+        routing = route(logits[sample], self._moe.routing, routing_bias=self._routing_bias)
+        expected = expected_output(
+            x[sample],
+            routing.topk_ids,
+            routing.topk_weights,
+            self._experts.expert,
+            activation=self._moe.activation,
+            scheme=self._scheme,
+        )
+        self._group.wait_for_all("check")
+        ranks = self._group.all_gather_object(
+            {name: worst_row_error(output, expected) for name, output in outputs.items()}
+        )
+        return {name: float(torch.tensor([rank[name] for rank in ranks]).double().max()) for name in outputs}
+
+    def _time(
+        self,
+        call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        watched: ExpertParallelMoE | GatheredMoE,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> dict[str, float]:
+        """Microseconds of the whole call, then of its phases in calls of their own. Collective."""
+        group, config = self._group, self._config
+
+        def run() -> torch.Tensor:
+            return call(x, logits)
+
+        with group.guard("time"):
+            samples = {"call": time_calls(run, group, warmup=config.warmup, repeats=config.repeats)}
+        unwatched: Phases = watched.phases
+        times = PhaseTimes(group.device)
+        times.start_call()
+        watched.phases = times
+        with group.guard("time phases"):
+            time_calls(run, group, warmup=1, repeats=config.repeats, on_call=times.start_call)
+        watched.phases = unwatched
+        phases = {name: values[1:] for name, values in times.samples_us().items()}  # the first was the warm-up
+        samples |= {name: phases[name] for name in PHASES}
+        if config.graph:
+            with group.guard("time graph"):
+                replay = capture(run, group.device)
+                samples["graph_call"] = time_calls(replay, group, warmup=config.warmup, repeats=config.repeats)
+        timings = slowest(group, samples)
+        figures = timings["call"].figures("call")
+        for name in PHASES:
+            figures[f"{name}_us"] = timings[name].median_us
+        return figures | (timings["graph_call"].figures("graph_call") if config.graph else {})
+
+    def _load(self, logits: torch.Tensor) -> dict[str, float]:
+        """How uneven the load is: most tokens of an expert, and rows of a rank, over the mean. Collective."""
+        assert self._moe.routing is not None
+        ids = self._placement.to_physical(
+            route(logits, self._moe.routing, routing_bias=self._routing_bias).topk_ids
+        ).long()
+        counts = self._group.all_reduce_sum(torch.bincount(ids.flatten(), minlength=self._placement.num_physical))
+        starts = self._placement.starts
+        ranks = torch.stack([counts[a:b].sum() for a, b in zip(starts[:-1], starts[1:], strict=True)])
+        return {
+            "expert_load_ratio": float(counts.max() / counts.double().mean()),
+            "rank_load_ratio": float(ranks.max() / ranks.double().mean()),
+        }
+
+    def _shapes(self, num_tokens: int) -> dict[str, int | str]:
+        sizes = self._config.sizes
+        return {
+            "preset": self._config.preset,
+            "tokens_per_rank": num_tokens,
+            "hidden": sizes.hidden,
+            "intermediate": sizes.intermediate,
+            "num_experts": sizes.num_experts,
+            "num_topk": sizes.routing.num_topk,
+        }
+
+    def _setup(self, layer: ExpertParallelMoE) -> dict[str, int | str | bool]:
+        engine, config = self._engine, self._config
+        return {
+            "dtype": engine.dtype,
+            "scheme": engine.scheme,
+            "transport": implementation_name(layer.transport, TRANSPORTS),
+            "experts": implementation_name(layer.experts, EXPERTS),
+            "layout": engine.layout.value,
+            "placement": engine.placement,
+            "routing_method": RoutingMethod(config.sizes.routing.method).name.lower(),
+            "routing": config.routing,
+            "seed": config.seed,
+        }
+
+
+def implementation_name(implementation: object, known: Mapping[str, Any]) -> str:
+    """The name in `known` of what "auto" has chosen: of its class, or as its class begins, as TritonExperts. Local."""
+    made_by = type(implementation)
+    names = [name for name, maker in known.items() if maker is made_by]
+    names += [name for name in known if made_by.__name__.lower().startswith(name)]
+    return names[0] if names else made_by.__name__

@@ -1,0 +1,218 @@
+"""One measured row and its JSON line: what was measured where, of which commit, and how to repeat it."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+UNITS = (
+    ("_us", "us"),
+    ("_ms", "ms"),
+    ("_gbs", "GB/s"),
+    ("_tflops", "TFLOP/s"),
+    ("_bytes", "bytes"),
+    ("tokens_per_sec", "tokens/s"),
+    ("_secs", "s"),
+)  # how a figure's name ends, and its unit
+PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # how the name of a figure without a unit ends
+
+Figures = Mapping[str, float]
+Words = Mapping[str, str | int | float | bool]
+
+
+def unit_of(name: str) -> str | None:
+    """The unit that a figure's name ends in, "" for a pure number, None for a name that says neither. Local."""
+    for ending, unit in UNITS:
+        if name.endswith(ending):
+            return unit
+    return "" if name.endswith(PURE_NUMBERS) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One measured row.
+
+    Args:
+        bench: the benchmark, such as "layer"; rows of one bench have the same kinds of figures.
+        date: when, ISO 8601 with a time zone. commit: of the source, 7 to 40 hex digits.
+        gpu: the device's name, the processor's where there is no GPU. world_size: ranks.
+        versions: by name, None for what is not there. command: the words that repeat it.
+        sweep: True for a row that explores and does not count.
+        shapes: sizes of the work. setup: implementations by name and whatever else was chosen.
+        figures: by a name that ends in its unit or in one of PURE_NUMBERS. baselines: the same, of others in this run.
+    Errors: ValueError names what is wrong.
+    """
+
+    bench: str
+    date: str
+    commit: str
+    gpu: str
+    world_size: int
+    versions: Mapping[str, str | None]
+    command: str
+    sweep: bool
+    shapes: Words
+    setup: Words
+    figures: Figures
+    baselines: Mapping[str, Figures]
+
+    def __post_init__(self) -> None:
+        for name in ("bench", "date", "commit", "gpu", "command"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be a text that is not empty")
+        check_commit(self.commit)
+        try:
+            zone = datetime.datetime.fromisoformat(self.date).tzinfo
+        except ValueError:
+            raise ValueError(f"date ({self.date!r}) is not an ISO 8601 date and time") from None
+        if zone is None:
+            raise ValueError(f"date ({self.date!r}) has no time zone")
+        if type(self.world_size) is not int or self.world_size < 1:
+            raise ValueError(f"world_size ({self.world_size!r}) must be an integer of at least 1")
+        if type(self.sweep) is not bool:
+            raise ValueError(f"sweep ({self.sweep!r}) is not true or false")
+        for name in ("versions", "shapes", "setup", "figures", "baselines"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} ({getattr(self, name)!r}) is not a mapping")
+        _check_words("versions", self.versions, (str, type(None)))
+        _check_words("shapes", self.shapes, (str, int, float, bool))
+        _check_words("setup", self.setup, (str, int, float, bool))
+        _check_figures("figures", self.figures)
+        for name, figures in self.baselines.items():
+            _check_figures(f"baselines.{name}", figures)
+
+    @property
+    def configuration(self) -> str:
+        """What two rows have in common that measure the same thing; a later one takes the place of an earlier one."""
+        same = (self.bench, self.gpu, self.world_size, dict(self.shapes), dict(self.setup))
+        return json.dumps(same, sort_keys=True)
+
+    def to_line(self) -> str:
+        """The row as one line of JSON, without its end. Local."""
+        return json.dumps({name: getattr(self, name) for name in FIELDS}, allow_nan=False)
+
+    @classmethod
+    def from_line(cls, line: str, source: str) -> "Record":
+        """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}: not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{source}: {type(content).__name__}, not a JSON object")
+        unknown, missing = sorted(set(content) - set(FIELDS)), [name for name in FIELDS if name not in content]
+        if unknown:
+            raise ValueError(f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(FIELDS)}")
+        if missing:
+            raise ValueError(f"{source}: missing key {', '.join(missing)}")
+        try:
+            return cls(**content)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Record))
+
+
+def check_commit(commit: str) -> None:
+    """Raise ValueError unless `commit` is 7 to 40 hex digits. Local."""
+    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        raise ValueError(f"commit ({commit!r}) is not 7 to 40 hex digits, as `git rev-parse HEAD` prints them")
+
+
+def _check_words(what: str, words: Mapping[str, Any], types: tuple[type, ...]) -> None:
+    for name, value in words.items():
+        if not isinstance(value, types):
+            raise ValueError(f"{what}.{name} ({value!r}) is not one of {', '.join(kind.__name__ for kind in types)}")
+
+
+def _check_figures(what: str, figures: Any) -> None:
+    if not isinstance(figures, dict) or not figures:
+        raise ValueError(f"{what} ({figures!r}) is not a mapping with at least one figure")
+    for name, value in figures.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{what}.{name} ({value!r}) is not a finite number")
+        if unit_of(name) is None:
+            endings = ", ".join(ending for ending, _ in UNITS) + ", " + ", ".join(PURE_NUMBERS)
+            raise ValueError(f"{what}.{name} does not say its unit: a figure's name ends in {endings}")
+
+
+def append_records(path: str | Path, records: Sequence[Record]) -> None:
+    """Add rows to a .jsonl file, which is made where it is not there. Local.
+
+    Errors: ValueError for a path that does not end in .jsonl.
+    """
+    check_path(path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(record.to_line() + "\n" for record in records))  # one write: a row is there or is not
+
+
+def check_path(path: str | Path) -> None:
+    """Raise ValueError unless the path of a file of rows ends in .jsonl. Local."""
+    if Path(path).suffix != ".jsonl":
+        raise ValueError(f"path ({str(path)!r}) must end in .jsonl")
+
+
+def read_records(directory: str | Path) -> list[Record]:
+    """Read every row of a directory's .jsonl files, file by file in the order of their names, line by line. Local.
+
+    Errors: ValueError names the file and line that is not a row, or a directory that is not there.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise ValueError(f"directory ({str(directory)!r}) is not a directory")
+    return [
+        Record.from_line(line, f"{path}:{number}")
+        for path in sorted(folder.glob("*.jsonl"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if line.strip()
+    ]
+
+
+def now() -> str:
+    """The date and time in UTC, to the second, as a row has it. Local."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or of the processor. Local."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """The versions that a figure depends on; cuda and nccl are None on the CPU. Local."""
+    on_cuda = device.type == "cuda"
+    return {
+        "torch": str(torch.__version__),
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "cuda": str(torch.version.cuda) if on_cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None,
+        "python": platform.python_version(),
+        "ep_moe": _version("ep-moe"),
+    }
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed package; None for one that is not installed, as ep_moe in a source tree."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

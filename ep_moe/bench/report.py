@@ -1,0 +1,176 @@
+"""`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
+
+The page is the notes written by hand, and a table for each benchmark: of each configuration the newest row that counts.
+"""
+
+import datetime
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ep_moe.bench.plots import PLOTS, draw
+from ep_moe.bench.records import Record, read_records
+from ep_moe.bench.show import markdown_table, show_figure
+
+NOTES = "notes.md"
+PROSE_COLUMNS = 120
+TITLES = {
+    "layer": (
+        "One MoE layer",
+        "`ep-moe bench layer`: route, dispatch, experts, combine, beside an all-gather of the tokens in the same "
+        "format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked "
+        "against float32 experts first. Microseconds of the slowest rank, median, from a cold L2; a phase contains "
+        "what it waits for, and phases are timed in calls of their own.",
+    ),
+    "model": (
+        "A whole model",
+        "`ep-moe bench model`: random weights, greedy, all ranks together, beside transformers' own expert parallelism "
+        "with the same weights and sequences: it shows every sequence to every rank, ep_moe gives each rank its share. "
+        "The MoE blocks of both are checked against float32 experts first.",
+    ),
+}
+MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in benchmarks/notes.md. -->"
+
+# Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
+COLUMNS = {
+    "layer": (
+        ("tokens/rank", "shapes.tokens_per_rank"),
+        ("dtype", "setup.dtype"),
+        ("scheme", "setup.scheme"),
+        ("transport", "setup.transport"),
+        ("experts", "setup.experts"),
+        ("layout", "setup.layout"),
+        ("routing", "setup.routing"),
+        ("route us", "figures.route_us"),
+        ("dispatch us", "figures.dispatch_us"),
+        ("experts us", "figures.experts_us"),
+        ("combine us", "figures.combine_us"),
+        ("whole us", "figures.call_us"),
+        ("gathered us", "baselines.allgather_reducescatter.call_us"),
+        ("ratio", "baselines.allgather_reducescatter.speedup_ratio"),
+        ("graph us", "figures.graph_call_us"),
+        ("gathered graph us", "baselines.allgather_reducescatter.graph_call_us"),
+        ("tokens/s", "figures.tokens_per_sec"),
+        ("worst row", "figures.worst_row_error"),
+    ),
+    "model": (
+        ("layers", "shapes.layers"),
+        ("sequences/rank", "shapes.sequences_per_rank"),
+        ("prompt", "shapes.prompt_tokens"),
+        ("new", "shapes.new_tokens"),
+        ("dtype", "setup.dtype"),
+        ("transport", "setup.transport"),
+        ("experts", "setup.experts"),
+        ("tokens/s", "figures.tokens_per_sec"),
+        ("transformers tokens/s", "baselines.transformers_ep.tokens_per_sec"),
+        ("ratio", "baselines.transformers_ep.speedup_ratio"),
+        ("with our hook tokens/s", "baselines.transformers_ep_hook.tokens_per_sec"),
+        ("step ms", "figures.decode_step_ms"),
+        ("transformers step ms", "baselines.transformers_ep.decode_step_ms"),
+        ("first token ms", "figures.prefill_ms"),
+        ("transformers first token ms", "baselines.transformers_ep.prefill_ms"),
+        ("worst row", "figures.worst_block_row_error"),
+    ),
+}
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """Of each configuration the row that counts and is newest, in the order of configurations' first rows. Local."""
+    chosen: dict[str, Record] = {}
+    for record in records:
+        before = chosen.get(record.configuration)
+        if not record.sweep and (before is None or _when(record) >= _when(before)):
+            chosen[record.configuration] = record
+    return list(chosen.values())
+
+
+def _when(record: Record) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(record.date)
+
+
+def render(records: Sequence[Record], notes: str) -> str:
+    """The whole page. Local."""
+    rows = newest(records)
+    parts = [f"# Benchmarks\n\n{MARK}\n"]
+    for bench in sorted({record.bench for record in rows}, key=_order):
+        title, words = TITLES.get(bench, (bench.capitalize(), f"`ep-moe bench {bench}`."))
+        parts.append(f"## {title}\n\n{textwrap.fill(words, PROSE_COLUMNS, break_on_hyphens=False)}\n")
+        if bench in PLOTS:
+            parts.append(f"![{title}](benchmarks/{bench}.png)\n")
+        parts += _tables([record for record in rows if record.bench == bench])
+    if notes.strip():
+        parts.append(notes.strip() + "\n")
+    return "\n".join(parts)
+
+
+def _order(bench: str) -> tuple[int, str]:
+    known = list(TITLES)
+    return (known.index(bench) if bench in known else len(known), bench)
+
+
+def _tables(records: Sequence[Record]) -> list[str]:
+    """A table for each preset and machine, then where its rows come from."""
+    groups: dict[tuple[str, str, int], list[Record]] = {}
+    for record in records:
+        key = (str(record.shapes.get("preset", "")), record.gpu, record.world_size)
+        groups.setdefault(key, []).append(record)
+    parts = []
+    for (preset, gpu, world_size), members in groups.items():
+        parts += [f"### {preset + ', ' if preset else ''}{world_size} x {gpu}\n", _table(members), _sources(members)]
+    return parts
+
+
+def _table(records: Sequence[Record]) -> str:
+    """The rows of one kind; columns that nothing stands in are left out."""
+    columns = COLUMNS.get(records[0].bench) or tuple((path, path) for record in records for path in _paths(record))
+    shown = [(title, [_cell(record, path) for record in records]) for title, path in dict(columns).items()]
+    shown = [(title, cells) for title, cells in shown if any(cells)]
+    shown = [("date", [record.date[:10] for record in records]), *shown]
+    return markdown_table([title for title, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+
+
+def _paths(record: Record) -> list[str]:
+    baselines = [f"baselines.{name}.{key}" for name, figures in record.baselines.items() for key in figures]
+    parts = {"shapes": record.shapes, "setup": record.setup, "figures": record.figures}
+    return [f"{part}.{key}" for part, words in parts.items() for key in words] + baselines
+
+
+def _cell(record: Record, path: str) -> str:
+    part, *names = path.split(".")
+    value = getattr(record, part)
+    for name in names:
+        value = value.get(name, "") if value else ""
+    return show_figure(names[-1], value) if part in ("figures", "baselines") and value != "" else str(value)
+
+
+def _sources(records: Sequence[Record]) -> str:
+    """Commit, versions and command of each row, those of one run once."""
+    lines = []
+    for record in records:
+        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
+        lines.append(f"- {record.date[:10]}, commit {record.commit[:12]}, {versions}: `{record.command}`\n")
+    return "".join(dict.fromkeys(lines))
+
+
+def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
+    """Write the page beside `directory`, whose rows and notes it is made of, and the plots into it.
+
+    Args:
+        directory: holds *.jsonl and notes.md; the page is BENCHMARKS.md of the folder that it is in.
+        check: write nothing, only compare the page. plots: draw them too.
+    Returns: `ok`, False where the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
+    Errors: ValueError for a directory or a row that is not right, RuntimeError where matplotlib is missing. Local.
+    """
+    folder = Path(directory)
+    records = read_records(folder)
+    notes = folder / NOTES
+    text = render(records, notes.read_text(encoding="utf-8") if notes.is_file() else "")
+    page = folder.resolve().parent / "BENCHMARKS.md"
+    same = page.is_file() and page.read_text(encoding="utf-8") == text
+    written: list[str] = []
+    if not check:
+        drawn = draw(newest(records), folder) if plots else []
+        page.write_text(text, encoding="utf-8")
+        written = [str(page), *map(str, drawn)]
+    return {"ok": same or not check, "page": str(page), "written": written, "rows": len(newest(records))}

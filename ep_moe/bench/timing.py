@@ -1,0 +1,144 @@
+"""Honest times: warm, from a cold L2, ranks aligned, the median of many calls, of the slowest rank."""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.group import EPGroup
+
+GRAPH_WARMUP = 3  # calls before a capture: kernels are compiled and memory pools filled by then
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Microseconds of the repeats on the slowest rank, the one whose median is the largest."""
+
+    median_us: float
+    min_us: float
+    max_us: float
+
+    def figures(self, name: str) -> dict[str, float]:
+        """As figures of a row: `<name>_us`, `<name>_min_us`, `<name>_max_us`."""
+        return {f"{name}_us": self.median_us, f"{name}_min_us": self.min_us, f"{name}_max_us": self.max_us}
+
+
+def slowest(group: EPGroup, samples: Mapping[str, Sequence[float]]) -> dict[str, Timing]:
+    """Of each rank's samples in microseconds by name, those of the rank with the largest median. Collective."""
+    ranks = group.all_gather_object({name: list(values) for name, values in samples.items()})
+    timings = {}
+    for name in samples:
+        values = max((rank[name] for rank in ranks), key=statistics.median)
+        timings[name] = Timing(median_us=statistics.median(values), min_us=min(values), max_us=max(values))
+    return timings
+
+
+class PhaseTimes:
+    """A `Phases` that takes the time of each phase of each call: CUDA events, no host sync; a clock on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._calls: list[dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event] | float]]] = []
+
+    def start_call(self) -> None:
+        """What follows belongs to another call. Local, no host sync."""
+        self._calls.append({})
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs inside; a phase that comes twice in a call counts together. Local, no host sync."""
+        spans = self._calls[-1].setdefault(name, [])
+        if self._on_cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            spans.append((start, end))
+        else:
+            begin = time.perf_counter()
+            yield
+            spans.append((time.perf_counter() - begin) * 1e6)
+
+    def samples_us(self) -> dict[str, list[float]]:
+        """Microseconds of each phase, call by call. Local, host sync."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        names = list(dict.fromkeys(name for call in self._calls for name in call))
+        return {
+            name: [
+                sum(s if isinstance(s, float) else s[0].elapsed_time(s[1]) * 1e3 for s in call.get(name, []))
+                for call in self._calls
+            ]
+            for name in names
+        }
+
+
+def time_calls(
+    call: Callable[[], object], group: EPGroup, *, warmup: int, repeats: int, on_call: Callable[[], None] | None = None
+) -> list[float]:
+    """Microseconds of each of `repeats` calls on this rank, which all ranks begin together, after `warmup` others.
+
+    On CUDA between two events on the current stream, behind a write of twice the L2 and a tiny all-reduce; what the
+    call waits for on the host counts. On the CPU by the clock, behind a barrier.
+
+    Args:
+        call: collective or not, as often on every rank. on_call: called before each timed call, outside its time.
+    Collective, host sync.
+    """
+    for _ in range(warmup):
+        call()
+    if group.device.type != "cuda":
+        samples = []
+        for _ in range(repeats):
+            group.barrier()
+            if on_call is not None:
+                on_call()
+            begin = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - begin) * 1e6)
+        return samples
+    properties = torch.cuda.get_device_properties(group.device)
+    cold = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device=group.device)
+    token = torch.zeros(1, device=group.device)
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    group.barrier()
+    for start, end in zip(starts, ends, strict=True):
+        if on_call is not None:
+            on_call()
+        cold.zero_()
+        if group.process_group is not None:
+            dist.all_reduce(token, group=group.process_group)
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(group.device)
+    return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def capture(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Capture a call into a CUDA graph; returns what replays it, on the buffers that the capture saw.
+
+    Errors: RuntimeError for a call that cannot be captured, one that waits on the host for example, and without CUDA.
+    Every rank captures the same. Host sync.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(f"a CUDA graph needs a GPU, this rank computes on {device}")
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(GRAPH_WARMUP):
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # of this thread alone: that of NCCL asks for events meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError as error:
+        raise RuntimeError(f"the call cannot be captured into a CUDA graph: {error}") from error
+    return graph.replay

@@ -1,0 +1,460 @@
+"""Benchmarks: rows that say what they are, results that are checked before they are timed, the page made of them."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.utils import is_accelerate_available
+from typer.testing import CliRunner
+
+from ep_moe.bench import layer as layer_bench
+from ep_moe.bench import model as model_bench
+from ep_moe.bench.experts import RandomExperts
+from ep_moe.bench.gathered import GatheredMoE
+from ep_moe.bench.layer import LayerBenchConfig, layer_rank_main
+from ep_moe.bench.model import ModelBenchConfig, model_rank_main
+from ep_moe.bench.presets import LAYER_PRESETS
+from ep_moe.bench.records import FIELDS, Record, append_records, read_records
+from ep_moe.bench.report import make_report, newest
+from ep_moe.bench.timing import PhaseTimes, capture, slowest, time_calls
+from ep_moe.cli import app
+from ep_moe.config import EngineConfig
+from ep_moe.group import EPGroup
+from ep_moe.launch import launch
+
+ROOT = Path(__file__).parent.parent
+VERSION = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
+HAS_HOOK = VERSION >= (5, 23) or VERSION < (5, 19)
+needs_accelerate = pytest.mark.skipif(
+    not is_accelerate_available(), reason="transformers spreads nothing over ranks without accelerate"
+)
+PHASE_FIGURES = {"call_us", "route_us", "dispatch_us", "experts_us", "combine_us", "tokens_per_sec"}
+
+
+def bench(*words: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """`ep-moe bench ...` on 2 CPU ranks, in a folder that is not the repository."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "ep_moe", "bench", *words, "--nproc", "2", "--device", "cpu"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=timeout, check=False)
+
+
+# Rows.
+
+
+def make_record(**changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "bench": "layer",
+        "date": "2026-11-22T10:00:00+00:00",
+        "commit": "0123abc",
+        "gpu": "Abacus 9",
+        "world_size": 4,
+        "versions": {"torch": "2.11.0", "nccl": None},
+        "command": "ep-moe bench layer --tokens 128",
+        "sweep": False,
+        "shapes": {"preset": "tiny", "tokens_per_rank": 128},
+        "setup": {"dtype": "bfloat16", "scheme": "none", "transport": "collective", "experts": "torch"},
+        "figures": dict.fromkeys(PHASE_FIGURES, 100.0) | {"worst_row_error": 3e-3},
+        "baselines": {"allgather_reducescatter": dict.fromkeys(PHASE_FIGURES, 250.0) | {"speedup_ratio": 2.5}},
+    }
+    return Record(**values | changes)
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    records = [make_record(), make_record(bench="kernels", figures={"copy_gbs": 4300, "tile_count": 3}, baselines={})]
+    append_records(tmp_path / "new" / "a.jsonl", records[:1])
+    append_records(tmp_path / "new" / "a.jsonl", records[1:])
+    assert read_records(tmp_path / "new") == records
+    lines = (tmp_path / "new" / "a.jsonl").read_text().splitlines()
+    assert [list(json.loads(line)) for line in lines] == [list(FIELDS)] * 2
+
+
+WRONG_ROWS = {
+    "unit": ({"figures": {"call": 1.0}}, "figures.call does not say its unit"),
+    "baseline-unit": ({"baselines": {"nccl": {"latency": 1.0}}}, "baselines.nccl.latency does not say its unit"),
+    "nan": ({"figures": {"call_us": float("nan")}}, "figures.call_us (nan) is not a finite number"),
+    "text": ({"figures": {"call_us": "12"}}, "figures.call_us ('12') is not a finite number"),
+    "no-figures": ({"figures": {}}, "figures ({}) is not a mapping with at least one figure"),
+    "commit": ({"commit": "main"}, "commit ('main') is not 7 to 40 hex digits"),
+    "date": ({"date": "22 November"}, "date ('22 November') is not an ISO 8601 date"),
+    "zone": ({"date": "2026-11-22T10:00:00"}, "has no time zone"),
+    "world_size": ({"world_size": 0}, "world_size (0) must be"),
+    "sweep": ({"sweep": "no"}, "sweep ('no') is not true or false"),
+    "gpu": ({"gpu": ""}, "gpu ('') must be a text"),
+    "shapes": ({"shapes": {"tokens": [1, 2]}}, "shapes.tokens ([1, 2]) is not one of str, int, float, bool"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_a_wrong_row_is_refused(name: str, tmp_path: Path) -> None:
+    changes, message = WRONG_ROWS[name]
+    with pytest.raises(ValueError) as caught:
+        make_record(**changes)
+    assert message in str(caught.value)
+    content = json.loads(make_record().to_line()) | changes
+    (tmp_path / "a.jsonl").write_text(f"{make_record().to_line()}\n{json.dumps(content)}\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: "):
+        read_records(tmp_path)
+
+
+def test_unknown_and_missing_keys_are_named(tmp_path: Path) -> None:
+    content = json.loads(make_record().to_line())
+    with pytest.raises(ValueError, match=r"^here: unknown key speed; known: bench, date"):
+        Record.from_line(json.dumps(content | {"speed": 1}), "here")
+    del content["sweep"], content["commit"]
+    with pytest.raises(ValueError, match=r"^here: missing key commit, sweep$"):
+        Record.from_line(json.dumps(content), "here")
+    with pytest.raises(ValueError, match="here: not JSON"):
+        Record.from_line("{", "here")
+    with pytest.raises(ValueError, match=r"must end in \.jsonl"):
+        append_records(tmp_path / "rows.txt", [make_record()])
+
+
+# Times.
+
+
+def test_times_of_calls_and_of_their_phases() -> None:
+    group, times, calls = EPGroup.single("cpu"), PhaseTimes(torch.device("cpu")), []
+
+    def call() -> None:
+        calls.append(len(calls))
+        for name, secs in (("dispatch", 0.002), ("experts", 0.001 * len(calls)), ("dispatch", 0.002)):
+            with times.phase(name):
+                time.sleep(secs)
+
+    times.start_call()
+    samples = time_calls(call, group, warmup=1, repeats=3, on_call=times.start_call)
+    phases = times.samples_us()
+    assert len(calls) == 4
+    assert [len(values) for values in phases.values()] == [4, 4]
+    assert min(phases["dispatch"]) >= 4000
+    assert phases["experts"][3] >= 4000
+    assert all(a + b <= c for a, b, c in zip(phases["dispatch"][1:], phases["experts"][1:], samples, strict=True))
+    timing = slowest(group, {"call": [3.0, 1.0, 8.0]})["call"]
+    assert (timing.median_us, timing.min_us, timing.max_us) == (3.0, 1.0, 8.0)
+    with pytest.raises(RuntimeError, match="a CUDA graph needs a GPU"):
+        capture(call, group.device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+def test_times_on_a_gpu_and_of_a_graph() -> None:
+    group = EPGroup.single("cuda")
+    times, x = PhaseTimes(group.device), torch.randn(4096, 4096, device=group.device)
+    out = torch.zeros_like(x)
+
+    def call() -> None:
+        with times.phase("product"):
+            torch.mm(x, x, out=out)
+
+    times.start_call()
+    samples = time_calls(call, group, warmup=1, repeats=5, on_call=times.start_call)
+    phases = times.samples_us()["product"][1:]
+    assert all(0 < phase <= whole for phase, whole in zip(phases, samples, strict=True))
+    replay = capture(lambda: torch.mm(x, x, out=out), group.device)
+    expected = out.clone()
+    out.zero_()
+    replayed = time_calls(replay, group, warmup=1, repeats=5)
+    assert torch.equal(out, expected)
+    assert 0.5 < min(replayed) / min(samples) < 2
+
+
+# The layer.
+
+
+def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
+    options = ["--preset", "tiny", "--tokens", "5", "--tokens", "24", "--quant", "fp8_block", "--routing", "skewed"]
+    more = ["--placement", "round_robin", "--layout", "batched", "--repeats", "3", "--warmup", "1"]
+    row_options = ["--json", "--append", "rows/layer.jsonl", "--commit=0123456789abcdef", "--sweep"]
+    done = bench("layer", *options, *more, *row_options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    records = read_records(tmp_path / "rows")
+    assert [record.shapes["tokens_per_rank"] for record in records] == [5, 24]
+    for record, row in zip(records, report["rows"], strict=True):
+        gathered = record.baselines["allgather_reducescatter"]
+        assert set(record.figures) >= PHASE_FIGURES
+        assert set(gathered) >= PHASE_FIGURES
+        assert min([*record.figures.values(), *gathered.values()]) > 0
+        assert 1e-4 < record.figures["worst_row_error"] < row["row_error_limit"]
+        assert 1e-4 < gathered["worst_row_error"] < row["row_error_limit"]
+        assert gathered["speedup_ratio"] == gathered["call_us"] / record.figures["call_us"]
+        assert record.figures["expert_load_ratio"] > 1
+        assert (record.setup["transport"], record.setup["experts"]) == ("collective", "torch")
+        assert (record.setup["layout"], record.setup["routing"]) == ("batched", "skewed")
+        assert (record.sweep, record.commit, record.world_size) == (True, "0123456789abcdef", 2)
+        assert record.command == " ".join(["ep-moe bench layer", *options, *more, "--nproc 2 --device cpu"])
+
+
+SCHEMES = {
+    "float32": ("float32", "none", "tiny"),
+    "static-tensor-scales": ("bfloat16", "fp8_tensor", "tiny"),
+    "groups-and-bias": ("bfloat16", "none", "deepseek-v3"),
+    "biases-and-swiglu": ("bfloat16", "fp8_token", "gpt-oss-120b"),
+}
+
+
+def measure_all(group: EPGroup) -> dict[str, dict[str, Any]]:
+    """The layer in all kinds of arithmetic, then with a fault of rank 1: in its experts, or in the baseline."""
+    found = {}
+    small = {"tokens": (9,), "warmup": 1, "repeats": 1, "hidden": 160, "intermediate": 48}
+    for name, (dtype, scheme, preset) in SCHEMES.items():
+        engine = EngineConfig(dtype=dtype, scheme=scheme, layout="flat")
+        found[name] = layer_rank_main(group, engine, LayerBenchConfig(preset=preset, **small))
+    config = LayerBenchConfig(preset="tiny", tokens=(9, 10), warmup=1, repeats=1)
+    for name, (owner, attribute, fault) in FAULTS.items():
+        sound = getattr(owner, attribute)
+        if group.rank == 1:
+            setattr(owner, attribute, fault(sound))
+        found[name] = layer_rank_main(group, EngineConfig(), config)
+        setattr(owner, attribute, sound)
+    return found
+
+
+def louder_expert(sound: Callable[..., Any]) -> Callable[..., Any]:
+    """One of this rank's experts is 1 % too large."""
+
+    def local(self: RandomExperts, *args: Any) -> Any:
+        weights = sound(self, *args)
+        weights.w2[3] *= 1.01
+        return weights
+
+    return local
+
+
+def lost_row(sound: Callable[..., Any]) -> Callable[..., Any]:
+    """The baseline loses this rank's first token."""
+
+    def scatter(self: GatheredMoE, y: torch.Tensor) -> torch.Tensor:
+        out = sound(self, y)
+        out[0] = 0
+        return out
+
+    return scatter
+
+
+def not_a_number(sound: Callable[..., Any]) -> Callable[..., Any]:
+    """What should come out here is unknown."""
+    return lambda *args, **options: sound(*args, **options) * float("nan")
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "expert": (RandomExperts, "local", louder_expert),
+    "baseline": (GatheredMoE, "_scatter", lost_row),
+    "oracle": (layer_bench, "expected_output", not_a_number),
+}
+
+
+def test_the_layer_is_checked_in_all_arithmetic_and_a_wrong_one_is_not_timed() -> None:
+    found = launch(measure_all, num_ranks=2, device="cpu")
+    for rank in found:
+        for name in SCHEMES:
+            [row] = rank[name]["rows"]
+            assert row["ok"], (name, row)
+            assert row["figures"]["call_us"] > 0
+        for name in FAULTS:
+            [row] = rank[name]["rows"]  # nothing after the wrong one
+            assert not rank[name]["ok"]
+            assert not row["ok"]
+            assert "call_us" not in row["figures"]
+            assert "call_us" not in row["baselines"]["allgather_reducescatter"]
+        errors = {name: rank[name]["rows"][0]["figures"]["worst_row_error"] for name in FAULTS}
+        assert 1e-3 < errors["expert"] < 0.02
+        assert errors["baseline"] < 1e-5
+        assert rank["baseline"]["rows"][0]["baselines"]["allgather_reducescatter"]["worst_row_error"] == 1.0
+        assert errors["oracle"] != errors["oracle"]
+
+
+@pytest.mark.parametrize("name", LAYER_PRESETS)
+def test_presets_make_layers(name: str) -> None:
+    config = LayerBenchConfig(preset=name).moe(EngineConfig(scheme="fp8_block"))
+    assert (config.hidden, config.intermediate) == (LAYER_PRESETS[name].hidden, LAYER_PRESETS[name].intermediate)
+    config = LayerBenchConfig(preset=name, hidden=64, num_topk=1).moe(EngineConfig())
+    assert (config.hidden, config.intermediate) == (64, LAYER_PRESETS[name].intermediate)
+    assert config.routing is not None
+    assert config.routing.num_topk == 1
+
+
+# The model.
+
+
+@needs_accelerate
+def test_bench_model_and_its_row(tmp_path: Path) -> None:
+    options = ["--preset", "tiny", "--layers", "2", "--batch", "2", "--prompt-tokens", "6", "--new-tokens", "4"]
+    more = ["--repeats", "1", "--dtype", "float32", "--placement", "round_robin", *(["--hook"] if HAS_HOOK else [])]
+    done = bench("model", *options, *more, "--append", "model.jsonl", "--commit", "0123abc", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "all results checked (worst row at most 1e-05)" in done.stdout
+    [record] = read_records(tmp_path)
+    others = {"transformers_ep"} | ({"transformers_ep_hook"} if HAS_HOOK else set())
+    assert set(record.baselines) == others
+    assert record.figures["worst_block_row_error"] < 1e-5
+    assert record.figures["worst_first_logits_error"] < 1e-5
+    assert record.figures["same_tokens_share"] == 1.0
+    for figures in (record.figures, *record.baselines.values()):
+        assert {"tokens_per_sec", "generate_secs", "prefill_ms", "decode_step_ms"} < set(figures)
+        assert figures["tokens_per_sec"] == 2 * 2 * 4 / figures["generate_secs"]
+    assert record.command == " ".join(["ep-moe bench model", *options, *more, "--nproc 2 --device cpu"])
+    assert not record.sweep
+
+
+def wrong_model(group: EPGroup) -> dict[str, Any]:
+    """`bench model` where rank 1's experts of ep_moe are not those that transformers has."""
+    shard = model_bench.shard_experts
+
+    def shard_wrongly(model: Any, group: EPGroup, **options: Any) -> Any:
+        shard(model, group, **options)
+        model.ep_moe.layers[1].weights.w2[0] *= 1.01
+        return model
+
+    if group.rank == 1:
+        model_bench.shard_experts = shard_wrongly
+    config = ModelBenchConfig(preset="tiny", layers=2, batch=1, prompt_tokens=4, new_tokens=2, repeats=1)
+    return model_rank_main(group, EngineConfig(), config)
+
+
+@needs_accelerate
+def test_a_wrong_model_is_not_timed() -> None:
+    for report in launch(wrong_model, num_ranks=2, device="cpu", env={"CUDA_VISIBLE_DEVICES": ""}):
+        [row] = report["rows"]
+        assert not report["ok"]
+        assert 1e-4 < row["figures"]["worst_block_row_error"] < 0.02
+        assert row["baselines"]["transformers_ep"]["worst_block_row_error"] < 1e-5
+        assert "tokens_per_sec" not in row["figures"]
+
+
+# The page.
+
+
+def write_rows(folder: Path) -> list[Record]:
+    """Rows of two layers, the first measured again later, one that explores, a model and a bench without a title."""
+    tokens = {"preset": "tiny", "tokens_per_rank": 4096}
+    model = {"preset": "qwen3-30b", "layers": 8}
+    speed = {"tokens_per_sec": 1234.5}
+    records = [
+        make_record(),
+        make_record(shapes=tokens),
+        make_record(
+            date="2026-11-23T01:00:00+02:00", figures=dict(make_record().figures) | {"call_us": 77.7}, commit="7777777"
+        ),
+        make_record(date="2026-11-22T22:00:00+00:00", commit="8888888"),
+        make_record(date="2026-12-24T10:00:00+00:00", sweep=True, commit="5555555", shapes=tokens),
+        make_record(bench="model", shapes=model, figures=speed, baselines={"transformers_ep": speed}),
+        make_record(bench="wires", shapes={"wire_bytes": 16}, figures={"send_gbs": 345.6}, baselines={}),
+    ]
+    for record in records:
+        append_records(folder / f"{record.bench}.jsonl", [record])
+    return records
+
+
+def test_the_newest_row_that_counts(tmp_path: Path) -> None:
+    records = write_rows(tmp_path)
+    assert newest(records) == [records[2], records[1], records[5], records[6]]
+
+
+def test_the_page_and_its_drift(tmp_path: Path) -> None:
+    folder, page = tmp_path / "docs" / "benchmarks", tmp_path / "docs" / "BENCHMARKS.md"
+    write_rows(folder)
+    (folder / "notes.md").write_text("## By hand\n\nWhat no row says.\n")
+    done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
+    assert done.exit_code == 0, done.stderr
+    text = page.read_text()
+    assert re.findall(r"^##+ .*", text, re.MULTILINE) == [
+        "## One MoE layer",
+        "### tiny, 4 x Abacus 9",
+        "## A whole model",
+        "### qwen3-30b, 4 x Abacus 9",
+        "## Wires",
+        "### 4 x Abacus 9",
+        "## By hand",
+    ]
+    assert "| 77.7 |" in text
+    assert "commit 7777777, torch 2.11.0: `ep-moe bench layer --tokens 128`" in text
+    assert "8888888" not in text
+    assert "5555555" not in text
+    assert "| figures.send_gbs |" in text
+    assert "| 345.6 |" in text
+    assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 2
+    assert re.findall(r"\]\((.*?)\)", text) == ["benchmarks/layer.png", "benchmarks/model.png"]
+
+    check = ["bench", "report", "--check", "--dir", str(folder)]
+    assert CliRunner().invoke(app, check).exit_code == 0
+    append_records(folder / "layer.jsonl", [make_record(date="2026-12-25T10:00:00+00:00")])
+    done = CliRunner().invoke(app, check)
+    assert done.exit_code == 1
+    assert "is not what the rows make" in done.stderr
+    assert page.read_text() == text
+    with open(folder / "layer.jsonl", "a") as file:
+        file.write("{}\n")
+    done = CliRunner().invoke(app, check)
+    assert done.exit_code == 2
+    assert "layer.jsonl:7: missing key bench" in done.stderr
+
+
+def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows")])
+    assert done.exit_code == 1
+    assert "plots need matplotlib: pip install 'ep-moe[bench]'" in done.stderr
+    assert not (tmp_path / "BENCHMARKS.md").exists()
+    assert CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows"), "--no-plots"]).exit_code == 0
+    assert (tmp_path / "BENCHMARKS.md").exists()
+
+
+def test_the_page_of_this_repository_is_what_its_rows_make() -> None:
+    assert make_report(ROOT / "docs" / "benchmarks", check=True, plots=False)["ok"], "run: ep-moe bench report"
+
+
+# Arguments.
+
+WRONG = {
+    "no-commit": (["layer", "--append", "a.jsonl"], "append needs --commit"),
+    "bad-commit": (["layer", "--append", "a.jsonl", "--commit", "HEAD"], "commit ('HEAD') is not 7 to 40 hex digits"),
+    "no-append": (["model", "--sweep"], "commit and sweep are said of a row that is written down"),
+    "suffix": (["model", "--append", "a.json", "--commit", "0123abc"], "path ('a.json') must end in .jsonl"),
+    "preset": (["layer", "--preset", "huge"], "preset ('huge') is not one of deepseek-v3, qwen3-235b"),
+    "tokens": (["layer", "--tokens", "0"], "tokens ((0,)) must be one or more numbers of at least 1"),
+    "routing": (["layer", "--routing", "odd"], "routing ('odd') is not one of uniform, skewed"),
+    "hidden": (["layer", "--hidden", "100"], "hidden (100) must be a positive multiple of 16"),
+    "num_topk": (["layer", "--preset", "mixtral", "--num-topk", "9"], "num_topk (9) exceeds num_experts (8)"),
+    "repeats": (["layer", "--repeats", "0"], "repeats (0) must be at least 1"),
+    "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
+    "baseline": (["model", "--baseline-experts", "fast"], "baseline_experts ('fast') is not one of grouped_mm"),
+    "transport": (["layer", "--transport", "pigeon"], "transport ('pigeon') is not one of auto"),
+    "dir": (["report", "--dir", "no/such"], "directory ('no/such') is not a directory"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_told_with_exit_code_2(name: str) -> None:
+    arguments, message = WRONG[name]
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_defaults_have_the_sizes_of_the_models() -> None:
+    layer, model = LayerBenchConfig(), ModelBenchConfig()
+    assert (layer.preset, layer.tokens) == ("deepseek-v3", (128, 4096))
+    sizes = dataclasses.asdict(layer.sizes)
+    assert [sizes[name] for name in ("hidden", "intermediate", "num_experts")] == [7168, 2048, 256]
+    assert (model.preset, model.layers) == ("qwen3-30b", 8)
+    config = model.transformers_config()
+    assert (config.hidden_size, config.moe_intermediate_size, config.num_experts) == (2048, 768, 128)
