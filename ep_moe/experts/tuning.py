@@ -63,19 +63,19 @@ def choose_tiles(
 
 
 def _fp8_tiles(expected_rows: int, group_k: int, *, gated: bool, whole_blocks: bool) -> ExpertTiles:
-    few, blocked = expected_rows <= 16, group_k > 0
-    block_k = 128 if blocked and whole_blocks else 64
-    if blocked:
+    few, block_k = expected_rows <= 16, 128 if whole_blocks else 64
+    if group_k:
         block_k = min(group_k & -group_k, block_k)
     block_m = 16 if few or block_k < 32 else 64 if whole_blocks else 32
     most_warps = block_m * block_k // 128  # each thread loads 4 bytes of tokens at least
     tiles = GemmTiles(block_k=block_k, swap=block_m < 64, num_warps=min(4, most_warps), num_stages=3)
     wide = dataclasses.replace(tiles, num_warps=min(8, most_warps), programs_per_sm=1)
-    if not few:
-        return ExpertTiles(block_m=block_m, first=wide if gated else tiles, second=tiles)
-    second = dataclasses.replace(tiles, programs_per_sm=4)
-    narrow = expected_rows > 8 and blocked and whole_blocks
-    return ExpertTiles(block_m=block_m, first=tiles if narrow else wide, second=second)
+    if few:
+        first = tiles if expected_rows > 8 and group_k and whole_blocks else wide
+        return ExpertTiles(block_m=block_m, first=first, second=dataclasses.replace(tiles, programs_per_sm=4))
+    if gated and not group_k:  # nothing asks for 128 columns of the intermediate in one tile
+        wide = dataclasses.replace(wide, block_n=64)
+    return ExpertTiles(block_m=block_m, first=wide if gated else tiles, second=tiles)
 
 
 def _half_tiles(expected_rows: int, *, gated: bool) -> ExpertTiles:
