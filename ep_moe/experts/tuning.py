@@ -74,7 +74,7 @@ def _fp8_tiles(expected_rows: int, group_k: int, *, gated: bool, whole_blocks: b
         first = tiles if expected_rows > 8 and group_k and whole_blocks else wide
         return ExpertTiles(block_m=block_m, first=first, second=dataclasses.replace(tiles, programs_per_sm=4))
     if gated and not group_k:  # nothing asks for 128 columns of the intermediate in one tile
-        wide = dataclasses.replace(wide, block_n=64)
+        wide = dataclasses.replace(tiles, block_n=64, block_k=64, num_stages=5)
     return ExpertTiles(block_m=block_m, first=wide if gated else tiles, second=tiles)
 
 

@@ -14,7 +14,7 @@ from ep_moe.group.errors import PeerLostError
 from ep_moe.group.watch import Watch
 
 SLICE_SECS = 0.25  # longest blocking wait between two looks at the group's state
-SPIN_COUNT = 50  # polls of the device before the first sleep: a round on one node ends within them
+SPIN_SECS = 2e-3  # polls of the device without a sleep, which would overshoot the end of a round on one node
 POINT_TO_POINT = (12, 13, 14)  # c10d OpType SEND, RECV, RECVANYSOURCE
 
 
@@ -124,14 +124,14 @@ class Waits:
                 raise self._watch.blame(phase, round, round)
 
     def _poll_device(self, done: Callable[[], bool], phase: str, round: int | None) -> None:  # noqa: A002
-        deadline = time.monotonic() + self._timeout_secs
-        polls, pause = 0, 20e-6
+        start, pause = time.monotonic(), 20e-6
         while not done():
-            polls += 1
-            if polls < SPIN_COUNT:
+            waited_secs = time.monotonic() - start
+            if waited_secs < SPIN_SECS:
+                time.sleep(0)  # other threads of this rank beat and watch
                 continue
             self.check()
-            if round is not None and time.monotonic() > deadline:
+            if round is not None and waited_secs > self._timeout_secs:
                 raise self._watch.blame(phase, round, round)
             time.sleep(pause)
             pause = min(1.5 * pause, 1e-3)
