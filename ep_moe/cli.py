@@ -1,4 +1,4 @@
-"""The command line: ep-moe run | generate | eval | bench layer | bench model | bench report.
+"""The command line: ep-moe run | generate | eval | bench layer | bench model | bench experts | bench report.
 
 Results go to standard output, progress and errors to standard error.
 
@@ -25,6 +25,7 @@ from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.session import is_first_rank, on_ranks
 from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
+from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
 from ep_moe.bench.model import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig, model_rank_main
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.bench.records import Record, append_records, check_commit, check_path, now
@@ -53,7 +54,8 @@ _ENGINE, _EVAL, _GENERATE = EngineConfig(), EvalConfig(), GenerateConfig(prompts
 _BENCH_ENGINE = EngineConfig(
     dtype="bfloat16", scheme="none", timeout_secs=120.0
 )  # loading and compiling may keep a rank
-_LAYER, _MODEL = LayerBenchConfig(), ModelBenchConfig()
+_ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
+_LAYER, _MODEL, _EXPERTS = LayerBenchConfig(), ModelBenchConfig(), ExpertsBenchConfig()
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", *TRANSPORTS),
@@ -138,11 +140,11 @@ def _one_line_errors() -> Iterator[None]:
 
 def _engine(options: dict[str, Any], defaults: EngineConfig) -> EngineConfig:
     for name, known in _NAMES.items():
-        if options[name] not in known:
+        if name in options and options[name] not in known:
             raise ValueError(f"{name} ({options[name]!r}) is not one of {', '.join(known)}")
     if (scheme := options.get("scheme", defaults.scheme)) != "auto":
         get_scheme(scheme)
-    if options["nproc"] is None:
+    if options.get("nproc") is None:
         return dataclasses.replace(defaults, **options | {"nproc": defaults.nproc})
     env = LaunchEnv.from_environ()
     if env is not None and env.local_world_size != options["nproc"]:
@@ -327,6 +329,37 @@ def bench_model_command(
         hook=hook,
     )
     return _measure(lambda: on_ranks(model_rank_main, engine, config), append, commit, sweep)
+
+
+@bench_app.command("experts")
+@_job(show_rows, _ONE_RANK, leave_out=("model", "nproc", "transport", "placement", "max_tokens_per_rank"))
+def bench_experts_command(
+    engine: EngineConfig,
+    preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _EXPERTS.preset,
+    ep_size: Annotated[
+        int, typer.Option(help="Ranks that the preset's experts are spread over; one's share is measured.")
+    ] = _EXPERTS.ep_size,
+    rows: Annotated[list[int], typer.Option(help="Of an average expert; may be given again.")] = list(_EXPERTS.rows),  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of experts, tokens and rows of each expert.")] = _EXPERTS.seed,
+    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = _EXPERTS.warmup,
+    repeats: Annotated[int, typer.Option(help="Timed calls.")] = _EXPERTS.repeats,
+    sample_experts: Annotated[int, typer.Option(help="Experts that are checked, all rows.")] = _EXPERTS.sample_experts,
+    append: _APPEND = None,
+    commit: _COMMIT = "",
+    sweep: _SWEEP = False,
+) -> dict[str, Any]:
+    """Check and time the experts of one rank alone, without an exchange, beside torch's grouped GEMM."""
+    config = ExpertsBenchConfig(
+        preset=preset,
+        ep_size=ep_size,
+        rows=tuple(rows),
+        seed=seed,
+        warmup=warmup,
+        repeats=repeats,
+        sample_experts=sample_experts,
+    )
+    get_scheme(engine.scheme)  # "auto" is a checkpoint's, and there is none
+    return _measure(lambda: on_ranks(experts_rank_main, engine, config), append, commit, sweep)
 
 
 @bench_app.command("report")

@@ -17,11 +17,14 @@ import transformers
 from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner
 
+from ep_moe import cli
+from ep_moe.bench import grouped, local_experts
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench.experts import RandomExperts
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import LayerBenchConfig, layer_rank_main
+from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
 from ep_moe.bench.model import ModelBenchConfig, model_rank_main
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.bench.records import FIELDS, Record, append_records, read_records
@@ -41,16 +44,16 @@ needs_accelerate = pytest.mark.skipif(
 PHASE_FIGURES = {"call_us", "route_us", "dispatch_us", "experts_us", "combine_us", "tokens_per_sec"}
 
 
-def bench(*words: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    """`ep-moe bench ...` on 2 CPU ranks, in a folder that is not the repository."""
+def bench(*words: str, cwd: Path, ranks: tuple[str, ...] = ("--nproc", "2")) -> subprocess.CompletedProcess[str]:
+    """`ep-moe bench ...` on CPU ranks, in a folder that is not the repository."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "ep_moe", "bench", *words, "--nproc", "2", "--device", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=timeout, check=False)
+    command = [sys.executable, "-m", "ep_moe", "bench", *words, *ranks, "--device", "cpu"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=200, check=False)
 
 
 # Rows.
@@ -221,7 +224,7 @@ def measure_all(group: EPGroup) -> dict[str, dict[str, Any]]:
         sound = getattr(owner, attribute)
         if group.rank == 1:
             setattr(owner, attribute, fault(sound))
-        found[name] = layer_rank_main(group, EngineConfig(), config)
+        found[name] = layer_rank_main(group, EngineConfig(scheme="none"), config)
         setattr(owner, attribute, sound)
     return found
 
@@ -290,6 +293,96 @@ def test_presets_make_layers(name: str) -> None:
     assert config.routing.num_topk == 1
 
 
+# The experts of one rank.
+
+
+def test_bench_experts_and_its_rows(tmp_path: Path) -> None:
+    options = ["--preset", "tiny", "--ep-size", "5", "--rows", "1", "--rows", "20", "--quant", "fp8_token"]
+    more = ["--layout", "batched", "--repeats", "3", "--warmup", "1", "--sample-experts", "2"]
+    done = bench("experts", *options, *more, "--append", "rows.jsonl", "--commit", "0123abc", cwd=tmp_path, ranks=())
+    assert done.returncode == 0, done.stderr
+    assert "all results checked (worst row at most 0.03)" in done.stdout
+    records = read_records(tmp_path)
+    assert [record.shapes["rows_per_expert"] for record in records] == [1, 20]
+    weight_bytes = 4 * (3 * 256 * 128 + 4 * (2 * 128 + 256))  # fp8, and a float32 scale of each row
+    for record in records:
+        counts = ExpertsBenchConfig(preset="tiny", ep_size=5).row_counts(int(record.shapes["rows_per_expert"]))
+        assert counts.shape == (4,)
+        assert counts.min() >= 1
+        assert counts.max() <= 1.3 * record.shapes["rows_per_expert"]
+        figures, secs = record.figures, record.figures["call_us"] * 1e-6
+        assert figures["call_min_us"] <= figures["call_us"] <= figures["call_max_us"]
+        assert figures["tflops"] == pytest.approx(2 * int(counts.sum()) * 256 * 128 * 3 / secs / 1e12)
+        assert figures["weight_gbs"] == pytest.approx(weight_bytes / secs / 1e9)
+        assert 1e-4 < figures["worst_row_error"] < 0.03
+        assert (record.bench, record.world_size, record.baselines) == ("experts", 1, {})
+        assert (record.shapes["num_local_experts"], record.setup["layout"]) == (4, "batched")
+        assert (record.setup["scheme"], record.setup["experts"]) == ("fp8_token", "torch")
+        assert record.command == " ".join(["ep-moe bench experts", *options, *more, "--device cpu"])
+    assert len(set(counts.tolist())) > 1  # of the 20
+
+
+def measure_experts(dtype: str = "float32", scheme: str = "none", layout: str = "compact") -> dict[str, Any]:
+    """The row of half of the preset "small", of which the first and the last expert are checked."""
+    config = ExpertsBenchConfig(preset="small", ep_size=2, rows=(7,), warmup=1, repeats=1, sample_experts=2)
+    report = experts_rank_main(EPGroup.single("cpu"), EngineConfig(dtype=dtype, scheme=scheme, layout=layout), config)
+    [row] = report["rows"]
+    assert report["ok"] == row["ok"]
+    return row
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch, like: str) -> None:
+    """Make the preset "small", 8 small experts, and have the baseline run on a CPU too."""
+    sizes = dataclasses.replace(LAYER_PRESETS[like], hidden=160, intermediate=48, num_experts=8)
+    monkeypatch.setitem(LAYER_PRESETS, "small", sizes)
+    monkeypatch.setattr(local_experts, "has_grouped_gemm", lambda device: True)
+
+
+@pytest.mark.parametrize("like", ["gpt-oss-120b", "qwen3-30b"])
+def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch, like)
+    sizes = LAYER_PRESETS["small"]
+    for layout, dtype, scheme in (
+        ("batched", "float32", "none"),
+        ("compact", "bfloat16", "fp8_tensor"),
+        ("flat", "bfloat16", "fp8_block"),
+    ):
+        row = measure_experts(dtype, scheme, layout)
+        theirs = row["baselines"]["grouped_mm"]
+        assert row["ok"], row
+        assert 1e-3 < theirs["worst_row_error"] < 1e-2
+        assert theirs["speedup_ratio"] == theirs["call_us"] / row["figures"]["call_us"]
+        weights = 4 * (3 * 160 * 48 + (2 * 48 + 160 if sizes.bias else 0)) * 2
+        assert theirs["weight_gbs"] == pytest.approx(weights / theirs["call_us"] / 1e3)
+
+
+EXPERTS_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "expert": (RandomExperts, "local", louder_expert),
+    "baseline": (grouped, "_activate", lambda sound: lambda *args: sound(*args) * 1.02),
+    "oracle": (local_experts, "expected_output", not_a_number),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS_FAULTS)
+def test_wrong_experts_are_not_timed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch, "gpt-oss-120b")
+    owner, attribute, fault = EXPERTS_FAULTS[name]
+    monkeypatch.setattr(owner, attribute, fault(getattr(owner, attribute)))
+    row = measure_experts()
+    ours, theirs = row["figures"], row["baselines"]["grouped_mm"]
+    assert not row["ok"]
+    assert set(ours) == set(theirs) == {"worst_row_error"}
+    assert (ours["worst_row_error"] <= 1e-5) == (name == "baseline")
+    assert (theirs["worst_row_error"] <= 1e-2) == (name == "expert")
+
+    monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
+    options = ["--preset", "small", "--ep-size", "2", "--rows", "3", "--append", str(tmp_path / "a.jsonl")]
+    done = CliRunner().invoke(app, ["bench", "experts", *options, "--commit", "0123abc", "--dtype", "float32"])
+    assert done.exit_code == 1
+    assert "NOT OK: a result is wrong, it was not timed" in done.stdout
+    assert not (tmp_path / "a.jsonl").exists()
+
+
 # The model.
 
 
@@ -342,10 +435,13 @@ def test_a_wrong_model_is_not_timed() -> None:
 
 
 def write_rows(folder: Path) -> list[Record]:
-    """Rows of two layers, the first measured again later, one that explores, a model and a bench without a title."""
+    """Rows of two layers, the first measured again later, one that explores, a model, experts, and a bench unknown."""
     tokens = {"preset": "tiny", "tokens_per_rank": 4096}
     model = {"preset": "qwen3-30b", "layers": 8}
     speed = {"tokens_per_sec": 1234.5}
+    experts = {"preset": "tiny", "num_local_experts": 2, "rows_per_expert": 4}
+    setup = {"dtype": "bfloat16", "scheme": "fp8_block", "experts": "triton", "layout": "compact"}
+    kernels = {"call_us": 98.5, "tflops": 611.25, "weight_gbs": 4012.0}
     records = [
         make_record(),
         make_record(shapes=tokens),
@@ -356,6 +452,10 @@ def write_rows(folder: Path) -> list[Record]:
         make_record(date="2026-12-24T10:00:00+00:00", sweep=True, commit="5555555", shapes=tokens),
         make_record(bench="model", shapes=model, figures=speed, baselines={"transformers_ep": speed}),
         make_record(bench="wires", shapes={"wire_bytes": 16}, figures={"send_gbs": 345.6}, baselines={}),
+        make_record(bench="experts", shapes=experts, setup=setup, figures=kernels, baselines={"grouped_mm": kernels}),
+        make_record(
+            bench="experts", shapes=experts | {"rows_per_expert": 64}, setup=setup, figures=kernels, baselines={}
+        ),
     ]
     for record in records:
         append_records(folder / f"{record.bench}.jsonl", [record])
@@ -364,7 +464,7 @@ def write_rows(folder: Path) -> list[Record]:
 
 def test_the_newest_row_that_counts(tmp_path: Path) -> None:
     records = write_rows(tmp_path)
-    assert newest(records) == [records[2], records[1], records[5], records[6]]
+    assert newest(records) == [records[2], records[1], *records[5:]]
 
 
 def test_the_page_and_its_drift(tmp_path: Path) -> None:
@@ -379,6 +479,8 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
         "### tiny, 4 x Abacus 9",
         "## A whole model",
         "### qwen3-30b, 4 x Abacus 9",
+        "## One rank's experts",
+        "### tiny, 4 x Abacus 9",
         "## Wires",
         "### 4 x Abacus 9",
         "## By hand",
@@ -389,8 +491,9 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
     assert "5555555" not in text
     assert "| figures.send_gbs |" in text
     assert "| 345.6 |" in text
-    assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 2
-    assert re.findall(r"\]\((.*?)\)", text) == ["benchmarks/layer.png", "benchmarks/model.png"]
+    assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
+    assert re.findall(r"\]\((.*?)\)", text) == [f"benchmarks/{name}.png" for name in ("layer", "model", "experts")]
+    assert "| 2 | 4 | bfloat16 | fp8_block | triton | compact | 98.5 | 611.2 | 4,012 | 98.5 |" in text
 
     check = ["bench", "report", "--check", "--dir", str(folder)]
     assert CliRunner().invoke(app, check).exit_code == 0
@@ -433,6 +536,9 @@ WRONG = {
     "routing": (["layer", "--routing", "odd"], "routing ('odd') is not one of uniform, skewed"),
     "hidden": (["layer", "--hidden", "100"], "hidden (100) must be a positive multiple of 16"),
     "num_topk": (["layer", "--preset", "mixtral", "--num-topk", "9"], "num_topk (9) exceeds num_experts (8)"),
+    "rows": (["experts", "--rows", "0"], "rows ((0,)) must be one or more numbers of at least 1"),
+    "ep_size": (["experts", "--preset", "tiny", "--ep-size", "17"], "ep_size (17) exceeds the 16 experts of tiny"),
+    "scheme": (["experts", "--quant", "auto"], "scheme ('auto') is not one of none"),
     "repeats": (["layer", "--repeats", "0"], "repeats (0) must be at least 1"),
     "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
     "baseline": (["model", "--baseline-experts", "fast"], "baseline_experts ('fast') is not one of grouped_mm"),

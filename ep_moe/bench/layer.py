@@ -85,16 +85,7 @@ class LayerBenchConfig:
 
     def moe(self, engine: EngineConfig) -> MoEConfig:
         """The layer's config. Errors: ValueError for sizes that do not fit each other."""
-        sizes = self.sizes
-        return MoEConfig(
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            num_experts=sizes.num_experts,
-            routing=sizes.routing,
-            activation=sizes.activation,
-            scheme=engine.scheme,
-            layout=engine.layout,
-        )
+        return self.sizes.moe(engine)
 
 
 def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from ep_moe.bench.layer import BASELINE, PHASES
 from ep_moe.bench.records import Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
+LINES_HEIGHT = 12  # of a plot of lines, in bars
 COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases
 
 
@@ -80,4 +81,33 @@ def plot_model(axes: Any, rows: Sequence[Record]) -> int:
     return len(labels)
 
 
-PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {"layer": plot_layer, "model": plot_model}
+def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
+    """TFLOP/s against rows: memory bounds the slopes, arithmetic the plateaus. Returns the height in bars."""
+    lines: dict[str, dict[str, dict[int, float]]] = {}
+    for record in rows:
+        shapes, setup = record.shapes, record.setup
+        what = f"{shapes['preset']}, {shapes['num_local_experts']} experts, {setup['dtype']} {setup['scheme']}"
+        what += f", {setup['layout']}, {record.gpu}"
+        for name, figures in {str(setup["experts"]): record.figures, **record.baselines}.items():
+            line = lines.setdefault(what, {}).setdefault(name, {})
+            line[int(shapes["rows_per_expert"])] = figures["tflops"]
+    styles = ("o-", "x--", "+:")
+    for index, (what, names) in enumerate(lines.items()):
+        for style, (name, line) in zip(styles, names.items(), strict=False):
+            points = sorted(line.items())
+            axes.loglog(*zip(*points, strict=True), style, color=f"C{index}", markersize=4, label=f"{what}: {name}")
+    measured = sorted({int(record.shapes["rows_per_expert"]) for record in rows})
+    axes.set_xticks(measured, [str(number) for number in measured])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("rows of an average expert")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    return LINES_HEIGHT
+
+
+PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {
+    "layer": plot_layer,
+    "model": plot_model,
+    "experts": plot_experts,
+}

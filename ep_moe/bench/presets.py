@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
+from ep_moe.config import ActivationConfig, ActivationKind, EngineConfig, MoEConfig, RoutingConfig, RoutingMethod
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,18 @@ class LayerPreset:
     routing: RoutingConfig
     activation: ActivationConfig = ActivationConfig()
     bias: bool = False
+
+    def moe(self, engine: EngineConfig) -> MoEConfig:
+        """The layer's config. Errors: ValueError for sizes that do not fit each other. Local."""
+        return MoEConfig(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_experts=self.num_experts,
+            routing=self.routing,
+            activation=self.activation,
+            scheme=engine.scheme,
+            layout=engine.layout,
+        )
 
 
 def _softmax(num_topk: int) -> RoutingConfig:

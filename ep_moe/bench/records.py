@@ -17,7 +17,7 @@ UNITS = (
     ("_us", "us"),
     ("_ms", "ms"),
     ("_gbs", "GB/s"),
-    ("_tflops", "TFLOP/s"),
+    ("tflops", "TFLOP/s"),
     ("_bytes", "bytes"),
     ("tokens_per_sec", "tokens/s"),
     ("_secs", "s"),

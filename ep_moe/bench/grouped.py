@@ -1,0 +1,95 @@
+"""The yardstick of expert kernels: torch's grouped GEMM in bfloat16, with plain torch between the two.
+
+Letters: N rows, L local experts, H hidden, I intermediate; W = 2I where the activation is gated, else I.
+"""
+
+import torch
+from torch.nn.functional import grouped_mm, silu
+
+from ep_moe.bench.experts import Expert
+from ep_moe.config import ActivationConfig, ActivationKind
+from ep_moe.experts import apply_activation
+from ep_moe.quant import QuantScheme, dequantise_weight
+from ep_moe.weights import ExpertWeights
+
+DTYPE = torch.bfloat16  # the one that torch's grouped kernels take
+CAPABILITIES = (9, 10)  # major ones that they are for; elsewhere torch loops over the experts on the host
+
+
+def has_grouped_gemm(device: torch.device) -> bool:
+    """True where torch has a grouped GEMM that is a kernel, and so can be captured in a CUDA graph. Local."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
+
+
+class GroupedExperts:
+    """The experts of a rank on rows that lie expert by expert: two grouped GEMMs in bfloat16.
+
+    On a CPU, where torch has the same function as a loop, for tests alone.
+
+    Args:
+        weights: of L experts; what is quantised, or of another dtype, is turned into bfloat16 here, once.
+        activation: between the two GEMMs; those of the presets are computed in bfloat16, as models do.
+    """
+
+    def __init__(self, weights: ExpertWeights, activation: ActivationConfig) -> None:
+        self._activation = activation
+        self._w13 = _as_bfloat16(weights.w13, weights.w13_scale, weights.scheme)
+        self._w2 = _as_bfloat16(weights.w2, weights.w2_scale, weights.scheme)
+        biases = (weights.w13_bias, weights.w2_bias)
+        self._w13_bias, self._w2_bias = (None if bias is None else bias.to(DTYPE) for bias in biases)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights together."""
+        tensors = (self._w13, self._w2, self._w13_bias, self._w2_bias)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def expert(self, index: int) -> Expert:
+        """Local expert `index` as it is computed here. Local."""
+        w13_bias, w2_bias = (None if bias is None else bias[index] for bias in (self._w13_bias, self._w2_bias))
+        return Expert(w13=self._w13[index], w2=self._w2[index], w13_bias=w13_bias, w2_bias=w2_bias)
+
+    def __call__(self, x: torch.Tensor, row_end: torch.Tensor, row_expert: torch.Tensor) -> torch.Tensor:
+        """Compute every row's expert.
+
+        Args:
+            x: [N, H] bfloat16, expert by expert. row_end: [L] int32, where each expert's rows end.
+            row_expert: [N] int64, the expert of each row, by which biases are added.
+        Returns: [N, H] bfloat16. Local, no host sync where `has_grouped_gemm`.
+        """
+        first = self._product(x, self._w13, self._w13_bias, row_end, row_expert)
+        return self._product(_activate(first, self._activation), self._w2, self._w2_bias, row_end, row_expert)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        row_end: torch.Tensor,
+        row_expert: torch.Tensor,
+    ) -> torch.Tensor:
+        y = grouped_mm(x, weight.transpose(1, 2), offs=row_end)
+        return y if bias is None else y.add_(bias[row_expert])
+
+
+def _as_bfloat16(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
+    """Weights [L, ., .] in bfloat16, expert by expert, for float32 takes four times the memory of fp8."""
+    if scale is None:
+        return values.to(DTYPE)
+    whole = torch.empty(values.shape, dtype=DTYPE, device=values.device)
+    for expert, out in enumerate(whole):
+        out.copy_(dequantise_weight(values[expert], scale[expert], scheme))
+    return whole
+
+
+def _activate(x: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
+    """The activation on [N, W] in x's dtype, by as few passes over memory as plain torch needs."""
+    if activation.kind is ActivationKind.SILU:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+    if activation.kind is ActivationKind.SWIGLU:
+        gate, up = x.chunk(2, dim=-1)
+        if activation.limit is not None:
+            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return torch.sigmoid(gate * activation.alpha).mul_(gate).mul_(up + activation.beta)
+    return apply_activation(x, activation).to(x.dtype)
