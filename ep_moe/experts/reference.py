@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
-from ep_moe.layout import ExpertBatch, Flat, weighted_sum
+from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
 from ep_moe.quant import dequantise, dequantise_rows, dequantise_weight, quantise, weight_scale_shape
 from ep_moe.weights import ExpertWeights
 
@@ -58,6 +58,11 @@ def check_fit(
         raise ValueError(f"batch is in scheme '{batch.scheme.name}', weights are in '{scheme.name}'")
     if batch.dtype not in DTYPES.values():
         raise ValueError(f"dtype ({batch.dtype}) of the batch is not one of {', '.join(DTYPES)}")
+    dims = 3 if isinstance(batch, Batched) else 2
+    if batch.row_index is None and batch.x.dim() != dims:
+        raise ValueError(f"x {tuple(batch.x.shape)} of a {type(batch).__name__} batch must have {dims} dimensions")
+    if batch.row_index is None and dims == 3 and batch.x.shape[0] != weights.w13.shape[0]:
+        raise ValueError(f"x {tuple(batch.x.shape)} is of {batch.x.shape[0]} experts, w13 of {weights.w13.shape[0]}")
     if isinstance(batch, Flat) and batch.row_index is None:
         raise ValueError("row_index is missing, a FLAT batch needs it")
     if weights.w2_input_scale is not None and scheme.activation != "tensor":
@@ -106,6 +111,8 @@ def _needed(
         needed["w2_bias"] = (weights.w2_bias, (experts, hidden), None)
     if weights.w2_input_scale is not None:
         needed["w2_input_scale"] = (weights.w2_input_scale, (experts,), torch.float32)
+    if batch.row_index is not None:
+        needed["row_index"] = (batch.row_index, (batch.row_index.shape[0],), torch.int32)
     if isinstance(batch, Flat):
         tokens_by_topk = (x_lead[0], batch.token_to_row.shape[-1])
         needed["token_to_row"] = (batch.token_to_row, tokens_by_topk, torch.int32)

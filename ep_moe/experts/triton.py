@@ -15,15 +15,11 @@ import triton
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles
-from ep_moe.kernels.grouped_gemm import (
-    _expert_amax_kernel,
-    _first_gemm_kernel,
-    _requantise_kernel,
-    _second_gemm_kernel,
-    _tile_list_kernel,
-)
+from ep_moe.kernels.grouped_gemm import _first_gemm_kernel, _second_gemm_kernel
+from ep_moe.kernels.requantise import _expert_amax_kernel, _requantise_kernel
+from ep_moe.kernels.tile_list import _tile_list_kernel
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import FP8_CAPABILITY, QuantScheme
 from ep_moe.weights import ExpertWeights
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
@@ -160,19 +156,22 @@ class TritonExperts:
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the experts of every row; `ep_moe.experts.base.Experts` says what goes in and comes out.
 
-        Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H].
+        Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H]. Weights that are not
+        contiguous are copied for each call.
+        Errors: also ValueError for scales that the kernels do not combine, RuntimeError for fp8 on a GPU before sm_89.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
         check_fit(batch, weights, self.activation, out)
-        flat = isinstance(batch, Flat)
-        y = out
-        if flat or y is None or not y.is_contiguous():
+        _check_machine(weights)
+        if isinstance(batch, Flat) or out is None:
             rows = batch.output_shape if batch.row_index is None else (batch.row_index.shape[0], batch.hidden)
             y = batch.x.new_empty(rows, dtype=batch.dtype)
+        else:
+            y = out.contiguous()
         with torch.cuda.device_of(batch.x):
-            self._compute(batch, weights, y)
+            self._compute(_packed(batch), weights, y)
         if isinstance(batch, Flat):
-            y = weighted_sum(y, batch.token_to_row, batch.topk_weights)
+            return weighted_sum(y, batch.token_to_row, batch.topk_weights, out=out)
         return y if out is None or y is out else out.copy_(y)
 
     def _compute(self, batch: ExpertBatch, weights: ExpertWeights, y: torch.Tensor) -> None:
@@ -204,8 +203,12 @@ class TritonExperts:
             weights.w13.dtype,
             gated=gated,
             group_k=block_k,
-            whole_blocks=block_n % 128 == 0 and (not gated or weights.w2.shape[2] % block_n == 0),
+            whole_blocks=block_n % 128 == 0 and self._halves_aligned(weights),
         )
+
+    def _halves_aligned(self, weights: ExpertWeights) -> bool:
+        """True where the up half of w13 begins with a block of scales of its own."""
+        return not self.activation.kind.gated or weights.w2.shape[2] % weights.scheme.block[0] == 0
 
     def _first(
         self, batch: ExpertBatch, weights: ExpertWeights, tiles: ExpertTiles, tile_list: TileList, mode: str
@@ -219,7 +222,9 @@ class TritonExperts:
         values = torch.empty(rows, intermediate, dtype=values_dtype, device=device)
         groups = scheme.num_groups(intermediate)
         scale = torch.empty(groups, rows, dtype=torch.float32, device=device)
-        static = weights.w2_input_scale if mode == "static" else None
+        static = None
+        if mode == "static" and weights.w2_input_scale is not None:
+            static = weights.w2_input_scale.contiguous()
         x = batch.x.reshape(-1, hidden)
         x = x if x.stride(1) == 1 else x.contiguous()
         x_scale, (block_stride, row_stride, group_stride) = x, (0, 0, 0)
@@ -234,11 +239,11 @@ class TritonExperts:
             x,
             x_scale,
             weights.w13.contiguous(),
-            _or(weights.w13_scale, x).contiguous(),
-            _or(weights.w13_bias, x).contiguous(),
+            _or(weights.w13_scale, values),
+            _or(weights.w13_bias, values),
             values,
             scale,
-            _or(static, scale).contiguous(),
+            _or(static, scale),
             batch.expert_row_start,
             batch.expert_num_tokens,
             _or(batch.row_index, batch.expert_row_start),
@@ -260,7 +265,7 @@ class TritonExperts:
             REQUANTISE=mode if final else "none",
             HAS_BIAS=weights.w13_bias is not None,
             HAS_INDEX=batch.row_index is not None,
-            **_scale_args(scheme, tiles.first, aligned=intermediate % scheme.block[0] == 0),
+            **_scale_args(scheme, tiles.first, aligned=self._halves_aligned(weights)),
             **_tile_args(tiles.first, tiles, intermediate, hidden),
         )
         if final:
@@ -330,8 +335,8 @@ class TritonExperts:
             inner.values,
             inner.scale,
             weights.w2.contiguous(),
-            _or(weights.w2_scale, y).contiguous(),
-            _or(weights.w2_bias, y).contiguous(),
+            _or(weights.w2_scale, y),
+            _or(weights.w2_bias, y),
             y,
             batch.expert_row_start,
             batch.expert_num_tokens,
@@ -347,5 +352,30 @@ class TritonExperts:
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """The tensor, or any other in the place of one that is not there and not read."""
-    return other if tensor is None else tensor
+    """The tensor, packed, or any other in the place of one that is not there and not read."""
+    return other if tensor is None else tensor.contiguous()
+
+
+def _packed(batch: ExpertBatch) -> ExpertBatch:
+    """The batch with its index tensors packed, as the kernels read them."""
+    return dataclasses.replace(
+        batch,
+        expert_row_start=batch.expert_row_start.contiguous(),
+        expert_num_tokens=batch.expert_num_tokens.contiguous(),
+        row_index=None if batch.row_index is None else batch.row_index.contiguous(),
+    )
+
+
+def _check_machine(weights: ExpertWeights) -> None:
+    """Raise for what the kernels do not compute: scales that do not go together, fp8 on a GPU that has none."""
+    scheme, device = weights.scheme, weights.w13.device
+    if (scheme.weight == "block") != (scheme.activation == "group"):
+        raise ValueError(
+            f"scheme '{scheme.name}' scales weights per {scheme.weight} and activations per {scheme.activation}; "
+            "'triton' experts take blocks with groups, and neither without the other"
+        )
+    if scheme.quantised and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise RuntimeError(
+            f"fp8 in Triton needs compute capability {FP8_CAPABILITY}, {torch.cuda.get_device_name(device)} has "
+            f"{torch.cuda.get_device_capability(device)}; 'torch' experts do without"
+        )

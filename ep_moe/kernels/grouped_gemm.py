@@ -1,12 +1,9 @@
-"""The two GEMMs of all experts of a rank, as persistent kernels over a list of tiles that is built on the device.
+"""The two GEMMs of all experts of a rank, as persistent kernels over the list of tiles.
 
 Letters: L local experts, H hidden, I intermediate, K columns that a GEMM sums over, N columns that it makes,
 G scale groups, Q row tiles of all experts.
 
-Tokens of an expert are cut into row tiles of BLOCK_M. Tiles are numbered expert by expert, and each has a place of
-BLOCK_M rows in the intermediate, so that what lies between the GEMMs is dense whatever the layout of the batch.
 Every program works through the tiles t = program, program + programs, ...; consecutive t share an expert's weights.
-Example: counts [3, 0, 40] with BLOCK_M = 16 are 4 row tiles, experts [0, 2, 2, 2], first tiles [0, 1, 1].
 
 SWAP makes the weights the rows of the tensor core's product, of which there are 64 at least: an expert may have few
 tokens.
@@ -16,63 +13,9 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.activation import activate
-from ep_moe.kernels.numerics import INTERPRET, absmax, e4m3_scale, quantise_e4m3, round_to
-
-
-@triton.jit
-def _tile_list_kernel(
-    expert_num_tokens_ptr,  # [L] int32
-    tile_expert_ptr,  # [>= Q] int32, out
-    first_tile_ptr,  # [L] int32, out
-    num_tiles_ptr,  # [1] int32, out: Q
-    amax_ptr,  # [L] int32, out: zeros, where HAS_AMAX
-    num_experts,
-    max_tiles,
-    BLOCK_M: tl.constexpr,
-    EXPERTS: tl.constexpr,  # L rounded up to a power of two
-    TILES: tl.constexpr,  # list entries of a program
-    HAS_AMAX: tl.constexpr,
-):
-    """List the row tiles of all experts. Each program finds the experts of its own entries; nothing is shared."""
-    expert = tl.arange(0, EXPERTS)
-    is_expert = expert < num_experts
-    counts = tl.load(expert_num_tokens_ptr + expert, mask=is_expert, other=0)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    end = tl.cumsum(tiles, 0)
-    if tl.program_id(0) == 0:
-        tl.store(first_tile_ptr + expert, end - tiles, mask=is_expert)
-        tl.store(num_tiles_ptr, tl.sum(tiles, 0))
-        if HAS_AMAX:
-            tl.store(amax_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
-    tl.store(tile_expert_ptr + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
-
-
-@triton.jit
-def _find_tile(
-    t,
-    num_columns,
-    expert_num_tokens_ptr,
-    tile_expert_ptr,
-    first_tile_ptr,
-    BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Return (expert, its tokens, row tile within the expert, first row tile of the expert, column tile) of tile t.
-
-    Within an expert GROUP_M row tiles go through all columns before the next ones do: weights and tokens that run at
-    the same time stay in the cache.
-    """
-    expert = tl.load(tile_expert_ptr + t // num_columns)
-    num_tokens = tl.load(expert_num_tokens_ptr + expert)
-    first_tile = tl.load(first_tile_ptr + expert)
-    row_tiles = (num_tokens + BLOCK_M - 1) // BLOCK_M
-    within = t - first_tile * num_columns
-    group = within // (GROUP_M * num_columns)
-    rows_of_group = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
-    within -= group * GROUP_M * num_columns
-    return expert, num_tokens, group * GROUP_M + within % rows_of_group, first_tile, within // rows_of_group
+from ep_moe.kernels.numerics import INTERPRET, round_to
+from ep_moe.kernels.requantise import _store_inner
+from ep_moe.kernels.tile_list import _find_tile
 
 
 @triton.jit
@@ -81,8 +24,8 @@ def _multiply(
 ):
     """Return acc plus the product of x [BLOCK_M, BLOCK_K] and w [BLOCK_N, BLOCK_K], times the scales of this block.
 
-    acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products leave the tensor core after each block of
-    scales, else after 64 columns: Hopper's own sums keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products leave the tensor core after each step where they
+    are scaled, else after 64 columns: Hopper's own sums keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     """
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
@@ -233,7 +176,7 @@ def _scale_pointers(
         return base + first_column // GROUP_N * groups_k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_scale_height", "x_scale_stride_block", "x_scale_stride_group", "inner_scale_stride"])
 def _first_gemm_kernel(
     x_ptr,  # pool of rows, K each
     x_scale_ptr,
@@ -300,7 +243,8 @@ def _first_gemm_kernel(
         up_scale_ptrs = w13_scale_ptr
         if WEIGHT_SCALE != "none":
             x_scale_ptrs = x_scale_ptr + (
-                (row // x_scale_height).to(tl.int64) * x_scale_stride_block + row % x_scale_height * x_scale_stride_row
+                (row // x_scale_height).to(tl.int64) * x_scale_stride_block
+                + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
             )
         if WEIGHT_SCALE == "block":
             w_scale_ptrs = _scale_pointers(
@@ -388,119 +332,7 @@ def _first_gemm_kernel(
         )
 
 
-@triton.jit
-def _store_inner(
-    inner,
-    inner_ptr,
-    inner_scale_ptr,
-    static_scale_ptr,
-    expert,
-    inner_row,  # [BLOCK_M]
-    columns,  # [BLOCK_N]
-    column_mask,
-    intermediate,
-    inner_scale_stride,
-    REQUANTISE: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Round or requantise a tile of the intermediate [BLOCK_M, BLOCK_N] float32 and store it.
-
-    "group": GROUP_K neighbours, a power of two within BLOCK_N, share a scale. Rows beyond the expert's tokens are
-    stored too, as the zeros and biases that they hold: nobody reads them.
-    """
-    ptrs = inner_ptr + inner_row.to(tl.int64)[:, None] * intermediate + columns[None, :]
-    if REQUANTISE == "group":
-        GROUPS: tl.constexpr = BLOCK_N // GROUP_K
-        inner = tl.where(column_mask[None, :], inner, 0.0)  # the sigmoid of nothing is not zero
-        grouped = tl.reshape(inner, [BLOCK_M, GROUPS, GROUP_K])
-        scale = e4m3_scale(absmax(grouped, 2))
-        values = tl.reshape(quantise_e4m3(grouped, scale[:, :, None]), [BLOCK_M, BLOCK_N])
-        group = tl.min(columns, 0) // GROUP_K + tl.arange(0, GROUPS)
-        tl.store(
-            inner_scale_ptr + group.to(tl.int64)[None, :] * inner_scale_stride + inner_row[:, None],
-            scale,
-            mask=(group < tl.cdiv(intermediate, GROUP_K))[None, :] & (inner_row >= 0)[:, None],
-        )
-        tl.store(ptrs, values, mask=column_mask[None, :])
-    elif REQUANTISE == "static":
-        tl.store(ptrs, quantise_e4m3(inner, tl.load(static_scale_ptr + expert)), mask=column_mask[None, :])
-    else:
-        tl.store(ptrs, round_to(inner, inner_ptr.dtype.element_ty), mask=column_mask[None, :])
-
-
-@triton.jit
-def _find_rows(
-    group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return (expert, rows of the intermediate [ROWS], which of them hold a token) of the group-th ROWS rows."""
-    row = group * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(tile_expert_ptr + group * ROWS // BLOCK_M)
-    num_tokens = tl.load(expert_num_tokens_ptr + expert)
-    return expert, row, row - tl.load(first_tile_ptr + expert) * BLOCK_M < num_tokens
-
-
-@triton.jit
-def _expert_amax_kernel(
-    inner_ptr,  # [Q * BLOCK_M, I] float32
-    amax_ptr,  # [L] int32, zeros; out: the bits of the largest magnitude of each expert
-    expert_num_tokens_ptr,
-    tile_expert_ptr,
-    first_tile_ptr,
-    num_tiles_ptr,
-    intermediate,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # at a time; divides BLOCK_M
-    BLOCK: tl.constexpr,
-):
-    """Find the largest magnitude among the rows of each expert; magnitudes order as their bits do."""
-    for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
-        expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
-        ptrs = inner_ptr + row.to(tl.int64)[:, None] * intermediate
-        for start in range(0, intermediate, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(ptrs + column[None, :], mask=row_mask[:, None] & (column < intermediate)[None, :], other=0.0)
-            largest = absmax(tl.reshape(x, [ROWS * BLOCK]), 0)
-            tl.atomic_max(amax_ptr + expert, largest.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def _requantise_kernel(
-    inner_ptr,  # [Q * BLOCK_M, I] float32
-    values_ptr,  # [Q * BLOCK_M, I] float8, out
-    scale_ptr,  # [ceil(I / group_width), scale_stride], out
-    amax_ptr,  # [L] int32, where PER_TENSOR
-    expert_num_tokens_ptr,
-    tile_expert_ptr,
-    first_tile_ptr,
-    num_tiles_ptr,
-    intermediate,
-    group_width,  # columns that share a scale; intermediate for one scale per token
-    scale_stride,
-    PER_TENSOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # at a time; divides BLOCK_M
-    BLOCK: tl.constexpr,  # group_width rounded up to a power of two
-):
-    """Requantise the intermediate where a scale spans more, or other, columns than a tile of the first GEMM has."""
-    for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
-        expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
-        offset = row.to(tl.int64)[:, None] * intermediate
-        for start in range(0, intermediate, group_width):
-            column = start + tl.arange(0, BLOCK)
-            mask = row_mask[:, None] & ((column < intermediate) & (column < start + group_width))[None, :]
-            x = tl.load(inner_ptr + offset + column[None, :], mask=mask, other=0.0)
-            if PER_TENSOR:
-                amax = tl.load(amax_ptr + expert).to(tl.float32, bitcast=True)
-                scale = e4m3_scale(amax) + tl.zeros([ROWS], tl.float32)
-            else:
-                scale = e4m3_scale(absmax(x, 1))
-            tl.store(scale_ptr + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-            tl.store(values_ptr + offset + column[None, :], quantise_e4m3(x, scale[:, None]), mask=mask)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["inner_scale_stride"])
 def _second_gemm_kernel(
     inner_ptr,  # [Q * BLOCK_M, K]
     inner_scale_ptr,  # [G, inner_scale_stride]; [L] where STATIC

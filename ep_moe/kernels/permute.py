@@ -135,7 +135,7 @@ def _rows_of_token(
     return tl.where(mine >= 0, row, -1)
 
 
-@triton.jit(do_not_specialize=["height", "x_stride", "scale_token_stride", "scale_group_stride"])
+@triton.jit(do_not_specialize=["height", "out_rows", "x_stride", "scale_token_stride", "scale_group_stride"])
 def _pack_rows_kernel(
     ids_ptr,  # [N, K] int32, local expert, -1 none; an expert at most once in a row
     before_ptr,  # [B, L] int32, rows of each expert in earlier blocks
@@ -147,6 +147,7 @@ def _pack_rows_kernel(
     out_ptr,  # [rows, 4 * UNITS] int32 words; [N, 4 * UNITS] where POOLED
     out_scale_ptr,  # [experts, G, height] float32, out
     height,  # rows that share a matrix of scales
+    out_rows,  # that there is room for; those beyond are dropped
     x_stride,
     scale_token_stride,
     scale_group_stride,
@@ -169,6 +170,7 @@ def _pack_rows_kernel(
     leads = tl.program_id(1) == 0  # the program of a token that writes what there is once
     is_group = (group < G) & leads
     row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, L, K, COLUMNS, TOKENS)
+    row = tl.where(row < out_rows, row, -1)
     tl.store(token_to_row_ptr + token * K + column, row, mask=(column < K) & leads)
     if COPY:
         values = tl.load(x_ptr + token * x_stride * 4 + word, mask=is_word)

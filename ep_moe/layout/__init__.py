@@ -67,7 +67,8 @@ def pack(
         max_rows: no fewer than the ids in `local_topk_ids` that are not -1; N * min(K, L) where it is not given. It
             sizes what COMPACT and FLAT allocate, so that no count is read back.
     Returns: the batch and `token_to_row`.
-    Errors: ValueError where an expert has more than C rows in BATCHED; on a GPU already where N exceeds C.
+    Errors: ValueError where an expert has more than C rows in BATCHED, on a GPU already where N exceeds C; and where
+    there are more than `max_rows` rows, for which a GPU cannot be asked: it drops those that have no room.
     Local, on the current stream; no host sync on a GPU.
     """
     return _implementation(rows.x).pack(
@@ -98,8 +99,17 @@ def weighted_sum(
         shared: [N, H] of any float, added last, in float32.
         out: optional result, [N, H] of any float.
     Returns: `out`, or [N, H] in y's dtype; a token without rows is zero (or `shared`). Other rows are never read.
+    Errors: ValueError for another shape or device.
     Local, on the current stream; no host sync on a GPU.
     """
+    home = (token_to_row.shape[0], y.shape[-1])
+    for name, tensor, shape in (
+        ("topk_weights", topk_weights, tuple(token_to_row.shape)),
+        ("shared", shared, home),
+        ("out", out, home),
+    ):
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.device != y.device):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}, needed is {shape} on {y.device}")
     return _implementation(y).weighted_sum(y, token_to_row, topk_weights, shared=shared, out=out)
 
 

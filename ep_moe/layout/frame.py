@@ -27,6 +27,11 @@ class Frame:
     scale: torch.Tensor | None  # [L or 1, height, G], rows contiguous
     row_index: torch.Tensor | None  # [max_rows] int32, FLAT
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that there is room for."""
+        return self.x.shape[0] * self.x.shape[1] if self.row_index is None else self.row_index.shape[0]
+
     def finish(
         self,
         rows: TokenRows,

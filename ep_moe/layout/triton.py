@@ -185,13 +185,14 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
     num_tokens, num_topk = ids.shape
     if num_tokens == 0:
         return
-    x = as_words(rows.x)
-    units, groups = x.shape[1] // UNIT_WORDS, 0 if rows.scale is None else rows.scale.shape[1]
     copy = frame.x.data_ptr() != rows.x.data_ptr()
-    words, num_warps = copy_block(x.shape[1])
+    x = as_words(rows.x) if copy else rows.x  # values that stay where they are need not be words
+    units = rows.x.shape[1] * rows.x.element_size() // (4 * UNIT_WORDS)
+    groups = 0 if rows.scale is None else rows.scale.shape[1]
+    words, num_warps = copy_block(units * UNIT_WORDS)
     columns = triton.next_power_of_2(num_topk)
     scale_strides = (0, 0) if rows.scale is None else rows.scale.stride()
-    _pack_rows_kernel[(num_tokens, triton.cdiv(x.shape[1], words) if copy else 1)](
+    _pack_rows_kernel[(num_tokens, triton.cdiv(units * UNIT_WORDS, words) if copy else 1)](
         ids,
         places.before,
         places.expert_row_start,
@@ -199,9 +200,10 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
         x if rows.scale is None else rows.scale,
         token_to_row,
         token_to_row if frame.row_index is None else frame.row_index,
-        frame.x.view(-1, frame.x.shape[-1]).view(torch.int32),
+        frame.x.view(-1, frame.x.shape[-1]).view(torch.int32) if copy else x,
         x if frame.scale is None else frame.scale,
         frame.height,
+        frame.num_rows,
         x.stride(0) // UNIT_WORDS,
         *scale_strides,
         L=frame.num_local_experts,

@@ -5,6 +5,7 @@ On a GPU activations are quantised by a kernel, with the same bits.
 
 from ep_moe.quant.base import Quantised, QuantScheme
 from ep_moe.quant.formats import (
+    FP8_CAPABILITY,
     SCHEMES,
     dequantise,
     dequantise_rows,
@@ -17,6 +18,7 @@ from ep_moe.quant.formats import (
 )
 
 __all__ = [
+    "FP8_CAPABILITY",
     "SCHEMES",
     "QuantScheme",
     "Quantised",

@@ -12,6 +12,8 @@ import torch
 from ep_moe.quant import fp8
 from ep_moe.quant.base import Quantised, QuantScheme
 
+FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch does without
+
 SCHEMES: dict[str, QuantScheme] = {"none": QuantScheme(name="none"), **fp8.FP8_SCHEMES}
 
 
@@ -75,7 +77,8 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
         raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
     if static_scale is not None and static_scale.numel() != 1:
         raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
-    if x.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
+        # only here is Triton imported, which is for Linux alone and takes time
         from ep_moe.quant import triton
 
         return triton.quantise(x, scheme, static_scale)

@@ -180,7 +180,7 @@ class CollectiveTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
-        check_home((state.num_tokens, self.config.hidden), self.config, shared, out)
+        check_home((state.num_tokens, self.config.hidden), self.config, state.buffer.device, shared=shared, out=out)
         self._wait(state.work, "combine", state.round)
         # a token stands at most once among a rank's rows, and ranks are the columns: summed in rank order
         result = weighted_sum(state.buffer, state.token_to_row, None, shared=shared, out=out)

@@ -121,7 +121,7 @@ class LocalTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
         assert state.rows is not None
-        check_home((state.rows.shape[0], self.config.hidden), self.config, shared, out)
+        check_home((state.rows.shape[0], self.config.hidden), self.config, self._device, shared=shared, out=out)
         own_row = torch.arange(state.rows.shape[0], dtype=torch.int32, device=self._device).unsqueeze(1)
         result = weighted_sum(state.rows, own_row, None, shared=shared, out=out)
         self._slots.advance(handle.slot, "combine_recv", None)

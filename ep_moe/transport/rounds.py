@@ -135,11 +135,16 @@ def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
 
 
 def check_home(
-    shape: tuple[int, int], config: TransportConfig, shared: torch.Tensor | None, out: torch.Tensor | None
+    shape: tuple[int, int],
+    config: TransportConfig,
+    device: torch.device,
+    *,
+    shared: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> None:
     """Raise ValueError where `shared` or `out` do not fit a round of `shape` [T, H]. Local, no host sync."""
     for name, tensor in (("shared", shared), ("out", out)):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, the round has {shape}")
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.device != device):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}, the round has {shape} on {device}")
     if out is not None and out.dtype != config.dtype:
         raise ValueError(f"out is {out.dtype}, the transport carries {config.dtype}")

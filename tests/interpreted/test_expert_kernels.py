@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from triton import next_power_of_2
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.experts.triton import TritonExperts, build_tile_list
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles
+from ep_moe.kernels.requantise import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
-from ep_moe.quant import get_scheme, quantise, quantise_weight
+from ep_moe.quant import QuantScheme, dequantise_weight, get_scheme, quantise, quantise_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE
@@ -253,10 +255,11 @@ def test_a_nan_stays_in_its_row(scheme: str) -> None:
     assert_same_bits(y[used], expected[used], "other rows")
 
 
-def test_tile_list() -> None:
-    counts, block = [3, 0, 40, 16, 17, 0], 16
+@pytest.mark.parametrize(("counts", "rows"), [([3, 0, 40, 16, 17, 0], 96), ([17] * 6, 102)], ids=["some", "most"])
+def test_tile_list(counts: list[int], rows: int) -> None:
+    block = 16
     compact = Compact(
-        x=torch.empty(96, 16, device=DEVICE),
+        x=torch.empty(rows, 16, device=DEVICE),
         scale=None,
         scheme=get_scheme("none"),
         dtype=torch.float32,
@@ -276,9 +279,95 @@ def test_tile_list() -> None:
     assert len(owners) <= tiles.max_tiles
 
 
+@pytest.mark.parametrize("expected_rows", [5, 100])
+def test_one_scale_for_all_columns_of_a_tile(expected_rows: int) -> None:
+    case = make_case("fp8_block", torch.bfloat16, hidden=160, intermediate=256, biased=False)
+    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT, expected_rows))
+
+
+def test_columns_of_another_group_do_not_count() -> None:
+    """Groups of 48 in blocks of 64, some of them a hundred times as loud as their neighbours."""
+    case = make_case("fp8_block_32x48", torch.bfloat16, biased=False)
+    w13, w2 = (dequantise_weight(w, s, case.weights.scheme) for w, s in zip(*pairs(case.weights), strict=True))
+    loud = torch.arange(INTERMEDIATE, device=DEVICE) % 96 >= 48
+    w13[:, INTERMEDIATE:][:, loud] *= 100
+    w2[:, :, loud] /= 100
+    (w13, w13_scale), (w2, w2_scale) = (quantise_weight(w, case.weights.scheme) for w in (w13, w2))
+    weights = ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, scheme=case.weights.scheme)
+    loud_case = dataclasses.replace(case, weights=weights)
+    assert_equals_torch(loud_case, SILU, loud_case.batch(Layout.COMPACT))
+
+
+def pairs(weights: ExpertWeights) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """Values and scales of both matrices."""
+    return (weights.w13, weights.w2), (weights.w13_scale, weights.w2_scale)
+
+
+def test_rows_without_a_token_have_no_part_in_a_scale() -> None:
+    case = make_case("fp8_tensor", torch.bfloat16)
+    tiles = build_tile_list(case.batch(Layout.COMPACT), 16, with_amax=True)
+    rows = tiles.max_tiles * tiles.block_m
+    inner = torch.full((rows, INTERMEDIATE), 1e6, device=DEVICE)
+    wanted = torch.zeros(EXPERTS, device=DEVICE)
+    counts = case.batch(Layout.COMPACT).expert_num_tokens
+    for expert, (first, count) in enumerate(zip(tiles.first_tile.tolist(), counts.tolist(), strict=True)):
+        inner[first * 16 : first * 16 + count] = torch.randn(count, INTERMEDIATE, device=DEVICE) * (expert + 1)
+        wanted[expert] = inner[first * 16 : first * 16 + count].abs().max() if count else 0
+    _expert_amax_kernel[(3,)](
+        inner,
+        tiles.amax,
+        counts,
+        *tiles.pointers,
+        INTERMEDIATE,
+        BLOCK_M=16,
+        ROWS=8,
+        BLOCK=next_power_of_2(INTERMEDIATE),
+    )
+    assert_same_bits(tiles.amax.view(torch.float32), wanted, "amax")
+
+
+def test_tensors_that_are_not_packed() -> None:
+    """Every other number of a wider tensor, or one number for all: as the torch experts take them."""
+    case = make_case("fp8_tensor", torch.bfloat16, static=True)
+    batch = case.batch(Layout.COMPACT)
+
+    def apart(tensor: torch.Tensor | None) -> torch.Tensor:
+        assert tensor is not None
+        wide = torch.full((*tensor.shape, 2), 77, dtype=tensor.dtype, device=DEVICE)
+        wide[..., 0] = tensor
+        return wide[..., 0]
+
+    spread = dataclasses.replace(
+        batch, expert_row_start=apart(batch.expert_row_start), expert_num_tokens=apart(batch.expert_num_tokens)
+    )
+    names = ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "w2_input_scale")
+    weights = dataclasses.replace(case.weights, **{name: apart(getattr(case.weights, name)) for name in names})
+    assert_equals_torch(dataclasses.replace(case, weights=weights), SILU, spread)
+    one_scale = dataclasses.replace(case.weights, w2_input_scale=torch.tensor([0.01], device=DEVICE).expand(EXPERTS))
+    assert_equals_torch(dataclasses.replace(case, weights=one_scale), SILU, batch)
+    out = torch.full((HIDDEN, batch.x.shape[0]), 7.0, dtype=case.dtype, device=DEVICE).t()
+    assert TritonExperts(SILU)(batch, case.weights, out=out) is out
+    used = used_rows(batch)
+    assert_same_bits(out[used], TritonExperts(SILU)(batch, case.weights)[used], "out that is not contiguous")
+    assert bool((out[~used] == 7).all())
+
+
+def test_scales_that_do_not_go_together() -> None:
+    scheme = QuantScheme(name="mixed", dtype=torch.float8_e4m3fn, activation="token", weight="block")
+    case = make_case("fp8_block", torch.bfloat16)
+    mixed = dataclasses.replace(case.weights, scheme=scheme)
+    batch = dataclasses.replace(
+        case.batch(Layout.COMPACT),
+        scheme=scheme,
+        scale=torch.ones(case.batch(Layout.COMPACT).x.shape[0], 1, device=DEVICE),
+    )
+    with pytest.raises(ValueError, match="weights per block and activations per token"):
+        TritonExperts(SILU)(batch, mixed)
+
+
 def test_tiles_of_our_own_choice() -> None:
     tiles = ExpertTiles(
-        block_m=32,
+        block_m=16,
         first=GemmTiles(block_n=64, block_k=32, swap=True),
         second=GemmTiles(block_n=32, block_k=16),
         group_m=1,
