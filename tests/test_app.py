@@ -1,19 +1,26 @@
-"""The text behind the shipped model, its tokenizer and its training, and the model itself."""
+"""The text behind the shipped model, its tokenizer and its training, the model itself, and the same in fp8."""
 
+import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from ep_moe.app import text, train
 from ep_moe.app.session import SHIPPED_MODEL
+from ep_moe.cli import app
 from ep_moe.engines.transformers import from_pretrained
 from ep_moe.group import EPGroup
+from ep_moe.quant import SCHEMES, quantise_weight
 
 LISTING = """
 Ge1:1 In the beginning God created the heaven and the earth.
@@ -144,3 +151,64 @@ def test_training_makes_a_model_that_loads(tmp_path: Path) -> None:
         expected, logits = whole(ids).logits, ours(ids).logits
     assert expected.isfinite().all()
     assert torch.linalg.vector_norm(logits - expected) < 1e-5 * torch.linalg.vector_norm(expected)
+
+
+# The shipped model in fp8.
+
+
+@pytest.fixture(scope="module")
+def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shipped model as DeepSeek-V3 is published: attention and experts fp8 in blocks of 128x128, k and v in one
+    that is short."""
+    directory = tmp_path_factory.mktemp("fp8") / "model"
+    shutil.copytree(SHIPPED_MODEL, directory)
+    stored = {}
+    for name, value in load_file(SHIPPED_MODEL / "model.safetensors").items():
+        stored[name] = value
+        if name.endswith("_proj.weight"):
+            stored[name], stored[f"{name}_scale_inv"] = quantise_weight(value, SCHEMES["fp8_block"])
+    assert stored["model.layers.0.self_attn.k_proj.weight"].shape == (64, 256)
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    return str(directory)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A config of a short run, with the shipped one's bound."""
+    path = tmp_path / "small.toml"
+    path.write_text('[run]\nprompts = ["In the beginning", "Blessed"]\nnew_tokens = [6, 4]\nteacher_tokens = 96\n')
+    return str(path)
+
+
+def call(*arguments: str) -> dict[str, Any]:
+    """The report of a job of two ranks on the CPU."""
+    done = CliRunner().invoke(app, [*arguments, "--json", "--nproc", "2", "--device", "cpu"])
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_run_on_fp8_equals_the_whole_model(fp8_model: str, small: str) -> None:
+    report = call("run", "--model", fp8_model, "--quant", "none", "--config", small)
+    assert (report["ok"], report["tokens_equal"], report["scheme"]) == (True, True, "none")
+    assert report["max_logit_diff"] <= report["max_logit_diff_allowed"] == 1e-4
+
+
+def test_run_on_fp8_as_it_is_stored_is_refused(fp8_model: str, small: str) -> None:
+    done = CliRunner().invoke(app, ["run", "--model", fp8_model, "--config", small])
+    assert done.exit_code == 2
+    assert f"error: scheme 'fp8_block' (of the experts in {fp8_model}) rounds the tokens" in done.stderr
+    assert "use --quant none, which dequantises, or ep-moe eval, which compares losses" in done.stderr
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_eval_on_fp8_has_both_losses(fp8_model: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32, experts_implementation="eager")
+    report = call("eval", "--model", fp8_model, "--quant", "auto", "--max-bytes", "4096")
+    loss = train.evaluate(plain, text.windows(text.shipped_heldout()[:4096], 512), batch_size=4).loss
+    assert report["scheme"] == "fp8_block"
+    assert 0 < abs(report["whole_nats_per_byte"] - loss) < 0.003 * loss
+    assert 0 < abs(report["difference"]) < 0.003 * loss

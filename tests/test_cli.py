@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ep_moe.app import run as job
+from ep_moe.app import session
 from ep_moe.cli import app
 from ep_moe.group import EPGroup
 
@@ -174,6 +175,38 @@ def test_a_wrong_argument_is_told_with_exit_code_2(name: str) -> None:
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
     assert done.stdout == ""
+
+
+READ = "float32, bfloat16, float16, and fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales are read"
+UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not one of qwen3_moe, ")} | {
+    method: (
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": method}},
+        f"weights are quantised on disk ({method!r}) with quant_method {method!r}; {READ}",
+    )
+    for method in ("mxfp4", "gptq", "awq", "compressed-tensors")
+}
+
+
+@pytest.mark.parametrize("command", [["run"], ["generate", "Blessed"], ["eval"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_model_that_is_not_read_is_told_before_ranks_start(
+    name: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, message = UNREADABLE[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(session, "launch", lambda *args, **options: pytest.fail("ranks were started"))
+    done = CliRunner().invoke(app, [*command, "--model", str(tmp_path)])
+    assert done.exit_code == 2
+    assert f"error: {tmp_path / 'config.json'}: {message}" in done.stderr
+    assert done.stdout == ""
+
+
+def test_run_refuses_to_compare_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "launch", lambda *args, **options: pytest.fail("ranks were started"))
+    done = CliRunner().invoke(app, ["run", "--quant", "fp8_token"])
+    assert done.exit_code == 2
+    assert "error: scheme 'fp8_token' rounds the tokens" in done.stderr
+    assert "use --quant none" in done.stderr
 
 
 def test_too_many_tokens_is_told_with_the_limit(tmp_path: Path, small: str) -> None:

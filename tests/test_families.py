@@ -16,13 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.config import ActivationConfig, GroupConfig, MoEConfig, RoutingConfig
 from ep_moe.engines.transformers import from_pretrained, shard_experts
+from ep_moe.engines.transformers.loading import load_whole
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
 from ep_moe.quant import dequantise, get_scheme, quantise, quantise_weight
 from ep_moe.routing import route
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
-from ep_moe.weights import FAMILIES, ExpertWeights, find_family, moe_config, storage
+from ep_moe.weights import FAMILIES, Checkpoint, ExpertWeights, find_family, moe_config, storage
 
 NUM_LAYERS = 3
 COMMON = {
@@ -178,6 +179,22 @@ def test_dtypes_are_those_of_transformers(family: str) -> None:
     for name, value in model.state_dict().items():
         assert value.dtype == whole.state_dict()[name].dtype, name
         assert torch.equal(value, whole.state_dict()[name]), name
+
+
+def check_whole(directory: Path, expected: PreTrainedModel) -> None:
+    """Every tensor bit for bit, and transformers' own code on them."""
+    whole, ids = load_whole(Checkpoint.open(directory), torch.float32, torch.device("cpu")), token_ids(6)
+    assert whole.state_dict().keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert_same_bits(whole.state_dict()[name], value, name)
+    assert whole.config._experts_implementation == "eager"
+    assert not any(parameter.requires_grad for parameter in whole.parameters())
+    assert torch.equal(logits_of(whole, ids), logits_of(expected, ids))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_whole_model_is_that_of_transformers(family: str) -> None:
+    check_whole(directory_of(family, "published"), make_model(family))
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -411,6 +428,11 @@ def test_fp8_dequantised_on_load(family: str) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
     assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("family", SCHEMES_ON_DISK)
+def test_a_whole_model_from_fp8(family: str) -> None:
+    check_whole(fp8_directory(family), fp8_model(family))
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,9 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 def test_kernels_in_the_interpreter(name: str) -> None:
     command = [sys.executable, "-m", "pytest", str(FOLDER / name), "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=280
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

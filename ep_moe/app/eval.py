@@ -20,6 +20,7 @@ from ep_moe.app.session import (
     load_whole,
     model_dir,
     on_ranks,
+    open_model,
     progress_bar,
     start_task,
 )
@@ -57,12 +58,16 @@ class EvalConfig:
 
 
 def evaluate(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
-    """Evaluate on all ranks and return the report: losses in nats per byte, times, expert load."""
+    """Evaluate on all ranks and return the report: losses in nats per byte, times, expert load.
+
+    Errors: ValueError for too long a batch and for a model directory that is not read, before ranks start.
+    """
     if config.window * config.batch > engine.max_tokens_per_rank:
         raise ValueError(
             f"window ({config.window}) * batch ({config.batch}) exceeds max_tokens_per_rank "
             f"({engine.max_tokens_per_rank})"
         )
+    open_model(engine)
     return on_ranks(evaluate_rank_main, engine, config)
 
 

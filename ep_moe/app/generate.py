@@ -16,6 +16,7 @@ from ep_moe.app.session import (
     load_expert_parallel,
     load_tokenizer,
     on_ranks,
+    open_model,
     progress_bar,
     start_task,
 )
@@ -56,7 +57,11 @@ class GenerateConfig:
 
 
 def generate(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
-    """Generate on all ranks and return the report: `text`, one for each prompt in order, and times."""
+    """Generate on all ranks and return the report: `text`, one for each prompt in order, and times.
+
+    Errors: ValueError for a model directory that is not read, before ranks start.
+    """
+    open_model(engine)
     return on_ranks(generate_rank_main, engine, config)
 
 

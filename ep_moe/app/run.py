@@ -1,6 +1,8 @@
 """`ep-moe run`: generate with the experts spread over ranks, and prove it equal to the whole model.
 
-The whole model is transformers' own, with its eager experts, loaded in full by every rank for its own prompts.
+The whole model is transformers' own, with its eager experts, loaded in full by every rank for its own prompts. What is
+fp8 on disk is dequantised in both models: a scheme would round tokens too, on their way to the experts, and no logit
+would be equal.
 Letters: T tokens, V vocabulary.
 """
 
@@ -23,6 +25,7 @@ from ep_moe.app.session import (
     load_whole,
     model_dir,
     on_ranks,
+    open_model,
     progress_bar,
     start_task,
 )
@@ -30,6 +33,8 @@ from ep_moe.app.text import shipped_heldout
 from ep_moe.config import EngineConfig, config_dir, read_toml
 from ep_moe.engines.transformers import Session
 from ep_moe.group import EPGroup
+from ep_moe.quant import get_scheme
+from ep_moe.weights import Checkpoint
 
 LAYER_PHASES = ("route", "dispatch", "experts", "combine")
 
@@ -76,8 +81,29 @@ class RunConfig:
 
 
 def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
-    """Run the job on all ranks and return its report; `ok` is the verdict."""
+    """Run the job on all ranks and return its report; `ok` is the verdict.
+
+    Errors: ValueError for a model directory that is not read and for a scheme that quantises, before ranks start.
+    """
+    _check_scheme(engine, open_model(engine))
     return on_ranks(run_rank_main, engine, config)
+
+
+def _check_scheme(engine: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raise where experts would be computed in a scheme that quantises: the whole model does not."""
+    if engine.scheme == "auto":
+        for layer in checkpoint.layers:
+            checkpoint.check_layer(layer)
+        schemes = [checkpoint.layer_scheme(layer) for layer in checkpoint.layers]
+    else:
+        schemes = [get_scheme(engine.scheme)]
+    quantised = next((scheme.name for scheme in schemes if scheme.quantised), None)
+    if quantised is not None:
+        where = f" (of the experts in {checkpoint.directory})" if engine.scheme == "auto" else ""
+        raise ValueError(
+            f"scheme {quantised!r}{where} rounds the tokens that go to experts, so no logit would equal that of the "
+            f"whole model: use --quant none, which dequantises, or ep-moe eval, which compares losses"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

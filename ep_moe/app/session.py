@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as transformers_logging
 
 from ep_moe.config import EngineConfig, LaunchEnv
-from ep_moe.engines.transformers import Session, from_pretrained
+from ep_moe.engines.transformers import Session, from_pretrained, loading
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch, run_rank
+from ep_moe.weights import Checkpoint
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
@@ -27,6 +28,14 @@ PRELOAD = ("ep_moe.app.run", "ep_moe.app.generate", "ep_moe.app.eval")  # what r
 def model_dir(engine: EngineConfig) -> Path:
     """The directory of the model: the shipped one where the config names none."""
     return Path(engine.model) if engine.model else SHIPPED_MODEL
+
+
+def open_model(engine: EngineConfig) -> Checkpoint:
+    """Read the headers of the model's directory, before ranks start: what is not read in it is the caller's mistake.
+
+    Errors: ValueError as of `Checkpoint.open`. Local.
+    """
+    return Checkpoint.open(model_dir(engine))
 
 
 def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
@@ -84,7 +93,13 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
 
 
 def load_whole(group: EPGroup, engine: EngineConfig) -> Model:
-    """Load the whole model with transformers' own eager experts, what expert parallelism is compared with. Local."""
+    """Load the whole model with transformers' own eager experts, what expert parallelism is compared with. Local.
+
+    What is fp8 on disk is dequantised to the model's dtype by our own reader; else transformers reads it too.
+    """
+    checkpoint = open_model(engine)
+    if checkpoint.scheme is not None:
+        return loading.load_whole(checkpoint, engine.torch_dtype, group.device)
     transformers_logging.disable_progress_bar()  # of each rank, one over the other
     model: Model = AutoModelForCausalLM.from_pretrained(
         model_dir(engine), experts_implementation="eager", dtype=engine.torch_dtype

@@ -36,7 +36,7 @@ from ep_moe.engines.transformers.hooks import (
     ShardedExperts,
     without_backward,
 )
-from ep_moe.engines.transformers.loading import build_skeleton, load_dense
+from ep_moe.engines.transformers.loading import build_skeleton, layers_of, load_dense
 from ep_moe.engines.transformers.parallel import distributed_config, register_parallelism
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
@@ -86,27 +86,23 @@ def from_pretrained(
     """
     checkpoint = Checkpoint.open(directory)
     model = build_skeleton(checkpoint.directory, dtype, attn_implementation)
-    modules = find_experts(model)
-    layers = {checkpoint.family.experts_module.format(layer=layer): layer for layer in checkpoint.layers}
-    absent = [name for name in modules if name not in layers]
-    if absent:
-        raise ValueError(f"{directory} has no experts for {absent[0]}; it has those of {', '.join(layers)}")
+    layers = layers_of(model, checkpoint)
     load_dense(model, checkpoint, group.device)
     place = _placement(placement, checkpoint.config.num_experts, group)
     weights = ExpertWeights.from_pretrained(
         checkpoint,
         place,
         group.rank,
-        layers=[layers[name] for name in modules],
+        layers=list(layers.values()),
         dtype=model.dtype,
         scheme=scheme,
         device=group.device,
     )
     parts = {}
-    for name, module in modules.items():
-        own = weights[layers[name]]
+    for name, layer in layers.items():
+        own = weights[layer]
         config = dataclasses.replace(checkpoint.config, scheme=own.scheme.name, layout=Layout(layout))
-        parts[name] = module, config, own
+        parts[name] = model.get_submodule(name), config, own
     return _install(
         model.eval(),
         group,

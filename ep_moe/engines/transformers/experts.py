@@ -118,6 +118,30 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     )
 
 
+def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
+    """Give an experts module its parameters, what `weights_of` reads from it: views where it keeps them as we do.
+
+    Args:
+        module: as transformers makes it, whatever parameters it has; its flags are honoured.
+        weights: of all E experts, unquantised.
+    Local.
+    """
+
+    def in_their_order(rows: torch.Tensor) -> torch.Tensor:
+        if not module.has_gate or module.is_concatenated:
+            return rows
+        return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    tensors = {first: in_their_order(weights.w13), "down_proj": weights.w2}
+    if module.is_transposed:
+        tensors = {name: matrix.mT.contiguous() for name, matrix in tensors.items()}
+    if weights.w13_bias is not None and weights.w2_bias is not None:
+        tensors |= {f"{first}_bias": in_their_order(weights.w13_bias), "down_proj_bias": weights.w2_bias}
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
 def quantise_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
     """Quantise unquantised weights; those of a scheme that does not quantise come back as they are. Local."""
     if not scheme.quantised:

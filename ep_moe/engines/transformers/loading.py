@@ -1,6 +1,8 @@
-"""Building a transformers model from a checkpoint directory without ever making its experts.
+"""Building a transformers model from a checkpoint directory without ever making its experts, or whole from fp8.
 
-transformers' own loader makes every tensor that it does not find, so it cannot leave the experts out.
+transformers' own loader makes every tensor that it does not find, so it cannot leave the experts out. Of fp8 it takes
+the blocks' sizes from the numbers of rows and scales, which is wrong where the last block is short, and on a CPU it
+leaves a model of several dtypes.
 """
 
 import re
@@ -10,8 +12,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ep_moe.engines.transformers.experts import drop_parameters, find_experts
-from ep_moe.weights import Checkpoint, DenseTensors
+from ep_moe.engines.transformers.experts import drop_parameters, find_experts, write_weights
+from ep_moe.placement import Placement
+from ep_moe.weights import Checkpoint, DenseTensors, ExpertWeights
 
 
 def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
@@ -59,6 +62,41 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
             module._buffers[leaf] = None if buffer is None else torch.empty_like(buffer, device=device)
     model.initialize_weights()  # writes what is not marked as initialised: those buffers
     model.requires_grad_(False)
+
+
+def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
+    """Which layer of the checkpoint has the experts of each experts module of the model, by the module's name, in order.
+
+    Errors: ValueError for a module whose experts the checkpoint does not have. Local.
+    """
+    layers = {checkpoint.family.experts_module.format(layer=layer): layer for layer in checkpoint.layers}
+    modules = find_experts(model)
+    absent = [name for name in modules if name not in layers]
+    if absent:
+        raise ValueError(f"{checkpoint.directory} has no experts for {absent[0]}; it has those of {', '.join(layers)}")
+    return {name: layers[name] for name in modules}
+
+
+def load_whole(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    """Load a whole model with transformers' own eager experts, dequantised where it is fp8 on disk.
+
+    Args:
+        dtype: of parameters; by default what config.json says, else float32.
+    Returns: the model in evaluation mode, without gradients.
+    Errors: as of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronises with
+        `device`.
+    """
+    model = build_skeleton(checkpoint.directory, dtype, None)
+    load_dense(model, checkpoint, device)
+    everything = Placement.linear(checkpoint.config.num_experts, 1)
+    for name, layer in layers_of(model, checkpoint).items():
+        module = model.get_submodule(name)
+        weights = ExpertWeights.from_pretrained(
+            checkpoint, everything, 0, layers=[layer], dtype=model.dtype, scheme="none", device=device
+        )
+        write_weights(module, weights[layer])
+    model.set_experts_implementation("eager")
+    return model.eval()
 
 
 def _check_names(model: PreTrainedModel, dense: DenseTensors, directory: Path) -> set[str]:
