@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
-from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack
+from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
 from ep_moe.quant import get_scheme, quantise, quantise_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
@@ -197,3 +197,55 @@ def test_more_than_two_to_the_31_elements() -> None:
     y = create_experts("triton", SILU, torch.device("cuda"))(batch, weights)
     expected = ReferenceExperts(SILU)(batch, weights)
     assert worst_row_error(y[used], expected[used]) < ROW_ERROR_LIMITS["bfloat16"]
+
+
+def test_rows_beyond_two_to_the_31_words_are_packed_and_come_home() -> None:
+    """BATCHED of 96 experts with room for 12288 rows is 2.4e9 words; two tokens go to its last expert and its first."""
+    random = torch.Generator("cuda").manual_seed(2)
+    x = torch.randn(2, 4096, generator=random, device="cuda").bfloat16()
+    ids = torch.tensor([[95, 0], [95, -1]], dtype=torch.int32, device="cuda")
+    rows = TokenRows(x=x, scale=None, local_topk_ids=ids, topk_weights=torch.ones(2, 2, device="cuda"))
+    model = Model(hidden=4096, intermediate=64, experts=96, num_topk=2)
+    packed = pack(
+        rows,
+        Layout.BATCHED,
+        scheme=get_scheme("none"),
+        dtype=torch.bfloat16,
+        num_local_experts=model.experts,
+        capacity=12288,
+    )
+    assert packed.batch.x.numel() // 2 > 2**31
+    assert_same_bits(packed.batch.x[95, :2], x, "last expert")
+    assert_same_bits(packed.batch.x[0, 0], x[0], "first expert")
+    home = weighted_sum(packed.batch.x, packed.token_to_row, rows.topk_weights)
+    assert_same_bits(home, torch.stack([x[0] * 2, x[1]]), "home")
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
+    model = MODELS["qwen3-30b"]
+    weights, rows = make_weights(model, "fp8_block"), make_rows(model, "fp8_block", 40)
+    assert torch.cuda.current_device() == 0
+    other = torch.device("cuda:1")
+    moved_weights, moved_rows = (
+        dataclasses.replace(
+            whole,
+            **{
+                field.name: getattr(whole, field.name).to(other)
+                for field in dataclasses.fields(whole)
+                if isinstance(getattr(whole, field.name), torch.Tensor)
+            },
+        )
+        for whole in (weights, rows)
+    )
+    outputs = []
+    for these_weights, these_rows in ((weights, rows), (moved_weights, moved_rows)):
+        batch = lay_out(these_rows, Layout.FLAT, model, "fp8_block")
+        outputs.append(create_experts("triton", SILU, batch.x.device)(batch, these_weights))
+    assert outputs[1].device == other
+    assert_same_bits(outputs[1], outputs[0], "experts on the other GPU")
+    x = torch.randn(7, 256, device=other)
+    here, there = (quantise(t, get_scheme("fp8_block")) for t in (x.to("cuda:0"), x))
+    assert_same_bits(there.values, here.values, "values")
+    assert_same_bits(there.scale, here.scale, "scale")
