@@ -65,7 +65,7 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
 
 
 def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
-    """Which layer of the checkpoint has the experts of each experts module of the model, by the module's name, in order.
+    """Which layer of the checkpoint has the experts of each experts module, by the module's name, in order.
 
     Errors: ValueError for a module whose experts the checkpoint does not have. Local.
     """
