@@ -13,7 +13,8 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,12 +24,12 @@ from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.run import RunConfig, run
-from ep_moe.app.session import is_first_rank, on_ranks
+from ep_moe.app.session import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
 from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
 from ep_moe.bench.model import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig, model_rank_main
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.records import Record, append_records, check_commit, check_path, now
+from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, now
 from ep_moe.bench.report import make_report
 from ep_moe.bench.show import show_rows
 from ep_moe.config import DTYPES, EngineConfig, LaunchEnv, Layout
@@ -63,6 +64,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "placement": tuple(PLACEMENTS),
 }
 
+_QUANT = "Of experts and payload"
 _ENGINE_OPTIONS: dict[str, Any] = {
     "model": Annotated[str, typer.Option(help="A Hugging Face directory; empty is the model that ships with ep-moe.")],
     "nproc": Annotated[
@@ -72,10 +74,7 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "device": Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where every rank has its own GPU.")],
     "dtype": Annotated[str, typer.Option(help=f"Of weights and activations: {', '.join(DTYPES)}.")],
     "scheme": Annotated[
-        str,
-        typer.Option(
-            "--quant", help=f"Of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}."
-        ),
+        str, typer.Option("--quant", help=f"{_QUANT}; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}.")
     ],
     "transport": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['transport'])}.")],
     "experts": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['experts'])}.")],
@@ -84,16 +83,22 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "max_tokens_per_rank": Annotated[int, typer.Option(help="Most tokens that a rank brings to one forward pass.")],
     "timeout_secs": Annotated[float, typer.Option(help="How long a rank waits for another before naming it lost.")],
 }
+# what is not read from a checkpoint has no scheme of its own
+_NO_CHECKPOINT = {"scheme": Annotated[str, typer.Option("--quant", help=f"{_QUANT}: {', '.join(SCHEMES)}.")]}
 
 
 def _job(
-    show: Callable[[dict[str, Any]], None], defaults: EngineConfig = _ENGINE, leave_out: Collection[str] = ()
+    show: Callable[[dict[str, Any]], None],
+    defaults: EngineConfig = _ENGINE,
+    leave_out: Collection[str] = (),
+    instead: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function (engine, ...) -> report: add the engine's options and --json, print the report.
 
+    `instead` has options that stand in for the engine's of the same name.
     What goes wrong becomes one line on standard error and an exit code.
     """
-    shared = {name: annotation for name, annotation in _ENGINE_OPTIONS.items() if name not in leave_out}
+    shared = {name: option for name, option in (_ENGINE_OPTIONS | dict(instead)).items() if name not in leave_out}
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -227,26 +232,60 @@ _NOT_REPEATED = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # opt
 
 
 def _measure(run: Callable[[], dict[str, Any]], append: Path | None, commit: str, sweep: bool) -> dict[str, Any]:
-    """Run a benchmark and write its rows down if that is asked for and all results are right; returns the report."""
-    if append is not None:
-        check_path(append)
-        if not commit:
-            raise ValueError("append needs --commit: a row says of which source it is")
-        check_commit(commit)
-    elif commit or sweep:
-        raise ValueError("commit and sweep are said of a row that is written down: they need --append")
+    """Run a benchmark and write its rows down if that is asked for and all results are right; returns the report.
+
+    What would keep the rows from being written is told before the run.
+    """
+    if append is None:
+        if commit or sweep:
+            raise ValueError("commit and sweep are said of a row that is written down: they need --append")
+        return run()
+    check_path(append)
+    if not commit:
+        raise ValueError("append needs --commit: a row says of which source it is")
+    check_commit(commit)
+    if not sweep and _is_interpreted():
+        raise ValueError("append under TRITON_INTERPRET needs --sweep: what is interpreted has no speed that counts")
+    if is_first_rank():
+        check_writable(append)
     report = run()
-    if append is not None and report["ok"] and is_first_rank():
+    if report["ok"] and is_first_rank():
         common = {name: report[name] for name in ("bench", "gpu", "world_size", "versions")}
         common |= {"date": now(), "commit": commit, "command": _repeatable(sys.argv[1:]), "sweep": sweep}
         parts = ("shapes", "setup", "figures", "baselines")
-        append_records(append, [Record(**common, **{part: row[part] for part in parts}) for row in report["rows"]])
+        rows = [Record(**common, **{part: row[part] for part in parts}) for row in report["rows"]]
+        try:
+            append_records(append, rows)
+        except OSError as error:
+            lines = "\n".join(row.to_line() for row in rows)
+            raise RuntimeError(f"append ({str(append)!r}) cannot be written: {error}; the rows are:\n{lines}") from None
     return report
 
 
+def _is_interpreted() -> bool:
+    """True where Triton's kernels run in its interpreter; Triton is there on Linux alone."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _check_graph(engine: EngineConfig) -> None:
+    """Say before ranks start that a CUDA graph needs a GPU of each."""
+    env = LaunchEnv.from_environ()
+    if pick_device(engine, engine.nproc if env is None else env.local_world_size) == "cpu":
+        kind = ValueError if engine.device == "cpu" else RuntimeError
+        raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
+
+
 def _repeatable(arguments: list[str]) -> str:
-    """The command line without what says only where its outcome goes."""
+    """The command line without what says only where its outcome goes; torchrun's, on one of its machines, before it."""
     kept, skip = ["ep-moe"], 0
+    env = LaunchEnv.from_environ()
+    if env is not None:
+        nodes, local = env.world_size // env.local_world_size, env.local_world_size
+        kept = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(local), "-m", "ep_moe"]
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         if skip:
@@ -259,7 +298,7 @@ def _repeatable(arguments: list[str]) -> str:
 
 
 @bench_app.command("layer")
-@_job(show_rows, _BENCH_ENGINE, leave_out=("model", "max_tokens_per_rank"))
+@_job(show_rows, _BENCH_ENGINE, leave_out=("model", "max_tokens_per_rank"), instead=_NO_CHECKPOINT)
 def bench_layer_command(
     engine: EngineConfig,
     preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _LAYER.preset,
@@ -293,7 +332,10 @@ def bench_layer_command(
         sample_rows=sample_rows,
         graph=graph,
     )
+    get_scheme(engine.scheme)  # "auto" is a checkpoint's, and there is none
     config.moe(engine)  # sizes that do not fit are told before ranks start
+    if graph:
+        _check_graph(engine)
     return _measure(lambda: on_ranks(layer_rank_main, engine, config), append, commit, sweep)
 
 
@@ -328,11 +370,18 @@ def bench_model_command(
         baseline_experts=baseline_experts,
         hook=hook,
     )
+    env = LaunchEnv.from_environ()
+    config.check_ranks(engine.nproc if env is None else env.world_size)
     return _measure(lambda: on_ranks(model_rank_main, engine, config), append, commit, sweep)
 
 
 @bench_app.command("experts")
-@_job(show_rows, _ONE_RANK, leave_out=("model", "nproc", "transport", "placement", "max_tokens_per_rank"))
+@_job(
+    show_rows,
+    _ONE_RANK,
+    leave_out=("model", "nproc", "transport", "placement", "max_tokens_per_rank"),
+    instead=_NO_CHECKPOINT,
+)
 def bench_experts_command(
     engine: EngineConfig,
     preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _EXPERTS.preset,

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner
 
 from ep_moe import cli
-from ep_moe.bench import grouped, local_experts
+from ep_moe.bench import grouped, local_experts, plots
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench.experts import RandomExperts
@@ -26,14 +27,15 @@ from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import LayerBenchConfig, layer_rank_main
 from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
 from ep_moe.bench.model import ModelBenchConfig, model_rank_main
-from ep_moe.bench.presets import LAYER_PRESETS
+from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.bench.records import FIELDS, Record, append_records, read_records
 from ep_moe.bench.report import make_report, newest
-from ep_moe.bench.timing import PhaseTimes, capture, slowest, time_calls
+from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, slowest, time_calls
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.quant import SCHEMES as QUANT_SCHEMES
 
 ROOT = Path(__file__).parent.parent
 VERSION = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
@@ -147,10 +149,20 @@ def test_times_of_calls_and_of_their_phases() -> None:
     assert min(phases["dispatch"]) >= 4000
     assert phases["experts"][3] >= 4000
     assert all(a + b <= c for a, b, c in zip(phases["dispatch"][1:], phases["experts"][1:], samples, strict=True))
-    timing = slowest(group, {"call": [3.0, 1.0, 8.0]})["call"]
-    assert (timing.median_us, timing.min_us, timing.max_us) == (3.0, 1.0, 8.0)
     with pytest.raises(RuntimeError, match="a CUDA graph needs a GPU"):
-        capture(call, group.device)
+        capture(lambda: torch.zeros(1), group.device)
+
+
+def slowest_of_two(group: EPGroup) -> dict[str, Timing]:
+    """Rank 1 has the longer calls, rank 0 the longer dispatch."""
+    calls, dispatch = ([5.0, 4.0, 90.0], [8.0, 6.0, 7.0]), (4.0, 1.0)
+    return slowest(group, {"call": calls[group.rank], "dispatch": [dispatch[group.rank]] * 3}, whole="call")
+
+
+def test_all_phases_are_those_of_the_rank_with_the_slowest_call() -> None:
+    for timings in launch(slowest_of_two, num_ranks=2, device="cpu"):
+        assert timings["call"] == Timing(median_us=7.0, min_us=6.0, max_us=8.0)
+        assert timings["dispatch"].median_us == 1.0
 
 
 @pytest.mark.gpu
@@ -168,12 +180,20 @@ def test_times_on_a_gpu_and_of_a_graph() -> None:
     samples = time_calls(call, group, warmup=1, repeats=5, on_call=times.start_call)
     phases = times.samples_us()["product"][1:]
     assert all(0 < phase <= whole for phase, whole in zip(phases, samples, strict=True))
-    replay = capture(lambda: torch.mm(x, x, out=out), group.device)
+    graph = capture(lambda: torch.mm(x, x, out=out), group.device)
     expected = out.clone()
     out.zero_()
-    replayed = time_calls(replay, group, warmup=1, repeats=5)
-    assert torch.equal(out, expected)
-    assert 0.5 < min(replayed) / min(samples) < 2
+    assert torch.equal(graph.replayed(), expected)
+    replays = time_calls(graph.replay, group, warmup=1, repeats=5)
+    assert 0.5 < min(replays) / min(samples) < 2
+
+    def some_rows() -> torch.Tensor:
+        torch.mm(x[:5], x, out=out[:5])
+        return out
+
+    written = capture(some_rows, group.device).replayed()
+    assert not written[:5].isnan().any()
+    assert written[5:].isnan().all()
 
 
 # The layer.
@@ -200,6 +220,8 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
         assert record.figures["expert_load_ratio"] > 1
         assert (record.setup["transport"], record.setup["experts"]) == ("collective", "torch")
         assert (record.setup["layout"], record.setup["routing"]) == ("batched", "skewed")
+        ran = {"nodes": 1, "graph": False, "warmup": 1, "repeats": 3}
+        assert {name: record.setup[name] for name in ran} == ran
         assert (record.sweep, record.commit, record.world_size) == (True, "0123456789abcdef", 2)
         assert record.command == " ".join(["ep-moe bench layer", *options, *more, "--nproc 2 --device cpu"])
 
@@ -283,14 +305,70 @@ def test_the_layer_is_checked_in_all_arithmetic_and_a_wrong_one_is_not_timed() -
         assert errors["oracle"] != errors["oracle"]
 
 
-@pytest.mark.parametrize("name", LAYER_PRESETS)
-def test_presets_make_layers(name: str) -> None:
+# hidden, intermediate, experts, top-k, of the config.json of DeepSeek-V3, Qwen3-235B-A22B, Qwen3-30B-A3B, Mixtral-8x7B
+# and gpt-oss-120b
+PUBLISHED = {
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "qwen3-30b": (2048, 768, 128, 8),
+    "mixtral": (4096, 14336, 8, 2),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_sizes_of_the_models(name: str) -> None:
     config = LayerBenchConfig(preset=name).moe(EngineConfig(scheme="fp8_block"))
-    assert (config.hidden, config.intermediate) == (LAYER_PRESETS[name].hidden, LAYER_PRESETS[name].intermediate)
-    config = LayerBenchConfig(preset=name, hidden=64, num_topk=1).moe(EngineConfig())
-    assert (config.hidden, config.intermediate) == (64, LAYER_PRESETS[name].intermediate)
     assert config.routing is not None
-    assert config.routing.num_topk == 1
+    assert (config.hidden, config.intermediate, config.num_experts, config.routing.num_topk) == PUBLISHED[name]
+    config = LayerBenchConfig(preset=name, hidden=64, num_topk=1).moe(EngineConfig())
+    assert config.routing is not None
+    assert (config.hidden, config.intermediate, config.routing.num_topk) == (64, PUBLISHED[name][1], 1)
+    if name in MODEL_PRESETS:
+        model = ModelBenchConfig(preset=name).transformers_config()
+        sizes = (model.hidden_size, model.moe_intermediate_size, model.num_experts, model.num_experts_per_tok)
+        assert sizes == PUBLISHED[name]
+
+
+def fake_capture(missing_rows: int) -> Callable[..., Captured]:
+    """A capture for a CPU, whose replay leaves out the first rows."""
+
+    def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
+        output = call().clone()
+
+        def replay() -> None:
+            output[missing_rows:] = call()[missing_rows:]
+
+        return Captured(replay=replay, output=output)
+
+    return capture
+
+
+@pytest.mark.parametrize("missing_rows", [0, 1])
+def test_graphs_are_checked_before_they_are_timed(missing_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_bench, "capture", fake_capture(missing_rows))
+    config = LayerBenchConfig(preset="tiny", tokens=(20,), warmup=1, repeats=1, sample_rows=2, graph=True)
+    report = layer_rank_main(EPGroup.single("cpu"), EngineConfig(scheme="none"), config)
+    [row] = report["rows"]
+    figures, gathered = row["figures"], row["baselines"]["allgather_reducescatter"]
+    if missing_rows:
+        assert not report["ok"]
+        assert [line.split()[:3] for line in row["broken"]] == [
+            [name, "worst_graph_row_error", "(nan)"] for name in ("ep_moe", "allgather_reducescatter")
+        ]
+        assert "call_us" not in figures
+    else:
+        assert report["ok"]
+        assert figures["worst_graph_row_error"] == gathered["worst_graph_row_error"] == 0
+        assert gathered["graph_speedup_ratio"] == gathered["graph_call_us"] / figures["graph_call_us"]
+        assert row["setup"]["graph"]
+
+
+def test_a_transport_that_no_graph_can_capture_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_bench, "RandomExperts", None)  # no weights are made
+    config = LayerBenchConfig(preset="tiny", graph=True)
+    with pytest.raises(ValueError, match="graph: transport 'collective' waits on the host in each round"):
+        layer_rank_main(EPGroup.single("cpu"), EngineConfig(scheme="none", transport="collective"), config)
 
 
 # The experts of one rank.
@@ -318,6 +396,7 @@ def test_bench_experts_and_its_rows(tmp_path: Path) -> None:
         assert (record.bench, record.world_size, record.baselines) == ("experts", 1, {})
         assert (record.shapes["num_local_experts"], record.setup["layout"]) == (4, "batched")
         assert (record.setup["scheme"], record.setup["experts"]) == ("fp8_token", "torch")
+        assert (record.setup["warmup"], record.setup["repeats"]) == (1, 3)
         assert record.command == " ".join(["ep-moe bench experts", *options, *more, "--device cpu"])
     assert len(set(counts.tolist())) > 1  # of the 20
 
@@ -380,6 +459,10 @@ def test_wrong_experts_are_not_timed(name: str, tmp_path: Path, monkeypatch: pyt
     done = CliRunner().invoke(app, ["bench", "experts", *options, "--commit", "0123abc", "--dtype", "float32"])
     assert done.exit_code == 1
     assert "NOT OK: a result is wrong, it was not timed" in done.stdout
+    told = re.findall(r"^(\w+) worst_row_error \((\S+)\) exceeds (\S+)$", done.stdout, re.MULTILINE)
+    wrong = {"expert": [("ep_moe", "1e-05")], "baseline": [("grouped_mm", "0.01")]}
+    both = [("ep_moe", "1e-05"), ("grouped_mm", "0.01")]
+    assert [(who, limit) for who, _, limit in told] == wrong.get(name, both)
     assert not (tmp_path / "a.jsonl").exists()
 
 
@@ -397,8 +480,16 @@ def test_bench_model_and_its_row(tmp_path: Path) -> None:
     others = {"transformers_ep"} | ({"transformers_ep_hook"} if HAS_HOOK else set())
     assert set(record.baselines) == others
     assert record.figures["worst_block_row_error"] < 1e-5
-    assert record.figures["worst_first_logits_error"] < 1e-5
-    assert record.figures["same_tokens_share"] == 1.0
+    for figures in (record.figures, *(record.baselines[name] for name in others - {"transformers_ep"})):
+        assert figures["worst_first_logits_error"] < 1e-5
+        assert figures["same_tokens_share"] == 1.0
+    ran = {
+        "baseline_dense": "replicated" if VERSION < (5, 19) else "tensor_parallel",
+        "hook": HAS_HOOK,
+        "nodes": 1,
+        "repeats": 1,
+    }
+    assert {name: record.setup[name] for name in ran} == ran
     for figures in (record.figures, *record.baselines.values()):
         assert {"tokens_per_sec", "generate_secs", "prefill_ms", "decode_step_ms"} < set(figures)
         assert figures["tokens_per_sec"] == 2 * 2 * 4 / figures["generate_secs"]
@@ -406,29 +497,89 @@ def test_bench_model_and_its_row(tmp_path: Path) -> None:
     assert not record.sweep
 
 
-def wrong_model(group: EPGroup) -> dict[str, Any]:
-    """`bench model` where rank 1's experts of ep_moe are not those that transformers has."""
-    shard = model_bench.shard_experts
+def louder_experts(model: Any) -> None:
+    """An expert is 1 % too large."""
+    model.ep_moe.layers[1].weights.w2[0] *= 1.01
 
-    def shard_wrongly(model: Any, group: EPGroup, **options: Any) -> Any:
-        shard(model, group, **options)
-        model.ep_moe.layers[1].weights.w2[0] *= 1.01
-        return model
 
-    if group.rank == 1:
+def other_head(model: Any) -> None:
+    """The head's rows stand upside down."""
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+
+
+def other_attention(model: Any) -> None:
+    """What attention adds is another model's."""
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    weight.data = 3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(7)).to(weight)
+
+
+def rotated_rows(model: Any) -> None:
+    """Every row comes home as the next rank's, of the same place."""
+    layer, group = model.ep_moe.layers[0], model.ep_moe.group
+    combine = layer.transport.combine
+
+    def combine_wrongly(*args: Any, **options: Any) -> torch.Tensor:
+        ranks = group.all_gather_object(combine(*args, **options))
+        return ranks[(group.rank + 1) % group.num_ranks]
+
+    layer.transport.combine = combine_wrongly
+
+
+# what is wrong, on which ranks, in which dtype, and which bounds it breaks
+MODEL_FAULTS: dict[str, tuple[Callable[[Any], None], tuple[int, ...], str, set[str]]] = {
+    "experts": (louder_experts, (1,), "float32", {"worst_block_row_error", "worst_first_logits_error"}),
+    "head": (other_head, (1,), "bfloat16", {"median_first_logits_error"}),
+    "attention": (other_attention, (0,), "float32", {"median_first_logits_error", "worst_first_logits_error"}),
+    "rows": (rotated_rows, (0, 1), "bfloat16", {"worst_block_row_error", "median_first_logits_error"}),
+}
+
+
+def wrong_models(group: EPGroup) -> dict[str, dict[str, Any]]:
+    """`bench model` with one fault after another in the model of ep_moe."""
+    shard, found = model_bench.shard_experts, {}
+    config = ModelBenchConfig(preset="tiny", layers=2, batch=2, prompt_tokens=4, new_tokens=2, repeats=1)
+    for name, (fault, ranks, dtype, _) in MODEL_FAULTS.items():
+
+        def shard_wrongly(
+            model: Any, group: EPGroup, fault: Any = fault, ranks: tuple[int, ...] = ranks, **options: Any
+        ) -> Any:
+            shard(model, group, **options)
+            if group.rank in ranks:
+                fault(model)
+            return model
+
         model_bench.shard_experts = shard_wrongly
-    config = ModelBenchConfig(preset="tiny", layers=2, batch=1, prompt_tokens=4, new_tokens=2, repeats=1)
-    return model_rank_main(group, EngineConfig(), config)
+        found[name] = model_rank_main(group, EngineConfig(dtype=dtype), config)
+    model_bench.shard_experts = shard
+    return found
 
 
 @needs_accelerate
 def test_a_wrong_model_is_not_timed() -> None:
-    for report in launch(wrong_model, num_ranks=2, device="cpu", env={"CUDA_VISIBLE_DEVICES": ""}):
-        [row] = report["rows"]
-        assert not report["ok"]
+    for rank in launch(wrong_models, num_ranks=2, device="cpu", env={"CUDA_VISIBLE_DEVICES": ""}):
+        for name, (_, _, _, bounds) in MODEL_FAULTS.items():
+            [row] = rank[name]["rows"]
+            assert not rank[name]["ok"]
+            assert {line.split()[1] for line in row["broken"]} == bounds, name
+            assert all(line.startswith("ep_moe ") for line in row["broken"])
+            assert "tokens_per_sec" not in row["figures"]
+        [row] = rank["experts"]["rows"]
         assert 1e-4 < row["figures"]["worst_block_row_error"] < 0.02
         assert row["baselines"]["transformers_ep"]["worst_block_row_error"] < 1e-5
-        assert "tokens_per_sec" not in row["figures"]
+
+
+def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelBenchConfig(preset="qwen3-30b")
+    for spreads in (False, True):
+        monkeypatch.setattr(model_bench, "_spreads_dense", lambda spreads=spreads: spreads)
+        for num_ranks in (2, 4):
+            config.check_ranks(num_ranks)
+        with pytest.raises(ValueError, match=r"nproc \(1\): .* at least 2"):
+            config.check_ranks(1)
+        with pytest.raises(ValueError, match=r"nproc \(3\) does not divide the 128 experts of qwen3-30b"):
+            config.check_ranks(3)
+    with pytest.raises(ValueError, match=r"nproc \(8\) does not divide the 4 KV heads of qwen3-30b: transformers 5"):
+        config.check_ranks(8)
 
 
 # The page.
@@ -467,8 +618,9 @@ def test_the_newest_row_that_counts(tmp_path: Path) -> None:
     assert newest(records) == [records[2], records[1], *records[5:]]
 
 
-def test_the_page_and_its_drift(tmp_path: Path) -> None:
-    folder, page = tmp_path / "docs" / "benchmarks", tmp_path / "docs" / "BENCHMARKS.md"
+@pytest.mark.parametrize("name", ["benchmarks", "measured"])
+def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
+    folder, page = tmp_path / "docs" / name, tmp_path / "docs" / "BENCHMARKS.md"
     write_rows(folder)
     (folder / "notes.md").write_text("## By hand\n\nWhat no row says.\n")
     done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
@@ -486,16 +638,30 @@ def test_the_page_and_its_drift(tmp_path: Path) -> None:
         "## By hand",
     ]
     assert "| 77.7 |" in text
-    assert "commit 7777777, torch 2.11.0: `ep-moe bench layer --tokens 128`" in text
+    layer = text.partition("## A whole model")[0]
+    assert "All rows: dtype bfloat16, scheme none, transport collective, implementation torch.\n" in layer
+    assert re.findall(r"^\| (\d) \| (\S+) \| (\d+) \|", layer, re.MULTILINE) == [
+        ("1", "2026-11-23", "128"),
+        ("2", "2026-11-22", "4096"),
+    ]
+    assert "1. 2026-11-23, commit 7777777, torch 2.11.0: `ep-moe bench layer --tokens 128`\n" in layer
+    assert "2. 2026-11-22, commit 0123abc, torch 2.11.0: `ep-moe bench layer --tokens 128`\n" in layer
     assert "8888888" not in text
     assert "5555555" not in text
     assert "| figures.send_gbs |" in text
+    assert "shapes.wire_bytes 16, setup.dtype bfloat16" in text
     assert "| 345.6 |" in text
     assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
-    assert re.findall(r"\]\((.*?)\)", text) == [f"benchmarks/{name}.png" for name in ("layer", "model", "experts")]
-    assert "| 2 | 4 | bfloat16 | fp8_block | triton | compact | 98.5 | 611.2 | 4,012 | 98.5 |" in text
+    assert re.findall(r"\]\((.*?)\)", text) == [f"{name}/{plot}.png" for plot in ("layer", "model", "experts")]
+    assert f"stands in {name}/notes.md" in text
+    assert "dtype bfloat16, scheme fp8_block, implementation triton, layout compact." in text
+    assert "| 1 | 2026-11-22 | 4 | 98.5 | 611.2 | 4,012 | 98.5 |" in text
 
     check = ["bench", "report", "--check", "--dir", str(folder)]
+    assert CliRunner().invoke(app, check).exit_code == 0
+    (folder / "model.png").rename(folder / "kept")
+    assert CliRunner().invoke(app, check).exit_code == 1
+    (folder / "kept").rename(folder / "model.png")
     assert CliRunner().invoke(app, check).exit_code == 0
     append_records(folder / "layer.jsonl", [make_record(date="2026-12-25T10:00:00+00:00")])
     done = CliRunner().invoke(app, check)
@@ -516,8 +682,28 @@ def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest
     assert done.exit_code == 1
     assert "plots need matplotlib: pip install 'ep-moe[bench]'" in done.stderr
     assert not (tmp_path / "BENCHMARKS.md").exists()
-    assert CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows"), "--no-plots"]).exit_code == 0
-    assert (tmp_path / "BENCHMARKS.md").exists()
+    for mode in ("--no-plots", "--check"):  # the page without plots shows none, and none is missing
+        assert CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows"), mode]).exit_code == 0
+    assert "](" not in (tmp_path / "BENCHMARKS.md").read_text()
+
+
+def test_a_row_that_cannot_be_plotted_is_named(tmp_path: Path) -> None:
+    append_records(tmp_path / "rows" / "layer.jsonl", [make_record(), make_record(commit="7777777", baselines={})])
+    done = CliRunner().invoke(app, ["bench", "report", "--dir", str(tmp_path / "rows")])
+    assert done.exit_code == 2
+    assert "commit 7777777, has no baselines.allgather_reducescatter.call_us to plot" in done.stderr
+    assert not (tmp_path / "BENCHMARKS.md").exists()
+
+
+def test_labels_say_in_what_rows_differ() -> None:
+    setup = {"dtype": "bfloat16", "transport": "collective", "layout": "flat"}
+    rows = [
+        make_record(setup=setup),
+        make_record(setup=setup | {"layout": "compact"}),
+        make_record(setup=setup, world_size=8),
+    ]
+    labels = plots._labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens"})
+    assert labels == [f"tiny, 128 tokens, layout {a}, ranks {b}" for a, b in (("flat", 4), ("compact", 4), ("flat", 8))]
 
 
 def test_the_page_of_this_repository_is_what_its_rows_make() -> None:
@@ -530,7 +716,11 @@ WRONG = {
     "no-commit": (["layer", "--append", "a.jsonl"], "append needs --commit"),
     "bad-commit": (["layer", "--append", "a.jsonl", "--commit", "HEAD"], "commit ('HEAD') is not 7 to 40 hex digits"),
     "no-append": (["model", "--sweep"], "commit and sweep are said of a row that is written down"),
-    "suffix": (["model", "--append", "a.json", "--commit", "0123abc"], "path ('a.json') must end in .jsonl"),
+    "suffix": (["model", "--append", "a.json", "--commit", "0123abc"], "append ('a.json') must end in .jsonl"),
+    "folder": (
+        ["layer", "--append", f"{__file__}/a.jsonl", "--commit", "0123abc"],
+        f"append ('{__file__}/a.jsonl') cannot be written",
+    ),
     "preset": (["layer", "--preset", "huge"], "preset ('huge') is not one of deepseek-v3, qwen3-235b"),
     "tokens": (["layer", "--tokens", "0"], "tokens ((0,)) must be one or more numbers of at least 1"),
     "routing": (["layer", "--routing", "odd"], "routing ('odd') is not one of uniform, skewed"),
@@ -539,6 +729,10 @@ WRONG = {
     "rows": (["experts", "--rows", "0"], "rows ((0,)) must be one or more numbers of at least 1"),
     "ep_size": (["experts", "--preset", "tiny", "--ep-size", "17"], "ep_size (17) exceeds the 16 experts of tiny"),
     "scheme": (["experts", "--quant", "auto"], "scheme ('auto') is not one of none"),
+    "layer-scheme": (["layer", "--quant", "auto"], "scheme ('auto') is not one of none"),
+    "graph": (["layer", "--graph", "--device", "cpu"], "a CUDA graph needs a GPU for each rank"),
+    "one-rank": (["model", "--nproc", "1"], "nproc (1): expert parallelism of one rank is none"),
+    "odd-ranks": (["model", "--nproc", "3"], "nproc (3) does not divide the 128 experts of qwen3-30b"),
     "repeats": (["layer", "--repeats", "0"], "repeats (0) must be at least 1"),
     "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
     "baseline": (["model", "--baseline-experts", "fast"], "baseline_experts ('fast') is not one of grouped_mm"),
@@ -547,13 +741,72 @@ WRONG = {
 }
 
 
+def no_ranks(*args: Any) -> None:
+    """What is wrong is told before ranks start."""
+    raise AssertionError(f"ranks start for {args}")
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_argument_is_told_with_exit_code_2(name: str) -> None:
+def test_a_wrong_argument_is_told_with_exit_code_2(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, message = WRONG[name]
+    monkeypatch.setattr(cli, "on_ranks", no_ranks)
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert done.exit_code == 2
     assert message in done.stderr
     assert done.stdout == ""
+
+
+def test_the_help_offers_no_scheme_that_is_refused() -> None:
+    group: Any = typer.main.get_command(app)
+    for name in ("layer", "experts"):
+        [option] = [option for option in group.commands["bench"].commands[name].params if option.name == "scheme"]
+        assert set(re.findall(r"[a-z0-9_]+", option.help.partition(":")[2])) == set(QUANT_SCHEMES)
+
+
+def append_a_layer(folder: Path, *options: str) -> Any:
+    """`bench layer --append` in this process."""
+    words = ["bench", "layer", "--preset", "tiny", "--tokens", "2", "--repeats", "1", "--warmup", "1", "--nproc", "1"]
+    return CliRunner().invoke(app, [*words, "--append", str(folder / "a.jsonl"), "--commit", "0123abc", *options])
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are this process."""
+    monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rows_that_cannot_be_written_in_the_end_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(path: Path, records: list[Record]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "append_records", full_disk)
+    done = append_a_layer(tmp_path / "new")
+    assert done.exit_code == 1
+    assert "cannot be written: [Errno 28] No space left on device; the rows are:\n" in done.stderr
+    row = Record.from_line(done.stderr.strip().splitlines()[-1], "stderr")
+    assert row.shapes["tokens_per_rank"] == 2
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_interpreted_rows_are_sweeps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    done = append_a_layer(tmp_path)
+    assert done.exit_code == 2
+    assert "append under TRITON_INTERPRET needs --sweep" in done.stderr
+    assert append_a_layer(tmp_path, "--sweep").exit_code == 0
+    [record] = read_records(tmp_path)
+    assert record.sweep
+
+
+def test_a_row_of_torchrun_is_repeated_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 8, "MASTER_PORT": 29500}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    repeated = cli._repeatable(["bench", "layer", "--json", "--append", "a.jsonl", "--graph"])
+    assert repeated == "torchrun --nnodes 2 --nproc-per-node 8 -m ep_moe bench layer --graph"
 
 
 def test_defaults_have_the_sizes_of_the_models() -> None:

@@ -23,7 +23,7 @@ from ep_moe.weights import ExpertWeights
 
 
 class GatheredMoE:
-    """A MoE layer by all-gather and reduce-scatter, on NCCL one launch each; on gloo an all-reduce ends it.
+    """A MoE layer by all-gather and reduce-scatter, on NCCL one launch each.
 
     What travels is what a transport sends: values in the scheme's format, their scales, ids and weights. Every rank
     computes its own experts for all N tokens in the FLAT layout, with the implementation and the weights of the layer
@@ -109,15 +109,11 @@ class GatheredMoE:
 
     def _scatter(self, y: torch.Tensor) -> torch.Tensor:
         """Sum [N, H] over the ranks; this rank's [T, H] of it."""
-        process_group, num_tokens = self._group.process_group, self._num_tokens
-        if process_group is None:
+        if self._group.process_group is None:
             return y
-        if self._group.backend == "gloo":  # which has no reduce-scatter
-            dist.all_reduce(y, group=process_group)
-            return y[self._group.rank * num_tokens : (self._group.rank + 1) * num_tokens]
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        out = y.new_empty(num_tokens, y.shape[1])
-        reduce_scatter(out, y, group=process_group)
+        out = y.new_empty(self._num_tokens, y.shape[1])
+        reduce_scatter(out, y, group=self._group.process_group)
         return out
 
 

@@ -67,7 +67,7 @@ def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> to
 def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> GenerationSecs:
     """Time `repeats` generations by the clock, after one that does not count, all ranks beginning together.
 
-    Returns: of each part the median of the repeats, of each median the slowest rank's. Collective, host sync.
+    Returns: of each part the median of the repeats, all of one rank, which took longest. Collective, host sync.
     """
     samples = []
     for _ in range(repeats + 1):
@@ -80,5 +80,5 @@ def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats:
             end = time.perf_counter()
         samples.append((end - start, first.when - start, end - first.when))
     medians = [statistics.median(values) for values in zip(*samples[1:], strict=True)]
-    whole, first_token, other_tokens = map(max, zip(*group.all_gather_object(medians), strict=True))
+    whole, first_token, other_tokens = max(group.all_gather_object(medians))  # the whole comes first
     return GenerationSecs(whole=whole, first_token=first_token, other_tokens=other_tokens)

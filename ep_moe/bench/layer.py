@@ -4,17 +4,19 @@ Letters: T tokens of each rank, H hidden, K top-k, E logical experts, R ranks.
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ep_moe.bench.bounds import broken_bounds, largest
 from ep_moe.bench.experts import RandomExperts, expected_output
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.presets import LAYER_PRESETS, LayerPreset
 from ep_moe.bench.records import device_name, versions
-from ep_moe.bench.timing import PhaseTimes, capture, slowest, time_calls
+from ep_moe.bench.timing import Captured, PhaseTimes, capture, slowest, time_calls
 from ep_moe.config import EngineConfig, MoEConfig, RoutingMethod, TransportConfig
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
@@ -23,10 +25,10 @@ from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import BIASED_METHODS, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
-from ep_moe.transport import TRANSPORTS, create_transport
+from ep_moe.transport import TRANSPORTS, CollectiveTransport, create_transport
 
 PHASES = ("route", "dispatch", "experts", "combine")
-BASELINE = "allgather_reducescatter"
+OURS, BASELINE = "ep_moe", "allgather_reducescatter"
 ROUTINGS = ("uniform", "skewed")
 SKEW = 0.5  # standard deviation of an expert's popularity, added to logits of standard deviation 1
 
@@ -91,10 +93,13 @@ class LayerBenchConfig:
 def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok`, and a row for each number of tokens.
 
-    The first wrong result ends it: what is wrong is not timed. Collective.
+    The first wrong result ends it: what is wrong is not timed.
+    Errors: ValueError for a transport that no CUDA graph can capture, where graphs are to be timed. Collective.
     """
     moe = config.moe(engine)
     placement = create_placement(engine.placement, moe.num_experts, group.num_ranks)
+    if config.graph:
+        _check_capturable(group, engine, moe, placement)
     experts = RandomExperts(moe, engine.torch_dtype, group.device, bias=config.sizes.bias, seed=config.seed)
     tell(group, f"bench layer: {config.preset}, {moe.num_experts} experts on {group.num_ranks} ranks")
     bench = _LayerBench(group, engine, config, placement, experts)
@@ -119,6 +124,23 @@ def tell(group: EPGroup, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def num_nodes(group: EPGroup) -> int:
+    """Over how many machines the ranks are spread. Collective."""
+    return 1 + max(group.all_gather_object(group.node))
+
+
+def _check_capturable(group: EPGroup, engine: EngineConfig, moe: MoEConfig, placement: Placement) -> None:
+    """Say before any work that a round waits on the host: what "auto" chooses is known once it is made. Collective."""
+    sizes = TransportConfig(hidden=moe.hidden, max_tokens_per_rank=1, dtype=engine.torch_dtype)
+    transport = create_transport(engine.transport, group, placement, sizes)
+    transport.destroy()
+    if isinstance(transport, CollectiveTransport):
+        raise ValueError(
+            f"graph: transport {implementation_name(transport, TRANSPORTS)!r} waits on the host in each round, which "
+            f"no CUDA graph can capture"
+        )
+
+
 class _LayerBench:
     """The weights of one layer on this rank, measured for one number of tokens after another."""
 
@@ -136,6 +158,7 @@ class _LayerBench:
         self._weights = experts.local(placement.local_experts(group.rank), self._scheme)
         self._routing_bias = self._make_routing_bias()
         self._limit = ROW_ERROR_LIMITS["fp8" if self._scheme.quantised else engine.dtype]
+        self._num_nodes = num_nodes(group)
         group.wait_for_all("weights")  # ranks make theirs at their own pace, and the next collective has a deadline
 
     def _make_routing_bias(self) -> torch.Tensor | None:
@@ -183,21 +206,24 @@ class _LayerBench:
     ) -> dict[str, Any]:
         group, num_tokens = self._group, x.shape[0]
         tell(group, f"{num_tokens} tokens of each rank: check")
-        errors = self._check(layer, gathered, x, logits)
+        errors, graphs = self._check({OURS: layer, BASELINE: gathered}, x, logits)
+        bounds = {f"{name} {what}": (e, self._limit) for name in errors for what, e in errors[name].items()}
+        broken = broken_bounds(bounds)
         row: dict[str, Any] = {
-            "ok": all(error <= self._limit for error in errors.values()),  # NaN is not
+            "ok": not broken,
+            "broken": broken,
             "row_error_limit": self._limit,
             "shapes": self._shapes(num_tokens),
             "setup": self._setup(layer),
-            "figures": {"worst_row_error": errors["layer"], **self._load(logits)},
-            "baselines": {BASELINE: {"worst_row_error": errors["gathered"]}},
+            "figures": errors[OURS] | self._load(logits),
+            "baselines": {BASELINE: errors[BASELINE]},
         }
         if not row["ok"]:
             return row
         ours, theirs = row["figures"], row["baselines"][BASELINE]
         tell(group, f"{num_tokens} tokens of each rank: time")
-        ours |= self._time(layer, layer, x, logits)
-        theirs |= self._time(gathered, gathered, x, logits)
+        ours |= self._time(layer, graphs.get(OURS), x, logits)
+        theirs |= self._time(gathered, graphs.get(BASELINE), x, logits)
         for figures in (ours, theirs):
             figures["tokens_per_sec"] = group.num_ranks * num_tokens / figures["call_us"] * 1e6
         theirs["speedup_ratio"] = theirs["call_us"] / ours["call_us"]
@@ -206,14 +232,17 @@ class _LayerBench:
         return row
 
     def _check(
-        self, layer: ExpertParallelMoE, gathered: GatheredMoE, x: torch.Tensor, logits: torch.Tensor
-    ) -> dict[str, float]:
-        """The worst row's error of both on a sample of tokens, over all ranks. Collective."""
+        self, layers: Mapping[str, ExpertParallelMoE | GatheredMoE], x: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[dict[str, dict[str, float]], dict[str, Captured]]:
+        """The worst row's errors of each layer on a sample of tokens, over all ranks, and of its graph on all tokens.
+
+        Returns: errors by layer and name, and the graphs where they are to be timed. Collective.
+        """
         assert self._moe.routing is not None
         count = min(self._config.sample_rows, x.shape[0])
         sample = torch.linspace(0, x.shape[0] - 1, count, device=x.device).long()
         with self._group.guard("check"):
-            outputs = {"layer": layer(x, logits)[sample], "gathered": gathered(x, logits)[sample]}
+            outputs = {name: layer(x, logits).clone() for name, layer in layers.items()}
         routing = route(logits[sample], self._moe.routing, routing_bias=self._routing_bias)
         expected = expected_output(
             x[sample],
@@ -224,23 +253,29 @@ class _LayerBench:
             scheme=self._scheme,
         )
         self._group.wait_for_all("check")
-        ranks = self._group.all_gather_object(
-            {name: worst_row_error(output, expected) for name, output in outputs.items()}
-        )
-        return {name: float(torch.tensor([rank[name] for rank in ranks]).double().max()) for name in outputs}
+        errors = {name: {"worst_row_error": worst_row_error(y[sample], expected)} for name, y in outputs.items()}
+        graphs: dict[str, Captured] = {}
+        for name, layer in layers.items() if self._config.graph else ():
+            with self._group.guard("check graph"):
+                graphs[name] = capture(functools.partial(layer, x, logits), self._group.device)
+                errors[name]["worst_graph_row_error"] = worst_row_error(graphs[name].replayed(), outputs[name])
+        ranks = self._group.all_gather_object(errors)
+        return {
+            name: {what: largest(rank[name][what] for rank in ranks) for what in errors[name]} for name in layers
+        }, graphs
 
     def _time(
         self,
-        call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         watched: ExpertParallelMoE | GatheredMoE,
+        graph: Captured | None,
         x: torch.Tensor,
         logits: torch.Tensor,
     ) -> dict[str, float]:
-        """Microseconds of the whole call, then of its phases in calls of their own. Collective."""
+        """Microseconds of the whole call, then of its phases in calls of their own, then of its graph. Collective."""
         group, config = self._group, self._config
 
         def run() -> torch.Tensor:
-            return call(x, logits)
+            return watched(x, logits)
 
         with group.guard("time"):
             samples = {"call": time_calls(run, group, warmup=config.warmup, repeats=config.repeats)}
@@ -252,16 +287,13 @@ class _LayerBench:
             time_calls(run, group, warmup=1, repeats=config.repeats, on_call=times.start_call)
         watched.phases = unwatched
         phases = {name: values[1:] for name, values in times.samples_us().items()}  # the first was the warm-up
-        samples |= {name: phases[name] for name in PHASES}
-        if config.graph:
-            with group.guard("time graph"):
-                replay = capture(run, group.device)
-                samples["graph_call"] = time_calls(replay, group, warmup=config.warmup, repeats=config.repeats)
-        timings = slowest(group, samples)
-        figures = timings["call"].figures("call")
-        for name in PHASES:
-            figures[f"{name}_us"] = timings[name].median_us
-        return figures | (timings["graph_call"].figures("graph_call") if config.graph else {})
+        timings = slowest(group, samples | {name: phases[name] for name in PHASES}, whole="call")
+        figures = timings["call"].figures("call") | {f"{name}_us": timings[name].median_us for name in PHASES}
+        if graph is None:
+            return figures
+        with group.guard("time graph"):
+            replays = time_calls(graph.replay, group, warmup=config.warmup, repeats=config.repeats)
+        return figures | slowest(group, {"graph_call": replays}, whole="graph_call")["graph_call"].figures("graph_call")
 
     def _load(self, logits: torch.Tensor) -> dict[str, float]:
         """How uneven the load is: most tokens of an expert, and rows of a rank, over the mean. Collective."""
@@ -300,6 +332,10 @@ class _LayerBench:
             "routing_method": RoutingMethod(config.sizes.routing.method).name.lower(),
             "routing": config.routing,
             "seed": config.seed,
+            "nodes": self._num_nodes,
+            "graph": config.graph,
+            "warmup": config.warmup,
+            "repeats": config.repeats,
         }
 
 

@@ -10,13 +10,16 @@ import statistics
 from typing import Any
 
 import torch
+import transformers
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from ep_moe.bench.bounds import broken_bounds, largest
 from ep_moe.bench.experts import Expert, expected_output
 from ep_moe.bench.generation import System, generate, time_generation
-from ep_moe.bench.layer import implementation_name, tell
+from ep_moe.bench.layer import implementation_name, num_nodes, tell
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import expert_values, fill_with_random_numbers
 from ep_moe.bench.records import device_name, versions
@@ -29,9 +32,9 @@ from ep_moe.quant import SCHEMES
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import TRANSPORTS
 
-CHECKED_TOKENS = 64  # that each MoE block is shown for the check
+CHECKED_TOKENS = 64  # of each rank, that each MoE block is shown for the check
 BASELINE_LIMIT_FACTOR = 2  # transformers rounds after every step, weights and partial sums included; we keep float32
-RELATED_ERROR = 0.2  # of the median row of logits; bfloat16 makes about 0.02 of 8 layers, another model about 1.4
+RELATED_ERROR = 0.2  # of a rank's median row of logits; bfloat16 makes about 0.02 of 8 layers, another model about 1.4
 OURS, OWN, HOOK = "ep_moe", "transformers_ep", "transformers_ep_hook"
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 
@@ -75,6 +78,22 @@ class ModelBenchConfig:
         """The most tokens that a rank brings to a forward pass."""
         return max(self.batch * self.prompt_tokens, CHECKED_TOKENS)
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
+        sizes = MODEL_PRESETS[self.preset]
+        if num_ranks == 1:
+            raise ValueError("nproc (1): expert parallelism of one rank is none, use at least 2")
+        if sizes["num_experts"] % num_ranks:
+            raise ValueError(
+                f"nproc ({num_ranks}) does not divide the {sizes['num_experts']} experts of {self.preset}, which "
+                f"transformers spreads evenly"
+            )
+        if _spreads_dense() and sizes["num_key_value_heads"] % num_ranks:
+            raise ValueError(
+                f"nproc ({num_ranks}) does not divide the {sizes['num_key_value_heads']} KV heads of {self.preset}: "
+                f"transformers {transformers.__version__} spreads attention over all ranks of its expert parallelism"
+            )
+
     def transformers_config(self) -> Qwen3MoeConfig:
         """The model's config as transformers has it."""
         return Qwen3MoeConfig(
@@ -89,10 +108,14 @@ class ModelBenchConfig:
 def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok` and one row; a wrong result is not timed.
 
-    Errors: RuntimeError for one rank, for a CPU beside GPUs, which transformers' expert parallelism would take, and
-    for a number of experts that does not divide by the ranks. Collective.
+    Errors: ValueError as `ModelBenchConfig.check_ranks`; RuntimeError for a CPU beside GPUs, which transformers' expert
+    parallelism would take. Collective.
     """
-    _check_machine(group, config)
+    config.check_ranks(group.num_ranks)
+    if group.device.type == "cpu" and torch.cuda.device_count():
+        raise RuntimeError(
+            "transformers' expert parallelism takes GPUs where it sees any: CUDA_VISIBLE_DEVICES= keeps it on the CPU"
+        )
     transformers_logging.set_verbosity_error()  # a report of every weight as missing, before it gets its numbers
     transformers_logging.disable_progress_bar()
     bench = _ModelBench(group, engine, config)
@@ -107,18 +130,12 @@ def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConf
     }
 
 
-def _check_machine(group: EPGroup, config: ModelBenchConfig) -> None:
-    num_experts = MODEL_PRESETS[config.preset]["num_experts"]
-    if group.num_ranks == 1:
-        raise RuntimeError("expert parallelism of one rank is none: use at least 2 (--nproc)")
-    if num_experts % group.num_ranks:
-        raise RuntimeError(
-            f"transformers spreads {num_experts} experts over ranks that divide them, not over {group.num_ranks}"
-        )
-    if group.device.type == "cpu" and torch.cuda.device_count():
-        raise RuntimeError(
-            "transformers' expert parallelism takes GPUs where it sees any: CUDA_VISIBLE_DEVICES= keeps it on the CPU"
-        )
+def _spreads_dense() -> bool:
+    """True for a transformers whose expert parallelism is a size, from 5.19 on: `tp_size` then spreads the rest too.
+
+    Until 5.18 it is a flag, which replicates all but the experts.
+    """
+    return "ep_size" in DistributedConfig.__dataclass_fields__
 
 
 class _ModelBench:
@@ -137,22 +154,18 @@ class _ModelBench:
         """Build, check, time; returns the row. Collective."""
         systems = self._build()
         tell(self._group, "check")
-        errors = self._check(systems)
-        first, tokens = self._compare(systems)
-        ours, own = errors[OURS], {name: error for name, error in errors.items() if name != OURS}
-        exact = ours <= self._limit and all(error <= BASELINE_LIMIT_FACTOR * self._limit for error in own.values())
+        errors = {name: {"worst_block_row_error": error} for name, error in self._check(systems).items()}
+        for name, related in self._compare(systems).items():
+            errors[name] |= related
+        broken = broken_bounds(self._bounds(errors))
         row: dict[str, Any] = {
-            "ok": exact and first["median"] <= RELATED_ERROR,
+            "ok": not broken,
+            "broken": broken,
             "row_error_limit": self._limit,
             "shapes": self._shapes(),
-            "setup": self._setup(systems[OURS].model),
-            "figures": {
-                "worst_block_row_error": ours,
-                "median_first_logits_error": first["median"],
-                "worst_first_logits_error": first["worst"],
-                "same_tokens_share": tokens,
-            },
-            "baselines": {name: {"worst_block_row_error": error} for name, error in own.items()},
+            "setup": self._setup(systems),
+            "figures": errors.pop(OURS),
+            "baselines": errors,
         }
         if row["ok"]:
             row["figures"] |= self._time(OURS, systems[OURS])
@@ -161,6 +174,19 @@ class _ModelBench:
                 figures["speedup_ratio"] = row["figures"]["tokens_per_sec"] / figures["tokens_per_sec"]
         systems[OURS].model.ep_moe.destroy()
         return row
+
+    def _bounds(self, errors: dict[str, dict[str, float]]) -> dict[str, tuple[float, float]]:
+        """Each error that is judged, and its limit; worst logits in float32 alone, where routers do not tip over."""
+        limits = {"median_first_logits_error": RELATED_ERROR}
+        if self._engine.dtype == "float32":
+            limits["worst_first_logits_error"] = self._limit * self._config.layers
+        bounds = {}
+        for name, found in errors.items():
+            block = self._limit * (1 if name == OURS else BASELINE_LIMIT_FACTOR)
+            for what, limit in ({"worst_block_row_error": block} | limits).items():
+                if what in found:
+                    bounds[f"{name} {what}"] = (found[what], limit)
+        return bounds
 
     def _build(self) -> dict[str, System]:
         """The models by name, all with the same weights. Collective."""
@@ -187,9 +213,7 @@ class _ModelBench:
     def _load_own(self) -> PreTrainedModel:
         """The model as transformers itself spreads it."""
         num_ranks = self._group.num_ranks
-        # until 5.18 a flag, from 5.19 on a size
-        sized = "ep_size" in DistributedConfig.__dataclass_fields__
-        own: dict[str, Any] = {"ep_size": num_ranks} if sized else {"enable_expert_parallel": True}
+        own: dict[str, Any] = {"ep_size": num_ranks} if _spreads_dense() else {"enable_expert_parallel": True}
         return self._load(OWN, DistributedConfig(tp_size=num_ranks, **own), self._config.baseline_experts)
 
     def _load_hook(self) -> PreTrainedModel:
@@ -223,27 +247,35 @@ class _ModelBench:
     def _check(self, systems: dict[str, System]) -> dict[str, float]:
         """The worst row's error of each system's MoE blocks against float32 experts, over all ranks. Collective.
 
-        All ranks show every block the same tokens. Routers then see the same numbers in all systems and choose alike,
+        Every rank has tokens of its own: ours gets those, transformers those of all ranks, so that rows which come
+        home to the wrong rank are seen. Blocks are shown the same numbers in all systems, so that routers choose alike,
         which they would not at the end of a whole model: a rounding that tips one over changes all that follows.
         """
-        hidden = systems[OURS].model.config.hidden_size
-        generator = torch.Generator(self._group.device).manual_seed(self._config.seed)
-        x = torch.randn(CHECKED_TOKENS, hidden, generator=generator, device=self._group.device)
-        x = x.to(self._engine.torch_dtype)
+        group, model = self._group, systems[OURS].model
+        generator = torch.Generator(group.device).manual_seed(self._config.seed)
+        shape = (group.num_ranks * CHECKED_TOKENS, model.config.hidden_size)
+        everyones = torch.randn(shape, generator=generator, device=group.device).to(self._engine.torch_dtype)
+        mine = slice(group.rank * CHECKED_TOKENS, (group.rank + 1) * CHECKED_TOKENS)
+        x = everyones[mine]
         errors = {name: [0.0] for name in systems}
-        with torch.inference_mode(), self._group.guard("check"):
-            for name in find_experts(systems[OURS].model):
-                outputs = {key: _block(system.model, name)(x.unsqueeze(0))[0] for key, system in systems.items()}
-                expected = self._expected(systems[OURS].model, name, x)
-                for key, output in outputs.items():
+        with torch.inference_mode(), group.guard("check"):
+            for name in find_experts(model):
+                gate = _block(model, name).gate
+                for key, system in systems.items():
+                    # a router is asked as it was in the block: the number of rows may change how its GEMM rounds
+                    shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
+                    output = _block(system.model, name)(shown.unsqueeze(0))[0][part]
+                    _, weights, ids = gate(shown)
+                    expected = self._expected(model, name, x, ids[part], weights[part].float())
                     errors[key].append(worst_row_error(output, expected))
-        ranks = self._group.all_gather_object(errors)
-        return {name: float(torch.tensor([rank[name] for rank in ranks]).double().max()) for name in systems}
+        ranks = group.all_gather_object({name: largest(values) for name, values in errors.items()})
+        return {name: largest(rank[name] for rank in ranks) for name in systems}
 
-    def _expected(self, model: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """A block's output by experts made again from their seeds, in float32; the router is the model's."""
+    def _expected(
+        self, model: Any, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """A block's output for routed tokens by experts made again from their seeds, in float32. Local."""
         shapes = model.config.hidden_size, model.config.moe_intermediate_size
-        _, weights, ids = _block(model, name).gate(x)
 
         def expert(index: int) -> Expert:
             hidden, intermediate = shapes
@@ -254,28 +286,39 @@ class _ModelBench:
             )
             return Expert(w13=w13, w2=w2)
 
-        return expected_output(x, ids, weights.float(), expert, activation=ActivationConfig(), scheme=SCHEMES["none"])
+        return expected_output(x, ids, weights, expert, activation=ActivationConfig(), scheme=SCHEMES["none"])
 
-    def _compare(self, systems: dict[str, System]) -> tuple[dict[str, float], float]:
-        """The first step's logits of ours against transformers' own, row by row, and the share of equal tokens.
+    def _compare(self, systems: dict[str, System]) -> dict[str, dict[str, float]]:
+        """The first step's logits of each system against transformers' own, row by row, and the share of equal tokens.
 
         In bfloat16 routers tip over here and there, and from the first other token on texts go their own ways: these
-        two figures tell that the models are related, not how exact they are. Collective.
+        figures then tell that the models are related, not how exact they are. A median is that of the rank where it is
+        largest, for one wrong rank must not vanish among many.
+
+        Returns: of each system but transformers' own, by name. Collective.
         """
         found = {}
-        for name in (OURS, OWN):
-            system = systems[name]
+        for name, system in systems.items():
             with torch.inference_mode(), self._group.guard(f"compare {name}"):
                 logits = system.model(system.prompts, logits_to_keep=1).logits[:, -1].float()
                 new = generate(system, self._config.new_tokens)
             rows = slice(None) if name == OURS else self._mine
             found[name] = (logits[rows].cpu(), new[rows].cpu())
-        errors = [worst_row_error(a, e) for a, e in zip(found[OURS][0], found[OWN][0], strict=True)]
-        same = (found[OURS][1] == found[OWN][1]).double().mean()
-        ranks = self._group.all_gather_object((errors, float(same)))
-        everywhere = torch.tensor([error for rank, _ in ranks for error in rank], dtype=torch.float64)
-        logits_errors = {"median": float(everywhere.median()), "worst": float(everywhere.max())}
-        return logits_errors, statistics.fmean(share for _, share in ranks)
+        expected, tokens = found.pop(OWN)
+        related = {}
+        for name, (logits, new) in found.items():
+            errors = torch.tensor([worst_row_error(a, e) for a, e in zip(logits, expected, strict=True)]).double()
+            median = float(errors.quantile(0.5))  # the mean of two in the middle: `median` takes the smaller one
+            related[name] = (median, float(errors.max()), float((new == tokens).double().mean()))
+        ranks = self._group.all_gather_object(related)
+        return {
+            name: {
+                "median_first_logits_error": largest(rank[name][0] for rank in ranks),
+                "worst_first_logits_error": largest(rank[name][1] for rank in ranks),
+                "same_tokens_share": statistics.fmean(rank[name][2] for rank in ranks),
+            }
+            for name in related
+        }
 
     def _time(self, name: str, system: System) -> dict[str, float]:
         """Tokens per second and what they are made of, on the slowest rank. Collective."""
@@ -303,8 +346,8 @@ class _ModelBench:
             "num_topk": sizes["num_experts_per_tok"],
         }
 
-    def _setup(self, model: Any) -> dict[str, int | str | bool]:
-        engine, session = self._engine, model.ep_moe
+    def _setup(self, systems: dict[str, System]) -> dict[str, int | str | bool]:
+        engine, session = self._engine, systems[OURS].model.ep_moe
         return {
             "dtype": engine.dtype,
             "transport": implementation_name(session.transport, TRANSPORTS),
@@ -312,8 +355,22 @@ class _ModelBench:
             "layout": engine.layout.value,
             "placement": engine.placement,
             "baseline_experts": self._config.baseline_experts,
+            "baseline_dense": "tensor_parallel" if _has_spread_dense(systems[OWN].model) else "replicated",
             "seed": self._config.seed,
+            "nodes": num_nodes(self._group),
+            "hook": self._config.hook,
+            "repeats": self._config.repeats,
         }
+
+
+def _has_spread_dense(model: Any) -> bool:
+    """True where a matrix outside the experts is spread over ranks."""
+    return any(
+        isinstance(parameter, DTensor)
+        and parameter.dim() == 2
+        and any(isinstance(placement, Shard) for placement in parameter.placements)
+        for parameter in model.parameters()
+    )
 
 
 def _block(model: Any, experts_name: str) -> Any:

@@ -1,10 +1,11 @@
 """Plots of what was measured, with matplotlib, which `pip install ep-moe[bench]` brings."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_moe.bench.layer import BASELINE, PHASES
+from ep_moe.bench.layer import BASELINE, OURS, PHASES
 from ep_moe.bench.records import Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
@@ -15,7 +16,7 @@ COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases
 def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     """Draw one PNG for each bench that has a plot and rows; returns their paths.
 
-    Errors: RuntimeError where matplotlib is missing. Local.
+    Errors: ValueError names a row that lacks what its plot shows; RuntimeError where matplotlib is missing. Local.
     """
     drawn = []
     for bench, plot in PLOTS.items():
@@ -47,23 +48,49 @@ def _bars(axes: Any, labels: Sequence[str], unit: str) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
+def _value(record: Record, path: str) -> Any:
+    """What stands at a path such as "baselines.grouped_mm.tflops"."""
+    part, *names = path.split(".")
+    value: Any = getattr(record, part)
+    for name in names:
+        if name not in value:
+            raise ValueError(f"the row of {record.bench}, {record.date}, commit {record.commit}, has no {path} to plot")
+        value = value[name]
+    return value
+
+
+def _labels(rows: Sequence[Record], paths: Mapping[str, str]) -> list[str]:
+    """What each row measured: the words at `paths`, behind them what they count, and others in which rows differ."""
+    words = [_words(record) for record in rows]
+    shown = {path.partition(".")[2] for path in paths}
+    others = [name for name in dict.fromkeys(name for entry in words for name in entry) if name not in shown]
+    differ = [name for name in others if len({str(entry.get(name)) for entry in words}) > 1]
+    labels = []
+    for record, entry in zip(rows, words, strict=True):
+        given = [f"{_value(record, path)}{counted}" for path, counted in paths.items()]
+        labels.append(", ".join([*given, *(f"{name} {entry[name]}" for name in differ if name in entry)]))
+    return labels
+
+
+def _words(record: Record) -> Mapping[str, Any]:
+    return {**record.shapes, **record.setup, "ranks": record.world_size, "on": record.gpu}
+
+
 def plot_layer(axes: Any, rows: Sequence[Record]) -> int:
     """Phases of each layer end to end, the baseline's below them, in whole calls of it. Returns the number of bars."""
     labels: list[str] = []
-    for record in rows:
-        shapes, setup = record.shapes, record.setup
-        what = f"{shapes['preset']}, {shapes['tokens_per_rank']} tokens, {setup['dtype']} {setup['scheme']}"
-        ours = f"{setup['transport']} + {setup['experts']}"
-        one = record.baselines[BASELINE]["call_us"]
-        for name, values in {ours: record.figures, BASELINE: record.baselines[BASELINE]}.items():
+    work = _labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens", "setup.dtype": ""})
+    for record, what in zip(rows, work, strict=True):
+        one = _value(record, f"baselines.{BASELINE}.call_us")
+        for name, part in {OURS: "figures", BASELINE: f"baselines.{BASELINE}"}.items():
             left = 0.0
             for phase, colour in zip(PHASES, COLOURS, strict=True):
-                width = values[f"{phase}_us"] / one
+                width = _value(record, f"{part}.{phase}_us") / one
                 axes.barh(len(labels), width, left=left, color=colour, label=None if labels else phase)
                 left += width
-            whole = values["call_us"] / one
-            axes.plot(whole, len(labels), "k|", markersize=14, label=None if labels else "whole call")
-            labels.append(f"{what}: {name}, {values['call_us']:,.0f} us")
+            whole = _value(record, f"{part}.call_us")
+            axes.plot(whole / one, len(labels), "k|", markersize=14, label=None if labels else "whole call")
+            labels.append(f"{what}:\n{name}, {whole:,.0f} us")
     axes.legend(fontsize=8)
     _bars(axes, labels, f"time / whole call of {BASELINE}")
     return len(labels)
@@ -72,11 +99,12 @@ def plot_layer(axes: Any, rows: Sequence[Record]) -> int:
 def plot_model(axes: Any, rows: Sequence[Record]) -> int:
     """Tokens per second of each model, then of its baselines. Returns the number of bars."""
     labels: list[str] = []
-    for record in rows:
-        what = f"{record.shapes['preset']}, {record.shapes['layers']} layers, {record.setup['dtype']}"
-        for index, (name, figures) in enumerate({"ep_moe": record.figures, **record.baselines}.items()):
-            axes.barh(len(labels), figures["tokens_per_sec"], color=COLOURS[0] if index else COLOURS[1])
-            labels.append(f"{what}: {name}")
+    work = _labels(rows, {"shapes.preset": "", "shapes.layers": " layers", "setup.dtype": ""})
+    for record, what in zip(rows, work, strict=True):
+        for index, name in enumerate((OURS, *record.baselines)):
+            path = f"baselines.{name}.tokens_per_sec" if index else "figures.tokens_per_sec"
+            axes.barh(len(labels), _value(record, path), color=COLOURS[0] if index else COLOURS[1])
+            labels.append(f"{what}:\n{name}")
     _bars(axes, labels, "tokens per second")
     return len(labels)
 
@@ -84,13 +112,14 @@ def plot_model(axes: Any, rows: Sequence[Record]) -> int:
 def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
     """TFLOP/s against rows: memory bounds the slopes, arithmetic the plateaus. Returns the height in bars."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
-    for record in rows:
-        shapes, setup = record.shapes, record.setup
-        what = f"{shapes['preset']}, {shapes['num_local_experts']} experts, {setup['dtype']} {setup['scheme']}"
-        what += f", {setup['layout']}, {record.gpu}"
-        for name, figures in {str(setup["experts"]): record.figures, **record.baselines}.items():
-            line = lines.setdefault(what, {}).setdefault(name, {})
-            line[int(shapes["rows_per_expert"])] = figures["tflops"]
+    # the rows are what the axis shows: they tell no lines apart
+    same = [dataclasses.replace(record, shapes={**record.shapes, "rows_per_expert": 0}) for record in rows]
+    work = _labels(same, {"shapes.preset": "", "shapes.num_local_experts": " experts", "setup.dtype": ""})
+    for record, what in zip(rows, work, strict=True):
+        count = int(_value(record, "shapes.rows_per_expert"))
+        for name in (str(_value(record, "setup.experts")), *record.baselines):
+            path = f"baselines.{name}.tflops" if name in record.baselines else "figures.tflops"
+            lines.setdefault(what, {}).setdefault(name, {})[count] = _value(record, path)
     styles = ("o-", "x--", "+:")
     for index, (what, names) in enumerate(lines.items()):
         for style, (name, line) in zip(styles, names.items(), strict=False):

@@ -156,10 +156,29 @@ def append_records(path: str | Path, records: Sequence[Record]) -> None:
         file.write("".join(record.to_line() + "\n" for record in records))  # one write: a row is there or is not
 
 
+def check_writable(path: str | Path) -> None:
+    """Make the folder of a file of rows and open the file for appending, which tells before a run what would fail.
+
+    A file that was not there is not left behind. Errors: as `check_path`, and ValueError for what cannot be written.
+    Local.
+    """
+    check_path(path)
+    file = Path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
+        with open(file, "a", encoding="utf-8"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"append ({str(path)!r}) cannot be written: {error}") from None
+
+
 def check_path(path: str | Path) -> None:
     """Raise ValueError unless the path of a file of rows ends in .jsonl. Local."""
     if Path(path).suffix != ".jsonl":
-        raise ValueError(f"path ({str(path)!r}) must end in .jsonl")
+        raise ValueError(f"append ({str(path)!r}) must end in .jsonl")
 
 
 def read_records(directory: str | Path) -> list[Record]:

@@ -1,11 +1,11 @@
 """`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
 
-The page is the notes written by hand, and a table for each benchmark: of each configuration the newest row that counts.
+The page is the notes written by hand, and tables for each benchmark: of each configuration the newest row that counts.
 """
 
 import datetime
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ TITLES = {
         "`ep-moe bench layer`: route, dispatch, experts, combine, beside an all-gather of the tokens in the same "
         "format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked "
         "against float32 experts first. Microseconds of the slowest rank, median, from a cold L2; a phase contains "
-        "what it waits for, and phases are timed in calls of their own.",
+        "what it waits for, and phases are timed in calls of their own, on the rank whose whole call is slowest.",
     ),
     "model": (
         "A whole model",
         "`ep-moe bench model`: random weights, greedy, all ranks together, beside transformers' own expert parallelism "
         "with the same weights and sequences: it shows every sequence to every rank, ep_moe gives each rank its share. "
-        "The MoE blocks of both are checked against float32 experts first.",
+        "The MoE blocks of both are checked against float32 experts first. With transformers until 5.18 its dense part "
+        "is `replicated`: every rank computes attention and head for the sequences of all ranks, that many times the "
+        "dense work of an ep_moe rank, and the ratio contains that. From 5.19 on it is `tensor_parallel`: the ranks "
+        "share this work and exchange its partial sums.",
     ),
     "experts": (
         "One rank's experts",
@@ -39,18 +42,30 @@ TITLES = {
         "of stored weights over that time.",
     ),
 }
-MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in benchmarks/notes.md. -->"
+MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in {folder}/notes.md. -->"
+WORDS = ("shapes", "setup")  # parts of a row that say what was measured
 
 # Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
+_SIZES = (
+    ("hidden", "shapes.hidden"),
+    ("intermediate", "shapes.intermediate"),
+    ("experts", "shapes.num_experts"),
+    ("top-k", "shapes.num_topk"),
+)
+_RUN = (("seed", "setup.seed"), ("warm-up calls", "setup.warmup"), ("repeats", "setup.repeats"))
 COLUMNS = {
     "layer": (
         ("tokens/rank", "shapes.tokens_per_rank"),
+        *_SIZES,
         ("dtype", "setup.dtype"),
         ("scheme", "setup.scheme"),
         ("transport", "setup.transport"),
-        ("experts", "setup.experts"),
+        ("implementation", "setup.experts"),
         ("layout", "setup.layout"),
+        ("placement", "setup.placement"),
         ("routing", "setup.routing"),
+        ("nodes", "setup.nodes"),
+        *_RUN,
         ("route us", "figures.route_us"),
         ("dispatch us", "figures.dispatch_us"),
         ("experts us", "figures.experts_us"),
@@ -68,9 +83,16 @@ COLUMNS = {
         ("sequences/rank", "shapes.sequences_per_rank"),
         ("prompt", "shapes.prompt_tokens"),
         ("new", "shapes.new_tokens"),
+        *_SIZES,
         ("dtype", "setup.dtype"),
         ("transport", "setup.transport"),
-        ("experts", "setup.experts"),
+        ("implementation", "setup.experts"),
+        ("layout", "setup.layout"),
+        ("placement", "setup.placement"),
+        ("transformers experts", "setup.baseline_experts"),
+        ("transformers dense part", "setup.baseline_dense"),
+        ("nodes", "setup.nodes"),
+        *_RUN,
         ("tokens/s", "figures.tokens_per_sec"),
         ("transformers tokens/s", "baselines.transformers_ep.tokens_per_sec"),
         ("ratio", "baselines.transformers_ep.speedup_ratio"),
@@ -84,10 +106,14 @@ COLUMNS = {
     "experts": (
         ("local experts", "shapes.num_local_experts"),
         ("rows/expert", "shapes.rows_per_expert"),
+        *_SIZES,
+        ("activation", "setup.activation"),
+        ("bias", "setup.bias"),
         ("dtype", "setup.dtype"),
         ("scheme", "setup.scheme"),
-        ("experts", "setup.experts"),
+        ("implementation", "setup.experts"),
         ("layout", "setup.layout"),
+        *_RUN,
         ("whole us", "figures.call_us"),
         ("TFLOP/s", "figures.tflops"),
         ("weights GB/s", "figures.weight_gbs"),
@@ -114,15 +140,20 @@ def _when(record: Record) -> datetime.datetime:
     return datetime.datetime.fromisoformat(record.date)
 
 
-def render(records: Sequence[Record], notes: str) -> str:
-    """The whole page. Local."""
+def render(records: Sequence[Record], notes: str, *, folder: str, plots: Collection[str]) -> str:
+    """The whole page.
+
+    Args:
+        folder: name of the rows' directory, which is beside the page. plots: benches whose plot is in it.
+    Local.
+    """
     rows = newest(records)
-    parts = [f"# Benchmarks\n\n{MARK}\n"]
+    parts = [f"# Benchmarks\n\n{MARK.format(folder=folder)}\n"]
     for bench in sorted({record.bench for record in rows}, key=_order):
         title, words = TITLES.get(bench, (bench.capitalize(), f"`ep-moe bench {bench}`."))
         parts.append(f"## {title}\n\n{textwrap.fill(words, PROSE_COLUMNS, break_on_hyphens=False)}\n")
-        if bench in PLOTS:
-            parts.append(f"![{title}](benchmarks/{bench}.png)\n")
+        if bench in plots:
+            parts.append(f"![{title}]({folder}/{bench}.png)\n")
         parts += _tables([record for record in rows if record.bench == bench])
     if notes.strip():
         parts.append(notes.strip() + "\n")
@@ -135,24 +166,34 @@ def _order(bench: str) -> tuple[int, str]:
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
-    """A table for each preset and machine, then where its rows come from."""
+    """A table for each preset and machine, what its rows have in common before it, and where they come from after."""
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:
         key = (str(record.shapes.get("preset", "")), record.gpu, record.world_size)
         groups.setdefault(key, []).append(record)
     parts = []
     for (preset, gpu, world_size), members in groups.items():
-        parts += [f"### {preset + ', ' if preset else ''}{world_size} x {gpu}\n", _table(members), _sources(members)]
+        sources = [_source(record) for record in members]
+        numbers = {source: str(number) for number, source in enumerate(dict.fromkeys(sources), start=1)}
+        parts.append(f"### {preset + ', ' if preset else ''}{world_size} x {gpu}\n")
+        parts += _table(members, [numbers[source] for source in sources])
+        parts.append("".join(f"{number}. {source}\n" for source, number in numbers.items()))
     return parts
 
 
-def _table(records: Sequence[Record]) -> str:
-    """The rows of one kind; columns that nothing stands in are left out."""
+def _table(records: Sequence[Record], runs: Sequence[str]) -> list[str]:
+    """The rows of one kind: a line of the words that all have, and a table of the rest without empty columns."""
     columns = COLUMNS.get(records[0].bench) or tuple((path, path) for record in records for path in _paths(record))
-    shown = [(title, [_cell(record, path) for record in records]) for title, path in dict(columns).items()]
-    shown = [(title, cells) for title, cells in shown if any(cells)]
-    shown = [("date", [record.date[:10] for record in records]), *shown]
-    return markdown_table([title for title, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+    common, shown = [], [("run", list(runs)), ("date", [record.date[:10] for record in records])]
+    for title, path in dict(columns).items():
+        cells = [_cell(record, path) for record in records]
+        if path.startswith(WORDS) and len(set(cells)) == 1:
+            common += [f"{title} {cells[0]}"] if cells[0] else []
+        elif any(cells):
+            shown.append((title, cells))
+    table = markdown_table([title for title, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+    line = textwrap.fill(f"All rows: {', '.join(common)}.", PROSE_COLUMNS, break_on_hyphens=False)
+    return [f"{line}\n", table] if common else [table]
 
 
 def _paths(record: Record) -> list[str]:
@@ -169,33 +210,36 @@ def _cell(record: Record, path: str) -> str:
     return show_figure(names[-1], value) if part in ("figures", "baselines") and value != "" else str(value)
 
 
-def _sources(records: Sequence[Record]) -> str:
-    """Commit, versions and command of each row, those of one run once."""
-    lines = []
-    for record in records:
-        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
-        lines.append(f"- {record.date[:10]}, commit {record.commit[:12]}, {versions}: `{record.command}`\n")
-    return "".join(dict.fromkeys(lines))
+def _source(record: Record) -> str:
+    """When, of what and by what a row was made, the same for the rows of one command."""
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
+    return f"{record.date[:10]}, commit {record.commit[:12]}, {versions}: `{record.command}`"
 
 
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
     """Write the page beside `directory`, whose rows and notes it is made of, and the plots into it.
 
+    The page shows the plots that are there, so that a check finds one missing that the page shows.
+
     Args:
         directory: holds *.jsonl and notes.md; the page is BENCHMARKS.md of the folder that it is in.
-        check: write nothing, only compare the page. plots: draw them too.
+        check: write nothing, only compare the page. plots: draw them first.
     Returns: `ok`, False where the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
     Errors: ValueError for a directory or a row that is not right, RuntimeError where matplotlib is missing. Local.
     """
-    folder = Path(directory)
-    records = read_records(folder)
-    notes = folder / NOTES
-    text = render(records, notes.read_text(encoding="utf-8") if notes.is_file() else "")
-    page = folder.resolve().parent / "BENCHMARKS.md"
+    folder = Path(directory).resolve()
+    records = read_records(directory)
+    notes, page = folder / NOTES, folder.parent / "BENCHMARKS.md"
+    drawn = draw(newest(records), folder) if plots and not check else []
+    text = render(
+        records,
+        notes.read_text(encoding="utf-8") if notes.is_file() else "",
+        folder=folder.name,
+        plots={bench for bench in PLOTS if (folder / f"{bench}.png").is_file()},
+    )
     same = page.is_file() and page.read_text(encoding="utf-8") == text
     written: list[str] = []
     if not check:
-        drawn = draw(newest(records), folder) if plots else []
         page.write_text(text, encoding="utf-8")
         written = [str(page), *map(str, drawn)]
     return {"ok": same or not check, "page": str(page), "written": written, "rows": len(newest(records))}

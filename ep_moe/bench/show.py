@@ -20,9 +20,14 @@ def show_rows(report: Mapping[str, Any]) -> None:
         console.print(Text(f"{report['world_size']} x {report['gpu']}: {shapes}", style="bold"))
         console.print(Text(setup))
         console.print(_table(row["figures"], row["baselines"]))
-    ok, limit = report["ok"], max(row["row_error_limit"] for row in report["rows"])
-    words = "all results checked" if ok else "NOT OK: a result is wrong, it was not timed"
-    console.print(Text(f"{words} (worst row at most {limit:g})", style="bold green" if ok else "bold red"))
+    if report["ok"]:
+        limit = max(row["row_error_limit"] for row in report["rows"])
+        console.print(Text(f"all results checked (worst row at most {limit:g})", style="bold green"))
+        return
+    console.print(Text("NOT OK: a result is wrong, it was not timed", style="bold red"))
+    for row in report["rows"]:
+        for bound in row["broken"]:
+            console.print(Text(bound, style="red"), soft_wrap=True)
 
 
 def _table(figures: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> Table:

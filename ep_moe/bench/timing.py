@@ -16,7 +16,7 @@ GRAPH_WARMUP = 3  # calls before a capture: kernels are compiled and memory pool
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Microseconds of the repeats on the slowest rank, the one whose median is the largest."""
+    """Microseconds of the repeats on one rank."""
 
     median_us: float
     min_us: float
@@ -27,14 +27,19 @@ class Timing:
         return {f"{name}_us": self.median_us, f"{name}_min_us": self.min_us, f"{name}_max_us": self.max_us}
 
 
-def slowest(group: EPGroup, samples: Mapping[str, Sequence[float]]) -> dict[str, Timing]:
-    """Of each rank's samples in microseconds by name, those of the rank with the largest median. Collective."""
+def slowest(group: EPGroup, samples: Mapping[str, Sequence[float]], *, whole: str) -> dict[str, Timing]:
+    """All timings of one rank, the one with the largest median of `whole`: parts of several ranks add up to no call.
+
+    Args:
+        samples: this rank's, in microseconds by name. whole: the name that ranks are compared by.
+    Collective.
+    """
     ranks = group.all_gather_object({name: list(values) for name, values in samples.items()})
-    timings = {}
-    for name in samples:
-        values = max((rank[name] for rank in ranks), key=statistics.median)
-        timings[name] = Timing(median_us=statistics.median(values), min_us=min(values), max_us=max(values))
-    return timings
+    chosen = max(ranks, key=lambda rank: statistics.median(rank[whole]))
+    return {
+        name: Timing(median_us=statistics.median(values), min_us=min(values), max_us=max(values))
+        for name, values in chosen.items()
+    }
 
 
 class PhaseTimes:
@@ -119,8 +124,22 @@ def time_calls(
     return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
 
 
-def capture(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Capture a call into a CUDA graph; returns what replays it, on the buffers that the capture saw.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A call in a CUDA graph: what replays it, and where each replay writes its output."""
+
+    replay: Callable[[], None]
+    output: torch.Tensor
+
+    def replayed(self) -> torch.Tensor:
+        """Replay once over NaN, so that what the graph does not write is seen. Collective as the call, no host sync."""
+        self.output.fill_(float("nan"))
+        self.replay()
+        return self.output
+
+
+def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
+    """Capture a call into a CUDA graph, on the buffers that the capture saw.
 
     Errors: RuntimeError for a call that cannot be captured, one that waits on the host for example, and without CUDA.
     Every rank captures the same. Host sync.
@@ -138,7 +157,7 @@ def capture(call: Callable[[], object], device: torch.device) -> Callable[[], No
     try:
         # of this thread alone: that of NCCL asks for events meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            call()
+            output = call()
     except RuntimeError as error:
         raise RuntimeError(f"the call cannot be captured into a CUDA graph: {error}") from error
-    return graph.replay
+    return Captured(replay=graph.replay, output=output)
