@@ -14,7 +14,7 @@ import triton
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.reference import check_fit
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
 from ep_moe.kernels.grouped_gemm import _first_gemm_kernel, _second_gemm_kernel
 from ep_moe.kernels.requantise import _expert_amax_kernel, _requantise_kernel
 from ep_moe.kernels.tile_list import _tile_list_kernel
@@ -189,22 +189,25 @@ class TritonExperts:
         gated, (block_n, block_k) = self.activation.kind.gated, weights.scheme.block
         blocked = weights.scheme.weight == "block"
         if self.tiles is not None:
-            for name, tiles in (("first", self.tiles.first), ("second", self.tiles.second)):
-                if blocked and block_k % tiles.block_k:
+            for name, gemm in (("first", self.tiles.first), ("second", self.tiles.second)):
+                if blocked and block_k % gemm.block_k:
                     raise ValueError(
-                        f"block_k ({tiles.block_k}) of the {name} GEMM does not divide the {block_k} columns that "
+                        f"block_k ({gemm.block_k}) of the {name} GEMM does not divide the {block_k} columns that "
                         f"share a scale in scheme '{weights.scheme.name}'"
                     )
             return self.tiles
-        if not blocked:
-            return choose_tiles(batch.expected_rows, weights.w13.dtype, gated=gated)
-        return choose_tiles(
+        dtype, device = weights.w13.dtype, weights.w13.device
+        tiles = choose_tiles(
             batch.expected_rows,
-            weights.w13.dtype,
+            dtype,
             gated=gated,
-            group_k=block_k,
-            whole_blocks=block_n % 128 == 0 and self._halves_aligned(weights),
+            group_k=block_k if blocked else 0,
+            whole_blocks=not blocked or (block_n % 128 == 0 and self._halves_aligned(weights)),
         )
+        if device.type != "cuda":
+            return tiles
+        properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+        return fit_stages(tiles, properties["max_shared_mem"], dtype.itemsize, gated=gated)
 
     def _halves_aligned(self, weights: ExpertWeights) -> bool:
         """True where the up half of w13 begins with a block of scales of its own."""

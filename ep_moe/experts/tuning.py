@@ -7,6 +7,8 @@ import dataclasses
 
 import torch
 
+_OTHER_SHARED_BYTES = 2048  # of barriers and scales, beside the buffers of the stages
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GemmTiles:
@@ -60,6 +62,29 @@ def choose_tiles(
     if dtype.itemsize == 1:
         return _fp8_tiles(expected_rows, group_k, gated=gated, whole_blocks=whole_blocks)
     return _half_tiles(expected_rows, gated=gated)
+
+
+def fit_stages(tiles: ExpertTiles, shared_bytes: int, itemsize: int, *, gated: bool) -> ExpertTiles:
+    """Take stages away until both GEMMs' buffers fit the shared memory of a block. H200 has room for all our choices.
+
+    Example: 128 rows and two halves of 128 columns, 64 bfloat16 of the sum each, are 48 KiB a stage: of four, three fit
+    the 163 KiB of an A100.
+
+    Args:
+        shared_bytes: that a block may have. itemsize: bytes of a stored number. gated: whether w13 has two halves.
+    Errors: RuntimeError where one stage alone does not fit. Local.
+    """
+
+    def fitted(gemm: GemmTiles, halves: int) -> GemmTiles:
+        stage_bytes = (tiles.block_m + halves * gemm.block_n) * gemm.block_k * itemsize
+        most = (shared_bytes - _OTHER_SHARED_BYTES) // stage_bytes
+        if most < 1:
+            raise RuntimeError(
+                f"a stage of {stage_bytes} bytes does not fit the {shared_bytes} bytes of a block's shared memory"
+            )
+        return dataclasses.replace(gemm, num_stages=min(gemm.num_stages, most))
+
+    return dataclasses.replace(tiles, first=fitted(tiles.first, 2 if gated else 1), second=fitted(tiles.second, 1))
 
 
 def _fp8_tiles(expected_rows: int, group_k: int, *, gated: bool, whole_blocks: bool) -> ExpertTiles:

@@ -14,7 +14,7 @@ from triton import next_power_of_2
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.experts.triton import TritonExperts, build_tile_list
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
 from ep_moe.kernels.requantise import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
 from ep_moe.quant import QuantScheme, dequantise_weight, get_scheme, quantise, quantise_weight
@@ -384,6 +384,16 @@ def test_a_step_of_the_sum_never_crosses_a_scale() -> None:
         tiles = choose_tiles(4, torch.float8_e4m3fn, gated=True, group_k=group_k)
         assert group_k % tiles.first.block_k == 0
         assert group_k % tiles.second.block_k == 0
+
+
+def test_stages_fit_the_shared_memory() -> None:
+    tiles = choose_tiles(500, torch.bfloat16, gated=True)
+    h200, a100, l40 = (fit_stages(tiles, size, 2, gated=True) for size in (232448, 166912, 101376))
+    assert h200 == tiles
+    assert [t.first.num_stages for t in (h200, a100, l40)] == [4, 3, 2]
+    assert [t.second.num_stages for t in (h200, a100, l40)] == [3, 3, 3]
+    with pytest.raises(RuntimeError, match="49152 bytes does not fit the 49152 bytes"):
+        fit_stages(tiles, 49152, 2, gated=True)
 
 
 def test_auto_and_names() -> None:
