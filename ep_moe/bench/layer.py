@@ -15,7 +15,7 @@ from ep_moe.bench.bounds import broken_bounds, largest
 from ep_moe.bench.experts import RandomExperts, expected_output
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.presets import LAYER_PRESETS, LayerPreset
-from ep_moe.bench.records import device_name, versions
+from ep_moe.bench.records import report_outcome
 from ep_moe.bench.timing import Captured, PhaseTimes, capture, slowest, time_calls
 from ep_moe.config import EngineConfig, MoEConfig, RoutingMethod, TransportConfig
 from ep_moe.experts import EXPERTS
@@ -108,14 +108,7 @@ def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConf
         rows.append(bench.measure(num_tokens))
         if not rows[-1]["ok"]:
             break
-    return {
-        "ok": all(row["ok"] for row in rows),
-        "bench": "layer",
-        "gpu": device_name(group.device),
-        "world_size": group.num_ranks,
-        "versions": versions(group.device),
-        "rows": rows,
-    }
+    return report_outcome("layer", group.device, group.num_ranks, rows)
 
 
 def tell(group: EPGroup, text: str) -> None:

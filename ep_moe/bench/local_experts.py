@@ -15,7 +15,7 @@ from ep_moe.bench.experts import SEED_STRIDE, Expert, RandomExperts, expected_ou
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
 from ep_moe.bench.layer import implementation_name, tell
 from ep_moe.bench.presets import LAYER_PRESETS
-from ep_moe.bench.records import device_name, versions
+from ep_moe.bench.records import report_outcome
 from ep_moe.bench.timing import Captured, capture, slowest, time_calls
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.experts import EXPERTS, create_experts
@@ -90,14 +90,7 @@ def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBench
         rows.append(bench.measure(num_rows))
         if not rows[-1]["ok"]:
             break
-    return {
-        "ok": all(row["ok"] for row in rows),
-        "bench": "experts",
-        "gpu": device_name(group.device),
-        "world_size": group.num_ranks,
-        "versions": versions(group.device),
-        "rows": rows,
-    }
+    return report_outcome("experts", group.device, group.num_ranks, rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

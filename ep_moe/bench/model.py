@@ -22,7 +22,7 @@ from ep_moe.bench.generation import System, generate, time_generation
 from ep_moe.bench.layer import implementation_name, num_nodes, tell
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import expert_values, fill_with_random_numbers
-from ep_moe.bench.records import device_name, versions
+from ep_moe.bench.records import report_outcome
 from ep_moe.config import ActivationConfig, EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
 from ep_moe.engines.transformers.experts import find_experts
@@ -120,14 +120,7 @@ def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConf
     transformers_logging.disable_progress_bar()
     bench = _ModelBench(group, engine, config)
     row = bench.run()
-    return {
-        "ok": row["ok"],
-        "bench": "model",
-        "gpu": device_name(group.device),
-        "world_size": group.num_ranks,
-        "versions": versions(group.device),
-        "rows": [row],
-    }
+    return report_outcome("model", group.device, group.num_ranks, [row])
 
 
 def _spreads_dense() -> bool:

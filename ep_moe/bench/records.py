@@ -215,6 +215,18 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
+def report_outcome(bench: str, device: torch.device, world_size: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What every benchmark reports: `ok` where all rows are, and by what they were measured. Local."""
+    return {
+        "ok": all(row["ok"] for row in rows),
+        "bench": bench,
+        "gpu": device_name(device),
+        "world_size": world_size,
+        "versions": versions(device),
+        "rows": rows,
+    }
+
+
 def versions(device: torch.device) -> dict[str, str | None]:
     """The versions that a figure depends on; cuda and nccl are None on the CPU. Local."""
     on_cuda = device.type == "cuda"
