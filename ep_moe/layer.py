@@ -90,7 +90,7 @@ class ExpertParallelMoE(torch.nn.Module):
         self.transport = transport
         self.placement = transport.placement if placement is None else placement
         self.scheme = get_scheme(config.scheme)
-        self.experts: Experts = create_experts(experts, config.activation, weights.w13.device)
+        self.experts: Experts = create_experts(experts, config.activation, weights.w13.device, scheme=self.scheme)
         self.routing_bias = routing_bias
         self.shared_experts = shared_experts
         self.phases: Phases = _Unwatched() if phases is None else phases
@@ -106,9 +106,9 @@ class ExpertParallelMoE(torch.nn.Module):
             "first physical experts": (self.placement.starts, transport.placement.starts),
             "scheme": (weights.scheme.name, self.scheme.name),
             "rows of w13": (weights.w13.shape[1], config.intermediate * (2 if kind.gated else 1)),
-            "columns of w13": (weights.w13.shape[2], config.hidden),
+            "columns of w13": (weights.w13.shape[2], self.scheme.row_values(config.hidden)),
             "rows of w2": (weights.w2.shape[1], config.hidden),
-            "columns of w2": (weights.w2.shape[2], config.intermediate),
+            "columns of w2": (weights.w2.shape[2], self.scheme.row_values(config.intermediate)),
             "dtype of w13": (weights.w13.dtype, self.scheme.dtype or transport.config.dtype),
         }
         if self.routing_bias is not None:

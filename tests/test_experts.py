@@ -40,6 +40,10 @@ FORMATS = [
     ("fp8_block", "float32"),
     ("fp8_block", "bfloat16"),
     ("fp8_block_32x48", "float16"),
+    ("fp8_block_ue8m0", "float32"),
+    ("int8_token", "bfloat16"),
+    ("mxfp8", "bfloat16"),
+    ("nvfp4", "float32"),
 ]
 
 
@@ -88,14 +92,14 @@ def make_case(
     if scheme.quantised:
         payload = quantise(x, scheme)
         x, scale = payload.values, payload.scale
-        scale[(ids < 0).all(dim=1)] = math.nan
+        fill_with_nan(scale, (ids < 0).all(dim=1))
     fill_with_nan(x, (ids < 0).all(dim=1))
     rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights)
     return Case(rows=rows, weights=ExpertWeights(scheme=scheme, **fields), dtype=dtype)  # type: ignore[arg-type]
 
 
 def fill_with_nan(x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write NaN into the rows [.., .] of x that a mask names, in place, in any dtype."""
+    """Write NaN, or something else where a dtype has none, into the rows [.., .] of x that a mask names, in place."""
     nan = torch.full((1,), math.nan).to(x.dtype)
     if x.element_size() == 1:  # torch on a CPU writes fp8 by mask as bytes only
         x, nan = x.view(torch.uint8), nan.view(torch.uint8)
@@ -119,7 +123,7 @@ def pack_case(case: Case, layout: Layout) -> Packed:
         assert bool(unused.any())
         fill_with_nan(batch.x, unused)
         if batch.scale is not None:
-            batch.scale[unused] = math.nan
+            fill_with_nan(batch.scale, unused)
     return packed
 
 
@@ -164,6 +168,25 @@ def reference_e4m3(x: np.ndarray) -> np.ndarray:
     return np.round(x / step) * step
 
 
+def reference_group(x: np.ndarray, amax: float, name: str) -> np.ndarray:
+    """Quantise and dequantise numbers whose group, or more, has the largest magnitude `amax`."""
+    if name == "int8_token":
+        scale = max(amax, 1e-10) / 127
+        return np.clip(np.round(x / scale), -127, 127) * scale
+    if name == "mxfp8":
+        scale = 2.0 ** (np.floor(np.log2(amax)) - 8)
+        return reference_e4m3(x / scale) * scale
+    if name == "nvfp4":
+        scale = float(reference_e4m3(np.array(amax / 6)))
+        ratio = np.clip(x / scale, -6, 6)
+        step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(ratio), 1))) - 1)
+        return np.round(ratio / step) * step * scale
+    scale = max(amax, 1e-10) / 448
+    if name == "fp8_block_ue8m0":
+        scale = 2.0 ** np.ceil(np.log2(scale))
+    return reference_e4m3(x / scale) * scale
+
+
 def reference_requantise(inner: np.ndarray, scheme: QuantScheme, static: float | None) -> np.ndarray:
     """Requantise and dequantise the rows [n, I] of one expert."""
     result = np.empty_like(inner)
@@ -171,16 +194,31 @@ def reference_requantise(inner: np.ndarray, scheme: QuantScheme, static: float |
     for row in range(inner.shape[0]):
         for first in range(0, inner.shape[1], group):
             shared = inner if scheme.activation == "tensor" else inner[row, first : first + group]
-            scale = max(np.abs(shared).max(), 1e-10) / 448 if static is None else static
-            result[row, first : first + group] = reference_e4m3(inner[row, first : first + group] / scale) * scale
+            mine, place = inner[row, first : first + group], np.s_[row, first : first + group]
+            if static is None:
+                result[place] = reference_group(mine, np.abs(shared).max(), scheme.name)
+            else:
+                result[place] = reference_e4m3(mine / static) * static
     return result
+
+
+def stored_numbers(values: torch.Tensor, scheme: QuantScheme) -> np.ndarray:
+    """Stored values [.., V] as the numbers [.., H] that they mean without their scales, float64."""
+    if scheme.name != "nvfp4":
+        return values.double().numpy().copy()
+    magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.zeros((*values.shape[:-1], 2 * values.shape[-1]))
+    for parity in range(2):
+        code = values.numpy() // 16**parity % 16
+        numbers[..., parity::2] = np.where(code < 8, 1, -1) * magnitude[code % 8]
+    return numbers
 
 
 def reference_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> np.ndarray:
     """One expert's matrix in float64."""
-    real = values.double().numpy().copy()
+    real = stored_numbers(values, scheme)
     if scale is not None:
-        s = scale.double().numpy()
+        s = scale.float().double().numpy()
         for n in range(real.shape[0]):
             for k in range(real.shape[1]):
                 place = {"tensor": (), "channel": (n,), "block": (n // scheme.block[0], k // scheme.block[1])}
@@ -191,7 +229,7 @@ def reference_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: Q
 def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]:
     """By expert: its output rows [n, H] in float64, in the order of the received rows."""
     w, scheme, outputs = case.weights, case.weights.scheme, []
-    x = case.rows.x.double().numpy()
+    x = stored_numbers(case.rows.x, scheme)
     for expert in range(EXPERT_COUNT):
         w13, w2 = (
             reference_weight(values[expert], None if scale is None else scale[expert], scheme)
@@ -298,7 +336,14 @@ def test_all_layouts_have_the_same_bits(scheme: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("pool", ["flat", "batched"])
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("none", "bfloat16"), ("fp8_tensor", "float32"), ("fp8_block", "float32")]
+    ("scheme", "dtype"),
+    [
+        ("none", "bfloat16"),
+        ("fp8_tensor", "float32"),
+        ("fp8_block", "float32"),
+        ("mxfp8", "float32"),
+        ("nvfp4", "float32"),
+    ],
 )
 def test_rows_gathered_from_a_pool(scheme: str, dtype: str, pool: str) -> None:
     case = make_case(scheme, dtype)
@@ -466,6 +511,8 @@ def _weights(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWei
         ("fp8_block", _weights(w13_scale=torch.ones(4, 2, 1)), ("w13_scale", "(4, 2, 1)", "(4, 2, 2)")),
         ("fp8_block", _batch(scale=None), ("scale", "missing", "'fp8_block'")),
         ("fp8_block", _weights(w2=torch.ones(4, 144, 80)), ("w2", "float32", "float8_e4m3fn")),
+        ("mxfp8", _weights(w2_scale=torch.ones(4, 144, 3)), ("w2_scale", "float32", "float8_e8m0fnu")),
+        ("nvfp4", _weights(w2=torch.ones(4, 144, 80).byte()), ("w2", "(4, 144, 80)", "(4, 144, 40)")),
     ],
 )
 def test_batch_and_weights_that_do_not_fit(
@@ -500,6 +547,11 @@ def test_experts_by_name() -> None:
         create_experts("triton", SILU, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
         create_experts("cutlass", SILU, torch.device("cpu"))
+    assert type(create_experts("auto", SILU, torch.device("cuda"), scheme=get_scheme("mxfp8"))) is ReferenceExperts
+    with pytest.raises(
+        ValueError, match=r"'triton' experts do not compute scheme 'int8_token'.*experts=\"torch\" does"
+    ):
+        create_experts("triton", SILU, torch.device("cuda"), scheme=get_scheme("int8_token"))
     with pytest.raises(ValueError, match=r"device \(meta\) is not one of cpu, cuda"):
         create_experts("auto", SILU, torch.device("meta"))
 

@@ -9,12 +9,18 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, merge_repeats, pack, weighted_sum
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import QuantScheme, get_scheme
 
 PLAIN = QuantScheme(name="plain")
 GROUPED = QuantScheme(name="grouped", dtype=torch.float8_e4m3fn, activation="group", block=(128, 128))
 PER_TOKEN = QuantScheme(name="per_token", dtype=torch.int8, activation="token")
-SCHEMES = {"bf16": PLAIN, "fp8_group": GROUPED, "int8_token": PER_TOKEN}
+SCHEMES = {
+    "bf16": PLAIN,
+    "fp8_group": GROUPED,
+    "int8_token": PER_TOKEN,
+    "mxfp8": get_scheme("mxfp8"),  # scales of one byte, five of them
+    "nvfp4": get_scheme("nvfp4"),  # two numbers in a byte, rows of 72
+}
 CLASSES = {Layout.BATCHED: Batched, Layout.COMPACT: Compact, Layout.FLAT: Flat}
 HIDDEN = 144  # two groups of 128, the second one short
 
@@ -45,9 +51,13 @@ def make_rows(case: str, scheme: QuantScheme) -> tuple[TokenRows, int, int]:
     if scheme.dtype is None:
         x = torch.randn(num_tokens, HIDDEN, generator=random).bfloat16()
     else:
-        x = torch.randint(0, 120, (num_tokens, HIDDEN), generator=random, dtype=torch.uint8).view(scheme.dtype)
+        num_values = scheme.row_values(HIDDEN)
+        x = torch.randint(0, 120, (num_tokens, num_values), generator=random, dtype=torch.uint8).view(scheme.dtype)
     groups = scheme.num_groups(HIDDEN)
     scale = torch.rand(num_tokens, groups, generator=random) if groups else None
+    if scheme.scale_dtype.itemsize == 1:
+        codes = torch.randint(0, 120, (num_tokens, groups), generator=random, dtype=torch.uint8)
+        scale = codes.view(scheme.scale_dtype)
     return TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights), num_local, alignment
 
 
@@ -63,13 +73,13 @@ def tokens_of_experts(ids: torch.Tensor, num_local: int) -> list[list[tuple[int,
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor, last dimension split into bytes."""
-    return tensor.contiguous().view(torch.uint8).numpy()
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
 
 
 def pool_of(batch: ExpertBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The batch's rows and scales with one row dimension."""
     scale = None if batch.scale is None else batch.scale.reshape(-1, batch.scale.shape[-1])
-    return batch.x.reshape(-1, HIDDEN), scale
+    return batch.x.reshape(-1, batch.x.shape[-1]), scale
 
 
 def check_rows(packed: Packed, rows: TokenRows, num_local: int) -> None:
@@ -86,7 +96,7 @@ def check_rows(packed: Packed, rows: TokenRows, num_local: int) -> None:
             assert np.array_equal(raw(pool[source]), raw(rows.x[token]))
             if rows.scale is not None:
                 assert pool_scale is not None
-                assert torch.equal(pool_scale[source], rows.scale[token])
+                assert np.array_equal(raw(pool_scale[source]), raw(rows.scale[token]))
     assert packed.token_to_row.dtype == torch.int32
     assert np.array_equal(packed.token_to_row.numpy(), expected_back)
 
@@ -132,15 +142,17 @@ def test_pack(layout: Layout, case: str, scheme: QuantScheme) -> None:
     compact_rows = most_rows(max_rows, num_local, alignment)
     assert layout is not Layout.COMPACT or next_start <= compact_rows
     shape = {
-        Layout.BATCHED: (num_local, capacity, HIDDEN),
-        Layout.COMPACT: (compact_rows, HIDDEN),
+        Layout.BATCHED: (num_local, capacity, rows.x.shape[1]),
+        Layout.COMPACT: (compact_rows, rows.x.shape[1]),
         Layout.FLAT: tuple(rows.x.shape),
     }[layout]
     assert tuple(batch.x.shape) == shape
+    output_rows = (num_tokens,) if layout is Layout.FLAT else shape[:-1]
+    assert batch.output_shape == (*output_rows, HIDDEN)
     assert (batch.scale is None) == (groups == 0)
     if batch.scale is not None and batch.scale.numel() > 0:
         assert tuple(batch.scale.shape) == (*shape[:-1], groups)
-        assert batch.scale.dtype == torch.float32
+        assert batch.scale.dtype == scheme.scale_dtype
         strides = (capacity * groups, 1, capacity) if layout is Layout.BATCHED else (1, shape[0])
         wanted = [stride for stride, size in zip(strides, batch.scale.shape, strict=True) if size > 1]
         assert [s for s, size in zip(batch.scale.stride(), batch.scale.shape, strict=True) if size > 1] == wanted

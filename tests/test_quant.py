@@ -1,4 +1,4 @@
-"""Number formats against a reference that knows only the 256 bit patterns of e4m3 and loops over tiles in numpy."""
+"""Number formats against a reference that knows the bit patterns of e4m3 and e2m1 and loops over tiles in numpy."""
 
 import math
 
@@ -9,6 +9,7 @@ import torch
 from ep_moe.quant import (
     SCHEMES,
     Quantised,
+    as_bytes,
     dequantise,
     dequantise_rows,
     dequantise_weight,
@@ -18,9 +19,10 @@ from ep_moe.quant import (
     quantise_weight,
 )
 
-QUANTISED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32"]
+QUANTISED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_block_ue8m0", "int8_token"]
+MICRO = ["mxfp8", "nvfp4"]
 WIDTHS = [2880, 144, 16]
-WORST_ROW_LIMIT = 0.04  # relative L2; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
+WORST_ROW_LIMIT = 0.045  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
 
 
 def _value_of(code: int) -> float:
@@ -45,30 +47,58 @@ def _nearest_code(x: np.ndarray) -> np.ndarray:
     return (code + 128 * np.signbit(x)).astype(np.uint8)
 
 
-def _reference(x: np.ndarray, tile: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Bit patterns of x [N, K] float32 and one scale for each tile, tile after tile."""
+def _numbers(codes: np.ndarray, name: str) -> np.ndarray:
+    """What bytes mean, float32."""
+    return codes.view(np.int8).astype(np.float32) if name == "int8_token" else VALUES[codes].astype(np.float32)
+
+
+def _largest(name: str) -> np.float32:
+    return np.float32(127 if name == "int8_token" else 448)
+
+
+def _scale_of(amax: np.float32, name: str) -> np.float32:
+    scale = max(amax, np.float32(1e-10)) / _largest(name)
+    if name == "fp8_block_ue8m0":
+        mantissa, exponent = math.frexp(scale)  # mantissa in [0.5, 1)
+        scale = np.float32(2.0 ** (exponent - (mantissa == 0.5)))
+    return scale
+
+
+def _reference(x: np.ndarray, tile: tuple[int, int], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of x [N, K] float32 and one scale for each tile, tile after tile."""
     rows, columns = math.ceil(x.shape[0] / tile[0]), math.ceil(x.shape[1] / tile[1])
     codes, scale = np.zeros(x.shape, np.uint8), np.zeros((rows, columns), np.float32)
     for i in range(rows):
         for j in range(columns):
             place = np.s_[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
-            amax = max(np.max(np.abs(x[place])), np.float32(1e-10))
-            scale[i, j] = np.float32(amax) / np.float32(448)
-            codes[place] = _nearest_code(np.clip(x[place] / scale[i, j], np.float32(-448), np.float32(448)))
+            scale[i, j] = _scale_of(np.max(np.abs(x[place])), name)
+            clipped = np.clip(x[place] / scale[i, j], -_largest(name), _largest(name))
+            integers = name == "int8_token"
+            codes[place] = np.rint(clipped).astype(np.int8).view(np.uint8) if integers else _nearest_code(clipped)
     return codes, scale
 
 
 def _tile_of_activations(name: str, rows: int, width: int) -> tuple[int, int]:
-    return {"fp8_tensor": (rows, width), "fp8_token": (1, width), "fp8_block": (1, 128), "fp8_block_64x32": (1, 32)}[
-        name
-    ]
+    tiles = {
+        "fp8_tensor": (rows, width),
+        "fp8_token": (1, width),
+        "int8_token": (1, width),
+        "fp8_block": (1, 128),
+        "fp8_block_ue8m0": (1, 128),
+        "fp8_block_64x32": (1, 32),
+        "mxfp8": (1, 32),
+        "nvfp4": (1, 16),
+    }
+    return tiles[name]
 
 
 def _tile_of_weights(name: str, rows: int, columns: int) -> tuple[int, int]:
     tiles = {
         "fp8_tensor": (rows, columns),
         "fp8_token": (1, columns),
+        "int8_token": (1, columns),
         "fp8_block": (128, 128),
+        "fp8_block_ue8m0": (128, 128),
         "fp8_block_64x32": (64, 32),
     }
     return tiles[name]
@@ -108,7 +138,7 @@ def test_rounding_is_to_nearest_even_and_saturates() -> None:
 def test_quantise_has_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
     x = _tokens(9, width, dtype)
     before = x.clone()
-    codes, tiles = _reference(x.float().numpy(), _tile_of_activations(name, 9, width))
+    codes, tiles = _reference(x.float().numpy(), _tile_of_activations(name, 9, width), name)
     result = quantise(x, get_scheme(name))
     np.testing.assert_array_equal(_codes(result.values), codes)
     np.testing.assert_array_equal(result.scale.numpy(), np.broadcast_to(tiles, (9, tiles.shape[1])))
@@ -116,7 +146,9 @@ def test_quantise_has_the_bits_of_the_reference(name: str, width: int, dtype: to
     assert result.values.is_contiguous()
     assert torch.equal(x, before)
     spread = np.repeat(tiles, _tile_of_activations(name, 9, width)[1], axis=1)[:, :width]
-    np.testing.assert_array_equal(dequantise(result).numpy(), VALUES[codes].astype(np.float32) * spread)
+    with np.errstate(over="ignore"):  # what is rounded up beyond the largest float32
+        real = _numbers(codes, name) * spread
+    np.testing.assert_array_equal(dequantise(result).numpy(), real)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -127,7 +159,8 @@ def test_error_is_half_a_step(name: str, width: int) -> None:
     result = quantise(x, get_scheme(name))
     error = (dequantise(result).double() - x.double()).abs()
     largest_scale = result.scale.max(dim=1, keepdim=True).values.double()
-    assert bool((error <= 1.00001 * torch.maximum(x.double().abs() / 16, largest_scale / 1024)).all())
+    step = torch.maximum(x.double().abs() / 8, largest_scale / 512) if name != "int8_token" else largest_scale
+    assert bool((error <= 1.00001 * step / 2).all())
     assert float((error.norm(dim=1) / x.double().norm(dim=1)).max()) < WORST_ROW_LIMIT
 
 
@@ -135,21 +168,24 @@ def test_error_is_half_a_step(name: str, width: int) -> None:
 def test_a_row_of_zeros_is_zeros(name: str) -> None:
     result = quantise(torch.zeros(3, 144), get_scheme(name))
     assert torch.equal(dequantise(result), torch.zeros(3, 144))
-    assert torch.equal(result.scale, torch.full_like(result.scale, float(np.float32(1e-10) / np.float32(448))))
+    assert torch.equal(result.scale, torch.full_like(result.scale, float(_scale_of(np.float32(0), name))))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTISED + MICRO)
 def test_no_rows(name: str, width: int) -> None:
     scheme = get_scheme(name)
     for static in [None, torch.ones(1)] if scheme.activation == "tensor" else [None]:
         result = quantise(torch.empty(0, width, dtype=torch.bfloat16), scheme, static_scale=static)
-        assert (result.values.shape, result.scale.shape) == ((0, width), (0, scheme.num_groups(width)))
+        assert (result.values.shape, result.scale.shape) == (
+            (0, scheme.row_values(width)),
+            (0, scheme.num_groups(width)),
+        )
         assert dequantise(result).shape == (0, width)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTISED + MICRO)
 def test_what_is_not_finite_makes_nan_of_its_scale_alone(name: str, bad: float) -> None:
     x = torch.randn(4, 272, generator=torch.Generator().manual_seed(0))
     clean = dequantise(quantise(x, get_scheme(name)))
@@ -170,16 +206,16 @@ def test_static_scale() -> None:
     torch.testing.assert_close(dequantise(result), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTISED + MICRO)
 def test_rows_of_any_leading_shape_and_strides(name: str) -> None:
     experts, capacity, width = 3, 5, 336
     scheme = get_scheme(name)
     x = torch.randn(experts * capacity, width, generator=torch.Generator().manual_seed(3))
     result = quantise(x, scheme)
     groups = scheme.num_groups(width)
-    scale = torch.empty(experts, groups, capacity).transpose(1, 2)
+    scale = torch.empty(experts, groups, capacity, dtype=scheme.scale_dtype).transpose(1, 2)
     scale.copy_(result.scale.reshape(experts, capacity, groups))
-    rows = dequantise_rows(result.values.view(experts, capacity, width), scale, scheme)
+    rows = dequantise_rows(result.values.view(experts, capacity, scheme.row_values(width)), scale, scheme)
     assert torch.equal(rows.view(-1, width), dequantise(result))
     assert torch.equal(dequantise_rows(result.values[7], result.scale[7], scheme), dequantise(result)[7])
 
@@ -202,15 +238,124 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
     }
     assert scale.shape == shapes[scheme.weight]
     for expert in range(3):
-        codes, tiles = _reference(weight[expert].bfloat16().float().numpy(), tile)
+        codes, tiles = _reference(weight[expert].bfloat16().float().numpy(), tile, name)
         np.testing.assert_array_equal(_codes(values[expert]), codes)
         np.testing.assert_array_equal(scale[expert].reshape(tiles.shape).numpy(), tiles)
         for n, k in [(0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3)]:
-            expected = np.float32(VALUES[codes[n, k]]) * tiles[n // tile[0], k // tile[1]]
+            expected = _numbers(codes[n : n + 1, k], name)[0] * tiles[n // tile[0], k // tile[1]]
             assert real[expert, n, k].item() == expected
     alone = quantise_weight(weight[1].bfloat16(), scheme)
     assert torch.equal(alone[0].view(torch.uint8), values[1].view(torch.uint8))
     assert torch.equal(dequantise_weight(*alone, scheme), real[1])
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; ties go to the even one
+
+
+def _micro_reference(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of x [N, K] float32, one a number, the byte of each group's scale, and the numbers that they mean."""
+    group = _tile_of_activations(name, 1, 1)[1]
+    codes, real = np.zeros(x.shape, np.uint8), np.zeros(x.shape, np.float32)
+    bytes_ = np.zeros((x.shape[0], math.ceil(x.shape[1] / group)), np.uint8)
+    for i, j in np.ndindex(*bytes_.shape):
+        place = np.s_[i, j * group : (j + 1) * group]
+        amax = np.max(np.abs(x[place]))
+        if name == "mxfp8":
+            exponent = math.frexp(amax)[1] - 1 - 8 if amax else -127  # frexp has its mantissa in [0.5, 1)
+            bytes_[i, j] = max(exponent, -127) + 127
+            scale = 2.0 ** (int(bytes_[i, j]) - 127)
+            codes[place] = _nearest_code(np.clip(x[place] / scale, -448, 448))
+            real[place] = VALUES[codes[place]] * scale
+            continue
+        bytes_[i, j] = _nearest_code(np.clip(amax / np.float32(6), 0, 448))
+        scale = np.float32(VALUES[bytes_[i, j]])
+        for k in range(*place[1].indices(x.shape[1])):
+            ratio = abs(x[i, k] / scale) if scale else 0.0
+            distance = np.abs(E2M1 - min(ratio, 6))
+            nearest = [code for code in range(8) if distance[code] == distance.min()]
+            magnitude = nearest[0] if len(nearest) == 1 or nearest[0] % 2 == 0 else nearest[1]
+            negative = bool(np.signbit(x[i, k])) and bool(scale)
+            codes[i, k] = magnitude + 8 * negative
+            real[i, k] = np.float32(-1 if negative else 1) * np.float32(E2M1[magnitude]) * scale
+    return codes, bytes_, real
+
+
+def _micro_codes(values: torch.Tensor, name: str) -> np.ndarray:
+    """One code for each number: of two in a byte the first in the low half."""
+    codes = _codes(values)
+    return codes if name == "mxfp8" else np.stack([codes % 16, codes // 16], axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+@pytest.mark.parametrize("width", [*WIDTHS, 48])
+@pytest.mark.parametrize("name", MICRO)
+def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
+    x = _tokens(9, width, dtype)
+    if dtype == torch.float32:
+        x[4] *= 2.0**-127 / x[4].abs().max()  # numbers below the smallest scale's 448
+    codes, scales, real = _micro_reference(x.float().numpy(), name)
+    scheme = get_scheme(name)
+    result = quantise(x, scheme)
+    np.testing.assert_array_equal(_micro_codes(result.values, name), codes)
+    np.testing.assert_array_equal(_codes(result.scale), scales)
+    np.testing.assert_array_equal(dequantise(result).numpy(), real)
+    assert result.scale.stride() == (1, 9)
+    assert result.values.is_contiguous()
+    values, weight_scale = quantise_weight(torch.stack([x, x.flip(0)]), scheme)
+    assert weight_scale.shape == (2, 9, scheme.num_groups(width))
+    np.testing.assert_array_equal(_micro_codes(values[1], name), codes[::-1])
+    np.testing.assert_array_equal(_codes(weight_scale[1]), scales[::-1])
+    np.testing.assert_array_equal(dequantise_weight(values, weight_scale, scheme)[0].numpy(), real)
+
+
+def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
+    midpoints = ((E2M1[:-1] + E2M1[1:]) / 2).astype(np.float32)
+    around = [np.nextafter(midpoints, np.float32(0)), np.nextafter(midpoints, np.float32(9))]
+    magnitude = np.concatenate([E2M1.astype(np.float32), midpoints, *around])
+    x = np.stack([np.full_like(magnitude, 6), magnitude, -magnitude], axis=1)  # a row each; 6 makes the scale 1
+    x = np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
+    result = quantise(torch.from_numpy(x), SCHEMES["nvfp4"])
+    nearest = np.concatenate([np.arange(8), [0, 2, 2, 4, 4, 6, 6], np.arange(7), np.arange(1, 8)])
+    np.testing.assert_array_equal(_codes(result.scale), np.full((len(magnitude), 1), 0x38))
+    np.testing.assert_array_equal(_micro_codes(result.values, "nvfp4")[:, 1], nearest)
+    np.testing.assert_array_equal(_micro_codes(result.values, "nvfp4")[:, 2], nearest + 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "scale_byte", "codes", "real"),
+    [
+        ("mxfp8", [0.0, 0.0], 0, [0, 0], [0.0, 0.0]),
+        ("mxfp8", [7.0, 1.0], 121, [0x7E, 0x68], [7.0, 1.0]),  # 448 and 64 times 2^-6
+        ("mxfp8", [-7.9, 1.0], 121, [0xFE, 0x68], [-7.0, 1.0]),  # 505.6 saturates
+        ("mxfp8", [2.0**-130, 2.0**-140], 0, [0x20, 0], [2.0**-130, 0.0]),  # float32 subnormals; 2^-13 is too small
+        ("mxfp8", [math.nan, 1.0], 255, [0x7F, 0x7F], [math.nan, math.nan]),
+        ("mxfp8", [1.0, -math.inf], 255, [0x7F, 0x7F], [math.nan, math.nan]),
+        ("nvfp4", [0.0, 0.0], 0, [0, 0], [0.0, 0.0]),
+        ("nvfp4", [0.5, -6.0], 0x38, [1, 15], [0.5, -6.0]),
+        ("nvfp4", [-(2.0**-10) * 6, 0.0], 0, [0, 0], [0.0, 0.0]),  # its scale is a tie, and rounds to 0
+        ("nvfp4", [1e5, -1e3], 0x7E, [7, 12], [2688.0, -896.0]),  # scale 448
+        ("nvfp4", [math.nan, 1.0], 0x7F, [0, 0], [math.nan, math.nan]),
+        ("nvfp4", [1.0, math.inf], 0x7F, [0, 0], [math.nan, math.nan]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_micro_scales_by_hand(
+    name: str, numbers: list[float], scale_byte: int, codes: list[int], real: list[float]
+) -> None:
+    result = quantise(torch.tensor([numbers]), SCHEMES[name])
+    assert _codes(result.scale).tolist() == [[scale_byte]]
+    assert (_micro_codes(result.values, name)[0] & (0xFF if scale_byte != 255 else 0x7F)).tolist() == codes
+    torch.testing.assert_close(dequantise(result)[0], torch.tensor(real), rtol=0, atol=0, equal_nan=True)
+
+
+def test_powers_of_two_are_rounded_up_by_their_bits() -> None:
+    amax = torch.tensor([448.0, 448.00003, 447.99997, 896.0, 3e38, 1e-30])
+    x = torch.zeros(6, 16)
+    x[:, 3] = amax
+    scale = quantise(x, SCHEMES["fp8_block_ue8m0"]).scale
+    assert scale.squeeze(1).tolist() == [1, 2, 1, 2, 2.0**120, 2.0**-42]
 
 
 def test_none_leaves_numbers_alone() -> None:
@@ -220,11 +365,13 @@ def test_none_leaves_numbers_alone() -> None:
 
 
 @pytest.mark.parametrize("hidden", WIDTHS)
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTISED + MICRO)
 def test_payload_bytes_are_those_of_a_row(name: str, hidden: int) -> None:
     row = quantise(torch.ones(1, hidden), get_scheme(name))
-    expected = row.values.untyped_storage().nbytes() + row.scale.untyped_storage().nbytes()
-    assert payload_bytes(get_scheme(name), hidden, torch.bfloat16) == expected
+    stored = row.values.untyped_storage().nbytes(), row.scale.untyped_storage().nbytes()
+    scheme = get_scheme(name)
+    assert (scheme.values_bytes(hidden, torch.bfloat16), scheme.scale_bytes(hidden)) == stored
+    assert payload_bytes(scheme, hidden, torch.bfloat16) == sum(stored)
     assert payload_bytes(SCHEMES["none"], hidden, torch.bfloat16) == 2 * hidden
 
 
@@ -252,6 +399,7 @@ def test_unknown_schemes(name: str, words: tuple[str, ...]) -> None:
 
 X = torch.ones(4, 144)
 FP8 = quantise(X, SCHEMES["fp8_block"])
+FP4 = quantise(X, SCHEMES["nvfp4"])
 
 
 @pytest.mark.parametrize(
@@ -275,6 +423,12 @@ FP8 = quantise(X, SCHEMES["fp8_block"])
         (lambda: Quantised(values=FP8.values, scale=FP8.scale[:3], scheme=FP8.scheme), ("(3, 2)", "(4, 2)")),
         (lambda: Quantised(values=X, scale=FP8.scale, scheme=FP8.scheme), ("torch.float32", "float8_e4m3fn")),
         (lambda: Quantised(values=X, scale=FP8.scale, scheme=SCHEMES["none"]), ("'none'",)),
+        (lambda: quantise(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
+        (lambda: quantise_weight(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
+        (lambda: quantise(X, SCHEMES["mxfp8"], static_scale=torch.ones(1)), ("'mxfp8'", "static_scale")),
+        (lambda: dequantise_rows(FP8.values, FP8.scale, SCHEMES["mxfp8"]), ("torch.float32", "(4, 5)", "e8m0fnu")),
+        (lambda: dequantise_weight(FP4.values, FP4.scale[:, 1:], FP4.scheme), ("(4, 8)", "(4, 9)")),
+        (lambda: Quantised(values=FP4.values, scale=FP4.scale.float(), scheme=FP4.scheme), ("(4, 9)", "e4m3fn")),
     ],
 )
 def test_bad_input(call: object, words: tuple[str, ...]) -> None:
@@ -284,10 +438,10 @@ def test_bad_input(call: object, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTISED + MICRO)
 def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
     x, scheme = _tokens(300, 2880), get_scheme(name)
     here, there = quantise(x, scheme), quantise(x.cuda(), scheme)
     assert torch.equal(here.values.view(torch.uint8), there.values.cpu().view(torch.uint8))
-    assert torch.equal(here.scale, there.scale.cpu())
+    assert torch.equal(as_bytes(here.scale), as_bytes(there.scale).cpu())
     assert torch.equal(dequantise(here), dequantise(there).cpu())

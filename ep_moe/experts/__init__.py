@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts.base import Experts
+from ep_moe.experts.base import Experts, check_scheme, kernels_compute
 from ep_moe.experts.reference import ReferenceExperts, apply_activation
+from ep_moe.quant import QuantScheme
 
 
 def _triton_experts(activation: ActivationConfig) -> Experts:
@@ -21,21 +22,29 @@ EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {"torch": ReferenceE
 _AUTO = {"cpu": "torch", "cuda": "triton"}  # by the type of the device
 
 
-def create_experts(name: str, activation: ActivationConfig, device: torch.device) -> Experts:
+def create_experts(
+    name: str, activation: ActivationConfig, device: torch.device, *, scheme: QuantScheme | None = None
+) -> Experts:
     """Build an expert implementation by name; "auto" picks by the device that holds the weights.
+
+    Given the `scheme` of the weights, "auto" is "torch" where "triton" does not compute it, and "triton" is refused;
+    without it such weights are refused when they come.
 
     "triton" on a CPU needs TRITON_INTERPRET=1 in the environment before Triton is imported: it is for tests.
 
-    Errors: ValueError lists the names, or the kinds of device; RuntimeError for "triton" where Triton is not
-    installed, or on a CPU without its interpreter. Local.
+    Errors: ValueError lists the names, or the kinds of device, or names the scheme; RuntimeError for "triton" where
+    Triton is not installed, or on a CPU without its interpreter. Local.
     """
     if device.type not in _AUTO:
         raise ValueError(f"device ({device}) is not one of {', '.join(_AUTO)}")
     if name == "auto":
-        name = _AUTO[device.type]
+        computed = scheme is None or kernels_compute(scheme)
+        name = _AUTO[device.type] if computed else "torch"
     if name not in EXPERTS:
         raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(EXPERTS)}")
     if name == "triton":
+        if scheme is not None:
+            check_scheme(scheme)
         _require_triton(device)
     return EXPERTS[name](activation)
 

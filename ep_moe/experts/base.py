@@ -6,6 +6,7 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.layout import ExpertBatch
+from ep_moe.quant import QuantScheme
 from ep_moe.weights import ExpertWeights
 
 
@@ -29,3 +30,20 @@ class Experts(Protocol):
         Local, on the current stream.
         """
         ...
+
+
+def kernels_compute(scheme: QuantScheme) -> bool:
+    """True where "triton" experts compute weights and tokens in `scheme`; "torch" experts compute all. Local.
+
+    Their tensor cores get e4m3 values, or the model's own dtype, with float32 scales.
+    """
+    return scheme.dtype in (None, torch.float8_e4m3fn) and scheme.scale_dtype == torch.float32
+
+
+def check_scheme(scheme: QuantScheme) -> None:
+    """Raise ValueError, with the name, for a scheme that "triton" experts do not compute. Local."""
+    if not kernels_compute(scheme):
+        raise ValueError(
+            f"'triton' experts do not compute scheme '{scheme.name}' ({scheme.dtype}, scales {scheme.scale_dtype}); "
+            'experts="torch" does'
+        )

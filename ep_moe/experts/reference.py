@@ -1,5 +1,7 @@
 """Experts in plain torch: what users run on a CPU, and what every expert kernel is compared with.
 
+They take all formats.
+
 Letters: N received token rows, K top-k, H hidden, I intermediate, G scale groups, L local experts, C rows of an expert
 in BATCHED; W = 2I where the activation is gated, else I.
 """
@@ -9,7 +11,7 @@ from torch.nn.functional import gelu, silu
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import dequantise, dequantise_rows, dequantise_weight, quantise, weight_scale_shape
+from ep_moe.quant import as_bytes, dequantise, dequantise_rows, dequantise_weight, quantise, weight_scale_shape
 from ep_moe.weights import ExpertWeights
 
 
@@ -90,21 +92,22 @@ def _needed(
 ) -> dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]]:
     """By name: a tensor, the shape that w13 and the batch ask of it, and the dtype, None where any will do."""
     scheme = weights.scheme
-    experts, width, hidden = weights.w13.shape
-    w2_shape = (experts, hidden, width // 2 if activation.kind.gated else width)
+    experts, width, row_values = weights.w13.shape
+    hidden, intermediate = scheme.row_width(row_values), width // 2 if activation.kind.gated else width
     stored, x_lead = scheme.dtype or batch.dtype, tuple(batch.x.shape[:-1])
     needed: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]] = {
-        "x": (batch.x, (*x_lead, hidden), stored),
+        "x": (batch.x, (*x_lead, row_values), stored),
         "expert_row_start": (batch.expert_row_start, (experts,), torch.int32),
         "expert_num_tokens": (batch.expert_num_tokens, (experts,), torch.int32),
-        "w13": (weights.w13, (experts, width, hidden), stored),
-        "w2": (weights.w2, w2_shape, stored),
+        "w13": (weights.w13, (experts, width, row_values), stored),
+        "w2": (weights.w2, (experts, hidden, scheme.row_values(intermediate)), stored),
     }
     if scheme.quantised:
         w13_scale_shape = weight_scale_shape((experts, width, hidden), scheme)
-        needed["scale"] = (batch.scale, (*x_lead, scheme.num_groups(hidden)), torch.float32)
-        needed["w13_scale"] = (weights.w13_scale, w13_scale_shape, torch.float32)
-        needed["w2_scale"] = (weights.w2_scale, weight_scale_shape(w2_shape, scheme), torch.float32)
+        w2_scale_shape = weight_scale_shape((experts, hidden, intermediate), scheme)
+        needed["scale"] = (batch.scale, (*x_lead, scheme.num_groups(hidden)), scheme.scale_dtype)
+        needed["w13_scale"] = (weights.w13_scale, w13_scale_shape, scheme.scale_dtype)
+        needed["w2_scale"] = (weights.w2_scale, w2_scale_shape, scheme.scale_dtype)
     if weights.w13_bias is not None:
         needed["w13_bias"] = (weights.w13_bias, (experts, width), None)
     if weights.w2_bias is not None:
@@ -195,11 +198,11 @@ def _read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
         scale = None if batch.scale is None else _rows_of(batch.scale, start, count)
         return dequantise_rows(_rows_of(batch.x, start, count), scale, batch.scheme)
     index = _rows_of(batch.row_index.unsqueeze(1), start, count).squeeze(1).long()
-    pool = batch.x.reshape(-1, batch.hidden)
+    pool = batch.x.reshape(-1, batch.x.shape[-1])
     if batch.scale is None:
         return dequantise_rows(pool[index], None, batch.scheme)
     # indexed as bytes, for not every device indexes fp8; scales by (expert, row), for their rows cannot be flattened
-    values = pool.view(torch.uint8)[index].view(pool.dtype)
-    height = batch.scale.shape[-2]
-    scale = batch.scale[index] if batch.scale.dim() == 2 else batch.scale[index // height, index % height]
-    return dequantise_rows(values, scale, batch.scheme)
+    values, scales = pool.view(torch.uint8)[index].view(pool.dtype), as_bytes(batch.scale)
+    height = scales.shape[-2]
+    scale = scales[index] if scales.dim() == 2 else scales[index // height, index % height]
+    return dequantise_rows(values, scale.view(batch.scale.dtype), batch.scheme)

@@ -13,10 +13,12 @@ import torch
 import triton
 
 from ep_moe.config import ActivationConfig
+from ep_moe.experts.base import check_scheme
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
 from ep_moe.kernels.grouped_gemm import _first_gemm_kernel, _second_gemm_kernel
 from ep_moe.kernels.requantise import _expert_amax_kernel, _requantise_kernel
+from ep_moe.kernels.requantise_rounded import _requantise_rounded_kernel
 from ep_moe.kernels.tile_list import _tile_list_kernel
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
 from ep_moe.quant import FP8_CAPABILITY, QuantScheme
@@ -107,6 +109,8 @@ def _requantise_mode(weights: ExpertWeights, block_n: int) -> str:
     if scheme.activation == "tensor":
         return "tensor" if weights.w2_input_scale is None else "static"
     width = scheme.block[1]
+    if scheme.power_of_two:
+        return "rounded groups"
     return "group" if width & (width - 1) == 0 and width <= block_n else "other groups"
 
 
@@ -141,7 +145,7 @@ class TritonExperts:
 
     The numbers are those of `ReferenceExperts` but for the order of sums: products are added in float32, the
     intermediate is requantised from float32, in the first GEMM's own kernel where its tiles hold all that shares a
-    scale (groups of 16, 32, 64 or 128; static scales).
+    scale (groups of 16, 32, 64 or 128; static scales), but for scales that are powers of two.
 
     Args:
         activation: between the two GEMMs.
@@ -158,7 +162,8 @@ class TritonExperts:
 
         Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H]. Weights that are not
         contiguous are copied for each call.
-        Errors: also ValueError for scales that the kernels do not combine, RuntimeError for fp8 on a GPU before sm_89.
+        Errors: also ValueError for a format or scales that the kernels do not compute, RuntimeError for fp8 on a GPU
+        before sm_89.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
         check_fit(batch, weights, self.activation, out)
@@ -288,6 +293,8 @@ class TritonExperts:
         rows, intermediate = inner.shape
         assert scheme.dtype is not None
         values = torch.empty(inner.shape, dtype=scheme.dtype, device=inner.device)
+        if mode == "rounded groups":
+            return self._requantise_rounded(scheme, tile_list, batch.expert_num_tokens, inner, values, scale)
         width = scheme.block[1] if scheme.activation == "group" else intermediate
         per_tensor = mode == "tensor"
         block = triton.next_power_of_2(width)
@@ -319,6 +326,35 @@ class TritonExperts:
             ROWS=per_program,
             BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
+        )
+        return _Inner(values=values, scale=scale, static=False)
+
+    def _requantise_rounded(
+        self,
+        scheme: QuantScheme,
+        tile_list: TileList,
+        expert_num_tokens: torch.Tensor,
+        inner: torch.Tensor,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> _Inner:
+        """Requantise the float32 intermediate [rows, I] in groups whose scales are powers of two."""
+        (rows, intermediate), group = inner.shape, scheme.block[1]
+        block = triton.next_power_of_2(group)
+        per_program = max(min(_REQUANTISE_NUMBERS // block, tile_list.block_m), 1)
+        most = rows // per_program * scale.shape[0]
+        _requantise_rounded_kernel[(_num_programs(inner.device, 8, most),)](
+            inner,
+            values,
+            scale,
+            expert_num_tokens,
+            *tile_list.pointers,
+            intermediate,
+            rows,
+            GROUP=group,
+            BLOCK_M=tile_list.block_m,
+            ROWS=per_program,
+            BLOCK=block,
         )
         return _Inner(values=values, scale=scale, static=False)
 
@@ -370,8 +406,9 @@ def _packed(batch: ExpertBatch) -> ExpertBatch:
 
 
 def _check_machine(weights: ExpertWeights) -> None:
-    """Raise for what the kernels do not compute: scales that do not go together, fp8 on a GPU that has none."""
+    """Raise for what the kernels do not compute: formats, scales that do not go together, fp8 on a GPU without it."""
     scheme, device = weights.scheme, weights.w13.device
+    check_scheme(scheme)
     if (scheme.weight == "block") != (scheme.activation == "group"):
         raise ValueError(
             f"scheme '{scheme.name}' scales weights per {scheme.weight} and activations per {scheme.activation}; "

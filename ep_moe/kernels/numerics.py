@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.fp8, and MIN_AMAX
+E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.scaled, and INT8_MAX and MIN_AMAX
+INT8_MAX = tl.constexpr(127.0)
 MIN_AMAX = tl.constexpr(1e-10)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
+INTEGER_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # here float32 counts in steps of 1
 E4M3_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # here float32 counts in steps of 2^-9, as e4m3 near 0
 
 
@@ -63,12 +65,48 @@ def absmax(x, axis: tl.constexpr):
 
 
 @triton.jit
-def e4m3_scale(amax):
-    """The scale of what shares this largest magnitude: max(amax, 1e-10) / 448, divided as IEEE says."""
-    return tl.div_rn(tl.maximum(amax, MIN_AMAX, propagate_nan=tl.PropagateNan.ALL), E4M3_MAX)
+def tile_scale(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr = False):
+    """The scale of what shares this largest magnitude: max(amax, 1e-10) / LARGEST, divided as IEEE says.
+
+    With POWER_OF_TWO the next one, by the bits; what is not finite stays. Example: 0.75 is 1.0.
+    """
+    scale = tl.div_rn(tl.maximum(amax, MIN_AMAX, propagate_nan=tl.PropagateNan.ALL), LARGEST)
+    if POWER_OF_TWO:
+        exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        return tl.where(scale < float("inf"), exponent.to(tl.float32, bitcast=True), scale)
+    return scale
+
+
+@triton.jit
+def e4m3_scale(amax, POWER_OF_TWO: tl.constexpr = False):
+    """`tile_scale` for e4m3."""
+    return tile_scale(amax, E4M3_MAX, POWER_OF_TWO)
+
+
+@triton.jit
+def divide_rows(x, scale):
+    """x [N, C] / scale [N], as IEEE says, where the quotients neither overflow nor are subnormal.
+
+    One correctly rounded reciprocal for each row and one correction of the quotient by its remainder, exact under fused
+    multiply-add (P. Markstein, 1990); a scale that is not finite gives what its reciprocal does.
+    """
+    if INTERPRET:
+        return tl.div_rn(x, scale[:, None])
+    reciprocal = tl.div_rn(1.0, scale)[:, None]
+    quotient = x * reciprocal
+    remainder = tl.fma(-quotient, scale[:, None], x)
+    return tl.where(reciprocal > 0, tl.fma(remainder, reciprocal, quotient), quotient)
 
 
 @triton.jit
 def quantise_e4m3(x, scale):
     """x / scale as e4m3. Example: x = 1.0, scale = 2 / 448 is 224."""
     return to_e4m3(tl.div_rn(x, scale))
+
+
+@triton.jit
+def to_int8(x):
+    """Round float32 to int8 within +-127, to nearest, ties to even; NaN is 0."""
+    x = tl.clamp(x, -INT8_MAX, INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    rounded = (x + INTEGER_ROUNDER) - INTEGER_ROUNDER
+    return tl.where(x == x, rounded, 0.0).to(tl.int8)

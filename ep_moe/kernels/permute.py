@@ -7,8 +7,8 @@ counts of the blocks before each. Where a row goes is then: the start of its exp
 those of earlier tokens of its own block, which whoever copies the row counts anew. Example: starts [0, 16], block 1 has
 3 rows of expert 1 before it and its first token chose expert 1 too: the block's second token has row 16 + 3 + 1 there.
 
-Rows are copied as 32-bit words, whatever they hold; lengths and strides count 16-byte units, so that the compiler knows
-that four words at a time are aligned.
+Rows are copied as 32-bit words, whatever they hold; strides count units, of four words where 16 bytes divide a row, so
+that the compiler knows that four words at a time are aligned.
 """
 
 import triton
@@ -140,12 +140,12 @@ def _pack_rows_kernel(
     ids_ptr,  # [N, K] int32, local expert, -1 none; an expert at most once in a row
     before_ptr,  # [B, L] int32, rows of each expert in earlier blocks
     expert_row_start_ptr,  # [L] int32
-    x_ptr,  # [N, 4 * UNITS] int32 words, rows `x_stride` units apart
-    scale_ptr,  # [N, G] float32, any strides
+    x_ptr,  # [N, ROW_WORDS] int32 words, rows `x_stride` units apart
+    scale_ptr,  # [N, G] of any dtype that Triton has, any strides
     token_to_row_ptr,  # [N, K] int32, out
     row_index_ptr,  # [rows] int32, out where POOLED
-    out_ptr,  # [rows, 4 * UNITS] int32 words; [N, 4 * UNITS] where POOLED
-    out_scale_ptr,  # [experts, G, height] float32, out
+    out_ptr,  # [rows, ROW_WORDS] int32 words; [N, ROW_WORDS] where POOLED
+    out_scale_ptr,  # [experts, G, height], out
     height,  # rows that share a matrix of scales
     out_rows,  # that there is room for; those beyond are dropped
     x_stride,
@@ -155,7 +155,8 @@ def _pack_rows_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    UNITS: tl.constexpr,  # 16-byte units of a row's values
+    ROW_WORDS: tl.constexpr,  # of a row's values
+    UNIT: tl.constexpr,  # words that x_stride counts by
     WORDS: tl.constexpr,  # that one program copies
     G: tl.constexpr,
     GROUPS: tl.constexpr,  # G rounded up to a power of two
@@ -166,28 +167,28 @@ def _pack_rows_kernel(
     token = tl.program_id(0).to(tl.int64)
     column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    is_word = word < UNITS * 4
+    is_word = word < ROW_WORDS
     leads = tl.program_id(1) == 0  # the program of a token that writes what there is once
     is_group = (group < G) & leads
     row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, L, K, COLUMNS, TOKENS)
     row = tl.where(row < out_rows, row, -1)
     tl.store(token_to_row_ptr + token * K + column, row, mask=(column < K) & leads)
     if COPY:
-        values = tl.load(x_ptr + token * x_stride * 4 + word, mask=is_word)
+        values = tl.load(x_ptr + token * x_stride * UNIT + word, mask=is_word)
     if G > 0:
         scale_ptrs = scale_ptr + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
         scale = tl.load(scale_ptrs, mask=is_group)
     if POOLED:
         tl.store(row_index_ptr + row, tl.zeros([COLUMNS], tl.int32) + token.to(tl.int32), mask=(row >= 0) & leads)
         if COPY:
-            tl.store(out_ptr + token * (UNITS * 4) + word, values, mask=is_word)
+            tl.store(out_ptr + token * ROW_WORDS + word, values, mask=is_word)
         if G > 0:
             tl.store(out_scale_ptr + group.to(tl.int64) * height + token, scale, mask=is_group)
     else:
         for k in range(K):
             to = tl.max(tl.where(column == k, row, -1), 0).to(tl.int64)
             if to >= 0:
-                tl.store(out_ptr + to * (UNITS * 4) + word, values, mask=is_word)
+                tl.store(out_ptr + to * ROW_WORDS + word, values, mask=is_word)
                 if G > 0:
                     place = (to // height * G + group) * height + to % height
                     tl.store(out_scale_ptr + place, scale, mask=is_group)

@@ -1,4 +1,4 @@
-"""Activations to fp8 e4m3 with the bits of `ep_moe.quant.fp8.quantise`.
+"""Activations to fp8 e4m3 or int8 with the bits of `ep_moe.quant.scaled.quantise`.
 
 Letters: T rows, H row width, G scale groups of a row.
 """
@@ -6,14 +6,14 @@ Letters: T rows, H row width, G scale groups of a row.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import absmax, e4m3_scale, quantise_e4m3
+from ep_moe.kernels.numerics import E4M3_MAX, INT8_MAX, absmax, quantise_e4m3, tile_scale, to_int8
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantise_rows_kernel(
     x_ptr,  # [T, H] float32, bfloat16 or float16, rows `x_stride` apart
     given_ptr,  # [1] float32, the scale where SCALE is "static", the largest magnitude where it is "tensor"
-    values_ptr,  # [T, H] e4m3, out
+    values_ptr,  # [T, H] e4m3 or int8, out
     scale_ptr,  # [G, T] float32, out
     num_tokens,
     x_stride,
@@ -23,8 +23,11 @@ def _quantise_rows_kernel(
     G: tl.constexpr,
     GROUPS: tl.constexpr,  # that one program quantises
     SCALE: tl.constexpr,  # "own", "tensor" or "static"
+    POWER_OF_TWO: tl.constexpr,  # round a scale up
 ):
     """Quantise GROUPS groups: group i is group i % G of row i // G; the last of a row may be short."""
+    IS_INT8: tl.constexpr = values_ptr.dtype.element_ty == tl.int8
+    LARGEST: tl.constexpr = INT8_MAX if IS_INT8 else E4M3_MAX
     index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     token, group = index // G, index % G
     column = tl.arange(0, COLUMNS)
@@ -34,9 +37,12 @@ def _quantise_rows_kernel(
     if SCALE == "static":
         scale = tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr)
     elif SCALE == "tensor":
-        scale = e4m3_scale(tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr))
+        scale = tile_scale(tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr), LARGEST, POWER_OF_TWO)
     else:
-        scale = e4m3_scale(absmax(x, 1))
+        scale = tile_scale(absmax(x, 1), LARGEST, POWER_OF_TWO)
     values_ptrs = values_ptr + (token * H + group * GROUP)[:, None] + column[None, :]
-    tl.store(values_ptrs, quantise_e4m3(x, scale[:, None]), mask=inside)
+    if IS_INT8:
+        tl.store(values_ptrs, to_int8(tl.div_rn(x, scale[:, None])), mask=inside)
+    else:
+        tl.store(values_ptrs, quantise_e4m3(x, scale[:, None]), mask=inside)
     tl.store(scale_ptr + group * num_tokens + token, scale, mask=token < num_tokens)

@@ -95,11 +95,12 @@ def _write_header_kernel(
 def _write_rows_kernel(
     place_ptr,  # [T, R] int32
     block_start_ptr,  # [B, R] int32
-    x_ptr,  # [T, 4 * UNITS] int32 words of values, rows `x_stride` 16-byte units apart
-    scale_ptr,  # [T, G] float32, any strides
+    x_ptr,  # [T, VALUE_WORDS] int32 words of values, rows `x_stride` units apart
+    scale_ptr,  # [T, G] of any dtype that Triton has, any strides
     ids_ptr,  # [T, K] int32 or int64, rows `ids_stride` apart
     weights_ptr,  # [T, K] float32, rows `weights_stride` apart
     out_ptr,  # [rows, 4 * ROW_UNITS] int32 words, out
+    out_scale_ptr,  # the same memory as numbers of the dtype of scales
     token_to_row_ptr,  # [T, R] int32, out: the row of the send buffer that goes to the rank, -1 none
     x_stride,
     scale_token_stride,
@@ -109,8 +110,10 @@ def _write_rows_kernel(
     R: tl.constexpr,
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
-    UNITS: tl.constexpr,
-    ROW_UNITS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    UNIT: tl.constexpr,  # words that x_stride counts by
+    SCALE_BYTES: tl.constexpr,  # of one scale; those of a row are padded to whole words
+    ROW_UNITS: tl.constexpr,  # 16-byte units of a row of the buffer
     WORDS: tl.constexpr,  # of values that one program copies
     G: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -122,14 +125,15 @@ def _write_rows_kernel(
     rank, group, column = tl.arange(0, RANKS), tl.arange(0, GROUPS), tl.arange(0, COLUMNS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     leads = tl.program_id(1) == 0
+    IDS: tl.constexpr = VALUE_WORDS + (G * SCALE_BYTES + 3) // 4
     place = tl.load(place_ptr + token * R + rank, mask=rank < R, other=-1)
     row = tl.load(block_start_ptr + token // TOKENS * R + rank, mask=place >= 0, other=0)
     row = tl.where(place >= 0, row + place, -1)
     tl.store(token_to_row_ptr + token * R + rank, row, mask=(rank < R) & leads)
-    values = tl.load(x_ptr + token * x_stride * 4 + word, mask=word < UNITS * 4)
+    values = tl.load(x_ptr + token * x_stride * UNIT + word, mask=word < VALUE_WORDS)
     if G > 0:
         scale_ptrs = scale_ptr + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
-        scale = tl.load(scale_ptrs, mask=(group < G) & leads).to(tl.int32, bitcast=True)
+        scale = tl.load(scale_ptrs, mask=(group < G) & leads)
     ids = tl.load(ids_ptr + token * ids_stride + column, mask=(column < K) & leads).to(tl.int32)
     weights = tl.load(weights_ptr + token * weights_stride + column, mask=(column < K) & leads)
     weights = weights.to(tl.int32, bitcast=True)
@@ -137,8 +141,9 @@ def _write_rows_kernel(
         to = tl.max(tl.where(rank == r, row, -1), 0).to(tl.int64)
         if to >= 0:
             row_ptr = out_ptr + to * (ROW_UNITS * 4)
-            tl.store(row_ptr + word, values, mask=word < UNITS * 4)
+            tl.store(row_ptr + word, values, mask=word < VALUE_WORDS)
             if G > 0:
-                tl.store(row_ptr + UNITS * 4 + group, scale, mask=(group < G) & leads)
-            tl.store(row_ptr + UNITS * 4 + G + column, ids, mask=(column < K) & leads)
-            tl.store(row_ptr + UNITS * 4 + G + K + column, weights, mask=(column < K) & leads)
+                row_scale_ptr = out_scale_ptr + to * (ROW_UNITS * 16 // SCALE_BYTES) + VALUE_WORDS * 4 // SCALE_BYTES
+                tl.store(row_scale_ptr + group, scale, mask=(group < G) & leads)
+            tl.store(row_ptr + IDS + column, ids, mask=(column < K) & leads)
+            tl.store(row_ptr + IDS + K + column, weights, mask=(column < K) & leads)

@@ -1,7 +1,7 @@
 """What rows look like as they arrive, and as experts compute on them: the dataclasses of the layouts.
 
-Letters: N received token rows, K top-k, H hidden, G scale groups, L local experts, C = R * M rows per expert in
-BATCHED.
+Letters: N received token rows, K top-k, H hidden, V stored values of a row (H, or H / 2 where two share a byte), G
+scale groups, L local experts, C = R * M rows per expert in BATCHED.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ class TokenRows:
     An expert stands at most once in a row of `local_topk_ids` (`merge_repeats`).
     """
 
-    x: torch.Tensor  # [N, H] in the model's dtype or the scheme's
-    scale: torch.Tensor | None  # [N, G] float32, None where the scheme does not scale
+    x: torch.Tensor  # [N, V] in the model's dtype or the scheme's
+    scale: torch.Tensor | None  # [N, G] in the scheme's scale dtype, None where it does not scale
     local_topk_ids: torch.Tensor  # [N, K] int32, local expert, -1 none here
     topk_weights: torch.Tensor  # [N, K] float32, 0 where the id is -1
 
@@ -33,7 +33,7 @@ class ExpertBatch:
     """
 
     x: torch.Tensor  # the subclass says the shape
-    scale: torch.Tensor | None  # float32, one more dimension of G instead of H, rows contiguous
+    scale: torch.Tensor | None  # of the scheme's scale dtype, a last dimension of G instead of V, rows contiguous
     scheme: QuantScheme
     dtype: torch.dtype  # the model's, which the experts' output has
     expert_row_start: torch.Tensor  # [L] int32
@@ -44,7 +44,7 @@ class ExpertBatch:
     @property
     def hidden(self) -> int:
         """H."""
-        return self.x.shape[-1]
+        return self.scheme.row_width(self.x.shape[-1])
 
     @property
     def num_local_experts(self) -> int:
@@ -53,13 +53,14 @@ class ExpertBatch:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The shape of the experts' output: that of x, or [rows of row_index, H] where rows come from a pool."""
-        return tuple(self.x.shape) if self.row_index is None else (self.row_index.shape[0], self.hidden)
+        """The shape of the experts' output: x's, with H; or [rows of row_index, H] where rows come from a pool."""
+        rows = self.x.shape[:-1] if self.row_index is None else self.row_index.shape
+        return (*rows, self.hidden)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batched(ExpertBatch):
-    """`x` [L, C, H], `scale` [L, C, G] with strides (C*G, 1, C); expert e starts at e*C.
+    """`x` [L, C, V], `scale` [L, C, G] with strides (C*G, 1, C); expert e starts at e*C.
 
     The same as PPLX, DeepEP low latency, vLLM BatchedExperts and SGLang masked, but for the order of scales (PPLX).
     """
@@ -67,7 +68,7 @@ class Batched(ExpertBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compact(ExpertBatch):
-    """`x` [rows, H], `scale` [rows, G] with strides (1, rows); starts are an aligned prefix sum.
+    """`x` [rows, V], `scale` [rows, G] with strides (1, rows); starts are an aligned prefix sum.
 
     `rows` is a bound that the host knows; it may exceed what the experts use.
     The same as DeepGEMM contiguous.
@@ -76,7 +77,7 @@ class Compact(ExpertBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Flat(ExpertBatch):
-    """`x` [N, H], the received rows themselves; `row_index` lists them expert by expert (DeepEP normal, vLLM Standard).
+    """`x` [N, V], the received rows themselves; `row_index` lists them expert by expert (DeepEP normal, vLLM Standard).
 
     The experts weigh and sum here: their output is [N, H], row n the weighted sum over this rank's experts. Entries of
     `row_index` that are no expert's row hold anything.
@@ -89,7 +90,7 @@ class Flat(ExpertBatch):
     @property
     def output_shape(self) -> tuple[int, ...]:
         """[N, H]: a row for each received token."""
-        return tuple(self.x.shape)
+        return self.x.shape[0], self.hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

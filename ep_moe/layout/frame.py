@@ -1,6 +1,7 @@
 """The memory of a batch before rows are in it: what every implementation of packing allocates alike, and fills.
 
-Letters: N received token rows, K top-k, H hidden, G scale groups, L local experts, C rows of an expert in BATCHED.
+Letters: N received token rows, K top-k, V stored values of a row, G scale groups, L local experts, C rows of an
+expert in BATCHED.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ class Frame:
     max_rows: int  # no more rows than this go to experts
     alignment: int  # of an expert's first row where experts follow each other
     height: int  # rows that share a matrix of scales: C, the rows of COMPACT, N of FLAT
-    x: torch.Tensor  # [L or 1, height, H]; in FLAT the received rows themselves where they are contiguous
+    x: torch.Tensor  # [L or 1, height, V]; in FLAT the received rows themselves where they are contiguous
     scale: torch.Tensor | None  # [L or 1, height, G], rows contiguous
     row_index: torch.Tensor | None  # [max_rows] int32, FLAT
 
@@ -83,7 +84,7 @@ def make_frame(
 
     Local, no host sync.
     """
-    (num_tokens, num_topk), hidden = rows.local_topk_ids.shape, rows.x.shape[1]
+    (num_tokens, num_topk), num_values = rows.local_topk_ids.shape, rows.x.shape[1]
     if max_rows is None:
         max_rows = num_tokens * min(num_topk, num_local_experts)
     alignment = alignment if layout is Layout.COMPACT else 1
@@ -98,10 +99,10 @@ def make_frame(
     if pooled and rows.x.is_contiguous():
         x = rows.x.unsqueeze(0)
     else:
-        x = torch.empty(experts, height, hidden, dtype=rows.x.dtype, **like)
+        x = torch.empty(experts, height, num_values, dtype=rows.x.dtype, **like)
     scale = None
     if rows.scale is not None:
-        scale = torch.empty(experts, rows.scale.shape[1], height, dtype=torch.float32, **like).transpose(1, 2)
+        scale = torch.empty(experts, rows.scale.shape[1], height, dtype=rows.scale.dtype, **like).transpose(1, 2)
     return Frame(
         layout=layout,
         num_local_experts=num_local_experts,

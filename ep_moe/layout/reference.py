@@ -8,7 +8,7 @@ import torch
 from ep_moe.config import Layout
 from ep_moe.layout.base import Packed, TokenRows
 from ep_moe.layout.frame import Frame, make_frame
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import QuantScheme, as_bytes
 
 
 def merge_repeats(
@@ -45,11 +45,6 @@ def _place_rows(ids: torch.Tensor, frame: Frame) -> tuple[torch.Tensor, torch.Te
     row[order] = start_of_key[sorted_key] + index_in_expert
     token_to_row = torch.where(flat >= 0, row, -1).reshape(ids.shape)
     return starts.int(), counts.int(), token_to_row.int()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View one-byte floats as uint8, for which every device can index; other dtypes as they are."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def pack(
@@ -95,10 +90,10 @@ def _copy_rows(rows: TokenRows, frame: Frame, token_to_row: torch.Tensor) -> Non
         if frame.x.data_ptr() != rows.x.data_ptr():
             frame.x[0].copy_(rows.x)
         return
-    _bytes(frame.x).view(-1, frame.x.shape[-1])[row] = _bytes(rows.x)[token]
+    as_bytes(frame.x).view(-1, frame.x.shape[-1])[row] = as_bytes(rows.x)[token]
     if frame.scale is not None and rows.scale is not None:
         height = max(frame.height, 1)
-        frame.scale[row // height, row % height] = rows.scale[token]
+        as_bytes(frame.scale)[row // height, row % height] = as_bytes(rows.scale)[token]
 
 
 def weighted_sum(

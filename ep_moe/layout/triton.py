@@ -6,6 +6,7 @@ Letters: N received token rows, K top-k, H hidden, G scale groups, L local exper
 """
 
 import dataclasses
+import math
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from ep_moe.kernels.permute import (
 )
 from ep_moe.layout.base import Packed, TokenRows
 from ep_moe.layout.frame import Frame, make_frame
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import QuantScheme, as_bytes
 
 _MERGE_IDS = 1024  # that one program merges
 _BLOCK_COMPARISONS = 4096  # of ids, by which the program of a token finds its place among those of its block
@@ -118,15 +119,25 @@ def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
     return places
 
 
-def as_words(x: torch.Tensor) -> torch.Tensor:
-    """View rows [N, H] as int32 words [N, W] that start on 16 bytes; copied first where they do not lie so.
+def row_unit(x: torch.Tensor) -> int:
+    """The words of 32 bits that rows [N, V] are copied by: 4, or 2 or 1 where 16 or 8 bytes do not divide a row.
 
-    Errors: ValueError where a row is no multiple of 16 bytes. Local, no host sync.
+    Example: 48 numbers of "nvfp4" are 24 bytes, copied 8 at a time.
+
+    Errors: ValueError where a row is no multiple of 4 bytes. Local, no host sync.
     """
-    unit_bytes = 4 * UNIT_WORDS
     row_bytes = x.shape[1] * x.element_size()
-    if row_bytes % unit_bytes:
-        raise ValueError(f"a row of {row_bytes} bytes is not a multiple of {unit_bytes}")
+    if row_bytes % 4:
+        raise ValueError(f"a row of {row_bytes} bytes is not a multiple of 4")
+    return math.gcd(row_bytes // 4, UNIT_WORDS)
+
+
+def as_words(x: torch.Tensor) -> torch.Tensor:
+    """View rows [N, V] as int32 words [N, W] that start on a `row_unit`; copied first where they do not lie so.
+
+    Errors: ValueError where a row is no multiple of 4 bytes. Local, no host sync.
+    """
+    unit_bytes = 4 * row_unit(x)
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % unit_bytes or x.data_ptr() % unit_bytes:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.int32)
@@ -187,30 +198,33 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
         return
     copy = frame.x.data_ptr() != rows.x.data_ptr()
     x = as_words(rows.x) if copy else rows.x  # values that stay where they are need not be words
-    units = rows.x.shape[1] * rows.x.element_size() // (4 * UNIT_WORDS)
-    groups = 0 if rows.scale is None else rows.scale.shape[1]
-    words, num_warps = copy_block(units * UNIT_WORDS)
+    row_words = rows.x.shape[1] * rows.x.element_size() // 4
+    unit = row_unit(rows.x) if copy else UNIT_WORDS
+    scale = None if rows.scale is None else as_bytes(rows.scale)
+    groups = 0 if scale is None else scale.shape[1]
+    words, num_warps = copy_block(row_words)
     columns = triton.next_power_of_2(num_topk)
-    scale_strides = (0, 0) if rows.scale is None else rows.scale.stride()
-    _pack_rows_kernel[(num_tokens, triton.cdiv(units * UNIT_WORDS, words) if copy else 1)](
+    scale_strides = (0, 0) if scale is None else scale.stride()
+    _pack_rows_kernel[(num_tokens, triton.cdiv(row_words, words) if copy else 1)](
         ids,
         places.before,
         places.expert_row_start,
         x,
-        x if rows.scale is None else rows.scale,
+        x if scale is None else scale,
         token_to_row,
         token_to_row if frame.row_index is None else frame.row_index,
         frame.x.view(-1, frame.x.shape[-1]).view(torch.int32) if copy else x,
-        x if frame.scale is None else frame.scale,
+        x if frame.scale is None else as_bytes(frame.scale),
         frame.height,
         frame.num_rows,
-        x.stride(0) // UNIT_WORDS,
+        x.stride(0) // unit,
         *scale_strides,
         L=frame.num_local_experts,
         K=num_topk,
         COLUMNS=columns,
         TOKENS=places.block_tokens,
-        UNITS=units,
+        ROW_WORDS=row_words,
+        UNIT=unit,
         WORDS=words,
         G=groups,
         GROUPS=triton.next_power_of_2(max(groups, 1)),

@@ -1,9 +1,9 @@
 """Number formats of expert weights and tokens, in plain torch: what every kernel is compared with.
 
-On a GPU activations are quantised by a kernel, with the same bits.
+On a GPU activations are quantised by a kernel where scales are float32, with the same bits.
 """
 
-from ep_moe.quant.base import Quantised, QuantScheme
+from ep_moe.quant.base import Quantised, QuantScheme, as_bytes
 from ep_moe.quant.formats import (
     FP8_CAPABILITY,
     SCHEMES,
@@ -22,6 +22,7 @@ __all__ = [
     "SCHEMES",
     "QuantScheme",
     "Quantised",
+    "as_bytes",
     "dequantise",
     "dequantise_rows",
     "dequantise_weight",

@@ -2,19 +2,23 @@
 
 Plain torch, the oracle of all kernels; on a GPU activations are quantised by a kernel that has its bits. Nothing here
 reads back to the host, so all of it may be captured in a graph.
-Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
+Letters: T rows, H row width, G scale groups of a row, V stored values of a row, N and K rows and columns of a weight.
 """
 
 from types import ModuleType
 
 import torch
 
-from ep_moe.quant import fp8
+from ep_moe.quant import micro, scaled
 from ep_moe.quant.base import Quantised, QuantScheme
 
 FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch does without
 
-SCHEMES: dict[str, QuantScheme] = {"none": QuantScheme(name="none"), **fp8.FP8_SCHEMES}
+SCHEMES: dict[str, QuantScheme] = {
+    "none": QuantScheme(name="none"),
+    **scaled.SCALED_SCHEMES,
+    **micro.MICRO_SCHEMES,
+}
 
 
 def get_scheme(name: str) -> QuantScheme:
@@ -22,17 +26,17 @@ def get_scheme(name: str) -> QuantScheme:
 
     Errors: ValueError that lists the known names, or says what n and k must be. Local.
     """
-    scheme = SCHEMES.get(name) or fp8.parse_block_scheme(name)
+    scheme = SCHEMES.get(name) or scaled.parse_block_scheme(name)
     if scheme is None:
         raise ValueError(f"scheme ({name!r}) is not one of {', '.join(SCHEMES)}, fp8_block_<n>x<k>")
     return scheme
 
 
 def _family(scheme: QuantScheme) -> ModuleType:
-    """The module that implements a scheme, by the dtype of its stored values."""
+    """The module that implements a scheme, by how wide its scales are."""
     if scheme.dtype is None:
         raise ValueError(f"scheme '{scheme.name}' has no quantised form")
-    return {torch.float8_e4m3fn: fp8}[scheme.dtype]
+    return scaled if scheme.scale_dtype == torch.float32 else micro
 
 
 def _require_floats(name: str, tensor: torch.Tensor) -> None:
@@ -43,30 +47,34 @@ def _require_floats(name: str, tensor: torch.Tensor) -> None:
 def _require_stored(
     values: torch.Tensor, scale: torch.Tensor | None, scale_shape: tuple[int, ...], scheme: QuantScheme
 ) -> None:
-    """Check that `values` are of the scheme's dtype and that `scale` is float32 of `scale_shape`."""
+    """Check that `values` are of the scheme's dtype and that `scale` is the scheme's, of `scale_shape`."""
     if values.dtype != scheme.dtype:
         raise ValueError(f"values are {values.dtype}, scheme '{scheme.name}' stores {scheme.dtype}")
-    if scale is None or tuple(scale.shape) != scale_shape or scale.dtype != torch.float32:
+    if scale is None or tuple(scale.shape) != scale_shape or scale.dtype != scheme.scale_dtype:
         given = None if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
         raise ValueError(
             f"scale is {given}, scheme '{scheme.name}' on values {tuple(values.shape)} "
-            f"needs {scale_shape} torch.float32"
+            f"needs {scale_shape} {scheme.scale_dtype}"
         )
 
 
 def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantised:
-    """Quantise activations in float32 arithmetic: scale = max(amax, 1e-10) / 448, values rounded to nearest even.
+    """Quantise activations in float32 arithmetic; values are rounded to nearest even.
+
+    fp8 and int8 take scale = max(amax, 1e-10) / 448 or / 127, "fp8_block_ue8m0" the next power of two;
+    `ep_moe.quant.scaled` has the rule, and `ep_moe.quant.micro` that of "mxfp8" and "nvfp4".
 
     A row of zeros gives zeros. What is not finite is not hidden: dequantised, a NaN or infinity makes NaN of all that
     shares its scale. Under a static scale a NaN stays one NaN and what exceeds 448 * scale saturates, infinity too.
 
-    Example: "fp8_block" on [T, 2880] gives scale [T, 23], strides (1, T); the last group has 64 columns.
+    Example: "fp8_block" on [T, 2880] gives scale [T, 23], strides (1, T); the last group has 64 columns. "nvfp4" gives
+    values [T, 1440] uint8 and scale [T, 180] e4m3.
 
     Args:
-        x: [T, H] float32, bfloat16 or float16, T = 0 too.
+        x: [T, H] float32, bfloat16 or float16, T = 0 too; H even for "nvfp4".
         scheme: any that is quantised.
         static_scale: one float32 number > 0 on x's device instead of amax / 448, for activations scaled per tensor.
-    Returns: values [T, H] contiguous and scale [T, G] with strides (1, T).
+    Returns: values [T, V] contiguous and scale [T, G] with strides (1, T).
     Errors: ValueError for another dtype or shape, a scheme that is not quantised or takes no static scale. Local.
     """
     family = _family(scheme)
@@ -77,7 +85,7 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
         raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
     if static_scale is not None and static_scale.numel() != 1:
         raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
+    if family is scaled and x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
         # only here is Triton imported, which is for Linux alone and takes time
         from ep_moe.quant import triton
 
@@ -86,7 +94,7 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
 
 
 def dequantise(quantised: Quantised) -> torch.Tensor:
-    """Turn activations [T, H] back into float32: stored value * scale, one multiplication. Local."""
+    """Turn activations [T, V] back into float32 [T, H]: stored value * scale, one multiplication. Local."""
     return dequantise_rows(quantised.values, quantised.scale, quantised.scheme)
 
 
@@ -94,24 +102,26 @@ def dequantise_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: Qu
     """Turn rows of any leading shape back into float32: stored value * scale, one multiplication.
 
     Args:
-        values: [..., H] as the scheme stores them, or in the model's dtype under a scheme that is not quantised.
-        scale: [..., G] float32, any strides; None under a scheme that is not quantised.
+        values: [..., V] as the scheme stores them; [..., H] in the model's dtype under a scheme that is not quantised.
+        scale: [..., G] in the scheme's scale dtype, any strides; None under a scheme that is not quantised.
     Returns: [..., H] float32; `values` itself where it is float32 already.
     Errors: ValueError where values and scale do not fit each other and the scheme. Local.
     """
     if not scheme.quantised:
         return values.float()
-    _require_stored(values, scale, (*values.shape[:-1], scheme.num_groups(values.shape[-1])), scheme)
+    groups = scheme.num_groups(scheme.row_width(values.shape[-1]))
+    _require_stored(values, scale, (*values.shape[:-1], groups), scheme)
     return _family(scheme).dequantise_rows(values, scale, scheme)
 
 
 def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int, ...]:
-    """The shape of a weight's scales, for a weight of `shape` [..., N, K].
+    """The shape of a weight's scales, for a weight of `shape` [..., N, K], stored as [..., N, V].
 
     Returns: per tensor [...], per channel [..., N], per block [..., ceil(N/n), ceil(K/k)].
     Errors: ValueError for a scheme that is not quantised. Local.
     """
-    return _family(scheme).weight_scale_shape(shape, scheme)
+    _family(scheme)
+    return scheme.weight_scale_shape(shape)
 
 
 def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +130,7 @@ def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Te
     Args:
         weight: [..., N, K] float32, bfloat16 or float16.
         scheme: any that is quantised.
-    Returns: values [..., N, K] and float32 scale of `weight_scale_shape`.
+    Returns: values [..., N, V] and scale of `weight_scale_shape` in the scheme's scale dtype.
     Errors: ValueError for another dtype or shape, or a scheme that is not quantised. Local.
     """
     family = _family(scheme)
@@ -134,24 +144,27 @@ def dequantise_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: 
     """Turn weights back into float32: stored value * scale, one multiplication.
 
     Args:
-        values: [..., N, K] as the scheme stores them, or in the model's dtype under a scheme that is not quantised.
-        scale: float32 of `weight_scale_shape`; None under a scheme that is not quantised.
+        values: [..., N, V] as the scheme stores them; [..., N, K] in the model's dtype under a scheme that is not
+            quantised.
+        scale: of `weight_scale_shape` in the scheme's scale dtype; None under a scheme that is not quantised.
     Returns: [..., N, K] float32; `values` itself where it is float32 already.
     Errors: ValueError where values and scale do not fit each other and the scheme. Local.
     """
     if not scheme.quantised:
         return values.float()
-    _require_stored(values, scale, weight_scale_shape(tuple(values.shape), scheme), scheme)
+    shape = (*values.shape[:-1], scheme.row_width(values.shape[-1]))
+    _require_stored(values, scale, scheme.weight_scale_shape(shape), scheme)
     return _family(scheme).dequantise_weight(values, scale, scheme)
 
 
 def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:
     """Bytes of one token on the wire: its values and its scales.
 
-    Example: "fp8_block" at hidden 7168 is 7168 + 56 * 4 = 7392 bytes; "none" in bfloat16 is 14336.
+    Example: "fp8_block" at hidden 7168 is 7168 + 56 * 4 = 7392 bytes, "mxfp8" too; "nvfp4" is 4032, "none" in
+    bfloat16 14336.
 
     Args:
         hidden: H. dtype: the model's, that of the values where the scheme is not quantised.
     Local.
     """
-    return hidden * (scheme.dtype or dtype).itemsize + scheme.num_groups(hidden) * torch.float32.itemsize
+    return scheme.values_bytes(hidden, dtype) + scheme.scale_bytes(hidden)

@@ -10,19 +10,19 @@ from ep_moe.kernels.quantise import _quantise_rows_kernel
 from ep_moe.quant.base import Quantised, QuantScheme
 
 _PROGRAM_COLUMNS = 2048  # at most, where a group is not wider
-_THREAD_COLUMNS = 16  # one 16-byte access of e4m3
+_THREAD_COLUMNS = 16  # one 16-byte access of what is stored
 _MAX_WARPS = 16
 
 
 def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
-    """`ep_moe.quant.quantise` for x [T, H] and an fp8 scheme, in one launch.
+    """`ep_moe.quant.quantise` for x [T, H] and a scheme of `ep_moe.quant.scaled`, in one launch.
 
     A dynamic scale per tensor takes two reductions in torch before it. Local, on the current stream, no host sync.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
     (num_tokens, width), groups = x.shape, scheme.num_groups(x.shape[1])
-    values = torch.empty(num_tokens, width, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(num_tokens, width, dtype=scheme.dtype, device=x.device)
     scale = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
     if values.numel():
         mode, given = "own", scale
@@ -47,6 +47,7 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
                 G=groups,
                 GROUPS=program_groups,
                 SCALE=mode,
+                POWER_OF_TWO=scheme.power_of_two,
                 num_warps=min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS),
             )
     return Quantised(values=values, scale=scale.t(), scheme=scheme)

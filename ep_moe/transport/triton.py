@@ -7,8 +7,8 @@ import torch
 import triton
 
 from ep_moe.kernels.wire import _find_destinations_kernel, _write_header_kernel, _write_rows_kernel
-from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block
-from ep_moe.quant import Quantised
+from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
+from ep_moe.quant import Quantised, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.plan import HEADER_WORDS, SendPlan
 
@@ -65,8 +65,8 @@ def write_rows(
     x: torch.Tensor | Quantised, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ep_moe.transport.wire.RowFormat.write` in one launch. Local, on the current stream, no host sync."""
-    values, scale = (x.values, x.scale) if isinstance(x, Quantised) else (x, None)
-    words, ids, weights = as_words(values), routing.topk_ids, routing.topk_weights
+    values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantised) else (x, None)
+    words, unit, ids, weights = as_words(values), row_unit(values), routing.topk_ids, routing.topk_weights
     if ids.stride(1) != 1:
         ids = ids.contiguous()
     if weights.stride(1) != 1:
@@ -87,15 +87,18 @@ def write_rows(
             ids,
             weights,
             buffer.view(torch.int32),
+            buffer if scale is None else buffer.view(scale.dtype),
             token_to_row,
-            words.stride(0) // UNIT_WORDS,
+            words.stride(0) // unit,
             *((0, 0) if scale is None else scale.stride()),
             ids.stride(0),
             weights.stride(0),
             R=num_ranks,
             RANKS=triton.next_power_of_2(num_ranks),
             TOKENS=plan.block_tokens,
-            UNITS=words.shape[1] // UNIT_WORDS,
+            VALUE_WORDS=words.shape[1],
+            UNIT=unit,
+            SCALE_BYTES=4 if scale is None else scale.element_size(),
             ROW_UNITS=row_bytes // (4 * UNIT_WORDS),
             WORDS=copied,
             G=groups,

@@ -1,8 +1,8 @@
 """One token as bytes: how a row with its scales, ids and weights is packed for a byte-wise all-to-all.
 
-Letters: T tokens on this rank, N rows, R ranks, H hidden, G scale groups, K top-k. A row is [values | scales G x 4 |
-ids K x 4 | weights K x 4], its length rounded up to 64 bytes, so that the strides of all its views are multiples of 16
-elements; gloo cannot carry 8-bit floats, bytes go everywhere.
+Letters: T tokens on this rank, N rows, R ranks, H hidden, V stored values of a row, G scale groups, K top-k. A row is
+[values | scales | ids K x 4 | weights K x 4]; values and scales are padded to 4 bytes each, and the row to 64, so that
+the strides of all its views are multiples of 16 elements; gloo cannot carry 8-bit floats, bytes go everywhere.
 """
 
 import dataclasses
@@ -10,11 +10,16 @@ import zlib
 
 import torch
 
-from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.quant import Quantised, QuantScheme, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.plan import SendPlan
 
 ROW_ALIGNMENT_BYTES = 64
+WORD_BYTES = 4
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +29,9 @@ class RowFormat:
     scheme: str
     dtype: torch.dtype  # of the values
     hidden: int
+    value_bytes: int  # of the V values
     num_groups: int
+    scale_dtype: torch.dtype
     num_topk: int
 
     @classmethod
@@ -34,7 +41,9 @@ class RowFormat:
             scheme=scheme.name,
             dtype=scheme.dtype or dtype,
             hidden=hidden,
+            value_bytes=scheme.values_bytes(hidden, dtype),
             num_groups=scheme.num_groups(hidden),
+            scale_dtype=scheme.scale_dtype,
             num_topk=num_topk,
         )
 
@@ -44,15 +53,19 @@ class RowFormat:
         return zlib.crc32(repr(self).encode())
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes of the H values."""
-        return self.hidden * self.dtype.itemsize
+    def scales_at(self) -> int:
+        """The byte of a row where its scales begin."""
+        return _round_up(self.value_bytes, WORD_BYTES)
+
+    @property
+    def ids_at(self) -> int:
+        """The byte of a row where its ids begin."""
+        return self.scales_at + _round_up(self.num_groups * self.scale_dtype.itemsize, WORD_BYTES)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a whole row."""
-        used = self.value_bytes + 4 * self.num_groups + 8 * self.num_topk
-        return -(-used // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        return _round_up(self.ids_at + 2 * WORD_BYTES * self.num_topk, ROW_ALIGNMENT_BYTES)
 
     def write(
         self, x: torch.Tensor | Quantised, routing: Routing, plan: SendPlan, num_rows: int
@@ -60,7 +73,8 @@ class RowFormat:
         """Copy every token to its rows of the send buffer.
 
         Args:
-            x: [T, H]. routing: of these tokens. plan: where they go. num_rows: N, as the plan's header has it.
+            x: [T, H], or quantised. routing: of these tokens. plan: where they go.
+            num_rows: N, as the plan's header has it.
         Returns: the rows [N, row_bytes] uint8, with anything behind what a row holds; and [T, R] int32, the row by
         which a token goes to a rank, -1 none. Local, on the current stream; no host sync on a GPU.
         """
@@ -70,22 +84,24 @@ class RowFormat:
             return triton.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=self.row_bytes)
         token_to_row = plan.token_to_row()
         token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
-        parts = [x.values, x.scale] if isinstance(x, Quantised) else [x]
-        parts += [routing.topk_ids.int(), routing.topk_weights]
-        # cloned, for a single column may count as contiguous and yet not be viewed as bytes
-        whole = torch.cat([p.clone(memory_format=torch.contiguous_format).view(torch.uint8) for p in parts], dim=1)
-        buffer = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=whole.device)
-        buffer[token_to_row[token, rank].long(), : whole.shape[1]] = whole[token]
+        parts = {0: x.values, self.scales_at: as_bytes(x.scale)} if isinstance(x, Quantised) else {0: x}
+        parts |= {self.ids_at: routing.topk_ids.int(), self.ids_at + WORD_BYTES * self.num_topk: routing.topk_weights}
+        buffer = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=token.device)
+        row = token_to_row[token, rank].long()
+        for place, part in parts.items():
+            # cloned, for a single column may count as contiguous and yet not be viewed as bytes
+            whole = part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            buffer[row, place : place + whole.shape[1]] = whole[token]
         return buffer, token_to_row
 
     def read(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Routing]:
-        """Split [N, row_bytes] uint8 into values [N, H], scale [N, G] or None, and the routing: views, no copies."""
-        scales, ids = self.value_bytes, self.value_bytes + 4 * self.num_groups
-        weights = ids + 4 * self.num_topk
-        values = buffer[:, :scales].view(self.dtype)
-        scale = buffer[:, scales:ids].view(torch.float32) if self.num_groups else None
+        """Split [N, row_bytes] uint8 into values [N, V], scale [N, G] or None, and the routing: views, no copies."""
+        scales, ids = self.scales_at, self.ids_at
+        weights, scales_end = ids + WORD_BYTES * self.num_topk, scales + self.num_groups * self.scale_dtype.itemsize
+        values = buffer[:, : self.value_bytes].view(self.dtype)
+        scale = buffer[:, scales:scales_end].view(self.scale_dtype) if self.num_groups else None
         routing = Routing(
             topk_ids=buffer[:, ids:weights].view(torch.int32),
-            topk_weights=buffer[:, weights : weights + 4 * self.num_topk].view(torch.float32),
+            topk_weights=buffer[:, weights : weights + WORD_BYTES * self.num_topk].view(torch.float32),
         )
         return values, scale, routing

@@ -20,14 +20,15 @@ class ExpertWeights:
     """Local experts of one layer; expert e here is physical expert `starts[rank] + e`.
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half.
-    Quantised weights are the scheme's stored values with float32 scales that multiply them.
+    Quantised weights are the scheme's stored values, `scheme.row_values` of them in a row, with scales of its scale
+    dtype that multiply them.
     """
 
     w13: torch.Tensor  # [L, W, H]
     w2: torch.Tensor  # [L, H, I]
     scheme: QuantScheme = SCHEMES["none"]
-    w13_scale: torch.Tensor | None = None  # float32: tensor [L], channel [L, W], block [L, ceil(W/bn), ceil(H/bk)]
-    w2_scale: torch.Tensor | None = None  # float32: tensor [L], channel [L, H], block [L, ceil(H/bn), ceil(I/bk)]
+    w13_scale: torch.Tensor | None = None  # tensor [L], channel [L, W], block [L, ceil(W/bn), ceil(H/bk)]
+    w2_scale: torch.Tensor | None = None  # tensor [L], channel [L, H], block [L, ceil(H/bn), ceil(I/bk)]
     w13_bias: torch.Tensor | None = None  # [L, W]
     w2_bias: torch.Tensor | None = None  # [L, H]
     w13_input_scale: torch.Tensor | None = (

@@ -64,13 +64,15 @@ def _read_layer(
     width = config.intermediate * (2 if config.activation.kind.gated else 1)
     fields: dict[str, Any] = {"scheme": scheme}
     for field, shape in {"w13": (width, config.hidden), "w2": (config.hidden, config.intermediate)}.items():
-        stack = torch.empty(len(experts), *shape, dtype=scheme.dtype or dtype, device=device)
+        stored_shape = (len(experts), shape[0], scheme.row_values(shape[1]))
+        stack = torch.empty(stored_shape, dtype=scheme.dtype or dtype, device=device)
         fields[field] = stack
         if not scheme.quantised:
             for slot, expert in enumerate(experts):
                 checkpoint.read_field(reader, layer, field, expert, stack[slot])
             continue
-        scale = torch.empty(weight_scale_shape(tuple(stack.shape), scheme), dtype=torch.float32, device=device)
+        scale_shape = weight_scale_shape((len(experts), *shape), scheme)
+        scale = torch.empty(scale_shape, dtype=scheme.scale_dtype, device=device)
         fields[f"{field}_scale"] = scale
         if scheme == stored:
             for slot, expert in enumerate(experts):

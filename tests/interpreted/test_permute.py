@@ -25,6 +25,7 @@ class Case:
     ids: str = "random"
     alignment: int = 16
     gap: int = 0  # elements between rows
+    scale_dtype: torch.dtype = torch.float32
 
 
 CASES = {
@@ -39,6 +40,24 @@ CASES = {
     "fp8_wire": Case(tokens=23, topk=5, experts=5, hidden=144, dtype=torch.float8_e4m3fn, groups=2, gap=112),
     "fp8_odd_stride": Case(tokens=5, topk=2, experts=3, hidden=144, dtype=torch.float8_e4m3fn, groups=9, gap=5),
     "int8_token_scale": Case(tokens=11, topk=2, experts=3, hidden=48, dtype=torch.int8, groups=1, alignment=7),
+    "mxfp8": Case(
+        tokens=7,
+        topk=3,
+        experts=3,
+        dtype=torch.float8_e4m3fn,
+        groups=5,
+        gap=16,
+        scale_dtype=torch.float8_e8m0fnu,
+    ),
+    "nvfp4_wire": Case(
+        tokens=9, topk=3, experts=4, hidden=24, dtype=torch.uint8, groups=3, gap=40, scale_dtype=torch.float8_e4m3fn
+    ),
+    "nvfp4_units_of_8": Case(
+        tokens=9, topk=2, experts=4, hidden=24, dtype=torch.uint8, groups=3, scale_dtype=torch.float8_e4m3fn
+    ),
+    "nvfp4_odd_stride": Case(
+        tokens=5, topk=2, experts=3, hidden=24, dtype=torch.uint8, groups=3, gap=4, scale_dtype=torch.float8_e4m3fn
+    ),
     "several_chunks": Case(tokens=3, topk=2, experts=2, hidden=2880, dtype=torch.float32, gap=4),
     "gpt_oss": Case(tokens=4, topk=4, experts=5, hidden=2880, dtype=torch.float8_e4m3fn, groups=23, alignment=128),
 }
@@ -59,7 +78,8 @@ def make_rows(name: str) -> TokenRows:
     case, random = CASES[name], generator(name)
     ids, weights = reference.merge_repeats(make_ids(case, random), torch.rand(case.tokens, case.topk, generator=random))
     x = random_payload((case.tokens, case.hidden), case.dtype, random)
-    scale = torch.rand(case.tokens, case.groups + 1, generator=random)[:, 1:] if case.groups else None
+    scales = random_payload((case.tokens, case.groups + 1), case.scale_dtype, random)
+    scale = scales[:, 1:] if case.groups else None
     return TokenRows(
         x=strided(x, gap=case.gap) if case.gap else x, scale=scale, local_topk_ids=ids, topk_weights=weights
     )
@@ -103,7 +123,7 @@ def test_pack(name: str, layout: Layout, summed_at_a_time: int | None, monkeypat
     if summed_at_a_time:
         monkeypatch.setattr(triton, "_SUMMED_COUNTS", summed_at_a_time)
     sizes = {
-        "scheme": QuantScheme(name="any", dtype=case.dtype, activation="group"),
+        "scheme": QuantScheme(name="any", dtype=case.dtype, activation="group", scale_dtype=case.scale_dtype),
         "dtype": torch.bfloat16,
         "num_local_experts": case.experts,
         "capacity": case.tokens + 2,
@@ -124,7 +144,7 @@ def test_pack_refuses_what_may_not_fit() -> None:
     with pytest.raises(ValueError, match=r"may have 70 rows, which exceeds capacity \(69\)"):
         triton.pack(rows, Layout.BATCHED, scheme=plain, dtype=torch.float16, num_local_experts=17, capacity=69)
     narrow = dataclasses.replace(rows, x=rows.x[:, :7])
-    with pytest.raises(ValueError, match="14 bytes is not a multiple of 16"):
+    with pytest.raises(ValueError, match="14 bytes is not a multiple of 4"):
         triton.pack(narrow, Layout.COMPACT, scheme=plain, dtype=torch.float16, num_local_experts=17, capacity=70)
 
 

@@ -1,22 +1,30 @@
 """Quantised activations: kernel and torch, bit for bit."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from ep_moe.quant import dequantise, fp8, get_scheme, triton
-from ep_moe.testing import assert_same_bits, poisoned_memory
+from ep_moe.config import ActivationConfig
+from ep_moe.experts import ReferenceExperts
+from ep_moe.experts.triton import TritonExperts
+from ep_moe.kernels.requantise_rounded import _requantise_rounded_kernel
+from ep_moe.layout import Compact
+from ep_moe.quant import dequantise, get_scheme, quantise, quantise_weight, scaled, triton
+from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error
+from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
 
 SCHEMES = ["fp8_tensor", "fp8_tensor_static", "fp8_token", "fp8_block", "fp8_block_64x48", "fp8_block_16x16"]
+SCHEMES += ["fp8_block_ue8m0", "int8_token"]
 
 
 def quantise_both(x: torch.Tensor, name: str) -> tuple:
     """What the kernel and torch make of x, a row of which may be followed by a gap."""
     scheme = get_scheme(name.removesuffix("_static"))
     static = torch.tensor([0.003]) if name.endswith("_static") else None
-    expected = fp8.quantise(x, scheme, static)
+    expected = scaled.quantise(x, scheme, static)
     placed = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
     with poisoned_memory():
         actual = triton.quantise(placed, scheme, None if static is None else static.to(DEVICE))
@@ -53,6 +61,91 @@ def test_what_is_not_finite(name: str, bad: float) -> None:
 
 def test_columns_that_are_apart() -> None:
     x = torch.randn(144, 5, generator=generator("apart")).t()
-    expected = fp8.quantise(x, get_scheme("fp8_block"), None)
+    expected = scaled.quantise(x, get_scheme("fp8_block"), None)
     actual = triton.quantise(x.contiguous().t().to(DEVICE).t(), get_scheme("fp8_block"), None)
     assert_same_bits(actual.values, expected.values, "values")
+
+
+@pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
+def test_requantise_with_powers_of_two(intermediate: int, group: int) -> None:
+    """Experts of 5, 0 and 17 tokens in tiles of 16 rows; rows of no token are not read and not written."""
+    random = generator(f"{intermediate} {group}")
+    block_m, counts = 16, [5, 0, 17]
+    x = torch.full((64, intermediate), math.nan)
+    used = torch.zeros(64, dtype=torch.bool)
+    for first_tile, count in zip([0, 1, 1], counts, strict=True):
+        used[first_tile * block_m : first_tile * block_m + count] = True
+    x[used] = torch.randn(22, intermediate, generator=random) * torch.logspace(-3, 3, 22)[:, None]
+    x[used.nonzero()[3], 5] = math.inf
+    scheme = dataclasses.replace(get_scheme("fp8_block_ue8m0"), block=(128, group))
+    expected = scaled.quantise(x[used], scheme, None)
+    groups = scheme.num_groups(intermediate)
+    values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    scale = torch.zeros(groups, 64, device=DEVICE)
+    tiles = [torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])]
+    _requantise_rounded_kernel[(2,)](
+        x.to(DEVICE),
+        values,
+        scale,
+        *tiles,
+        intermediate,
+        64,
+        GROUP=group,
+        BLOCK_M=block_m,
+        ROWS=8,
+        BLOCK=128 if group > 48 else 64,
+    )
+    finite = expected.scale.isfinite().all(1)
+    assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected.values.view(torch.uint8)[finite], "values")
+    torch.testing.assert_close(scale.t().cpu()[used], expected.scale, rtol=0, atol=0, equal_nan=True)
+    assert not bool(values.cpu().view(torch.uint8)[~used].any())
+    assert not bool(scale.t().cpu()[~used].any())
+
+
+def test_experts_with_scales_that_are_powers_of_two() -> None:
+    """Both experts of "fp8_block_ue8m0" against torch; a format that the kernels do not compute is refused by name."""
+    random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
+    weights = [torch.randn(2, *shape, generator=random) / 12 for shape in ((160, hidden), (hidden, 80))]
+    (w13, w13_scale), (w2, w2_scale) = (quantise_weight(weight, scheme) for weight in weights)
+    tokens = quantise(torch.randn(24, hidden, generator=random), scheme)
+    fields = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
+    held = ExpertWeights(scheme=scheme, **{name: tensor.to(DEVICE) for name, tensor in fields.items()})
+    batch = Compact(
+        x=tokens.values.to(DEVICE),
+        scale=tokens.scale.to(DEVICE),
+        scheme=scheme,
+        dtype=torch.float32,
+        expert_row_start=torch.tensor([0, 8], dtype=torch.int32, device=DEVICE),
+        expert_num_tokens=torch.tensor([7, 16], dtype=torch.int32, device=DEVICE),
+        row_index=None,
+        expected_rows=12,
+    )
+    silu = ActivationConfig()
+    actual, expected = TritonExperts(silu)(batch, held), ReferenceExperts(silu)(batch, held)
+    used = [*range(7), *range(8, 24)]
+    assert worst_row_error(actual[used], expected[used]) < ROW_ERROR_LIMITS["fp8"]
+    coarse = dataclasses.replace(scheme, power_of_two=False)
+    other = TritonExperts(silu)(dataclasses.replace(batch, scheme=coarse), dataclasses.replace(held, scheme=coarse))
+    assert worst_row_error(other[used], expected[used]) > worst_row_error(actual[used], expected[used])
+
+
+@pytest.mark.parametrize("name", ["int8_token", "mxfp8", "nvfp4"])
+def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
+    scheme = get_scheme(name)
+    tokens = quantise(torch.ones(4, 32), scheme)
+    w13, w13_scale = quantise_weight(torch.ones(1, 64, 32), scheme)
+    w2, w2_scale = quantise_weight(torch.ones(1, 32, 32), scheme)
+    one = torch.tensor([1], dtype=torch.int32)
+    batch = Compact(
+        x=tokens.values,
+        scale=tokens.scale,
+        scheme=scheme,
+        dtype=torch.float32,
+        expert_row_start=one,
+        expert_num_tokens=one,
+        row_index=None,
+        expected_rows=1,
+    )
+    weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme, w13_scale=w13_scale, w2_scale=w2_scale)
+    with pytest.raises(ValueError, match=rf"do not compute scheme '{name}' .*experts=\"torch\" does"):
+        TritonExperts(ActivationConfig())(batch, weights)

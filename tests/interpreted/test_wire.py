@@ -65,7 +65,7 @@ def test_plan(
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scheme_name", ["none", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("scheme_name", ["none", "fp8_token", "fp8_block", "mxfp8", "nvfp4", "int8_token"])
 @pytest.mark.parametrize(
     ("tokens", "topk", "hidden", "owners"),
     [(0, 2, 16, "three_ranks"), (1, 1, 16, "one_rank"), (20, 3, 144, "an_empty_rank"), (3, 9, 2880, "three_ranks")],
@@ -83,10 +83,10 @@ def test_rows(
     owner = torch.repeat_interleave(torch.arange(len(OWNERS[owners])), torch.tensor(OWNERS[owners])).int()
     ids = make_ids(tokens, topk, len(owner), ids_dtype, "holes")
     routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, topk, generator=random))
-    x = random_payload((tokens, hidden), scheme.dtype or dtype, random)
+    x = random_payload((tokens, scheme.row_values(hidden)), scheme.dtype or dtype, random)
     sent = x
     if scheme.quantised:
-        scale = torch.rand(scheme.num_groups(hidden), tokens, generator=random).t()
+        scale = random_payload((scheme.num_groups(hidden), tokens), scheme.scale_dtype, random).t()
         sent = Quantised(values=x, scale=scale, scheme=scheme)
     header = torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64)
     planned = plan.plan_send(ids, owner, fingerprint=1, header=header)

@@ -1,10 +1,12 @@
-"""The fp8 family: e4m3 values (torch.float8_e4m3fn) with float32 scales that multiply them.
+"""Numbers with float32 scales that multiply them: fp8 e4m3 (torch.float8_e4m3fn) and int8.
 
 A scale belongs to a tile of the last two dimensions: a whole matrix, a row, or a block whose last row or column of
 tiles is short where the tile does not divide the matrix. One rule serves activations and weights:
-    amax = max(|x| in the tile, 1e-10), scale = amax / 448, value = e4m3(clamp(x / scale, -448, 448))
-with float32 arithmetic, IEEE division and rounding to nearest, ties to even (the 1x128 and 128x128 recipe of
-DeepSeek-V3, arXiv 2412.19437, section 3.3; the lower bound of amax is vLLM's).
+    amax = max(|x| in the tile, 1e-10), scale = amax / LARGEST, value = rounded(clamp(x / scale, -LARGEST, LARGEST))
+with float32 arithmetic, IEEE division and rounding to nearest, ties to even; LARGEST is 448 for e4m3 (the 1x128 and
+128x128 recipe of DeepSeek-V3, arXiv 2412.19437, section 3.3.3; the lower bound of amax is vLLM's) and 127 for int8,
+symmetric, so that -128 is never stored. Where scales are powers of two, amax / LARGEST is rounded up to the next one:
+2^ceil(log2(amax / 448)), DeepEP's `round_scale` and DeepGEMM's UE8M0, here kept in float32.
 Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
 """
 
@@ -16,25 +18,35 @@ from torch.nn.functional import pad
 
 from ep_moe.quant.base import ActivationGranularity, Quantised, QuantScheme, WeightGranularity
 
-E4M3_MAX = 448.0
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 MIN_AMAX = 1e-10
 BLOCK_MULTIPLE = 16
 
 Tile = tuple[int, int]  # rows and columns that share a scale
 
 
-def _scheme(
-    name: str, activation: ActivationGranularity, weight: WeightGranularity, block: Tile = (128, 128)
+def _fp8(
+    name: str,
+    activation: ActivationGranularity,
+    weight: WeightGranularity,
+    block: Tile = (128, 128),
+    *,
+    power_of_two: bool = False,
 ) -> QuantScheme:
-    return QuantScheme(name=name, dtype=torch.float8_e4m3fn, activation=activation, weight=weight, block=block)
+    dtype = torch.float8_e4m3fn
+    return QuantScheme(
+        name=name, dtype=dtype, activation=activation, weight=weight, block=block, power_of_two=power_of_two
+    )
 
 
-FP8_SCHEMES = {
+SCALED_SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        _scheme("fp8_tensor", "tensor", "tensor"),
-        _scheme("fp8_token", "token", "channel"),
-        _scheme("fp8_block", "group", "block"),
+        _fp8("fp8_tensor", "tensor", "tensor"),
+        _fp8("fp8_token", "token", "channel"),
+        _fp8("fp8_block", "group", "block"),
+        _fp8("fp8_block_ue8m0", "group", "block", power_of_two=True),
+        QuantScheme(name="int8_token", dtype=torch.int8, activation="token", weight="channel"),
     )
 }
 
@@ -53,13 +65,20 @@ def parse_block_scheme(name: str) -> QuantScheme | None:
     for size in block:
         if size <= 0 or size % BLOCK_MULTIPLE != 0:
             raise ValueError(f"scheme {name!r}: block size ({size}) must be a positive multiple of {BLOCK_MULTIPLE}")
-    if block == FP8_SCHEMES["fp8_block"].block:
-        return FP8_SCHEMES["fp8_block"]
-    return _scheme(f"fp8_block_{block[0]}x{block[1]}", "group", "block", block)
+    if block == SCALED_SCHEMES["fp8_block"].block:
+        return SCALED_SCHEMES["fp8_block"]
+    return _fp8(f"fp8_block_{block[0]}x{block[1]}", "group", "block", block)
 
 
-def _tile_scale(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+def _round_up(scale: torch.Tensor) -> torch.Tensor:
+    """The next power of two of normal numbers > 0, by their bits; what is not finite stays. Example: 0.75 is 1.0."""
+    exponent = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(scale.isfinite(), exponent.view(torch.float32), scale)
+
+
+def _tile_scale(x: torch.Tensor, tile: Tile, scheme: QuantScheme) -> torch.Tensor:
     """Scale [..., ceil(N/n), ceil(K/k)] of the tiles of x [..., N, K] float32."""
+    assert scheme.dtype is not None
     (rows, columns), (n, k) = x.shape[-2:], tile
     row_tiles, column_tiles = math.ceil(rows / n), math.ceil(columns / k)
     missing_rows, missing_columns = row_tiles * n - rows, column_tiles * k - columns
@@ -68,7 +87,8 @@ def _tile_scale(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     tiles = x.reshape(*x.shape[:-2], row_tiles, n, column_tiles, k)
     amax = tiles.abs().amax(dim=(-3, -1)).clamp_(min=MIN_AMAX)
     # by a tensor, for torch on CUDA divides by a Python number through its reciprocal, which may differ in the last bit
-    return amax / torch.full_like(amax, E4M3_MAX)
+    scale = amax / torch.full_like(amax, LARGEST[scheme.dtype])
+    return _round_up(scale) if scheme.power_of_two else scale
 
 
 def _spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.Tensor:
@@ -80,9 +100,18 @@ def _spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.T
     return scale
 
 
-def _to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round x / scale to e4m3; clamped first, for torch's cast turns what exceeds 448 into NaN."""
-    return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round x / scale to e4m3; clamped first, for torch's cast may turn what exceeds 448 into NaN. Local."""
+    limit = LARGEST[torch.float8_e4m3fn]
+    return (x / scale).clamp_(-limit, limit).to(torch.float8_e4m3fn)
+
+
+def _store(x: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """Round x / scale as the scheme stores it. int8 has no NaN: there it is 0, for the scale is not finite then."""
+    if scheme.dtype == torch.float8_e4m3fn:
+        return to_e4m3(x, scale)
+    limit = LARGEST[torch.int8]
+    return (x / scale).round_().clamp_(-limit, limit).nan_to_num_(nan=0.0).to(torch.int8)
 
 
 def _activation_tile(scheme: QuantScheme, rows: int, width: int) -> Tile:
@@ -98,12 +127,12 @@ def _weight_tile(scheme: QuantScheme, rows: int, columns: int) -> Tile:
 
 
 def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
-    """`ep_moe.quant.quantise` for x [T, H] and an fp8 scheme."""
+    """`ep_moe.quant.quantise` for x [T, H] and a scheme of these."""
     x = x.float()
     rows, width = x.shape
     tile = _activation_tile(scheme, rows, width)
-    tiles = _tile_scale(x, tile) if static_scale is None else static_scale.float().reshape(1, 1)
-    values = _to_e4m3(x, _spread(tiles, tile, rows, width))
+    tiles = _tile_scale(x, tile, scheme) if static_scale is None else static_scale.float().reshape(1, 1)
+    values = _store(x, _spread(tiles, tile, rows, width), scheme)
     groups = scheme.num_groups(width)
     scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
     scale.copy_(tiles.expand(rows, groups))
@@ -111,7 +140,7 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
 
 
 def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_rows` for values [..., H], scale [..., G] and an fp8 scheme."""
+    """`ep_moe.quant.dequantise_rows` for values [..., H], scale [..., G] and a scheme of these."""
     width = values.shape[-1]
     if scheme.activation == "group" and scale.shape[-1] > 1:
         scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., :width]
@@ -119,28 +148,18 @@ def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantSche
 
 
 def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and an fp8 scheme."""
+    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these."""
     weight = weight.float()
     rows, columns = weight.shape[-2:]
     tile = _weight_tile(scheme, rows, columns)
-    tiles = _tile_scale(weight, tile)
-    values = _to_e4m3(weight, _spread(tiles, tile, rows, columns))
-    return values, tiles.reshape(weight_scale_shape(tuple(weight.shape), scheme))
+    tiles = _tile_scale(weight, tile, scheme)
+    values = _store(weight, _spread(tiles, tile, rows, columns), scheme)
+    return values, tiles.reshape(scheme.weight_scale_shape(tuple(weight.shape)))
 
 
 def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_weight` for values [..., N, K] and an fp8 scheme."""
+    """`ep_moe.quant.dequantise_weight` for values [..., N, K] and a scheme of these."""
     *lead, rows, columns = values.shape
     tile = _weight_tile(scheme, rows, columns)
     tiles = scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
     return values.float().mul_(_spread(tiles, tile, rows, columns))
-
-
-def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int, ...]:
-    """`ep_moe.quant.weight_scale_shape` for an fp8 scheme."""
-    *lead, rows, columns = shape
-    if scheme.weight == "tensor":
-        return tuple(lead)
-    if scheme.weight == "channel":
-        return (*lead, rows)
-    return (*lead, math.ceil(rows / scheme.block[0]), math.ceil(columns / scheme.block[1]))

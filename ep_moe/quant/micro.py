@@ -1,0 +1,138 @@
+"""Numbers whose scales are one byte for a few neighbours: MXFP8 and NVFP4.
+
+Activations and weights [N, K] are the same here: the neighbours lie in a row; its last group may be short.
+
+"mxfp8", of the OCP Microscaling Formats specification v1.0, sections 5.2 and 6.3: groups of 32, values e4m3, scale e8m0
+(torch.float8_e8m0fnu: a byte b means 2^(b - 127), 255 NaN):
+    scale = 2^(floor(log2(amax)) - 8), value = e4m3(clamp(x / scale, -448, 448))
+where 8 is the exponent of 448. floor(log2(.)) is read from the bits of amax, so there is no log2 to be inexact. No
+scale is below 2^-127, which a group of zeros has too. A group whose amax is NaN or infinite gets the scale NaN.
+
+"nvfp4", after NVIDIA's description of its Blackwell format: groups of 16, values e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a
+sign), two in a byte, the first in the low four bits, scale e4m3; the second scale, of the whole tensor, is 1:
+    scale = e4m3(min(amax / 6, 448)), value = e2m1(x / scale)
+Beyond 6 a value saturates. A group whose scale rounds to 0 (amax <= 6 * 2^-10) is zeros. A group whose amax is NaN or
+infinite gets the scale NaN and values 0, for e2m1 has no NaN.
+
+All rounding is to nearest, ties to even, all arithmetic float32.
+Letters: W width of a row, G groups of a row, V stored values of a row.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from ep_moe.quant.base import Quantised, QuantScheme, as_bytes
+from ep_moe.quant.scaled import LARGEST, to_e4m3
+
+MICRO_SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        QuantScheme(
+            name="mxfp8",
+            dtype=torch.float8_e4m3fn,
+            activation="group",
+            weight="block",
+            block=(1, 32),
+            scale_dtype=torch.float8_e8m0fnu,
+            power_of_two=True,
+        ),
+        QuantScheme(
+            name="nvfp4",
+            dtype=torch.uint8,
+            activation="group",
+            weight="block",
+            block=(1, 16),
+            scale_dtype=torch.float8_e4m3fn,
+            packed=2,
+        ),
+    )
+}
+E4M3_MAX_EXPONENT = 8
+E2M1_MAX = 6.0
+
+
+def _group_amax(x: torch.Tensor, group: int) -> torch.Tensor:
+    """The largest magnitude [..., G] of each group of x [..., W] float32; NaN where one is NaN."""
+    groups = math.ceil(x.shape[-1] / group)
+    missing = groups * group - x.shape[-1]
+    padded = pad(x, (0, missing)) if missing else x
+    return padded.reshape(*x.shape[:-1], groups, group).abs().amax(dim=-1)
+
+
+def _spread(scale: torch.Tensor, group: int, width: int) -> torch.Tensor:
+    """Scale [..., G] as float32 [..., W]."""
+    return scale.float().repeat_interleave(group, dim=-1)[..., :width]
+
+
+def _e8m0_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The shared scale of MX. Example: amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121."""
+    exponent = (amax.view(torch.int32) >> 23) & 0xFF
+    byte = torch.where(exponent == 0xFF, exponent, (exponent - E4M3_MAX_EXPONENT).clamp(min=0))
+    return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _e4m3_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The scale of NVFP4. Example: amax 6 gives 1."""
+    # by a tensor, for torch on CUDA divides by a Python number through its reciprocal, which may differ in the last bit
+    scale = (amax / torch.full_like(amax, E2M1_MAX)).clamp_(max=LARGEST[torch.float8_e4m3fn])
+    return torch.where(amax.isfinite(), scale, math.nan).to(torch.float8_e4m3fn)
+
+
+def _to_e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round x / scale to e2m1, two codes in a byte: [..., W] to [..., W / 2] uint8. Example: 2.5 is 2, code 4."""
+    x = torch.where(scale > 0, x / scale, 0.0)
+    magnitude, code = x.abs(), x.signbit().to(torch.uint8) << 3
+    for midpoint in (0.25, 1.25, 2.5, 5.0):  # below them the even code
+        code += magnitude > midpoint
+    for midpoint in (0.75, 1.75, 3.5):  # above them
+        code += magnitude >= midpoint
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """The numbers [..., W] float32 of packed codes [..., W / 2]; computed, for a table would have to be copied over."""
+    code = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent.clamp(min=1) - 1))
+    magnitude = halves.float() * 0.5
+    return torch.where(code >= 8, -magnitude, magnitude)
+
+
+def _quantise(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the rows of x [..., W]: values [..., V] and scale [..., G]."""
+    width, group = x.shape[-1], scheme.block[1]
+    scheme.row_values(width)  # raises for a width that cannot be stored
+    x = x.float()
+    amax = _group_amax(x, group)
+    if scheme.packed == 1:
+        scale = _e8m0_scale(amax)
+        return to_e4m3(x, _spread(scale, group, width)), scale
+    scale = _e4m3_scale(amax)
+    return _to_e2m1(x, _spread(scale, group, width)), scale
+
+
+def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
+    """`ep_moe.quant.quantise` for x [T, H] and a scheme of these, which has no static scale."""
+    assert static_scale is None
+    values, scale = _quantise(x, scheme)
+    columns = torch.empty(scale.shape[::-1], dtype=scale.dtype, device=scale.device)
+    as_bytes(columns).copy_(as_bytes(scale).t())
+    return Quantised(values=values, scale=columns.t(), scheme=scheme)
+
+
+def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantise_rows` for values [..., V], scale [..., G] and a scheme of these."""
+    real = values.float() if scheme.packed == 1 else _from_e2m1(values)
+    return real.mul_(_spread(scale, scheme.block[1], real.shape[-1]))
+
+
+def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these: every row by itself."""
+    return _quantise(weight, scheme)
+
+
+def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantise_weight` for values [..., N, V] and a scheme of these."""
+    return dequantise_rows(values, scale, scheme)
