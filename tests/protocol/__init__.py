@@ -1,0 +1,1 @@
+"""The machine that `tests/test_protocol.py` runs the protocol on."""

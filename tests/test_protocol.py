@@ -1,0 +1,259 @@
+"""The protocol of the one-sided exchange as a model: all its interleavings, with its rules and with each one broken.
+
+One slot. Every round a rank runs a dispatch kernel, its experts and a combine kernel, in stream order. Each rule is
+told where it is kept; `BROKEN` says what is found without it.
+
+Letters: R ranks, N rounds, n a round (from 1), a the rank that runs, b another rank. Words that b writes for a: D and
+cnt are the cells of a dispatch (kind and T; counts), h the header of a row, P its payload, C the cell of a combine, Y a
+result row, which holds sentinels until it comes.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from protocol.model import Machine, Program, Step, explore
+
+Traffic = frozenset[tuple[int, int]]  # (source, destination): one row goes there, and its result comes back
+BOTH, HALF, NONE = frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}), frozenset[tuple[int, int]]()
+CHAIN = frozenset({(0, 1), (1, 2)})
+SELF = frozenset({(0, 0), (0, 1)})
+# Broken rules of time alone: their programs are given the right epoch, so that nothing but the time is wrong.
+OUT_OF_TURN = (
+    "dispatch-launched-before-combine-recv-ended",
+    "combine-cell-before-gdc-wait",
+    "refused-round-without-combine",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What is explored: traffic of each round, and at most one broken rule."""
+
+    traffic: tuple[Traffic, ...]
+    broken: str = ""
+    num_ranks: int = 2
+    flat: bool = False  # the experts read P, not the dispatch kernel
+    num_words: int = 1  # words of a row, each delivered by itself; 0: a row that travels in its header
+    cells: tuple[str, ...] = ("D", "cnt")
+    refused: int = 0  # a round that a rank refuses: nobody waits for the rows of others, and no result comes back
+    lean: bool = False  # a source without rows has no receiver of its own if another waits for the same cells
+    to_self: bool = False  # each rank also sends cells to itself
+    machine: Machine = Machine()
+
+    def peers(self, a: int) -> list[int]:
+        """The ranks that rank `a` publishes to and waits for."""
+        return [b for b in range(self.num_ranks) if b != a or self.to_self]
+
+    def readers(self, waited: list[int], sources: list[int]) -> list[int]:
+        """The ranks that get a receiver of their own among those waited for; `sources` have rows."""
+        return [b for b in waited if b in sources] or waited[:1] if self.lean else waited
+
+    def rows(self, n: int, source: int, destination: int) -> int:
+        """The rows that travel from one rank to another in round n."""
+        return int((source, destination) in self.traffic[n - 1])
+
+    def results(self, n: int, home: int, holder: int) -> int:
+        """The result rows that come home from one rank in round n."""
+        return 0 if n == self.refused else self.rows(n, home, holder)
+
+
+def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
+    """The programs of rank a's dispatch kernel of round n, by their part."""
+    peers, broken, last = case.peers(a), case.broken, case.cells[-1]
+    # The epoch comes from a word on the device that the combine kernel before counted up: a replayed graph counts too.
+    epoch = [Step("epoch", ("done", a, a, 0), 1)]
+    if broken == "epoch-from-a-host-copy-one-behind":
+        epoch = [Step("given", count=max(n - 1, 1))]
+    elif broken == "one-word-counts-for-both-kernels":
+        epoch = [Step("epoch", ("begun", a, a, 0), 1)]
+    elif broken in OUT_OF_TURN:
+        epoch = [Step("given", count=n)]
+    # Cells are single words that carry the epoch, so they need no fence; every rank gets them, also with zero tokens.
+    early = epoch + [Step("store", (name, b, a, 0), case.rows(n, a, b)) for name in case.cells for b in peers]
+    senders = []
+    for b in (b for b in peers if case.rows(n, a, b)):
+        payload = [Step("store", ("P", b, a, i)) for i in range(case.num_words)]
+        # A row's payload is delivered before its header is.
+        fence = [] if broken == "no-fence-before-the-header" else [Step("fence")]
+        senders.append([*epoch, *payload, *fence, Step("store", ("h", b, a, 0))])
+    # A rank waits for the cells of all ranks: none gets two kernels ahead, whoever sends rows to whom.
+    sources = [b for b in peers if case.rows(n, b, a) or broken != "dispatch-waits-only-for-ranks-with-tokens"]
+    waits = [Step("wait", (name, a, b, 0)) for name in case.cells for b in sources]
+    receivers = []
+    for b in case.readers(sources, [b for b in peers if case.rows(n, b, a)]):
+        # How many rows come is read after the cell was seen to carry this epoch.
+        bound = [Step("bound", (last, a, b, 0))]
+        opening = bound + waits if broken == "loop-bound-from-the-last-cell" else waits + bound
+        # A header carries the epoch: nothing needs to be cleared for the next round.
+        header = [Step("flag" if broken == "header-without-epoch" else "wait", ("h", a, b, 0), looped=True)]
+        payload = [] if case.flat else [Step("read", ("P", a, b, i), looped=True) for i in range(case.num_words)]
+        # The payload is loaded after the header was seen (acquire).
+        rows = payload + header if broken == "payload-loaded-before-the-header" else header + payload
+        rows = [] if n == case.refused else [*rows, Step("took", count=case.rows(n, b, a))]
+        receivers.append([*epoch, *opening, *rows])
+    # One program counts, in a word that no other program of this kernel reads: it need not be the last.
+    counter = [*epoch, Step("count", ("begun", a, a, 0))]
+    kernel = {"early": [early], "receivers": receivers, "senders": senders, "counter": [counter]}
+    if broken == "re-poison-after-the-next-cells" and n > 1:
+        kernel["poison"] = [poison(case, a, b) for b in peers if case.results(n - 1, a, b)]
+    return kernel
+
+
+def poison(case: Case, a: int, b: int) -> list[Step]:
+    """The steps that write the sentinel back over a result row of rank b."""
+    return [Step("poison", ("Y", a, b, i)) for i in range(max(case.num_words, 1))]
+
+
+def combine_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
+    """The programs of rank a's combine kernel of round n, by their part."""
+    peers, broken = case.peers(a), case.broken
+    epoch = [Step("given", count=n)] if broken in OUT_OF_TURN else [Step("epoch", ("begun", a, a, 0), 0)]
+    # The cell says that the dispatch kernel of this rank ended: it saw all that it waited for.
+    early = epoch + [Step("store", ("C", b, a, 0)) for b in peers]
+    # A result row needs no flag and no fence: each of its words says by itself that it came.
+    words = range(max(case.num_words, 1))
+    senders = [[Step("store", ("Y", b, a, i)) for i in words] for b in peers if case.results(n, b, a)]
+    # A rank waits for the cells of all ranks: those to whom it sent nothing have no other way to hold it back.
+    holders = [b for b in peers if case.results(n, a, b) or broken != "combine-waits-only-for-ranks-with-its-tokens"]
+    waits = [Step("wait", ("C", a, b, 0)) for b in holders]
+    receivers = []
+    for b in case.readers(holders, [b for b in peers if case.results(n, a, b)]):
+        rows = [Step("take", ("Y", a, b, i)) for i in words] if case.results(n, a, b) else []
+        # A row that was read is poisoned before this kernel ends, and so before anybody can send the next.
+        if rows and broken not in ("no-re-poison", "re-poison-after-the-next-cells"):
+            rows += poison(case, a, b)
+        receivers.append([*epoch, *waits, *rows])
+    counter = [] if broken == "one-word-counts-for-both-kernels" else [*epoch, Step("count", ("done", a, a, 0))]
+    return {"early": [early], "receivers": receivers, "senders": senders, "counter": [counter]}
+
+
+def build(case: Case) -> list[Program]:
+    """All programs of all ranks, each rank's kernels in stream order."""
+    programs: list[Program] = []
+
+    def launch(a: int, n: int, parts: dict[str, list[list[Step]]], after: dict[str, tuple[int, ...]]) -> dict:
+        ids: dict[str, tuple[int, ...]] = {}
+        for part, threads in parts.items():
+            start = after.get(part, after["all"])
+            if (part, case.broken) == ("senders", "receivers-fill-the-GPU"):
+                start = ids["receivers"]
+            ids[part] = tuple(range(len(programs), len(programs) + len(threads)))
+            programs.extend(Program(a, n, start, tuple(steps)) for steps in threads)
+        return ids
+
+    def every(*kernels: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(i for kernel in kernels for ids in kernel.values() for i in ids)
+
+    for a in range(case.num_ranks):
+        before: tuple[int, ...] = ()  # what the next dispatch kernel comes after
+        behind: tuple[int, ...] = ()  # what it should have come after and did not
+        for n in range(1, len(case.traffic) + 1):
+            dispatch = launch(a, n, dispatch_kernel(case, a, n), {"all": before})
+            pool = [("P", a, b, i) for b in case.peers(a) if case.results(n, b, a) for i in range(case.num_words)]
+            experts = [[Step("read", word) for word in pool]] if case.flat else []
+            ran = launch(a, n, {"experts": experts}, {"all": every(dispatch)})
+            if case.broken == "refused-round-without-combine" and n == 1:
+                before = every(dispatch, ran)
+                continue
+            # The combine kernel comes after the experts: nothing of this rank reads P any more.
+            after = {"all": every(dispatch, ran) + behind}
+            if case.broken == "combine-cell-before-gdc-wait":
+                after["early"] = dispatch["early"]
+            elif case.broken == "combine-cell-before-the-experts-ended":
+                after["early"] = every(dispatch)
+            elif case.broken == "combine-before-the-experts-ended":
+                after["all"] = every(dispatch)
+            combine = launch(a, n, combine_kernel(case, a, n), after)
+            # The next dispatch comes after all of this combine kernel, its receivers and their poison included.
+            before, behind = every(combine, ran), ()
+            if case.broken == "dispatch-launched-before-combine-recv-ended":
+                behind = combine["receivers"]
+                before = tuple(i for i in before if i not in behind)
+    return programs
+
+
+def check(case: Case) -> set[str]:
+    """All races and deadlocks of a case."""
+    return explore(build(case), case.machine)[0]
+
+
+ONE_CELL = {"cells": ("D",), "lean": True}  # cnt is a second word of the same kind as D: too many states with R = 3
+DESIGNED = {
+    "tokens-both-ways": Case(traffic=(BOTH,) * 3),
+    "tokens-one-way": Case(traffic=(HALF,) * 3),
+    "zero-tokens": Case(traffic=(NONE,) * 3),
+    "zero-tokens-in-one-round": Case(traffic=(BOTH, NONE, BOTH)),
+    "tokens-that-come-and-go": Case(traffic=(HALF, BOTH, NONE)),
+    "rows-of-two-words": Case(traffic=(BOTH,) * 2, num_words=2),
+    "rows-in-their-header": Case(traffic=(BOTH,) * 3, num_words=0),
+    "one-rank": Case(traffic=(frozenset({(0, 0)}),) * 3, num_ranks=1, num_words=2, to_self=True),
+    "tokens-to-itself": Case(traffic=(SELF,) * 2, to_self=True, **ONE_CELL),
+    "three-ranks-zero-tokens": Case(traffic=(NONE,) * 2, num_ranks=3, **ONE_CELL),
+    "three-ranks-tokens-one-way": Case(traffic=(HALF,) * 2, num_ranks=3, **ONE_CELL),
+    "three-ranks-in-a-chain": Case(traffic=(CHAIN,) * 2, num_ranks=3, **ONE_CELL),
+    "epochs-wrap-to-0": Case(traffic=(BOTH,) * 3, machine=Machine(period=4, start=2)),
+    "epochs-of-one-bit": Case(traffic=(HALF,) * 3, machine=Machine(period=2)),
+    "refused-round-in-order": Case(traffic=(BOTH,) * 2, refused=1, machine=Machine(in_order=True)),
+    "refused-round-landed": Case(traffic=(BOTH,) * 2, refused=1, machine=Machine(lands="all")),
+}
+
+
+@pytest.mark.parametrize("layout", ["packed", "FLAT"])
+@pytest.mark.parametrize("name", DESIGNED)
+def test_no_race_and_no_deadlock(name: str, layout: str) -> None:
+    assert check(replace(DESIGNED[name], flat=layout == "FLAT")) == set()
+
+
+# Rule: what is found without it, and where. "Overwritten": lost before it was read, so that its reader waits for ever.
+BROKEN = {
+    "no-fence-before-the-header": ("stale P", Case(traffic=(HALF,) * 2)),
+    "payload-loaded-before-the-header": ("stale P", Case(traffic=(HALF,) * 2)),
+    "header-without-epoch": ("stale h", Case(traffic=(HALF,) * 2)),
+    "loop-bound-from-the-last-cell": ("rows lost", Case(traffic=(HALF,) * 2)),
+    "epoch-from-a-host-copy-one-behind": ("stale D", Case(traffic=(NONE,) * 2)),
+    "one-word-counts-for-both-kernels": ("D never comes", Case(traffic=(NONE,) * 2)),
+    "receivers-fill-the-GPU": ("h never comes", Case(traffic=(BOTH,))),
+    "dispatch-waits-only-for-ranks-with-tokens": ("C overwritten", Case(traffic=(HALF,) * 2)),
+    "combine-waits-only-for-ranks-with-its-tokens": ("D overwritten", Case(traffic=(HALF,) * 2)),
+    "dispatch-launched-before-combine-recv-ended": ("P of the next round", Case(traffic=(HALF,) * 2)),
+    "combine-cell-before-gdc-wait": ("D overwritten", Case(traffic=(HALF,) * 2)),
+    "combine-before-the-experts-ended": ("P of the next round", Case(traffic=(HALF,) * 2, flat=True)),
+    "no-re-poison": ("stale Y", Case(traffic=(HALF,) * 2)),
+    "re-poison-after-the-next-cells": ("Y never comes", Case(traffic=(HALF,) * 2)),
+    "refused-round-without-combine": ("D overwritten", Case(traffic=(NONE,) * 2)),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_without_a_rule(rule: str) -> None:
+    """Even where stores to one word stay in order."""
+    found, case = BROKEN[rule]
+    assert found in check(replace(case, broken=rule, machine=Machine(in_order=True)))
+
+
+@pytest.mark.parametrize("layout", ["packed", "FLAT"])
+@pytest.mark.parametrize("traffic", [BOTH, HALF, NONE], ids=["tokens-both-ways", "tokens-one-way", "zero-tokens"])
+def test_the_cell_may_be_ahead_of_the_experts(traffic: Traffic, layout: str) -> None:
+    """Whose rows the experts still read waits for their results anyway."""
+    designed = Case(traffic=(traffic,) * 3, flat=layout == "FLAT")
+    case = replace(designed, broken="combine-cell-before-the-experts-ended")
+    assert ([p.after for p in build(case)] != [p.after for p in build(designed)]) == case.flat
+    assert check(case) == set()
+
+
+# What the protocol asks of the machine and of its epochs: what is found where that is not so.
+DEMANDS = {
+    "local-stores-land-after-their-kernel": ("stale Y", Case(traffic=(HALF,) * 2, machine=Machine(lands="none"))),
+    "refused-round-and-stores-out-of-order": ("h never comes", Case(traffic=(HALF,) * 2, refused=1)),
+    "header-not-written-for-a-whole-period": (
+        "stale h",
+        Case(traffic=(HALF, NONE, HALF), machine=Machine(period=2)),
+    ),
+    "first-header-at-epoch-0": ("stale h", Case(traffic=(NONE, HALF), machine=Machine(period=4, start=2))),
+}
+
+
+@pytest.mark.parametrize("demand", DEMANDS)
+def test_without_a_demand(demand: str) -> None:
+    found, case = DEMANDS[demand]
+    assert found in check(case)
