@@ -1,4 +1,4 @@
-"""The command line: ep-moe run | generate | eval | bench layer | bench model | bench experts | bench report.
+"""The command line: ep-moe run | generate | eval | bench layer | transport | model | experts | report.
 
 Results go to standard output, progress and errors to standard error.
 
@@ -29,9 +29,12 @@ from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
 from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
 from ep_moe.bench.model import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig, model_rank_main
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, now
+from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, flat_report, now
 from ep_moe.bench.report import make_report
+from ep_moe.bench.round_check import ROUTINGS as TRANSPORT_ROUTINGS
 from ep_moe.bench.show import show_rows
+from ep_moe.bench.transport import transport_rank_main
+from ep_moe.bench.transport_points import SUITES, TransportBenchConfig
 from ep_moe.config import DTYPES, EngineConfig, LaunchEnv, Layout
 from ep_moe.experts import EXPERTS
 from ep_moe.placement import PLACEMENTS
@@ -57,6 +60,7 @@ _BENCH_ENGINE = EngineConfig(
 )  # loading and compiling may keep a rank
 _ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
 _LAYER, _MODEL, _EXPERTS = LayerBenchConfig(), ModelBenchConfig(), ExpertsBenchConfig()
+_TRANSPORT = TransportBenchConfig()
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", *TRANSPORTS),
@@ -92,10 +96,12 @@ def _job(
     defaults: EngineConfig = _ENGINE,
     leave_out: Collection[str] = (),
     instead: Mapping[str, Any] = types.MappingProxyType({}),
+    for_json: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function (engine, ...) -> report: add the engine's options and --json, print the report.
 
-    `instead` has options that stand in for the engine's of the same name.
+    `instead` has options that stand in for the engine's of the same name, `for_json` makes of the report what --json
+    prints.
     What goes wrong becomes one line on standard error and an exit code.
     """
     shared = {name: option for name, option in (_ENGINE_OPTIONS | dict(instead)).items() if name not in leave_out}
@@ -108,7 +114,7 @@ def _job(
                 result = function(engine, **options)
             if is_first_rank():
                 if as_json:
-                    typer.echo(json.dumps(_for_json(result), allow_nan=False))
+                    typer.echo(json.dumps(_for_json(for_json(result)), allow_nan=False))
                 else:
                     show(result)
             if not result.get("ok", True):
@@ -271,10 +277,15 @@ def _is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def _device(engine: EngineConfig) -> str:
+    """Where the ranks of this machine compute."""
+    env = LaunchEnv.from_environ()
+    return pick_device(engine, engine.nproc if env is None else env.local_world_size)
+
+
 def _check_graph(engine: EngineConfig) -> None:
     """Say before ranks start that a CUDA graph needs a GPU of each."""
-    env = LaunchEnv.from_environ()
-    if pick_device(engine, engine.nproc if env is None else env.local_world_size) == "cpu":
+    if _device(engine) == "cpu":
         kind = ValueError if engine.device == "cpu" else RuntimeError
         raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
 
@@ -337,6 +348,65 @@ def bench_layer_command(
     if graph:
         _check_graph(engine)
     return _measure(lambda: on_ranks(layer_rank_main, engine, config), append, commit, sweep)
+
+
+@bench_app.command("transport")
+@_job(
+    show_rows,
+    _BENCH_ENGINE,
+    leave_out=("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank"),
+    for_json=flat_report,
+)
+def bench_transport_command(
+    engine: EngineConfig,
+    suite: Annotated[
+        str, typer.Option(help=f"A set of sizes, in place of all below but the transports: {', '.join(SUITES)}.")
+    ] = _TRANSPORT.suite,
+    tokens: Annotated[list[int], typer.Option(help="Of each rank; may be given again.")] = list(_TRANSPORT.tokens),  # noqa: B006
+    hidden: Annotated[int, typer.Option(help="Size of a token.")] = _TRANSPORT.hidden,
+    num_topk: Annotated[int, typer.Option(help="Experts of a token.")] = _TRANSPORT.num_topk,
+    num_experts: Annotated[int, typer.Option(help="Of all ranks.")] = _TRANSPORT.num_experts,
+    layout: Annotated[
+        list[Layout], typer.Option(help="How tokens lie in memory for the experts; may be given again.")
+    ] = list(_TRANSPORT.layouts),  # noqa: B006
+    payload: Annotated[
+        list[str], typer.Option(help=f"How tokens travel; may be given again: {', '.join(SCHEMES)}.")
+    ] = list(_TRANSPORT.payloads),  # noqa: B006
+    routing: Annotated[str, typer.Option(help=f"{', '.join(TRANSPORT_ROUTINGS)}.")] = _TRANSPORT.routing,
+    graph: Annotated[
+        bool, typer.Option("--graph/--eager", help="Replay CUDA graphs, or call; collective and local are called.")
+    ] = _TRANSPORT.graph,
+    transport: Annotated[list[str], typer.Option(help=f"May be given again: {', '.join(_NAMES['transport'])}.")] = list(  # noqa: B006
+        _TRANSPORT.transports
+    ),
+    seed: Annotated[int, typer.Option(help="Of tokens, ids and weights.")] = _TRANSPORT.seed,
+    warmup: Annotated[int, typer.Option(help="Replays before the timed ones.")] = _TRANSPORT.warmup,
+    repeats: Annotated[int, typer.Option(help="Timed replays.")] = _TRANSPORT.repeats,
+    append: _APPEND = None,
+    commit: _COMMIT = "",
+    sweep: _SWEEP = False,
+) -> dict[str, Any]:
+    """Check dispatch and combine alone and time them, beside NCCL's collectives; on a CPU, check."""
+    config = TransportBenchConfig(
+        suite=suite,
+        tokens=tuple(tokens),
+        layouts=tuple(layout),
+        payloads=tuple(payload),
+        hidden=hidden,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        routing=routing,
+        graph=graph,
+        transports=tuple(transport),
+        seed=seed,
+        warmup=warmup,
+        repeats=repeats,
+    )
+    env = LaunchEnv.from_environ()
+    config.check_ranks(engine.nproc if env is None else env.world_size)
+    if append is not None and not sweep and _device(engine) == "cpu":
+        raise ValueError("append on a CPU needs --sweep: nothing is timed there")
+    return _measure(lambda: on_ranks(transport_rank_main, engine, config), append, commit, sweep)
 
 
 @bench_app.command("model")

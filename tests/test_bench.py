@@ -19,9 +19,11 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner
 
 from ep_moe import cli
-from ep_moe.bench import grouped, local_experts, plots
+from ep_moe.bench import exchanges, grouped, local_experts, plots
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
+from ep_moe.bench import transport as transport_bench
+from ep_moe.bench.exchanges import AllToAll, GatherScatter
 from ep_moe.bench.experts import RandomExperts
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import LayerBenchConfig, layer_rank_main
@@ -30,12 +32,17 @@ from ep_moe.bench.model import ModelBenchConfig, model_rank_main
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.bench.records import FIELDS, Record, append_records, read_records
 from ep_moe.bench.report import make_report, newest
-from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, slowest, time_calls
+from ep_moe.bench.round_check import make_routing
+from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, part_times, profile_kernels, slowest, time_calls
+from ep_moe.bench.transport import transport_rank_main
+from ep_moe.bench.transport_points import SUITES, TransportBenchConfig, TransportPoint
 from ep_moe.cli import app
-from ep_moe.config import EngineConfig
+from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
+from ep_moe.transport import CollectiveTransport, Dispatched, Transport, create_transport
 
 ROOT = Path(__file__).parent.parent
 VERSION = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
@@ -129,6 +136,91 @@ def test_unknown_and_missing_keys_are_named(tmp_path: Path) -> None:
         append_records(tmp_path / "rows.txt", [make_record()])
 
 
+# What a flat row of `bench transport` has at its top level, for those who read the files with something else.
+CONTRACT = {
+    *("bench", "date", "commit", "gpu", "world_size", "versions", "command", "sweep", "baselines"),
+    *("transport", "tokens", "hidden", "num_topk", "num_experts", "layout", "payload", "dtype", "graph", "routing"),
+    *("dispatch_us", "combine_us", "sum_us", "wire_bytes", "wire_gbs", "floor_share_ratio"),
+}
+
+
+def make_exchange_record(**changes: Any) -> Record:
+    """A row of `bench transport`; changes of its parts are of single words."""
+    nccl = {"dispatch_us": 40.0, "combine_us": 60.0, "sum_us": 99.0, "speedup_ratio": 1.98}
+    parts: dict[str, dict[str, Any]] = {
+        "shapes": {"tokens": 128, "hidden": 7168, "num_topk": 8, "num_experts": 256},
+        "setup": {
+            "transport": "nvlink",
+            "layout": "batched",
+            "payload": "fp8_block",
+            "dtype": "bfloat16",
+            "graph": True,
+            "routing": "uniform",
+            "nodes": 1,
+            "seed": 0,
+            "warmup": 5,
+            "repeats": 20,
+        },
+        "figures": {
+            "dispatch_us": 20.5,
+            "combine_us": 25.5,
+            "sum_us": 50.0,
+            "wire_bytes": 7562000.0,
+            "wire_gbs": 151.2,
+            "floor_share_ratio": 0.4088,
+        },
+    }
+    for name, words in parts.items():
+        words.update(changes.pop(name, {}))
+    baselines = {"allgather_reducescatter": nccl, "all_to_all_single": nccl}
+    return make_record(**{"bench": "transport", "baselines": baselines, **parts} | changes)
+
+
+def test_flat_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    records = [make_exchange_record(), make_exchange_record(figures={"host_dispatch_us": 12.5})]
+    append_records(tmp_path / "a.jsonl", [*records, make_record()])
+    assert read_records(tmp_path) == [*records, make_record()]
+    first, second, nested = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert set(first) == CONTRACT | {"nodes", "seed", "warmup", "repeats"}
+    assert (first["tokens"], first["graph"], first["sum_us"]) == (128, True, 50.0)
+    assert first["baselines"]["all_to_all_single"]["speedup_ratio"] == 1.98
+    assert set(second) - set(first) == {"host_dispatch_us"}
+    assert set(nested) == set(FIELDS)
+
+
+WRONG_FLAT_ROWS = {
+    "unknown": ({"speed": 1}, "here: unknown key speed; known: bench, date"),
+    "nested": ({"shapes": {"tokens": 1}}, "here: unknown key shapes; known: bench, date"),
+    "missing-word": ({"num_topk": None, "layout": None}, "here: missing key num_topk, layout"),
+    "missing-field": ({"commit": None}, "here: missing key commit"),
+    "no-figures": (
+        {name: None for name in CONTRACT if name.endswith(("_us", "_bytes", "_gbs", "_ratio"))},
+        "here: figures ({}) is not a mapping with at least one figure",
+    ),
+    "text": ({"sum_us": "12"}, "here: figures.sum_us ('12') is not a finite number"),
+    "list": ({"tokens": [1]}, "here: shapes.tokens ([1]) is not one of str, int, float, bool"),
+    "bench": ({"bench": ["transport"]}, "here: unknown key"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FLAT_ROWS)
+def test_a_wrong_flat_row_is_refused(name: str) -> None:
+    changes, message = WRONG_FLAT_ROWS[name]
+    content = json.loads(make_exchange_record().to_line()) | changes
+    line = json.dumps({key: value for key, value in content.items() if value is not None})
+    with pytest.raises(ValueError) as caught:
+        Record.from_line(line, "here")
+    assert str(caught.value).startswith(message)
+
+
+def test_a_flat_row_is_not_written_with_other_words() -> None:
+    with pytest.raises(ValueError, match="^shapes: unknown key heads; known: tokens, hidden"):
+        make_exchange_record(shapes={"heads": 8})
+    setup = {name: word for name, word in make_exchange_record().setup.items() if name != "graph"}
+    with pytest.raises(ValueError, match="^setup: missing key graph"):
+        dataclasses.replace(make_exchange_record(), setup=setup)
+
+
 # Times.
 
 
@@ -165,6 +257,19 @@ def test_all_phases_are_those_of_the_rank_with_the_slowest_call() -> None:
         assert timings["dispatch"].median_us == 1.0
 
 
+def test_kernels_belong_to_the_part_that_they_name() -> None:
+    fill, a, b = ("fill", 0.5), ("_a_pack", 3.0), ("_b", 1.0)
+    longer = [fill, fill, ("_a_pack", 4.0), ("_b", 1.0), ("_b", 2.0)]
+    assert part_times([fill, fill, a, b, b, *longer], ("a_", "b"), repeats=2) == {"a_": [4.0, 5.0], "b": [2.0, 3.0]}
+    for unclear, wrong in (("fill", [fill, a, fill, b]), ("fill", [a, b, fill]), ("b_a_", [a, b, ("b_a_", 1.0)])):
+        with pytest.raises(ValueError, match=f"^kernels are not of one of a_, b: {unclear}$"):
+            part_times(wrong * 2, ("a_", "b"), repeats=2)
+    with pytest.raises(ValueError, match=r"^0 kernels of b in 2 calls$"):
+        part_times([a, a], ("a_", "b"), repeats=2)
+    with pytest.raises(ValueError, match=r"^3 kernels of b in 2 calls$"):
+        part_times([b] * 3, ("b",), repeats=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 def test_times_on_a_gpu_and_of_a_graph() -> None:
@@ -194,6 +299,18 @@ def test_times_on_a_gpu_and_of_a_graph() -> None:
     written = capture(some_rows, group.device).replayed()
     assert not written[:5].isnan().any()
     assert written[5:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+def test_the_kernels_of_a_graph_take_as_long_as_its_replay() -> None:
+    group = EPGroup.single("cuda")
+    x = torch.randn(4096, 4096, device=group.device)
+    graph = capture(lambda: torch.mm(x, x).relu(), group.device)
+    kernels = profile_kernels(graph.replay, group, repeats=3)
+    assert len(kernels) % 3 == 0
+    replays = time_calls(graph.replay, group, warmup=1, repeats=5, cold=False)
+    assert 0.5 < sum(us for _, us in kernels) / 3 / min(replays) < 1.2
 
 
 # The layer.
@@ -369,6 +486,257 @@ def test_a_transport_that_no_graph_can_capture_is_told_before_any_work(monkeypat
     config = LayerBenchConfig(preset="tiny", graph=True)
     with pytest.raises(ValueError, match="graph: transport 'collective' waits on the host in each round"):
         layer_rank_main(EPGroup.single("cpu"), EngineConfig(scheme="none", transport="collective"), config)
+
+
+# The exchange.
+
+SMALL_POINT = {"hidden": 160, "num_topk": 3, "num_experts": 9, "warmup": 1, "repeats": 2}
+
+
+def test_bench_transport_on_a_cpu_checks_and_its_rows(tmp_path: Path) -> None:
+    options = ["--tokens", "5", "--tokens", "17", "--hidden", "160", "--num-topk", "3", "--num-experts", "9"]
+    more = ["--layout", "batched", "--layout", "flat", "--routing", "one_rank", "--dtype", "float16", "--seed", "3"]
+    done = bench(
+        "transport", *options, *more, "--json", "--append", "a.jsonl", "--commit", "0123abc", "--sweep", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "results are checked, nothing is timed on a CPU" in done.stderr
+    report, records = json.loads(done.stdout), read_records(tmp_path)
+    assert report["ok"]
+    assert [(row["layout"], row["tokens"]) for row in report["rows"]] == [
+        (layout, tokens) for layout in ("batched", "flat") for tokens in (5, 17)
+    ]
+    for record, row in zip(records, report["rows"], strict=True):
+        # rank 0 sends all its tokens, rank 1 none: fp8 values, 2 scales, 3 ids and weights out, and float16 home
+        assert record.figures == {"wire_bytes": record.shapes["tokens"] / 2 * (160 + 2 * 4 + 3 * 8 + 160 * 2)}
+        assert set(row) - {"ok", "broken"} < set(json.loads(record.to_line()))
+        assert (record.setup["transport"], record.setup["graph"]) == ("collective", False)
+        assert record.command == " ".join(["ep-moe bench transport", *options, *more, "--nproc 2 --device cpu"])
+
+
+def misplace(sound: CollectiveTransport, rank: int) -> Transport:
+    """Two rows of an expert change places, and change back on their way home."""
+
+    def swap(rows: torch.Tensor) -> torch.Tensor:
+        swapped = rows.clone()
+        swapped[0, [0, 1]] = rows[0, [1, 0]]
+        return swapped
+
+    send, recv = sound.combine_send, sound.dispatch_recv
+
+    def dispatch_recv(*, slot: int = 0) -> Dispatched:
+        dispatched = recv(slot=slot)
+        assert dispatched.batch.scale is not None
+        x, scale = swap(dispatched.batch.x.view(torch.uint8)), swap(dispatched.batch.scale)
+        batch = dataclasses.replace(dispatched.batch, x=x.view(dispatched.batch.x.dtype), scale=scale)
+        return dataclasses.replace(dispatched, batch=batch)
+
+    if rank == 1:
+        sound.dispatch_recv = dispatch_recv
+        sound.combine_send = lambda y, dispatched: send(swap(y), dispatched)
+    return sound
+
+
+def lose(sound: CollectiveTransport, rank: int) -> Transport:
+    """A token of rank 1 does not come home."""
+    recv = sound.combine_recv
+
+    def combine_recv(*args: Any, **options: Any) -> torch.Tensor:
+        out = recv(*args, **options)
+        out[0] = 0
+        return out
+
+    if rank == 1:
+        sound.combine_recv = combine_recv
+    return sound
+
+
+# what is wrong, with which transports, and what is said of it
+EXCHANGE_FAULTS: dict[str, tuple[Callable[[CollectiveTransport, int], Transport], tuple[str, ...], list[str]]] = {
+    "none": (lambda sound, rank: sound, (), []),
+    "order": (
+        misplace,
+        ("auto",),
+        ["rank 1: values of experts' rows: 2 of", "rank 1: scales of experts' rows: 2 of"],
+    ),
+    "lost": (
+        lose,
+        ("auto",),
+        [
+            "rank 1: output against the other transport's: 1 of 9 differ",
+            "rank 1: output against the expectation: 1 of 9 differ",
+        ],
+    ),
+    "lost-by-both": (lose, ("auto", "collective"), ["rank 1: output against the expectation: 1 of 9 differ"]),
+}
+
+
+def wrong_exchanges(group: EPGroup) -> dict[str, dict[str, Any]]:
+    """`bench transport`, timed on the CPU too, with one fault after another."""
+    found = {}
+    transport_bench.is_timed = lambda device: True
+    for name, (fault, faulty, _) in EXCHANGE_FAULTS.items():
+
+        def create(which: str, *args: Any, fault: Any = fault, faulty: tuple[str, ...] = faulty) -> Transport:
+            made = create_transport(which, *args)
+            return fault(made, group.rank) if which in faulty else made
+
+        transport_bench.create_transport = create
+        config = TransportBenchConfig(tokens=(9, 10), layouts=(Layout.BATCHED,), graph=False, **SMALL_POINT)
+        found[name] = transport_rank_main(group, EngineConfig(dtype="bfloat16"), config)
+    transport_bench.create_transport = create_transport
+    config = TransportBenchConfig(tokens=(9,), layouts=tuple(Layout), payloads=("none", "fp8_tensor"), **SMALL_POINT)
+    found["formats"] = transport_rank_main(group, EngineConfig(dtype="float32"), config)
+    return found
+
+
+def test_a_wrong_exchange_is_not_timed() -> None:
+    ranks = launch(wrong_exchanges, num_ranks=2, device="cpu", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert ranks[0] == ranks[1]
+    for name, (_, _, told) in EXCHANGE_FAULTS.items():
+        row = ranks[0][name]["rows"][0]
+        assert (row["ok"], ranks[0][name]["ok"]) == (not told, not told)
+        assert len(row["broken"]) == len(told)
+        assert all(line.startswith(words) for line, words in zip(row["broken"], told, strict=True)), row["broken"]
+        if told:
+            assert len(ranks[0][name]["rows"]) == 1
+            assert (set(row["figures"]), row["baselines"]) == ({"wire_bytes"}, {})
+    assert [row["ok"] for row in ranks[0]["formats"]["rows"]] == [True] * 6
+    for row in [*ranks[0]["none"]["rows"], *ranks[0]["formats"]["rows"]]:
+        figures = row["figures"]
+        times = {"dispatch_us", "combine_us", "sum_us"}
+        assert set(figures) == times | {
+            *("host_dispatch_us", "host_combine_us", "wire_bytes", "wire_gbs", "floor_share_ratio")
+        }
+        assert min(figures.values()) > 0
+        assert figures["wire_gbs"] == pytest.approx(figures["wire_bytes"] / figures["sum_us"] * 1e6 / 1e9)
+        assert figures["floor_share_ratio"] == pytest.approx(figures["wire_gbs"] / 370)
+        assert set(row["baselines"]) == {"allgather_reducescatter", "all_to_all_single"}
+        for theirs in row["baselines"].values():
+            assert set(theirs) == times | {"speedup_ratio"}
+            assert theirs["speedup_ratio"] == theirs["sum_us"] / figures["sum_us"]
+
+
+@pytest.mark.parametrize("fault", ["none", "missing-row", "other-kernel"])
+def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transport_bench, "is_timed", lambda device: True)
+    monkeypatch.setattr(transport_bench, "HOST_BOUND", ())
+    monkeypatch.setattr(exchanges, "capture", fake_capture(int(fault == "missing-row")))
+    other = [("memset", 0.5)] if fault == "other-kernel" else []
+
+    def kernels(call: Callable[[], object], group: EPGroup, *, repeats: int) -> list[tuple[str, float]]:
+        return [("_dispatch_kernel", 30.0), ("_combine_rows", 12.0), ("_combine_sum", 8.0), *other] * 10 * repeats
+
+    monkeypatch.setattr(transport_bench, "profile_kernels", kernels)
+
+    def clock(*args: Any, cold: bool, on_call: Callable[[], None] | None = None, **options: Any) -> list[float]:
+        samples = time_calls(*args, cold=cold, on_call=on_call, **options)
+        return samples if on_call else [500.0 + cold] * len(samples)
+
+    monkeypatch.setattr(exchanges, "time_calls", clock)
+    config = TransportBenchConfig(tokens=(20,), transports=("auto", "local"), **SMALL_POINT)
+    report = transport_rank_main(EPGroup.single("cpu"), EngineConfig(), config)
+    [row] = report["rows"]  # "auto" is "local", which is not measured twice
+    assert row["setup"]["graph"]
+    if fault == "missing-row":
+        assert row["broken"] == ["rank 0: output of the graph: 1 of 20 differ"]
+        assert set(row["figures"]) == {"wire_bytes"}
+        return
+    assert report["ok"]
+    assert row["figures"]["sum_us"] == 50.0  # of 10 pairs
+    timed = (row["figures"]["dispatch_us"], row["figures"]["combine_us"])
+    assert (timed == (30.0, 20.0)) == (fault == "none")
+    assert (
+        "by events of eager calls: kernels are not of one of dispatch, combine: memset" in capsys.readouterr().err
+    ) == (fault == "other-kernel")
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_exchanges_on_gpus() -> None:
+    config = TransportBenchConfig(tokens=(16, 600), transports=("auto", "collective"), repeats=3)
+    report, _ = launch(transport_rank_main, EngineConfig(dtype="bfloat16"), config, num_ranks=2, device="cuda")
+    assert report["ok"], [row["broken"] for row in report["rows"]]
+    for row in report["rows"]:
+        figures = row["figures"]
+        assert 0 < figures["dispatch_us"] < 1e6
+        assert 0 < figures["combine_us"] < 1e6
+        assert 0 < figures["floor_share_ratio"] < 1.1
+        assert set(row["baselines"]) == {"allgather_reducescatter", "all_to_all_single"}
+        assert all(0 < us < 1e6 for theirs in row["baselines"].values() for us in theirs.values())
+
+
+def exchange_rows(group: EPGroup) -> dict[str, torch.Tensor]:
+    """What the baselines bring a rank of two, from payload and outputs that say where they are from."""
+    rank, sent, received = group.rank, ([1, 2], [3, 0])[group.rank], ([1, 3], [2, 0])[group.rank]
+    rows = {name: torch.arange(n) for name, n in {"T": 2, "all": 4, "sent": 3, "got": sum(received)}.items()}
+    payload = {
+        name: (100 * rank + n).to(torch.uint8).unsqueeze(1).expand(-1, 5).contiguous() for name, n in rows.items()
+    }
+    y = {name: (100.0 * rank + n).unsqueeze(1).expand(-1, 3).contiguous() for name, n in rows.items()}
+    gathered = GatherScatter(group, payload["T"], y["all"])
+    to_all = AllToAll(group, payload["sent"], y["got"], send_counts=sent, recv_counts=received)
+    found = {}
+    for name, exchange in {"gathered": gathered, "to_all": to_all}.items():
+        found[f"{name}-out"], found[f"{name}-home"] = exchange.dispatch(), exchange.combine()
+    return {name: tensor[:, -1].clone() for name, tensor in found.items()}
+
+
+def test_baselines_bring_every_row_where_it_belongs() -> None:
+    expected = [
+        {"gathered-out": [0, 1, 100, 101], "gathered-home": [100, 102], "to_all-out": [0, 100, 101, 102]},
+        {"gathered-out": [0, 1, 100, 101], "gathered-home": [104, 106], "to_all-out": [1, 2]},
+    ]
+    expected[0]["to_all-home"], expected[1]["to_all-home"] = [0, 100, 101], [1, 2, 3]
+    for rank, found in enumerate(launch(exchange_rows, num_ranks=2, device="cpu")):
+        assert {name: rows.tolist() for name, rows in found.items()} == expected[rank]
+
+
+@pytest.mark.parametrize("name", ["uniform", "skewed", "one_rank"])
+def test_routings_of_the_exchange(name: str) -> None:
+    placement, generator = Placement.linear(32, 4), torch.Generator().manual_seed(1)
+    routing = make_routing(name, placement, num_tokens=500, num_topk=4, generator=generator)
+    ids = routing.topk_ids
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    counts = torch.bincount(ids.flatten(), minlength=32)
+    share = {"uniform": counts.max() / counts.sum(), "skewed": counts[:4].sum() / counts.sum()}
+    share["one_rank"] = counts[24:].sum() / counts.sum()
+    low, high = {"uniform": (1 / 32, 2 / 32), "skewed": (0.5, 0.9), "one_rank": (1, 1)}[name]
+    assert low <= share[name] <= high
+    assert torch.allclose(routing.topk_weights.sum(1), torch.ones(500))
+    assert routing.topk_weights.min() > 0
+
+
+def test_the_standard_suite_changes_one_thing_at_a_time() -> None:
+    points = TransportBenchConfig(suite="standard").points
+    assert len(set(points)) == len(points) == 17
+    assert [(point.tokens, point.layout.value) for point in points[:5]] == [
+        *((tokens, "batched") for tokens in (1, 16, 128, 512)),
+        (4096, "compact"),
+    ]
+    base = points[2]
+    assert base == TransportPoint(tokens=128, hidden=7168, num_topk=8, num_experts=256, layout=Layout.BATCHED)
+    changes = [
+        {field.name: getattr(point, field.name)}
+        for point in points[5:]
+        for field in dataclasses.fields(point)
+        if getattr(point, field.name) != getattr(base, field.name)
+    ]
+    assert changes == [
+        {"layout": Layout.COMPACT},
+        {"layout": Layout.FLAT},
+        {"payload": "none"},
+        *({"hidden": hidden} for hidden in (2048, 2880, 4096)),
+        *({"num_topk": num_topk} for num_topk in (1, 4, 6, 10)),
+        {"routing": "skewed"},
+        {"graph": False},
+    ]
+    assert [point.config(torch.bfloat16).max_tokens_per_rank for point in points[:2]] == [8, 16]
+    # of 128 tokens about 0.9 go to each of 3 other ranks, which is 7.0 us and 13.4 us at 370 GB/s
+    assert 128 * 0.9035 * 3 * base.row_bytes(torch.bfloat16) / 370e3 == pytest.approx(7.0, rel=0.01)
+    assert SUITES["standard"] is points
 
 
 # The experts of one rank.
@@ -675,6 +1043,45 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     assert "layer.jsonl:7: missing key bench" in done.stderr
 
 
+def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
+    folder = tmp_path / "docs" / "rows"
+    points = [(1, "batched", 16.6), (128, "batched", 43.7), (4096, "compact", 800.0), (128, "compact", 45.0)]
+    records = [
+        make_exchange_record(shapes={"tokens": tokens}, setup={"layout": layout}, figures={"sum_us": us})
+        for tokens, layout, us in points
+    ]
+    records += [
+        make_exchange_record(shapes={"hidden": 2048}, figures={"sum_us": 30.0}),
+        make_exchange_record(setup={"routing": "skewed"}),
+        make_exchange_record(setup={"graph": False}, figures={"host_dispatch_us": 61.25, "host_combine_us": 33.5}),
+        make_exchange_record(world_size=2),
+    ]
+    append_records(folder / "transport.jsonl", records)
+    done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
+    assert done.exit_code == 0, done.stderr
+    text = (tmp_path / "docs" / "BENCHMARKS.md").read_text()
+    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## The exchange", "### 4 x Abacus 9", "### 2 x Abacus 9"]
+    assert "![The exchange](rows/transport.png)" in text
+    assert "All rows: transport nvlink, top-k 8, experts 256, payload fp8_block, dtype bfloat16, nodes 1" in text
+    assert "| 1 | 2026-11-22 | 4096 | 7168 | compact | uniform | True | 20.5 | 25.5 | 800.0 |" in text
+    assert "| 61.25 | 33.5 | 7,562,000 | 151.2 | 0.4088 | 40 | 60 | 99 | 1.98 |" in text
+
+    drawn: dict[str, tuple[list[int], list[float]]] = {}
+
+    class Axes:
+        """Axes that keep what is drawn."""
+
+        def loglog(self, x: list[int], y: list[float], *args: Any, label: str, **options: Any) -> None:
+            drawn[label] = (list(x), list(y))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **options: None
+
+    plots.plot_transport(Axes(), records)
+    assert list(drawn) == ["nvlink", "allgather_reducescatter, beside nvlink", "all_to_all_single, beside nvlink"]
+    assert drawn["nvlink"] == ([1, 128, 4096], [16.6, 43.7, 800.0])
+
+
 def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -737,6 +1144,25 @@ WRONG = {
     "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
     "baseline": (["model", "--baseline-experts", "fast"], "baseline_experts ('fast') is not one of grouped_mm"),
     "transport": (["layer", "--transport", "pigeon"], "transport ('pigeon') is not one of auto"),
+    "exchange-tokens": (["transport", "--tokens", "0"], "tokens (0) must be at least 1"),
+    "exchange-hidden": (["transport", "--hidden", "100"], "hidden (100) must be a positive multiple of 16"),
+    "exchange-topk": (["transport", "--num-topk", "9", "--num-experts", "8"], "num_topk (9) is not in [1, num_experts"),
+    "payload": (["transport", "--payload", "fp7"], "scheme ('fp7') is not one of none, fp8_tensor"),
+    "exchange-routing": (["transport", "--routing", "odd"], "routing ('odd') is not one of uniform, skewed, one_rank"),
+    "exchange-transport": (["transport", "--transport", "pigeon"], "transport ('pigeon') is not one of auto, local"),
+    "suite": (["transport", "--suite", "huge"], "suite ('huge') is not one of standard"),
+    "beside-suite": (
+        ["transport", "--suite", "standard", "--hidden", "64"],
+        "hidden (64) is what suite 'standard' says; leave it out",
+    ),
+    "one_rank": (
+        ["transport", "--routing", "one_rank", "--num-experts", "31", "--nproc", "4"],
+        "routing 'one_rank': num_topk (8) exceeds the 7 experts of the last of 4 ranks",
+    ),
+    "untimed": (
+        ["transport", "--device", "cpu", "--append", "a.jsonl", "--commit", "0123abc"],
+        "append on a CPU needs --sweep: nothing is timed there",
+    ),
     "dir": (["report", "--dir", "no/such"], "directory ('no/such') is not a directory"),
 }
 
@@ -761,6 +1187,8 @@ def test_the_help_offers_no_scheme_that_is_refused() -> None:
     for name in ("layer", "experts"):
         [option] = [option for option in group.commands["bench"].commands[name].params if option.name == "scheme"]
         assert set(re.findall(r"[a-z0-9_]+", option.help.partition(":")[2])) == set(QUANT_SCHEMES)
+    [option] = [option for option in group.commands["bench"].commands["transport"].params if option.name == "payload"]
+    assert set(re.findall(r"[a-z0-9_]+", option.help.partition(":")[2])) == set(QUANT_SCHEMES)
 
 
 def append_a_layer(folder: Path, *options: str) -> Any:

@@ -135,8 +135,46 @@ def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
     return LINES_HEIGHT
 
 
+def plot_transport(axes: Any, rows: Sequence[Record]) -> int:
+    """Latency of a pair against tokens, on the most ranks, uniform, packed for the experts. Returns the height in bars.
+
+    A line is all that is alike but for tokens and layout, of a number of tokens the first row; a point alone is none.
+    """
+    most = max(record.world_size for record in rows)
+    lines: dict[str, dict[int, Record]] = {}
+    for record in rows:
+        packed = _value(record, "setup.layout") in ("batched", "compact")
+        if record.world_size == most and _value(record, "setup.routing") == "uniform" and packed:
+            line = lines.setdefault(_without_tokens(record).configuration, {})
+            line.setdefault(int(_value(record, "shapes.tokens")), record)
+    drawn = [line for line in lines.values() if len(line) > 1] or list(lines.values())
+    labels = _labels([_without_tokens(next(iter(line.values()))) for line in drawn], {"setup.transport": ""})
+    for index, (what, line) in enumerate(zip(labels, drawn, strict=True)):
+        points = sorted(line.items())
+        names = list(dict.fromkeys(name for _, record in points for name in record.baselines))
+        for style, name in zip(("o-", "x--", "+:"), (OURS, *names), strict=False):
+            path = "figures.sum_us" if name == OURS else f"baselines.{name}.sum_us"
+            xy = [(tokens, _value(record, path)) for tokens, record in points]
+            label = what if name == OURS else f"{name}, beside {what}"
+            axes.loglog(*zip(*xy, strict=True), style, color=f"C{index}", markersize=4, label=label)
+    measured = sorted({tokens for line in drawn for tokens in line})
+    axes.set_xticks(measured, [str(tokens) for tokens in measured])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(f"tokens of each of {most} ranks")
+    axes.set_ylabel("dispatch and combine, us")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    return LINES_HEIGHT
+
+
+def _without_tokens(record: Record) -> Record:
+    """The row as if of no particular number of tokens and layout, which tell no lines apart."""
+    return dataclasses.replace(record, shapes={**record.shapes, "tokens": 0}, setup={**record.setup, "layout": "any"})
+
+
 PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {
     "layer": plot_layer,
+    "transport": plot_transport,
     "model": plot_model,
     "experts": plot_experts,
 }

@@ -27,6 +27,26 @@ PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # how the name of a fig
 Figures = Mapping[str, float]
 Words = Mapping[str, str | int | float | bool]
 
+# Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Every other name that ends
+# in a unit, but for those of all rows, is a figure's.
+FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
+    "transport": {
+        "shapes": ("tokens", "hidden", "num_topk", "num_experts"),
+        "setup": (
+            "transport",
+            "layout",
+            "payload",
+            "dtype",
+            "graph",
+            "routing",
+            "nodes",
+            "seed",
+            "warmup",
+            "repeats",
+        ),
+    },
+}
+
 
 def unit_of(name: str) -> str | None:
     """The unit that a figure's name ends in, "" for a pure number, None for a name that says neither. Local."""
@@ -48,6 +68,7 @@ class Record:
         sweep: True for a row that explores and does not count.
         shapes: sizes of the work. setup: implementations by name and whatever else was chosen.
         figures: by a name that ends in its unit or in one of PURE_NUMBERS. baselines: the same, of others in this run.
+    A bench of FLAT_ROWS has its own names of shapes and setup, no more and no fewer.
     Errors: ValueError names what is wrong.
     """
 
@@ -88,6 +109,8 @@ class Record:
         _check_figures("figures", self.figures)
         for name, figures in self.baselines.items():
             _check_figures(f"baselines.{name}", figures)
+        for part, names in FLAT_ROWS.get(self.bench, {}).items():
+            _check_names(getattr(self, part), required=names, optional=(), source=part)
 
     @property
     def configuration(self) -> str:
@@ -97,7 +120,7 @@ class Record:
 
     def to_line(self) -> str:
         """The row as one line of JSON, without its end. Local."""
-        return json.dumps({name: getattr(self, name) for name in FIELDS}, allow_nan=False)
+        return json.dumps(flatten(self.bench, {name: getattr(self, name) for name in FIELDS}), allow_nan=False)
 
     @classmethod
     def from_line(cls, line: str, source: str) -> "Record":
@@ -108,11 +131,8 @@ class Record:
             raise ValueError(f"{source}: not JSON: {error}") from None
         if not isinstance(content, dict):
             raise ValueError(f"{source}: {type(content).__name__}, not a JSON object")
-        unknown, missing = sorted(set(content) - set(FIELDS)), [name for name in FIELDS if name not in content]
-        if unknown:
-            raise ValueError(f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(FIELDS)}")
-        if missing:
-            raise ValueError(f"{source}: missing key {', '.join(missing)}")
+        content = _unflatten(content, source)
+        _check_names(content, required=FIELDS, optional=(), source=source)
         try:
             return cls(**content)
         except ValueError as error:
@@ -120,6 +140,44 @@ class Record:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
+PARTS = ("shapes", "setup", "figures")  # that a flat row has at its top level
+
+
+def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as its bench writes it: with its parts at the top level for a bench of FLAT_ROWS, as it is for others.
+
+    Local.
+    """
+    if bench not in FLAT_ROWS:
+        return dict(row)
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        flat |= value if name in PARTS else {name: value}
+    return flat
+
+
+def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
+    """The parts of a row that was written flat; any other content as it is. Errors: as `_check_names`."""
+    parts = FLAT_ROWS.get(content["bench"]) if isinstance(content.get("bench"), str) else None
+    if parts is None:
+        return content
+    words = [name for names in parts.values() for name in names]
+    common = [name for name in FIELDS if name not in PARTS]
+    figures = [name for name in content if name not in (*common, *words) and unit_of(name) is not None]
+    _check_names(content, required=(*common, *words), optional=figures, source=source)
+    nested = {name: content[name] for name in common}
+    nested |= {part: {name: content[name] for name in names} for part, names in parts.items()}
+    return nested | {"figures": {name: content[name] for name in figures}}
+
+
+def _check_names(content: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str], source: str) -> None:
+    """Raise ValueError that names `source` and the keys that are unknown or missing."""
+    unknown = sorted(set(content) - {*required, *optional})
+    missing = [name for name in required if name not in content]
+    if unknown:
+        raise ValueError(f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(required)}")
+    if missing:
+        raise ValueError(f"{source}: missing key {', '.join(missing)}")
 
 
 def check_commit(commit: str) -> None:
@@ -225,6 +283,11 @@ def report_outcome(bench: str, device: torch.device, world_size: int, rows: list
         "versions": versions(device),
         "rows": rows,
     }
+
+
+def flat_report(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A report for machines: its rows as their bench writes them. Local."""
+    return {**report, "rows": [flatten(report["bench"], row) for row in report["rows"]]}
 
 
 def versions(device: torch.device) -> dict[str, str | None]:

@@ -23,6 +23,21 @@ TITLES = {
         "against float32 experts first. Microseconds of the slowest rank, median, from a cold L2; a phase contains "
         "what it waits for, and phases are timed in calls of their own, on the rank whose whole call is slowest.",
     ),
+    "transport": (
+        "The exchange",
+        "`ep-moe bench transport`: dispatch and combine alone, without experts between them. Before it is timed, "
+        "every expert's rows and the combined output are compared bit for bit with those of `collective`, and the "
+        "output with what it must be. Microseconds of the slowest rank, median, the L2 left warm, as it was for the "
+        "figures of other libraries that these stand beside. With a CUDA graph: the sum is the replay of a graph of "
+        "10 pairs (2 above 512 tokens) over their number, dispatch and combine are what their kernels take in it "
+        "(between events of eager calls where kernels cannot be told apart). Without: the sum is the clock's time of "
+        "a pair, dispatch and combine lie between events, and the host's times are how long a call keeps the host. "
+        "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; "
+        "the floor's share is what these bytes take at 370 GB/s, over the sum. Beside it NCCL alone, timed alike: an "
+        "all-gather of payload rows and a reduce-scatter of outputs, which move every token to every rank, and two "
+        "all-to-alls that know beforehand how many rows travel. Neither quantises, packs for the experts, nor weighs "
+        "and sums for a token, which the transport does.",
+    ),
     "model": (
         "A whole model",
         "`ep-moe bench model`: random weights, greedy, all ranks together, beside transformers' own expert parallelism "
@@ -77,6 +92,36 @@ COLUMNS = {
         ("gathered graph us", "baselines.allgather_reducescatter.graph_call_us"),
         ("tokens/s", "figures.tokens_per_sec"),
         ("worst row", "figures.worst_row_error"),
+    ),
+    "transport": (
+        ("transport", "setup.transport"),
+        ("tokens/rank", "shapes.tokens"),
+        ("hidden", "shapes.hidden"),
+        ("top-k", "shapes.num_topk"),
+        ("experts", "shapes.num_experts"),
+        ("layout", "setup.layout"),
+        ("payload", "setup.payload"),
+        ("dtype", "setup.dtype"),
+        ("routing", "setup.routing"),
+        ("graph", "setup.graph"),
+        ("nodes", "setup.nodes"),
+        *_RUN,
+        ("dispatch us", "figures.dispatch_us"),
+        ("combine us", "figures.combine_us"),
+        ("sum us", "figures.sum_us"),
+        ("host dispatch us", "figures.host_dispatch_us"),
+        ("host combine us", "figures.host_combine_us"),
+        ("wire bytes", "figures.wire_bytes"),
+        ("wire GB/s", "figures.wire_gbs"),
+        ("floor's share", "figures.floor_share_ratio"),
+        ("all-gather us", "baselines.allgather_reducescatter.dispatch_us"),
+        ("reduce-scatter us", "baselines.allgather_reducescatter.combine_us"),
+        ("sum of both us", "baselines.allgather_reducescatter.sum_us"),
+        ("ratio", "baselines.allgather_reducescatter.speedup_ratio"),
+        ("all-to-all us", "baselines.all_to_all_single.dispatch_us"),
+        ("and back us", "baselines.all_to_all_single.combine_us"),
+        ("there and back us", "baselines.all_to_all_single.sum_us"),
+        ("ratio to it", "baselines.all_to_all_single.speedup_ratio"),
     ),
     "model": (
         ("layers", "shapes.layers"),

@@ -1,4 +1,4 @@
-"""Honest times: warm, from a cold L2, ranks aligned, the median of many calls, of the slowest rank."""
+"""Honest times: after a warm-up, from a cold L2, ranks aligned, the median of many calls, of the slowest rank."""
 
 import contextlib
 import dataclasses
@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from ep_moe.group import EPGroup
 
@@ -83,7 +85,13 @@ class PhaseTimes:
 
 
 def time_calls(
-    call: Callable[[], object], group: EPGroup, *, warmup: int, repeats: int, on_call: Callable[[], None] | None = None
+    call: Callable[[], object],
+    group: EPGroup,
+    *,
+    warmup: int,
+    repeats: int,
+    on_call: Callable[[], None] | None = None,
+    cold: bool = True,
 ) -> list[float]:
     """Microseconds of each of `repeats` calls on this rank, which all ranks begin together, after `warmup` others.
 
@@ -92,6 +100,7 @@ def time_calls(
 
     Args:
         call: collective or not, as often on every rank. on_call: called before each timed call, outside its time.
+        cold: False leaves the L2 as the call before left it.
     Collective, host sync.
     """
     for _ in range(warmup):
@@ -107,14 +116,14 @@ def time_calls(
             samples.append((time.perf_counter() - begin) * 1e6)
         return samples
     properties = torch.cuda.get_device_properties(group.device)
-    cold = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device=group.device)
+    flushed = torch.empty(2 * properties.L2_cache_size if cold else 0, dtype=torch.uint8, device=group.device)
     token = torch.zeros(1, device=group.device)
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     group.barrier()
     for start, end in zip(starts, ends, strict=True):
         if on_call is not None:
             on_call()
-        cold.zero_()
+        flushed.zero_()
         if group.process_group is not None:
             dist.all_reduce(token, group=group.process_group)
         start.record()
@@ -161,3 +170,50 @@ def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
     except RuntimeError as error:
         raise RuntimeError(f"the call cannot be captured into a CUDA graph: {error}") from error
     return Captured(replay=graph.replay, output=output)
+
+
+def profile_kernels(call: Callable[[], object], group: EPGroup, *, repeats: int) -> list[tuple[str, float]]:
+    """Name and microseconds of all that `repeats` calls run on this rank's GPU, in the order in which they begin.
+
+    Collective, host sync.
+    """
+    group.barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        group.wait_for_all("profile")  # on the host: a profiler may take seconds to start, and a barrier runs kernels
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize(group.device)
+    events = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, event.time_range.elapsed_us()) for event in events]
+
+
+def part_times(kernels: Sequence[tuple[str, float]], parts: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each part in each call: the sum of its kernels, whose names contain its own.
+
+    A call begins with the first part: kernels of other names that run before one of it are its preparation.
+
+    Example: parts a and b, 2 repeats, kernels fill 1, _a 3, _b 1, _b 2, fill 1, _a 4, _b 1, _b 1 give a [4, 5] and b
+    [3, 2].
+
+    Args:
+        kernels: of `repeats` like calls, as `profile_kernels` returns them.
+    Errors: ValueError where a kernel belongs to no part or to two, a part has none, or calls are not alike. Local.
+    """
+    owners: list[tuple[str, ...]] = []
+    for name, _ in reversed(kernels):
+        named = tuple(part for part in parts if part in name)
+        is_preparation = not named and owners and owners[-1] == (parts[0],)
+        owners.append((parts[0],) if is_preparation else named)
+    owners.reverse()
+    unclear = [name for (name, _), found in zip(kernels, owners, strict=True) if len(found) != 1]
+    if unclear:
+        raise ValueError(f"kernels are not of one of {', '.join(parts)}: {', '.join(dict.fromkeys(unclear))}")
+    times: dict[str, list[float]] = {}
+    for part in parts:
+        own = [us for (_, us), found in zip(kernels, owners, strict=True) if found == (part,)]
+        if not own or len(own) % repeats:
+            raise ValueError(f"{len(own)} kernels of {part} in {repeats} calls")
+        each = len(own) // repeats
+        times[part] = [sum(own[start : start + each]) for start in range(0, len(own), each)]
+    return times
