@@ -204,6 +204,9 @@ class TransportConfig:
         dtype: the model's dtype: of tokens that are not quantised, of expert outputs and of the combine wire.
         num_slots: rounds that may be open at once.
         row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
+        max_topk: the most experts of a token, in any round.
+        on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and
+            their experts, where the transport can.
     """
 
     hidden: int
@@ -211,6 +214,8 @@ class TransportConfig:
     dtype: torch.dtype = torch.bfloat16
     num_slots: int = 2
     row_alignment: int = 16
+    max_topk: int = 32
+    on_peer_loss: str = "raise"
 
     def __post_init__(self) -> None:
         _require(
@@ -221,6 +226,8 @@ class TransportConfig:
         _require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
         _require(self.num_slots >= 1, f"num_slots ({self.num_slots}) must be at least 1")
         _require(self.row_alignment >= 1, f"row_alignment ({self.row_alignment}) must be at least 1")
+        _require(self.max_topk >= 1, f"max_topk ({self.max_topk}) must be at least 1")
+        _require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,13 +4,14 @@ Letters: T tokens on a rank, K top-k, H hidden, E experts, R ranks, M max_tokens
 """
 
 import dataclasses
+import math
 import zlib
 
 import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement, create_placement
-from ep_moe.quant import Quantised, get_scheme, quantise
+from ep_moe.quant import Quantised, as_bytes, get_scheme, quantise
 from ep_moe.routing import Routing
 
 ROUTINGS = ("uniform", "holes", "no_expert", "repeats", "one_expert", "one_rank")
@@ -39,6 +40,7 @@ class TransportCase:
     quantised_input: bool = False
     shared: bool = False
     mixed_layouts: bool = False  # every rank asks for another layout, `layout` does not count
+    rows: tuple[int, ...] = ()  # that each rank brings, where the device says how many of them are its T tokens
 
     @property
     def num_ranks(self) -> int:
@@ -47,10 +49,10 @@ class TransportCase:
 
     @property
     def config(self) -> TransportConfig:
-        """What the transport is built for: M is the largest T of the case, or 1."""
+        """What the transport is built for: M is the most rows that a rank brings, or 1."""
         return TransportConfig(
             hidden=self.hidden,
-            max_tokens_per_rank=max(*self.tokens, 1),
+            max_tokens_per_rank=max(*self.tokens, *self.rows, 1),
             dtype=self.dtype,
             row_alignment=self.row_alignment,
         )
@@ -78,6 +80,10 @@ class TransportCase:
             routing=Routing(topk_ids=ids.to(self.id_dtype), topk_weights=weights),
             shared=shared if self.shared else None,
         )
+
+    def num_rows(self, rank: int) -> int:
+        """How many rows a rank brings: T, or more of which only the first T are tokens."""
+        return self.rows[rank] if self.rows else self.tokens[rank]
 
     def _ids(self, scores: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         num_tokens, k = scores.shape[0], self.num_topk
@@ -120,9 +126,88 @@ class CaseInputs:
         routing = Routing(topk_ids=self.routing.topk_ids.to(device), topk_weights=self.routing.topk_weights.to(device))
         return CaseInputs(x=moved, routing=routing, shared=None if self.shared is None else self.shared.to(device))
 
+    def with_rows(self, num_rows: int) -> "CaseInputs":
+        """The same with more rows, up to `num_rows`, that are no tokens: NaN, and ids that no rank owns."""
+        more = num_rows - self.routing.topk_ids.shape[0]
+
+        def extend(tensor: torch.Tensor, value: float) -> torch.Tensor:
+            wide = as_bytes(tensor)
+            spare = torch.full((more, *wide.shape[1:]), value if wide is tensor else 255, dtype=wide.dtype)
+            return torch.cat([wide, spare.to(wide.device)]).view(tensor.dtype)
+
+        x = self.x
+        if isinstance(x, Quantised):
+            scale = extend(x.scale, math.nan)
+            padded: torch.Tensor | Quantised = Quantised(values=extend(x.values, 255), scale=scale, scheme=x.scheme)
+        else:
+            padded = extend(x, math.nan)
+        routing = Routing(
+            topk_ids=extend(self.routing.topk_ids, 10**6), topk_weights=extend(self.routing.topk_weights, math.nan)
+        )
+        return CaseInputs(
+            x=padded, routing=routing, shared=None if self.shared is None else extend(self.shared, math.nan)
+        )
+
 
 def _uneven(num_ranks: int) -> tuple[int, ...]:
     return (13, 1, 30, 6, 17, 2, 9, 21)[:num_ranks]
+
+
+def _narrow_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[TransportCase]:
+    """Formats whose values or scales are of a byte or less, in rows that 16 and scales that 4 do not divide."""
+    layouts = {
+        "nvfp4": tuple(Layout),
+        "mxfp8": tuple(Layout),
+        "int8_token": (Layout.COMPACT,),
+        "fp8_block_ue8m0": (Layout.BATCHED,),
+    }
+    cases = [
+        TransportCase(
+            name=f"{layout.value}-{scheme}-hidden-48{'-quantised-input' * quantised}",
+            tokens=uneven,
+            layout=layout,
+            scheme=scheme,
+            hidden=48,
+            quantised_input=quantised,
+        )
+        for scheme in layouts
+        for layout in layouts[scheme]
+        for quantised in (False, True)
+    ]
+    return [
+        *cases,
+        TransportCase(
+            name="nvfp4-hidden-2880", tokens=uneven, scheme="nvfp4", hidden=2880, num_topk=10, num_experts=13
+        ),
+        TransportCase(name="mxfp8-hidden-2880", tokens=uneven, scheme="mxfp8", hidden=2880, dtype=torch.float16),
+        TransportCase(name="int8_token-hidden-2880", tokens=uneven, scheme="int8_token", hidden=2880, shared=True),
+        TransportCase(name="nvfp4-zero-tokens-on-one-rank", tokens=idle, scheme="nvfp4", hidden=48, num_topk=1),
+        TransportCase(name="mxfp8-mixed-layouts", tokens=uneven, scheme="mxfp8", mixed_layouts=True, routing="holes"),
+    ]
+
+
+def _counted_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[TransportCase]:
+    """The device says how many of the rows are tokens: some, on one rank none, on the last all."""
+    rows = tuple(count + 3 * (rank < len(uneven) - 1) for rank, count in enumerate(uneven))
+    cases = [
+        TransportCase(
+            name=f"{layout.value}-{scheme}-of-more-rows",
+            tokens=idle,
+            rows=rows,
+            layout=layout,
+            scheme=scheme,
+            shared=True,
+        )
+        for layout, scheme in zip(Layout, ("none", "fp8_block", "mxfp8"), strict=True)
+    ]
+    return [
+        *cases,
+        TransportCase(name="fp8_tensor-of-more-rows", tokens=uneven, rows=rows, scheme="fp8_tensor"),
+        TransportCase(
+            name="quantised-input-of-more-rows", tokens=idle, rows=rows, scheme="fp8_block", quantised_input=True
+        ),
+        TransportCase(name="no-token-of-all-rows", tokens=(0,) * len(rows), rows=rows, layout=Layout.FLAT),
+    ]
 
 
 def transport_cases(num_ranks: int) -> list[TransportCase]:
@@ -168,4 +253,4 @@ def transport_cases(num_ranks: int) -> list[TransportCase]:
         TransportCase(name="quantised-input-tensor", tokens=uneven, scheme="fp8_tensor", quantised_input=True),
         TransportCase(name="many-tokens", tokens=(257,) * num_ranks, num_experts=32, num_topk=8, scheme="fp8_block"),
     ]
-    return cases
+    return [*cases, *_narrow_cases(uneven, idle), *_counted_cases(uneven, idle)]

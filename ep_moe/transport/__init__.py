@@ -1,30 +1,70 @@
 """Token exchange. `base` is the seam; `TRANSPORTS` holds the implementations by name."""
 
+import logging
 from collections.abc import Callable
 
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.group.symmetric import why_unreachable
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.collective import CollectiveTransport
 from ep_moe.transport.local import LocalTransport
 
+_log = logging.getLogger(__name__)
+
+
+def _nvlink_transport(group: EPGroup, placement: Placement, config: TransportConfig) -> Transport:
+    """Import Triton when it is asked for: it is there on Linux alone."""
+    try:
+        import triton
+    except ImportError as error:
+        raise RuntimeError(f"transport 'nvlink' needs Triton, which is not installed: {error}") from None
+    if group.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "transport 'nvlink' on a CPU needs TRITON_INTERPRET=1 in the environment; 'collective' does not"
+        )
+    from ep_moe.transport.nvlink import NvlinkTransport
+
+    return NvlinkTransport(group, placement, config)
+
+
 TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]] = {
     "local": LocalTransport,
     "collective": CollectiveTransport,
+    "nvlink": _nvlink_transport,
 }
 
 
 def create_transport(name: str, group: EPGroup, placement: Placement, config: TransportConfig) -> Transport:
-    """Build a transport by name; "auto" is "local" for one rank and "collective" for more.
+    """Build a transport by name.
 
-    Errors: ValueError lists the names. Collective.
+    "auto" is "local" for one rank; "nvlink" on GPUs that all reach each other's memory; else "collective". Rank 0 logs
+    what it is, and why it is not "nvlink", at level INFO.
+
+    "nvlink" on a CPU needs TRITON_INTERPRET=1 in the environment before Triton is imported: it is for tests.
+
+    Errors: ValueError lists the names; RuntimeError for "nvlink" where memory or Triton is out of reach. Collective.
     """
     if name == "auto":
-        name = "local" if group.num_ranks == 1 else "collective"
+        name = _choose(group)
     if name not in TRANSPORTS:
         raise ValueError(f"transport ({name!r}) is not one of auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name](group, placement, config)
+
+
+def _choose(group: EPGroup) -> str:
+    """What "auto" is for a group. Collective."""
+    if group.num_ranks == 1:
+        name, reason = "local", "there is one rank"
+    elif group.device.type != "cuda":
+        name, reason = "collective", f"ranks are on {group.device.type}"
+    else:
+        reason = why_unreachable(group)
+        name = "collective" if reason else "nvlink"
+    if group.rank == 0:
+        _log.info("transport 'auto' is '%s'%s", name, f": {reason}" if reason else "")
+    return name
 
 
 __all__ = [

@@ -49,7 +49,14 @@ class Transport(Protocol):
     num_ranks: int
 
     def dispatch_send(
-        self, x: "torch.Tensor | Quantised", routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+        self,
+        x: "torch.Tensor | Quantised",
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
     ) -> None:
         """Quantise once (a `Quantised` is taken as it is) and send each token once to every rank that needs it.
 
@@ -58,9 +65,12 @@ class Transport(Protocol):
                 may read it where it lies.
             routing: physical topk_ids [T, K] int32 or int64, -1 none; topk_weights [T, K] float32.
             layout: of this rank's batch; ranks may differ. scheme: of the payload, the same on all ranks.
+            num_tokens: optional, one int32 on the device: how many of the T rows are tokens. The round is that of these
+                rows, and what combine returns holds anything in the others.
         Errors: ValueError, before any payload is sent, on the rank that passed bad input and, naming that rank, on
-        all others; the next round works. `PeerLostError` names a rank that does not answer within the deadline.
-        Collective.
+        all others; the next round works. A transport that does not wait for the others raises on the others, and on
+        this rank for what only the device knows (ids, `num_tokens`), in `check`: that round gives NaN.
+        `PeerLostError` names a rank that does not answer within the deadline. Collective.
         """
         ...
 
@@ -94,7 +104,8 @@ class Transport(Protocol):
     def refuse(self, error: ValueError, *, slot: int = 0) -> NoReturn:
         """Take part in a round with no tokens but the news that this rank's input is bad, in place of dispatch_send.
 
-        Every rank raises ValueError, this one `error` itself, and the next round works. Collective.
+        Every rank raises ValueError, this one `error` itself, the others as in `dispatch_send`, and the next round
+        works. Collective.
         """
         ...
 
@@ -106,15 +117,29 @@ class Transport(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Wait for the rounds that this rank has begun and ended, and raise what went wrong in them.
+
+        Errors: ValueError for a round that a rank refused, `PeerLostError`. Local, host sync.
+        """
+        ...
+
     def destroy(self) -> None:
         """Free what the transport holds. Local; calling it twice is fine."""
         ...
 
     def dispatch(
-        self, x: "torch.Tensor | Quantised", routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+        self,
+        x: "torch.Tensor | Quantised",
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv`. Collective."""
-        self.dispatch_send(x, routing, layout=layout, scheme=scheme, slot=slot)
+        self.dispatch_send(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
         return self.dispatch_recv(slot=slot)
 
     def combine(

@@ -26,6 +26,7 @@ from ep_moe.transport.rounds import (
     check_dispatch,
     check_expert_output,
     check_home,
+    first_tokens,
     too_many_tokens_message,
 )
 from ep_moe.transport.wire import RowFormat
@@ -43,6 +44,7 @@ class CollectiveHandle(Handle):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Round:
     round: int
+    num_rows: int  # that were brought, of which the first `num_tokens` are tokens
     num_tokens: int
     layout: Layout
     scheme: QuantScheme
@@ -81,6 +83,10 @@ class CollectiveTransport(Transport):
             raise ValueError(
                 f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
             )
+        if config.on_peer_loss != "raise":
+            raise ValueError(
+                f"on_peer_loss ({config.on_peer_loss!r}) needs transport 'nvlink': a collective waits for all"
+            )
         self.config, self.placement = config, placement
         self.rank, self.num_ranks = group.rank, group.num_ranks
         self._group = group
@@ -92,16 +98,38 @@ class CollectiveTransport(Transport):
         self._next_round = 0
 
     def dispatch_send(
-        self, x: torch.Tensor | Quantised, routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+        self,
+        x: torch.Tensor | Quantised,
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
     ) -> None:
         """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload travels on behind."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         device = self._group.device
         try:
-            check_dispatch(x, routing, layout=layout, scheme=scheme, config=self.config, rank=self.rank, device=device)
+            check_dispatch(
+                x,
+                routing,
+                layout=layout,
+                scheme=scheme,
+                config=self.config,
+                rank=self.rank,
+                device=device,
+                num_tokens=num_tokens,
+            )
         except ValueError as error:
             self.refuse(error, slot=slot, num_tokens=routing.topk_ids.shape[0])
+        num_rows = routing.topk_ids.shape[0]
+        if num_tokens is not None:
+            try:
+                x, routing = first_tokens(x, routing, num_tokens, rank=self.rank)
+            except ValueError as error:
+                self.refuse(error, slot=slot)
         round_, self._next_round = self._next_round, self._next_round + 1
         row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
         headers = torch.empty(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=device)
@@ -117,6 +145,7 @@ class CollectiveTransport(Transport):
         work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
         state = _Round(
             round=round_,
+            num_rows=num_rows,
             num_tokens=routing.topk_ids.shape[0],
             layout=layout,
             scheme=scheme,
@@ -180,10 +209,18 @@ class CollectiveTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
-        check_home((state.num_tokens, self.config.hidden), self.config, state.buffer.device, shared=shared, out=out)
+        shape = (state.num_rows, self.config.hidden)
+        check_home(shape, self.config, state.buffer.device, shared=shared, out=out)
         self._wait(state.work, "combine", state.round)
+        result, tokens = state.buffer.new_empty(shape) if out is None else out, slice(state.num_tokens)
         # a token stands at most once among a rank's rows, and ranks are the columns: summed in rank order
-        result = weighted_sum(state.buffer, state.token_to_row, None, shared=shared, out=out)
+        weighted_sum(
+            state.buffer,
+            state.token_to_row,
+            None,
+            shared=None if shared is None else shared[tokens],
+            out=result[tokens],
+        )
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
 
@@ -212,6 +249,10 @@ class CollectiveTransport(Transport):
             work = self._all_to_all(incoming, outgoing, state.send_counts, state.recv_counts)
             self._wait(work, "abandoned round", state.round)
         self._slots.close(slot)
+
+    def check(self) -> None:
+        """See `Transport.check`. What goes wrong in a round is raised by its own calls; here, what the group knows."""
+        self._group.check()
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""

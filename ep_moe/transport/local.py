@@ -22,6 +22,7 @@ from ep_moe.transport.rounds import (
     check_expert_output,
     check_home,
     count_bad_ids,
+    first_tokens,
 )
 
 
@@ -36,6 +37,7 @@ class LocalHandle(Handle):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Round:
     round: int
+    num_rows: int  # that were brought, of which the first are tokens
     dispatched: Dispatched
     rows: torch.Tensor | None = None  # [T, H], weighed and summed
 
@@ -61,12 +63,31 @@ class LocalTransport(Transport):
         self._next_round = 0
 
     def dispatch_send(
-        self, x: torch.Tensor | Quantised, routing: Routing, *, layout: Layout, scheme: QuantScheme, slot: int = 0
+        self,
+        x: torch.Tensor | Quantised,
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
     ) -> None:
         """See `Transport.dispatch_send`. Local; reads back whether all ids are in range."""
         self._slots.expect(slot, "dispatch_send")
         config, num_physical = self.config, self.placement.num_physical
-        check_dispatch(x, routing, layout=layout, scheme=scheme, config=config, rank=0, device=self._device)
+        check_dispatch(
+            x,
+            routing,
+            layout=layout,
+            scheme=scheme,
+            config=config,
+            rank=0,
+            device=self._device,
+            num_tokens=num_tokens,
+        )
+        num_rows = routing.topk_ids.shape[0]
+        if num_tokens is not None:
+            x, routing = first_tokens(x, routing, num_tokens, rank=0)
         bad = int(count_bad_ids(routing.topk_ids, num_physical))
         if bad:
             raise ValueError(bad_ids_message(bad, num_physical, 0))
@@ -92,7 +113,9 @@ class LocalTransport(Transport):
             slot=slot, round=self._next_round, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights
         )
         dispatched = Dispatched(batch=packed.batch, handle=handle)
-        self._slots.advance(slot, "dispatch_send", _Round(round=self._next_round, dispatched=dispatched))
+        self._slots.advance(
+            slot, "dispatch_send", _Round(round=self._next_round, num_rows=num_rows, dispatched=dispatched)
+        )
         self._next_round += 1
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
@@ -121,9 +144,11 @@ class LocalTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
         assert state.rows is not None
-        check_home((state.rows.shape[0], self.config.hidden), self.config, self._device, shared=shared, out=out)
+        shape = (state.num_rows, self.config.hidden)
+        check_home(shape, self.config, self._device, shared=shared, out=out)
+        result, tokens = state.rows.new_empty(shape) if out is None else out, slice(state.rows.shape[0])
         own_row = torch.arange(state.rows.shape[0], dtype=torch.int32, device=self._device).unsqueeze(1)
-        result = weighted_sum(state.rows, own_row, None, shared=shared, out=out)
+        weighted_sum(state.rows, own_row, None, shared=None if shared is None else shared[tokens], out=result[tokens])
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
 
@@ -135,6 +160,9 @@ class LocalTransport(Transport):
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`. Local: there is nobody to tell."""
         self._slots.close(slot)
+
+    def check(self) -> None:
+        """See `Transport.check`. There is nothing that its calls have not raised."""
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Local."""

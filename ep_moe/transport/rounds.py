@@ -80,6 +80,7 @@ def check_dispatch(
     config: TransportConfig,
     rank: int,
     device: torch.device,
+    num_tokens: torch.Tensor | None = None,
 ) -> None:
     """Raise ValueError, with the value and the limit, for a dispatch that can be refused without looking at the ids.
 
@@ -90,24 +91,48 @@ def check_dispatch(
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) is not one of {', '.join(member.value for member in Layout)}")
     values = x.values if isinstance(x, Quantised) else x
-    if values.dim() != 2 or values.shape[1] != config.hidden:
-        raise ValueError(f"x is {tuple(values.shape)} on rank {rank}, expected [num_tokens, hidden ({config.hidden})]")
-    num_tokens = values.shape[0]
-    if num_tokens > config.max_tokens_per_rank:
-        raise ValueError(too_many_tokens_message(num_tokens, config.max_tokens_per_rank, rank))
+    shape = tuple(x.shape) if isinstance(x, torch.Tensor) else (values.shape[0], x.hidden)
+    if len(shape) != 2 or shape[1] != config.hidden:
+        raise ValueError(f"x is {shape} on rank {rank}, expected [num_tokens, hidden ({config.hidden})]")
+    num_rows = values.shape[0]
+    if num_rows > config.max_tokens_per_rank:
+        raise ValueError(too_many_tokens_message(num_rows, config.max_tokens_per_rank, rank))
     if isinstance(x, Quantised):
         if x.scheme != scheme:
             raise ValueError(f"x is quantised as '{x.scheme.name}' on rank {rank}, the dispatch names '{scheme.name}'")
     elif x.dtype != config.dtype:
         raise ValueError(f"x is {x.dtype} on rank {rank}, the transport carries {config.dtype}")
-    if routing.topk_ids.shape[0] != num_tokens:
-        raise ValueError(f"topk_ids has {routing.topk_ids.shape[0]} rows on rank {rank}, x has {num_tokens}")
+    if routing.topk_ids.shape[0] != num_rows:
+        raise ValueError(f"topk_ids has {routing.topk_ids.shape[0]} rows on rank {rank}, x has {num_rows}")
+    if routing.topk_ids.shape[1] > config.max_topk:
+        raise ValueError(f"num_topk ({routing.topk_ids.shape[1]}) exceeds max_topk ({config.max_topk}) on rank {rank}")
+    if num_tokens is not None and (num_tokens.dtype != torch.int32 or num_tokens.numel() != 1):
+        raise ValueError(f"num_tokens is {tuple(num_tokens.shape)} {num_tokens.dtype}, needed is 1 number of int32")
     tensors = {"x": values, "topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}
+    if num_tokens is not None:
+        tensors["num_tokens"] = num_tokens
     if isinstance(x, Quantised):
         tensors["scale"] = x.scale
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
+
+
+def first_tokens(
+    x: torch.Tensor | Quantised, routing: Routing, num_tokens: torch.Tensor, *, rank: int
+) -> tuple[torch.Tensor | Quantised, Routing]:
+    """Cut a dispatch to the tokens that a number on the device counts. Host sync.
+
+    Errors: ValueError where there are fewer rows than that.
+    """
+    count, rows = int(num_tokens), routing.topk_ids.shape[0]
+    if not 0 <= count <= rows:
+        raise ValueError(too_many_tokens_message(count, rows, rank))
+    if isinstance(x, Quantised):
+        x = Quantised(values=x.values[:count], scale=x.scale[:count], scheme=x.scheme)
+    else:
+        x = x[:count]
+    return x, Routing(topk_ids=routing.topk_ids[:count], topk_weights=routing.topk_weights[:count])
 
 
 def count_bad_ids(topk_ids: torch.Tensor, num_physical: int) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""Memory of a rank that all ranks of its group can load from and store to.
+
+On GPUs it is torch's symmetric memory over peer access, in one machine; on a CPU a file in /dev/shm that every rank
+maps, for Triton's interpreter. Letters: R ranks.
+"""
+
+import contextlib
+import os
+import uuid
+
+import torch
+
+from ep_moe.group.base import EPGroup
+
+SHARED_FOLDER = "/dev/shm"
+ALIGNMENT_BYTES = 1024  # of a buffer's size
+
+
+def why_unreachable(group: EPGroup) -> str:
+    """Say why the ranks of a group cannot map each other's memory; "" where they can. Collective."""
+    if group.device.type == "cuda":
+        mine = str(torch.cuda.get_device_properties(group.device).uuid)
+        visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    else:
+        mine, visible = "", {}
+    told = group.all_gather_object((group.node, mine, sorted(visible)))
+    reasons = [_why_not(group, rank, *place, mine=mine, visible=visible) for rank, place in enumerate(told)]
+    found = group.all_gather_object(next((reason for reason in reasons if reason), ""))
+    return next((reason for reason in found if reason), "")
+
+
+def _why_not(
+    group: EPGroup, rank: int, node: int, theirs: str, seen: list[str], *, mine: str, visible: dict[str, int]
+) -> str:
+    del seen
+    pair = f"rank {group.rank} and rank {rank}"
+    if node != group.node:
+        return f"{pair} are on different machines"
+    if rank == group.rank or group.device.type != "cuda":
+        return ""
+    if theirs == mine:
+        return f"{pair} share a GPU"
+    if theirs not in visible:
+        return f"{pair} do not see each other's GPU (CUDA_VISIBLE_DEVICES)"
+    if not torch.cuda.can_device_access_peer(group.device, visible[theirs]):
+        return f"the GPUs of {pair} have no peer access"
+    return ""
+
+
+class SymmetricBuffer:
+    """The same number of bytes on every rank of a group, zero at first, mapped by all of them.
+
+    Args:
+        group: of ranks that reach each other (`why_unreachable`), on GPUs or CPUs.
+        num_bytes: of each rank; the same on all.
+
+    Attributes:
+        local: [num_bytes] uint8, this rank's part. addresses: where each rank's part is mapped here, by rank.
+    Errors: RuntimeError where the machine lacks the memory. Collective.
+    """
+
+    def __init__(self, group: EPGroup, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._mapped: object = None
+        if group.device.type == "cuda" and group.process_group is not None:
+            from torch.distributed import _symmetric_memory  # only on GPUs: the CPU has none
+
+            with torch.cuda.device(group.device):
+                self.local = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=group.device)
+                handle = _symmetric_memory.rendezvous(self.local, group.process_group)
+            self._mapped, self.addresses = handle, tuple(handle.buffer_ptrs)
+            self.local.zero_()
+            torch.cuda.synchronize(group.device)
+        elif group.num_ranks == 1:
+            self.local = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
+            self.addresses = (self.local.data_ptr(),)
+        else:
+            self._map_files(group, num_bytes)
+        group.barrier()  # nobody stores before all are zero
+
+    def _map_files(self, group: EPGroup, num_bytes: int) -> None:
+        path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
+        error = ""
+        try:
+            with open(path, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as cause:
+            error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"
+        try:
+            told = group.all_gather_object((path, error))
+            broken = next((text for _, text in told if text), "")
+            if broken:
+                raise RuntimeError(broken)
+            parts = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p, _ in told]
+            group.barrier()  # the files may go once all have mapped them
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self._mapped, self.local = parts, parts[group.rank]
+        self.addresses = tuple(part.data_ptr() for part in parts)
+
+    def destroy(self) -> None:
+        """Unmap what this rank holds; each rank's memory is free when all have. Local; calling it twice is fine."""
+        self._mapped, self.addresses = None, ()
+        self.local = torch.empty(0, dtype=torch.uint8)

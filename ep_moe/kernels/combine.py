@@ -1,0 +1,344 @@
+"""The experts' results home, by stores into the memory of the ranks that sent the tokens.
+
+The experts' rank weighs and sums a token's local experts and stores one row at home; home sums the ranks' rows. No
+flag says that a row is there: no 16 or 32 bits of it are ever all ones (NaN travels as another NaN), home keeps all ones
+where a row is to come, looks until none are left, and restores them once it has read the row. So a row is summed as soon
+as it arrives, and nothing is fenced.
+
+Rule: a combine cell says that its rank has read all that this round's dispatch brought it; only then may the next
+round's dispatch overwrite that. Rule: nothing here reads what the dispatch brought, only this slot's own copies of it,
+for peers may send the next round as soon as they have all cells. Rule: every rank waits for all cells. Rule: a rank
+restores all ones before its next dispatch announces itself, which peers wait for before they send results again.
+
+Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.exchange import (
+    ACTIVE,
+    BEGUN,
+    COMBINE_CELLS,
+    DONE,
+    FINE,
+    LOST,
+    OUT_OF_ORDER,
+    OWN_TOKENS,
+    RESUME,
+    RETURNED,
+    SOURCE_TOKENS,
+    VERDICT,
+    add_waited,
+    is_active,
+    is_off,
+    next_epoch,
+    pick,
+    region,
+    report,
+)
+from ep_moe.kernels.numerics import round_to
+from ep_moe.kernels.signals import (
+    COMBINE,
+    IMPATIENT,
+    OVER,
+    SPREAD,
+    agree,
+    clock,
+    give_up,
+    is_over,
+    make_word,
+    pause,
+    payload_of,
+    trouble,
+    wait_for_launch,
+    wait_for_words,
+)
+
+
+@triton.jit
+def _store_row(total, to_ptr, column, inside):
+    """Round a block of a row and store it, any NaN as the one that is not all ones."""
+    clean = tl.where(total == total, total, float("nan"))
+    tl.store(to_ptr + column, round_to(clean, to_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows_of_item(
+    own, i, tokens, slots, R: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Return the home and the token of an item, and the first of the token's rows here, -1 where there is none."""
+    token = i // (R * BLOCKS)
+    home = (RANK + 1 + i // BLOCKS) % R  # this rank's own come last, for they take no time on the wire
+    return home, token, tl.where(token < pick(tokens, home, RANKS), home * slots + token, -1)
+
+
+@triton.jit
+def _return_rows(
+    y_ptr,
+    links,
+    own,
+    tokens,  # [RANKS] int32, of each rank
+    slots,
+    sender,
+    senders,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    SPOILT: tl.constexpr,
+):
+    """Weigh and sum what this rank's experts made of every token that it got, and store it at the token's home.
+
+    The bits are those of `ep_moe.layout.weighted_sum`: float32, column order, no fused multiply-add. TOGETHER rows are
+    loaded at a time.
+    """
+    BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    place = tl.arange(0, COLUMNS)
+    items = tl.max(tokens, 0) * (R * BLOCKS)
+    home, token, slot = _rows_of_item(own, sender, tokens, slots, R, RANK, RANKS, BLOCKS)
+    rows = tl.load(own.rows_ptr + slot * K + place, mask=(place < K) & (slot >= 0) & (sender < items), other=-1)
+    for i in range(sender, items, senders):
+        next_i = i + senders  # whose rows are read while this item's are summed
+        next_home, next_token, next_slot = _rows_of_item(own, next_i, tokens, slots, R, RANK, RANKS, BLOCKS)
+        mask = (place < K) & (next_slot >= 0) & (next_i < items)
+        next_rows = tl.load(own.rows_ptr + next_slot * K + place, mask=mask, other=-1)
+        column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        inside = column < H
+        if pick(rows, 0, COLUMNS) >= 0:
+            total = tl.zeros([BLOCK], tl.float32)
+            if SPOILT:
+                total += float("nan")
+            elif SUMMED:
+                total += tl.load(y_ptr + slot * H + column, mask=inside, other=0.0).to(tl.float32)
+            else:
+                count = tl.sum((rows >= 0).to(tl.int32), 0)
+                for first in range(0, count, TOGETHER):
+                    for j in tl.static_range(TOGETHER):
+                        there = first + j < count
+                        row = tl.load(own.rows_ptr + slot * K + first + j, mask=there, other=0).to(tl.int64)
+                        weight = tl.load(own.weights_ptr + slot * K + first + j, mask=there, other=0.0)
+                        part = tl.load(y_ptr + row * H + column, mask=inside & there, other=0.0).to(tl.float32)
+                        total = total + part * weight
+            base = links.bases[0]
+            for r in tl.static_range(1, R):
+                base = tl.where(home == r, links.bases[r], base)
+            to_ptr = region(base, links, RETURNED, y_ptr.dtype.element_ty)
+            _store_row(total, to_ptr + (RANK * slots + token) * H, column, inside)
+        home, token, slot, rows = next_home, next_token, next_slot, next_rows
+
+
+@triton.jit
+def _sum_rows(
+    links,
+    own,
+    shared_ptr,
+    out_ptr,
+    alive,
+    num_tokens,
+    slots,
+    shared_stride,
+    out_stride,
+    epoch,
+    patience,
+    receiver,
+    receivers,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Sum every token's rows in rank order in float32 as they arrive, add `shared`, round once; NaN where one is lost."""
+    BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.uint32 if dtype.primitive_bitwidth == 32 else tl.uint16
+    EMPTY: tl.constexpr = 0xFFFFFFFF if dtype.primitive_bitwidth == 32 else 0xFFFF
+    returned_ptr = region(links.bases[RANK], links, RETURNED, BITS)
+    rank = tl.arange(0, SPREAD)
+    for i in range(receiver, num_tokens * BLOCKS, receivers):
+        token = (i // BLOCKS) + tl.zeros([], tl.int64)
+        column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        inside = column < H
+        homes = tl.load(own.homes_ptr + token)
+        sent_by = (rank < R) & (((homes >> rank) & 1) > 0)
+        last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # looked at first, not to read all in vain
+        start, looks = clock(), tl.zeros([], tl.int64)
+        waiting = alive
+        while waiting > 0:
+            probe = tl.load(returned_ptr + (rank * slots + token) * H + last, mask=sent_by, other=0, volatile=True)
+            late = sent_by & (probe == EMPTY)
+            suspect = tl.max(tl.where(late, rank, 0), 0)
+            waiting = agree(late, trouble(links.abort_ptr, start, looks, patience))
+            if waiting == 0:
+                total = tl.zeros([BLOCK], tl.float32)
+                missing = tl.zeros([BLOCK], tl.int32) - 1
+                for r in tl.static_range(R):
+                    row_ptr = returned_ptr + (r * slots + token) * H
+                    sent = inside & (((homes >> r) & 1) > 0)
+                    bits = tl.load(row_ptr + column, mask=sent, other=0, volatile=True)
+                    missing = tl.where(bits == EMPTY, r, missing)
+                    total = total + bits.to(dtype, bitcast=True).to(tl.float32)
+                suspect = tl.maximum(tl.max(missing, 0), 0)
+                waiting = agree(missing >= 0, trouble(links.abort_ptr, start, looks, patience))
+                if waiting == 0:
+                    if SHARED:
+                        shared_row_ptr = shared_ptr + token * shared_stride * UNIT
+                        total = total + tl.load(shared_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
+                    tl.store(out_ptr + token * out_stride * UNIT + column, round_to(total, dtype), mask=inside)
+                    for r in tl.static_range(R):
+                        row_ptr = returned_ptr + (r * slots + token) * H
+                        sent = inside & (((homes >> r) & 1) > 0)
+                        tl.store(row_ptr + column, tl.full([BLOCK], EMPTY, BITS), mask=sent)
+            looks += 1
+            if waiting >= OVER:
+                if waiting >= IMPATIENT:
+                    give_up(links.abort_ptr, links.aborts_ptr, COMBINE, epoch, suspect, R)
+                waiting, alive = waiting * 0, alive * 0
+            elif waiting > 0:
+                pause()
+        if alive == 0:
+            lost = tl.full([BLOCK], float("nan"), tl.float32)
+            tl.store(out_ptr + token * out_stride * UNIT + column, round_to(lost, dtype), mask=inside)
+    return alive
+
+
+@triton.jit(
+    do_not_specialize=[
+        "shared_stride",
+        "out_stride",
+        "max_tokens_per_rank",
+        "senders",
+        "first_receiver",
+        "patience",
+    ]
+)
+def _combine_kernel(
+    links,  # `exchange.Links`
+    own,  # `exchange.Own`
+    y_ptr,  # [rows, H], or [R * M, H] where SUMMED: the experts' output, in the model's dtype
+    shared_ptr,  # [T, H], rows `shared_stride` units of UNIT apart, where SHARED
+    out_ptr,  # [T, H] in the model's dtype, rows `out_stride` units apart, out
+    shared_stride,
+    out_stride,
+    max_tokens_per_rank,  # M
+    senders,
+    first_receiver,
+    patience,
+    H: tl.constexpr,
+    SENT_BLOCK: tl.constexpr,  # columns that are sent at a time
+    SUMMED_BLOCK: tl.constexpr,  # and summed
+    TOGETHER: tl.constexpr,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMMED: tl.constexpr,  # y is weighed and summed already (FLAT)
+    SPOILT: tl.constexpr,  # there is no y: NaN goes home
+    SHARED: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One round's combine, or one half of it. The first programs send, the last receive, one may do both."""
+    wait_for_launch(PDL)
+    pid = tl.program_id(0)
+    epoch = tl.load(own.state_ptr + BEGUN)
+    verdict = tl.load(own.state_ptr + VERDICT)
+    active = tl.load(own.state_ptr + ACTIVE)
+    over = is_off(links, own, epoch)
+    slots = max_tokens_per_rank.to(tl.int64)
+    source = tl.arange(0, RANKS)
+    if SEND:
+        if (pid < senders) & (over == 0):
+            tokens = tl.load(own.state_ptr + SOURCE_TOKENS + source, mask=source < R, other=0)
+            if pid == 0:
+                cell = make_word(epoch, tl.zeros([], tl.int32))
+                for r in tl.static_range(R):
+                    if is_active(active, r):
+                        tl.store(region(links.bases[r], links, COMBINE_CELLS, tl.int64) + RANK, cell)
+            if verdict == FINE:
+                _return_rows(
+                    y_ptr,
+                    links,
+                    own,
+                    tokens,
+                    slots,
+                    pid,
+                    senders,
+                    H,
+                    SENT_BLOCK,
+                    TOGETHER,
+                    R,
+                    RANK,
+                    RANKS,
+                    K,
+                    COLUMNS,
+                    SUMMED,
+                    SPOILT,
+                )
+    if RECEIVE:
+        if pid >= first_receiver:
+            leads = pid == first_receiver
+            num_tokens = tl.load(own.state_ptr + OWN_TOKENS)
+            if leads:
+                tl.store(own.waited_ptr + source, tl.zeros([RANKS], tl.int64), mask=source < R)
+            alive = (over == 0).to(tl.int32)
+            if alive > 0:
+                index = tl.arange(0, SPREAD)
+                alive = wait_for_words(
+                    region(links.bases[RANK], links, COMBINE_CELLS, tl.int64) + index,
+                    (index < R) & is_active(active, index),
+                    index,
+                    epoch,
+                    links.abort_ptr,
+                    links.aborts_ptr,
+                    patience,
+                    COMBINE,
+                    own.waited_ptr,
+                    leads,
+                    R,
+                )
+            alive = tl.where(verdict == FINE, alive, 0)
+            alive = _sum_rows(
+                links,
+                own,
+                shared_ptr,
+                out_ptr,
+                alive,
+                num_tokens,
+                slots,
+                shared_stride,
+                out_stride,
+                epoch,
+                patience,
+                pid - first_receiver,
+                tl.num_programs(0) - first_receiver,
+                H,
+                SUMMED_BLOCK,
+                UNIT,
+                R,
+                RANK,
+                SHARED,
+            )
+            nobody = tl.zeros([], tl.int32)
+            if leads:
+                add_waited(own.waited_ptr, R, RANKS)
+                if next_epoch(tl.load(own.state_ptr + DONE)) != epoch:
+                    report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody)
+                tl.debug_barrier()  # all warps have read the state
+                if epoch == tl.load(own.state_ptr + RESUME):
+                    tl.store(own.state_ptr + RESUME, 0)
+                tl.store(own.state_ptr + DONE, epoch)
+            if alive == 0:
+                if is_over(links.abort_ptr):
+                    abort = tl.load(links.abort_ptr, volatile=True)
+                    report(own.report_ptr, epoch, nobody + LOST, nobody, payload_of(abort))

@@ -1,0 +1,442 @@
+"""The sending half of a dispatch: what a rank announces, and its tokens as rows or as words.
+
+Letters: T tokens on this rank, K top-k, H hidden, G scale groups, R ranks, P physical experts, B blocks of tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.exchange import (
+    BAD_IDS,
+    ENTRIES,
+    FINE,
+    FLAGS,
+    NEWS,
+    OWN_TOKENS,
+    PLACE_BITS,
+    REFUSED,
+    SCALES,
+    TOO_MANY,
+    VALUES,
+    WORD_ROWS,
+    is_active,
+    region,
+)
+from ep_moe.kernels.numerics import INT8_MAX, absmax, divide_rows, e4m3_scale, tile_scale, to_e4m3, to_int8
+from ep_moe.kernels.signals import fence, make_word
+
+
+class Tokens(NamedTuple):
+    """What a rank brings to a round."""
+
+    x_ptr: Any  # [T, H] to be quantised, else 32-bit words, rows `x_stride` units of UNIT numbers or words apart
+    scale_ptr: Any  # [T, G] where it is quantised already, any strides
+    ids_ptr: Any  # [T, K] int32 or int64, rows `ids_stride` apart
+    weights_ptr: Any  # [T, K] float32, rows `weights_stride` apart
+    num_tokens_ptr: Any  # [1] int32, where COUNTED
+    block_counts_ptr: Any  # [B + 1, P + 1] int32 of `_sum_blocks_kernel`, where PLANNED
+
+
+@triton.jit
+def announce(
+    links,
+    own,
+    tokens,
+    announcer,
+    announcers,
+    present,
+    num_tokens,
+    max_tokens,
+    num_blocks,
+    num_physical,
+    ids_stride,
+    epoch,
+    enabled,
+    active,
+    fingerprint,
+    refusal,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    TOKENS: tl.constexpr,  # all of them, rounded up, where not PLANNED
+    EXPERTS: tl.constexpr,  # that are announced at a time
+    PLANNED: tl.constexpr,
+):
+    """Tell every rank this rank's cell, format and counts.
+
+    Rule: all of it goes out in every round, also where a cell says that the round is off, for all is waited for.
+    """
+    token = tl.arange(0, TOKENS)
+    totals_ptr = tokens.block_counts_ptr + num_blocks.to(tl.int64) * (num_physical + 1)
+    for first in range(announcer * EXPERTS, num_physical, announcers * EXPERTS):
+        expert = first + tl.arange(0, EXPERTS)
+        if PLANNED:
+            count = tl.load(totals_ptr + expert, mask=expert < num_physical, other=0)
+        else:
+            hit = tl.zeros([TOKENS, EXPERTS], tl.int32)
+            for k in tl.static_range(K):
+                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
+                hit = hit | (theirs[:, None] == expert[None, :]).to(tl.int32)
+            count = tl.sum(hit, 0)
+        word = make_word(tl.zeros([EXPERTS], tl.int32) + epoch, count)
+        for r in tl.static_range(R):
+            to = region(links.bases[r], links, NEWS, tl.int64) + (RANK * (L + 2) + 2 + expert - links.starts[r])
+            theirs = (expert >= links.starts[r]) & (expert < links.starts[r + 1])
+            tl.store(to, word, mask=theirs & enabled & is_active(active, r))
+    if announcer == 0:
+        if PLANNED:
+            bad = tl.load(totals_ptr + num_physical)
+        else:
+            found = tl.zeros([TOKENS], tl.int32)
+            for k in tl.static_range(K):
+                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
+                found += ((theirs < -1) | (theirs >= num_physical)).to(tl.int32)
+            bad = tl.sum(found, 0)
+        kind = tl.where(num_tokens > max_tokens, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
+        kind = tl.where(refusal > 0, REFUSED, kind)
+        value = tl.where(kind == BAD_IDS, bad, num_tokens)
+        cell = make_word(epoch, kind << 28 | value)
+        for r in tl.static_range(R):
+            if enabled & is_active(active, r):
+                to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + 2)
+                tl.store(to, cell)
+                tl.store(to + 1, make_word(epoch, fingerprint))
+        tl.store(own.state_ptr + OWN_TOKENS, tl.minimum(num_tokens, max_tokens))
+
+
+@triton.jit
+def _read_routing(
+    tokens,
+    token,
+    num_physical,
+    ids_stride,
+    weights_stride,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLANNED: tl.constexpr,
+):
+    """Return of one token the experts [COLUMNS], -1 for repeats and none, their weights, repeats added, and places.
+
+    The place is how many earlier tokens of this rank go to the expert. Weights are added in column order, as in
+    `ep_moe.layout.reference.merge_repeats`.
+    """
+    column = tl.arange(0, COLUMNS)
+    own_ids_ptr, own_weights_ptr = tokens.ids_ptr + token * ids_stride, tokens.weights_ptr + token * weights_stride
+    ids = tl.load(own_ids_ptr + column, mask=column < K, other=-1).to(tl.int32)
+    weights = tl.load(own_weights_ptr + column, mask=column < K, other=0.0)
+    repeated = tl.zeros([COLUMNS], tl.int32)
+    for k in tl.static_range(K):
+        same = ids == tl.load(own_ids_ptr + k).to(tl.int32)
+        weights = tl.where(column < k, weights + tl.where(same, tl.load(own_weights_ptr + k), 0.0), weights)
+        repeated += (same & (column > k)).to(tl.int32)
+    other = token // TOKENS * TOKENS + tl.arange(0, TOKENS)
+    hit = tl.zeros([TOKENS, COLUMNS], tl.int32)
+    for k in tl.static_range(K):
+        theirs = tl.load(tokens.ids_ptr + other * ids_stride + k, mask=other < token, other=-1).to(tl.int32)
+        hit = hit | (theirs[:, None] == ids[None, :]).to(tl.int32)
+    place = tl.sum(hit, 0)
+    valid = (ids >= 0) & (ids < num_physical) & (repeated == 0)
+    if PLANNED:
+        before_ptr = tokens.block_counts_ptr + token // TOKENS * (num_physical + 1)
+        place += tl.load(before_ptr + ids, mask=valid, other=0)
+    return tl.where(valid, ids, -1), weights, place
+
+
+@triton.jit
+def _load_payload(
+    tokens,
+    token,
+    block,
+    x_stride,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # numbers that share a scale
+    GROUPS: tl.constexpr,  # of one block where quantised here, else of a row
+    WORDS: tl.constexpr,  # of one block
+    VALUE_WORDS: tl.constexpr,
+    UNIT: tl.constexpr,  # numbers, or words, that the lengths of rows of x are multiples of
+    QUANTISE: tl.constexpr,  # "", "e4m3", "e4m3_power_of_two" or "int8"
+):
+    """Begin to load one block of a token: 32-bit words [WORDS], or numbers [GROUPS, GROUP] where QUANTISE."""
+    row_ptr = tokens.x_ptr + token * x_stride * UNIT
+    if QUANTISE == "":
+        word = block * WORDS + tl.arange(0, WORDS)
+        loaded = tl.load(row_ptr + word, mask=word < VALUE_WORDS)
+    else:
+        group = block * GROUPS + tl.arange(0, GROUPS)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        loaded = tl.load(row_ptr + column, mask=column < H, other=0.0)
+    return loaded
+
+
+@triton.jit
+def _make_payload(
+    loaded,
+    tokens,
+    token,
+    scale_token_stride,
+    scale_group_stride,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    QUANTISE: tl.constexpr,
+):
+    """Return the values of `_load_payload` as 32-bit words [WORDS], and their scales [GROUPS]."""
+    if QUANTISE == "":
+        values, scale = loaded, tl.arange(0, GROUPS)
+        if G > 0:
+            scale_ptrs = tokens.scale_ptr + token * scale_token_stride + scale.to(tl.int64) * scale_group_stride
+            scale = tl.load(scale_ptrs, mask=scale < G)
+    else:
+        x = loaded.to(tl.float32)
+        if QUANTISE == "int8":
+            scale = tile_scale(absmax(x, 1), INT8_MAX)
+            narrow = to_int8(divide_rows(x, scale))
+        else:
+            scale = e4m3_scale(absmax(x, 1), QUANTISE == "e4m3_power_of_two")
+            narrow = to_e4m3(divide_rows(x, scale))
+        parts = tl.reshape(narrow.to(tl.uint8, bitcast=True), [WORDS, 4]).to(tl.int32)
+        values = tl.sum(parts << (8 * tl.arange(0, 4))[None, :], 1)
+    return values, scale
+
+
+@triton.jit
+def _deliver_row(
+    base,
+    links,
+    ids,
+    weights,
+    place,
+    values,
+    scale,
+    slot,
+    enabled,
+    active,
+    r: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    ENTRY: tl.constexpr,  # int32 of an entry
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store a token plainly at rank r if it is needed there; returns the rank's bit, or 0."""
+    column, word, group = tl.arange(0, COLUMNS), tl.arange(0, WORDS), tl.arange(0, GROUPS)
+    here = (ids >= links.starts[r]) & (ids < links.starts[r + 1]) & is_active(active, r)
+    needed = tl.max(here.to(tl.int32), 0)
+    if (needed > 0) & enabled:
+        to = region(base, links, VALUES, tl.int32) + slot * VALUE_WORDS
+        tl.store(to + word, values, mask=word < VALUE_WORDS)
+        if G > 0:
+            scale_to = region(base, links, SCALES, scale.dtype) + slot * G
+            tl.store(scale_to + group, scale, mask=group < G)
+        entry_to = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
+        entry = tl.where(here, ((ids - links.starts[r]) << PLACE_BITS) | place, -1)
+        tl.store(entry_to + column, entry, mask=column < K)
+        weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
+        tl.store(entry_to + K + column, weight, mask=column < K)
+    return needed << r
+
+
+@triton.jit
+def send_rows(
+    links,
+    own,
+    tokens,
+    sender,
+    senders,
+    present,
+    num_physical,
+    x_stride,
+    scale_token_stride,
+    scale_group_stride,
+    ids_stride,
+    weights_stride,
+    slots,
+    epoch,
+    enabled,
+    active,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ENTRY: tl.constexpr,
+    FENCED: tl.constexpr,  # tokens between two fences
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PLANNED: tl.constexpr,
+):
+    """Store this program's share of the tokens as rows; fence; then say of each, at every rank, whether it is there."""
+    index = tl.arange(0, FENCED)
+    for chunk in range(sender, (present + FENCED - 1) // FENCED, senders):
+        went = tl.zeros([FENCED], tl.int32)
+        for i in range(0, FENCED):
+            token = (chunk * FENCED + i) + tl.zeros([], tl.int64)
+            if token < present:
+                loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)
+                ids, weights, place = _read_routing(
+                    tokens, token, num_physical, ids_stride, weights_stride, K, COLUMNS, TOKENS, PLANNED
+                )
+                values, scale = _make_payload(
+                    loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTISE
+                )
+                homes = tl.zeros([], tl.int32)
+                for d in tl.static_range(R):  # each rank begins with another, so that not all store to one
+                    homes = homes | _deliver_row(
+                        links.bases[(RANK + d) % R],
+                        links,
+                        ids,
+                        weights,
+                        place,
+                        values,
+                        scale,
+                        RANK * slots + token,
+                        enabled,
+                        active,
+                        (RANK + d) % R,
+                        G,
+                        GROUPS,
+                        WORDS,
+                        VALUE_WORDS,
+                        ENTRY,
+                        K,
+                        COLUMNS,
+                    )
+                tl.store(own.homes_ptr + token, homes)
+                went = tl.where(index == i, homes, went)
+        fence()  # release: the rows first, everywhere, then the words that say so
+        slot = RANK * slots + chunk * FENCED + index
+        sent = (chunk * FENCED + index < present) & enabled
+        for d in tl.static_range(R):
+            flag_to = region(links.bases[(RANK + d) % R], links, FLAGS, tl.int64) + slot
+            word = make_word(tl.zeros([FENCED], tl.int32) + epoch, (went >> ((RANK + d) % R)) & 1)
+            tl.store(flag_to, word, mask=sent & is_active(active, (RANK + d) % R))
+
+
+@triton.jit
+def _deliver_words(
+    row_ptr,
+    links,
+    ids,
+    weights,
+    place,
+    values,
+    scales,
+    word,
+    group,
+    scale_mask,
+    epoch,
+    block,
+    enabled,
+    active,
+    r: tl.constexpr,
+    G: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store a block of a token at rank r if it is needed there, and its entry in any case; returns the rank's bit."""
+    column = tl.arange(0, COLUMNS)
+    here = (ids >= links.starts[r]) & (ids < links.starts[r + 1]) & is_active(active, r)
+    needed = tl.max(here.to(tl.int32), 0)
+    if (needed > 0) & enabled:
+        tl.store(row_ptr + 2 * K + word, values, mask=word < VALUE_WORDS)
+        if G > 0:
+            tl.store(row_ptr + 2 * K + VALUE_WORDS + group, scales, mask=scale_mask)
+    if (block == 0) & enabled & is_active(active, r):
+        entry = tl.where(here, ((ids - links.starts[r]) << PLACE_BITS) | place, -1)
+        epochs = tl.zeros([COLUMNS], tl.int32) + epoch
+        tl.store(row_ptr + column, make_word(epochs, entry), mask=column < K)
+        weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
+        tl.store(row_ptr + K + column, make_word(epochs, weight), mask=column < K)
+    return needed << r
+
+
+@triton.jit
+def send_words(
+    links,
+    own,
+    tokens,
+    sender,
+    senders,
+    present,
+    num_physical,
+    x_stride,
+    scale_token_stride,
+    scale_group_stride,
+    ids_stride,
+    weights_stride,
+    word_tokens,
+    epoch,
+    enabled,
+    active,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,  # of one block where quantised here, else of a row
+    WORDS: tl.constexpr,  # of one block
+    VALUE_WORDS: tl.constexpr,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PLANNED: tl.constexpr,
+):
+    """Store this program's share of blocks of tokens as words, which say themselves that they are there."""
+    BLOCKS: tl.constexpr = (VALUE_WORDS + WORDS - 1) // WORDS
+    WIDTH: tl.constexpr = 2 * K + VALUE_WORDS + (G + 1) // 2 * 2  # even, so that pairs of words are aligned
+    for i in range(sender, present * BLOCKS, senders):
+        block, token = i % BLOCKS, (i // BLOCKS) + tl.zeros([], tl.int64)
+        loaded = _load_payload(tokens, token, block, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)
+        ids, weights, place = _read_routing(
+            tokens, token, num_physical, ids_stride, weights_stride, K, COLUMNS, TOKENS, PLANNED
+        )
+        values, scale = _make_payload(
+            loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTISE
+        )
+        word, group = block * WORDS + tl.arange(0, WORDS), tl.arange(0, GROUPS)
+        scale_mask = (group < G) & (block == 0)
+        if QUANTISE != "":
+            group += block * GROUPS
+            scale_mask = group < G
+        scales = make_word(tl.zeros([GROUPS], tl.int32) + epoch, scale.to(tl.int32, bitcast=True))
+        row = (RANK * word_tokens.to(tl.int64) + token) * WIDTH
+        homes = tl.zeros([], tl.int32)
+        for d in tl.static_range(R):
+            homes = homes | _deliver_words(
+                region(links.bases[(RANK + d) % R], links, WORD_ROWS, tl.int64) + row,
+                links,
+                ids,
+                weights,
+                place,
+                make_word(tl.zeros([WORDS], tl.int32) + epoch, values),
+                scales,
+                word,
+                group,
+                scale_mask,
+                epoch,
+                block,
+                enabled,
+                active,
+                (RANK + d) % R,
+                G,
+                VALUE_WORDS,
+                K,
+                COLUMNS,
+            )
+        if block == 0:
+            tl.store(own.homes_ptr + token, homes)

@@ -1,0 +1,123 @@
+"""What the kernels of the one-sided exchange share: regions of peers' memory, a slot's state, verdicts.
+
+Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, H hidden, G scale groups, K top-k, C rows
+that share a matrix of scales.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.signals import SPREAD, as_pointer, fence, is_over, make_word
+
+# regions of a rank's memory for one slot, by place in `Links.offsets`
+NEWS = tl.constexpr(0)  # [R, 2 + L] words, by source: its cell, its format, its rows for each expert
+FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token comes here
+ENTRIES = tl.constexpr(2)  # [R, M, 2 * max_topk] int32: experts and places, then weights
+VALUES = tl.constexpr(3)  # [R, M, row] payload
+SCALES = tl.constexpr(4)  # [R, M, G] scales
+WORD_ROWS = tl.constexpr(5)  # [R, word_tokens, words of a row] words
+COMBINE_CELLS = tl.constexpr(6)  # [R] words, by source
+RETURNED = tl.constexpr(7)  # [R, M, H] in the model's dtype, by the rank that computed them
+
+# words of a slot's state, int32, this rank's own
+DONE = tl.constexpr(0)  # the last round that has ended: a dispatch reads it, the combine's end writes it
+BEGUN = tl.constexpr(1)  # the last round whose dispatch has ended: a combine reads it, the dispatch's end writes it
+OWN_TOKENS = tl.constexpr(2)
+VERDICT = tl.constexpr(3)  # of this round: FINE, or why there is nothing to combine
+SOURCE_TOKENS = tl.constexpr(4)  # [R], R at most 32
+RESUME = tl.constexpr(40)  # the first round that is exchanged again after a loss, 0 where none is to come
+ACTIVE = tl.constexpr(41)  # a bit for each rank that takes part
+
+# what a cell says above 28 bits of number
+FINE = tl.constexpr(0)  # tokens
+REFUSED = tl.constexpr(1)  # the caller's input is bad
+TOO_MANY = tl.constexpr(2)  # tokens, above the limit
+BAD_IDS = tl.constexpr(3)  # ids that no rank owns
+# further verdicts
+MISMATCH = tl.constexpr(4)  # another format
+LOST = tl.constexpr(5)  # a rank did not answer
+OUT_OF_ORDER = tl.constexpr(6)  # a dispatch before the combine of the round before it, or a combine twice
+
+PLACE_BITS = tl.constexpr(20)  # of a row among those of its source and expert; the local expert stands above
+PLACE_MASK = tl.constexpr(2**20 - 1)
+
+
+class Links(NamedTuple):
+    """How a rank reaches the others, for one slot."""
+
+    bases: tuple[int, ...]  # R addresses: where each rank's memory of the slot is mapped here
+    offsets: tuple[int, ...]  # of the regions in it
+    starts: tuple[int, ...]  # R + 1 numbers, the first physical expert of each rank
+    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word
+    abort_ptr: Any  # [1] int64, this rank's own
+
+
+class Own(NamedTuple):
+    """What a slot keeps on its rank."""
+
+    state_ptr: Any  # int32 words, see above
+    homes_ptr: Any  # [M] int32: a bit for each rank that a token went to
+    rows_ptr: Any  # [R * M, K] int32: the rows of a received token, those that it has first, then -1
+    weights_ptr: Any  # [R * M, K] float32, theirs
+    num_rows_ptr: Any  # [L] int32, the batch's
+    row_start_ptr: Any  # [L] int32, the batch's
+    rows_seen_ptr: Any  # [L] int64: rows of each expert in all rounds
+    waited_ptr: Any  # [2, R] int64: nanoseconds that each rank was waited for, in this round and in all
+    report_ptr: Any  # [2] int64, of the host
+
+
+@triton.jit
+def region(base, links, name: tl.constexpr, dtype: tl.constexpr):
+    """Where a region begins in the memory of a rank that is mapped at `base`."""
+    return as_pointer(base + links.offsets[name], dtype)
+
+
+@triton.jit
+def is_active(active, r):
+    """Whether rank r takes part. A rank that does not is never sent to, waited for or read."""
+    return ((active >> r) & 1) > 0
+
+
+@triton.jit
+def next_epoch(done):
+    """The epoch after `done`; never 0, which is what memory holds that nobody has written."""
+    return tl.where(done == -1, 1, done + 1)
+
+
+@triton.jit
+def is_off(links, own, epoch):
+    """Whether a round is not to be exchanged: a rank has given up, or the ranks have agreed to resume later.
+
+    The same in all warps of all programs of a rank, but for the moment in which a rank gives up.
+    """
+    resume = tl.load(own.state_ptr + RESUME)
+    return is_over(links.abort_ptr) | ((resume != 0) & (epoch - resume < 0))
+
+
+@triton.jit
+def pick(vector, index, N: tl.constexpr):
+    """vector[index], of N numbers."""
+    return tl.sum(tl.where(tl.arange(0, N) == index, vector, 0), 0)
+
+
+@triton.jit
+def report(report_ptr, epoch, verdict, source, value):
+    """Tell the host of a round that is off; what was told before and not yet read stays.
+
+    Release at system scope: the host reads the number after the word.
+    """
+    told = tl.load(report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
+    if tl.max((told != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
+        tl.store(report_ptr + 1, value.to(tl.int64))
+        fence()
+        tl.store(report_ptr, make_word(epoch, (verdict << 8 | source).to(tl.int32)))
+
+
+@triton.jit
+def add_waited(waited_ptr, R: tl.constexpr, RANKS: tl.constexpr):
+    """Add the nanoseconds of this round to those of all."""
+    source = tl.arange(0, RANKS)
+    waited = tl.load(waited_ptr + source, mask=source < R) + tl.load(waited_ptr + R + source, mask=source < R)
+    tl.store(waited_ptr + R + source, waited, mask=source < R)

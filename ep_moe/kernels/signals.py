@@ -1,0 +1,205 @@
+"""Words that ranks write into each other's memory, and bounded waits for them.
+
+A word is 64 bits, the epoch of its round above 32 bits of payload, and is written in one piece: whoever finds the epoch
+that it waits for has the payload too, without any fence, and never needs the word to be cleared. Rows that are too long
+for words are stored plainly; then all threads of the program meet, each fences at system scope, and the word that says
+that the row is there follows (release). Who waits for such a word polls it with acquire loads.
+
+Every wait ends: by the word, by another rank's news that the exchange is over (`abort`), or when `patience` is used up,
+in nanoseconds on a GPU and in looks under the interpreter, which has no timer. The first rank to lose patience tells all
+others whom it suspects, and they take that over.
+
+Letters: R ranks.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.numerics import INTERPRET
+
+DISPATCH = tl.constexpr(0)  # phases, as an abort word names them
+COMBINE = tl.constexpr(1)
+LATE = tl.constexpr(1)  # what a look finds, added up
+OVER = tl.constexpr(2)
+IMPATIENT = tl.constexpr(4)
+SPREAD = tl.constexpr(256)  # elements that are spread over all threads of a program, of 8 warps at most
+
+
+@triton.jit
+def make_word(epoch, payload):
+    """A word of `epoch` int32 and `payload` int32, of any shape; epoch -1 and payload 5 give 0xFFFFFFFF00000005."""
+    return (epoch.to(tl.int64) << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def epoch_of(word):
+    """The epoch of a word, int32."""
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def payload_of(word):
+    """The payload of a word, int32: the lower half, whose sign comes back with it."""
+    return ((word << 32) >> 32).to(tl.int32)
+
+
+@triton.jit
+def as_pointer(address, dtype: tl.constexpr):
+    """A pointer of an address in an int64 that is a multiple of 16; the compiler forgets that in the cast."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def clock():
+    """Nanoseconds of the GPU's timer; 0 under the interpreter."""
+    if INTERPRET:
+        return tl.full([], 0, tl.int64)
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def fence():
+    """Order all earlier accesses of this program before its later ones, for every rank.
+
+    All threads meet, so that each one's fence covers what the others have stored.
+    """
+    tl.debug_barrier()
+    if not INTERPRET:
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_for_launch(PDL: tl.constexpr):
+    """Wait until the kernel before this one has ended, where this one may start early (programmatic dependent launch).
+
+    Rule: nothing is read and nothing published before this.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def allow_next_launch(PDL: tl.constexpr):
+    """Let the next kernel of the stream start, which waits with `wait_for_launch`."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def give_up(abort_ptr, aborts_ptr, phase, epoch, suspect, R: tl.constexpr):
+    """Say that `suspect` did not answer in a phase of a round. What was said first stays, here and at every rank.
+
+    The word is (epoch, suspect + 1 + 256 * phase). Compare-and-swap at system scope, relaxed: nothing else hangs on it.
+    """
+    word = make_word(epoch, (suspect + 1 + 256 * phase).to(tl.int32))
+    zero = tl.zeros([], tl.int64)
+    first = tl.atomic_cas(abort_ptr, zero, word, sem="relaxed", scope="sys")
+    if first == 0:
+        for r in tl.static_range(R):
+            peer = as_pointer(tl.load(aborts_ptr + r), tl.int64)
+            tl.atomic_cas(peer, zero, word, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def pause():
+    """Leave the processor to others for a moment, between two looks."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise("nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def out_of_patience(start, looks, patience):
+    """Whether a wait that began at `start` has lasted too long, as one warp sees it."""
+    if INTERPRET:
+        return looks > patience
+    return clock() - start > patience
+
+
+@triton.jit
+def trouble(abort_ptr, start, looks, patience):
+    """What may end a wait, as one warp sees it: OVER where a rank has given up, IMPATIENT, both or 0."""
+    over = tl.where(tl.load(abort_ptr, volatile=True) != 0, OVER, 0)
+    return over + tl.where(out_of_patience(start, looks, patience), IMPATIENT, 0)
+
+
+@triton.jit
+def agree(late, what):
+    """Return 0 where no element of `late` is true, else LATE + `what`, the same in all warps of the program.
+
+    Rule: what may change while a program looks at it, memory or clock, decides nothing before all warps agree on it.
+    `late` has SPREAD elements at least, so that the reduction is one over all warps, which meet in it.
+    """
+    return tl.max(tl.where(late, LATE + what, 0), 0)
+
+
+@triton.jit
+def is_over(abort_ptr):
+    """Whether a rank has given up, the same in all warps. Loads a word per thread."""
+    index = tl.arange(0, SPREAD)
+    return tl.max((tl.load(abort_ptr + index * 0, volatile=True) != 0).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def wait_for_words(
+    word_ptrs,  # [N >= SPREAD] pointers to int64
+    mask,  # [N], which of them are waited for
+    sources,  # [N] int32, the rank that writes each
+    epoch,
+    abort_ptr,
+    aborts_ptr,
+    patience,
+    phase,
+    waited_ptr,  # [R] int64, out where `measure`: nanoseconds until the words of each rank were there
+    measure,
+    R: tl.constexpr,
+):
+    """Wait until all words carry `epoch`; returns 1, or 0 where the exchange is over. Relaxed: a word has all it says."""
+    start, looks = clock(), tl.zeros([], tl.int64)
+    waiting = tl.full([], LATE, tl.int32)
+    here = tl.zeros([], tl.int32)
+    while waiting > 0:
+        word = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+        late = mask & (epoch_of(word) != epoch)
+        waiting = agree(late, trouble(abort_ptr, start, looks, patience))
+        here = (waiting == 0).to(tl.int32)
+        looks += 1
+        if measure:
+            tl.store(waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
+        if waiting >= OVER:
+            if waiting >= IMPATIENT:
+                give_up(abort_ptr, aborts_ptr, phase, epoch, tl.min(tl.where(late, sources, R), 0), R)
+            waiting = waiting * 0
+        elif waiting > 0:
+            pause()
+    return here
+
+
+@triton.jit
+def wait_for_flag(flag_ptr, source, epoch, abort_ptr, aborts_ptr, patience, phase, R: tl.constexpr):
+    """Wait until a word carries `epoch`; returns its payload, or -1 where the exchange is over.
+
+    Acquire at system scope by one thread, which then meets the others: what the writer stored before its fence may be
+    read after this.
+    """
+    start, looks = clock(), tl.zeros([], tl.int64)
+    waiting, payload = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
+    everywhere = tl.arange(0, SPREAD) >= 0
+    while waiting > 0:
+        word = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        payload = tl.where(epoch_of(word) != epoch, -1, payload_of(word))
+        waiting = (epoch_of(word) != epoch).to(tl.int32)
+        if waiting > 0:
+            waiting = agree(everywhere, trouble(abort_ptr, start, looks, patience))
+            looks += 1
+            if waiting >= OVER:
+                if waiting >= IMPATIENT:
+                    give_up(abort_ptr, aborts_ptr, phase, epoch, source, R)
+                waiting = waiting * 0
+            else:
+                pause()
+    tl.debug_barrier()
+    return payload

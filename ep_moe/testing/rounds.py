@@ -1,0 +1,239 @@
+"""One round of a case, and what must come of it: by plain loops over all ranks' inputs, without packing or exchange.
+
+Letters: T tokens on a rank, K top-k, H hidden, L local experts.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ep_moe.config import Layout
+from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, weighted_sum
+from ep_moe.quant import Quantised, as_bytes, dequantise_rows, get_scheme, quantise
+from ep_moe.testing.cases import CaseInputs, TransportCase
+from ep_moe.testing.compare import assert_same_bits
+from ep_moe.transport import Transport
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Make every `torch.empty` start as NaN (the largest value where a dtype has none): unwritten memory shows."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
+
+
+def expert_function(values: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """A stand-in for expert `expert` that no other expert computes: [n, H] float32 -> [n, H] in `dtype`."""
+    return (values * (expert + 1.5) - expert).to(dtype)
+
+
+def _payload(inputs: CaseInputs, case: TransportCase) -> tuple[torch.Tensor, torch.Tensor | None]:
+    scheme = get_scheme(case.scheme)
+    if not scheme.quantised:
+        assert isinstance(inputs.x, torch.Tensor)
+        return inputs.x, None
+    quantised = inputs.x if isinstance(inputs.x, Quantised) else quantise(inputs.x, scheme)
+    return quantised.values, quantised.scale
+
+
+def _rows_of_expert(case: TransportCase, everyone: list[CaseInputs], expert: int) -> list[tuple[int, int]]:
+    """(source rank, source token) of every row that the physical expert must compute, in order."""
+    return [
+        (rank, token)
+        for rank, inputs in enumerate(everyone)
+        for token, ids in enumerate(inputs.routing.topk_ids.tolist())
+        if expert in ids
+    ]
+
+
+def _rows_in_batch(batch: ExpertBatch, expert: int) -> list[int]:
+    """Rows of `batch.x`, seen as [rows, H], that hold the expert's tokens."""
+    start, count = int(batch.expert_row_start[expert]), int(batch.expert_num_tokens[expert])
+    rows = list(range(start, start + count))
+    return rows if batch.row_index is None else batch.row_index[rows].tolist()
+
+
+def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
+    """Raise AssertionError unless the batch holds just the tokens of this rank's experts, bit for bit, in order."""
+    everyone = [case.inputs(source) for source in range(case.num_ranks)]
+    payloads = [_payload(inputs, case) for inputs in everyone]
+    placement, hidden, layout = case.make_placement(), case.hidden, case.layout_of(rank)
+    expected_type = {Layout.BATCHED: Batched, Layout.COMPACT: Compact, Layout.FLAT: Flat}[layout]
+    assert type(batch) is expected_type, f"batch is {type(batch).__name__}, asked for {layout.value}"
+    assert batch.num_local_experts == placement.num_local_experts(rank)
+    num_values = get_scheme(case.scheme).row_values(hidden)
+    assert batch.hidden == hidden, f"hidden is {batch.hidden}, expected {hidden}"
+    x = batch.x.reshape(-1, num_values)
+    for local in range(batch.num_local_experts):
+        wanted = _rows_of_expert(case, everyone, placement.starts[rank] + local)
+        what = f"{case.name}, rank {rank}, expert {local}"
+        start, count = int(batch.expert_row_start[local]), int(batch.expert_num_tokens[local])
+        assert count == len(wanted), f"{what}: {count} rows, expected {len(wanted)}"
+        if layout is Layout.BATCHED:
+            capacity = case.num_ranks * case.config.max_tokens_per_rank
+            assert batch.x.shape == (batch.num_local_experts, capacity, num_values)
+            assert start == local * capacity
+        if layout is Layout.COMPACT:
+            assert start % case.row_alignment == 0, f"{what}: start {start} is not aligned"
+        rows = _rows_in_batch(batch, local)
+        if not wanted:
+            continue
+        assert_same_bits(x[rows], torch.stack([payloads[r][0][t] for r, t in wanted]), f"{what}, values")
+        if batch.scale is not None:
+            groups = batch.scale.shape[-1]
+            scales = torch.stack([payloads[r][1][t] for r, t in wanted])  # type: ignore[index]
+            assert batch.scale.dtype == scales.dtype, f"{what}: scales are {batch.scale.dtype}, not {scales.dtype}"
+            found = as_bytes(batch.scale).reshape(-1, groups)[rows]
+            assert_same_bits(found, as_bytes(scales), f"{what}, scales")
+    _check_scale_strides(batch)
+    if isinstance(batch, Flat):
+        _check_token_rows(batch, case, everyone, rank)
+
+
+def _check_token_rows(batch: Flat, case: TransportCase, everyone: list[CaseInputs], rank: int) -> None:
+    """The rows of FLAT are the tokens that have an expert here, in order, each once; others may stand between them."""
+    first, last = case.make_placement().starts[rank : rank + 2]
+    ids: list[list[int]] = []
+    weights: list[list[float]] = []
+    for inputs in everyone:
+        for token, token_ids in enumerate(inputs.routing.topk_ids.tolist()):
+            if any(first <= expert < last for expert in token_ids):
+                seen = [expert in token_ids[:column] for column, expert in enumerate(token_ids)]
+                ids.append(
+                    [
+                        expert - first if first <= expert < last and not repeat else -1
+                        for expert, repeat in zip(token_ids, seen, strict=True)
+                    ]
+                )
+                weights.append(_merged_weights(token_ids, inputs.routing.topk_weights[token]))
+    expected = torch.tensor(ids, dtype=torch.int32).reshape(-1, case.num_topk)
+    used = (batch.local_topk_ids >= 0).any(1)
+    assert_same_bits(batch.local_topk_ids[used], expected, f"{case.name}, rank {rank}, local_topk_ids")
+    merged = torch.where(expected >= 0, torch.tensor(weights).reshape(-1, case.num_topk), 0.0)
+    assert_same_bits(batch.topk_weights[used], merged, f"{case.name}, rank {rank}, topk_weights")
+
+
+def _merged_weights(ids: list[int], weights: torch.Tensor) -> list[float]:
+    """For each column the weight of its expert: the float32 sum, in column order, over all places of that expert."""
+    merged = []
+    for expert in ids:
+        total = torch.zeros(())
+        for column, other in enumerate(ids):
+            if other == expert:
+                total = total + weights[column]
+        merged.append(float(total))
+    return merged
+
+
+def _check_scale_strides(batch: ExpertBatch) -> None:
+    scheme, scale = batch.scheme, batch.scale
+    assert (scale is not None) == scheme.quantised
+    if scale is None or scale.numel() == 0:
+        return
+    groups = scheme.num_groups(batch.hidden)
+    assert scale.shape == (*batch.x.shape[:-1], groups)
+    rows = batch.x.shape[-2]
+    expected = (rows * groups, 1, rows) if isinstance(batch, Batched) else (1, rows)
+    strides = [
+        (found, want) for found, want, size in zip(scale.stride(), expected, scale.shape, strict=True) if size > 1
+    ]
+    assert all(found == want for found, want in strides), f"scale strides {scale.stride()}, expected {expected}"
+
+
+def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
+    """Apply `expert_function` to every row; all other rows of the result are NaN. FLAT is weighed and summed."""
+    x = batch.x.reshape(-1, batch.x.shape[-1])
+    scale = None if batch.scale is None else as_bytes(batch.scale).reshape(-1, batch.scale.shape[-1])
+    num_rows = x.shape[0] if batch.row_index is None else batch.row_index.shape[0]
+    y = torch.full((num_rows, batch.hidden), float("nan"), dtype=batch.dtype, device=x.device)
+    for local in range(batch.num_local_experts):
+        start, count = int(batch.expert_row_start[local]), int(batch.expert_num_tokens[local])
+        if not count:
+            continue
+        rows = _rows_in_batch(batch, local)
+        scheme = batch.scheme
+        own_scale = None if scale is None else scale[rows].view(scheme.scale_dtype)
+        values = dequantise_rows(as_bytes(x)[rows].view(x.dtype), own_scale, scheme)
+        y[start : start + count] = expert_function(values, first_expert + local, batch.dtype)
+    if isinstance(batch, Flat):
+        return weighted_sum(y, batch.token_to_row, batch.topk_weights)
+    return y.reshape(*batch.x.shape[:-1], batch.hidden)
+
+
+def expected_output(case: TransportCase, rank: int) -> torch.Tensor:
+    """What combine must return on `rank` [T, H]: sums in column order on each expert rank, then in rank order."""
+    inputs, placement = case.inputs(rank), case.make_placement()
+    values, scale = _payload(inputs, case)
+    real = values.float() if scale is None else dequantise_rows(values, scale, get_scheme(case.scheme))
+    total = torch.zeros(case.tokens[rank], case.hidden)
+    for token in range(case.tokens[rank]):
+        ids = inputs.routing.topk_ids[token].tolist()
+        weights = inputs.routing.topk_weights[token]
+        for owner in range(case.num_ranks):
+            mine = [e for e in dict.fromkeys(ids) if placement.starts[owner] <= e < placement.starts[owner + 1]]
+            if not mine:
+                continue
+            partial = torch.zeros(case.hidden)
+            merged = _merged_weights(ids, weights)
+            for expert in mine:
+                weight = torch.tensor(merged[ids.index(expert)])
+                partial = partial + weight * expert_function(real[token], expert, case.dtype).float()
+            total[token] = total[token] + partial.to(case.dtype).float()
+    if inputs.shared is not None:
+        total = total + inputs.shared.float()
+    return total.to(case.dtype)
+
+
+def check_round(
+    transport: Transport,
+    case: TransportCase,
+    device: torch.device,
+    slot: int = 0,
+    *,
+    halves: tuple[bool, bool] = (False, False),
+) -> None:
+    """Run one round of `case` on this rank and compare batch and result bit for bit.
+
+    Args:
+        halves: whether dispatch and combine are called as their two halves; ranks may differ.
+    Errors: AssertionError says what is wrong, after the round is over, so that no other rank waits for it. Collective.
+    """
+    rank = transport.rank
+    num_rows, num_tokens = case.num_rows(rank), case.tokens[rank]
+    inputs = case.inputs(rank).with_rows(num_rows).to(device)
+    count = torch.tensor([num_tokens], dtype=torch.int32, device=device) if case.rows else None
+    how: dict[str, Any] = {"layout": case.layout_of(rank), "scheme": get_scheme(case.scheme), "slot": slot}
+    how["num_tokens"] = count
+    wrong = ""
+    with poisoned_memory():
+        if halves[0]:
+            transport.dispatch_send(inputs.x, inputs.routing, **how)
+            dispatched = transport.dispatch_recv(slot=slot)
+        else:
+            dispatched = transport.dispatch(inputs.x, inputs.routing, **how)
+        try:
+            check_batch(dispatched.batch, case, rank)
+            y = compute_experts(dispatched.batch, case.make_placement().starts[rank])
+        except (AssertionError, IndexError, ValueError) as error:
+            wrong = f"{case.name}, rank {rank}: {error}"
+            y = torch.zeros(dispatched.batch.output_shape, dtype=case.dtype, device=device)
+        out = torch.full((num_rows, case.hidden), float("nan"), dtype=case.dtype, device=device)
+        if halves[1]:
+            transport.combine_send(y, dispatched)
+            result = transport.combine_recv(dispatched, shared=inputs.shared, out=out)
+        else:
+            result = transport.combine(y, dispatched, shared=inputs.shared, out=out)
+    transport.check()
+    assert not wrong, wrong
+    assert result.data_ptr() == out.data_ptr(), f"{case.name}: combine did not use out"
+    assert_same_bits(out[:num_tokens], expected_output(case, rank), f"{case.name}, rank {rank}, combined")

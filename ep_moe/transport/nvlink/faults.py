@@ -1,0 +1,234 @@
+"""What went wrong on the device, as the host learns it: refused rounds and ranks that do not answer.
+
+Letters: R ranks, S slots, M max_tokens_per_rank.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+
+import torch
+
+from ep_moe.config import TransportConfig
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.kernels import exchange as device_code
+from ep_moe.kernels.numerics import INTERPRET
+from ep_moe.placement import Placement
+from ep_moe.transport.nvlink.members import Members, earlier_epoch
+from ep_moe.transport.nvlink.memory import ExchangeMemory
+from ep_moe.transport.nvlink.watchdog import NOBODY, Watchdog
+from ep_moe.transport.rounds import bad_ids_message, too_many_tokens_message
+
+# of a wait under the interpreter, which has no timer: more than it makes, for the watchdog keeps the time there
+_LOOKS_PER_SEC = 1000
+REST_SECS = 10.0  # beyond two timeouts, that all launched kernels have to end
+_POLL_SECS = 1e-3
+
+_log = logging.getLogger(__name__)
+
+
+class Faults:
+    """Reads the report that the kernels write to the host's memory, and settles what it says with the other ranks.
+
+    Attributes:
+        report: [2] int64 that kernels write and the host reads without a sync.
+        patience: how long a kernel waits, in nanoseconds, or looks under the interpreter.
+        waiting: notes a launch that waits, by phase and round (`Watchdog.waiting`).
+    """
+
+    def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, memory: ExchangeMemory) -> None:
+        self._group, self._config, self._memory = group, config, memory
+        self._num_physical = placement.num_physical
+        self.report = torch.zeros(2, dtype=torch.int64, pin_memory=group.device.type == "cuda")
+        self._words = self.report.numpy()
+        self.patience = int(group.config.timeout_secs * (_LOOKS_PER_SEC if INTERPRET else 1e9))
+        self._members = Members(group) if config.on_peer_loss == "mask" else None
+        self._watchdog = Watchdog(group, memory, self._members)
+        self.waiting = self._watchdog.waiting
+        self._refusal: Exception | None = None
+        self._told: list[int] = []  # numbers of tokens that this rank's host has refused
+        self._lost: PeerLostError | None = None  # ends this transport
+        self._suspects: set[int] = set()
+        self._destroyed, self._rested = False, False
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Of each rank, whether rounds go on with it."""
+        return (True,) * self._group.num_ranks if self._members is None else self._members.active
+
+    def tell_too_many(self, num_tokens: int) -> None:
+        """Note a refusal of this rank's host that the device will report with a number, and that `check` leaves out."""
+        self._told.append(num_tokens)
+
+    def look(self, *, settle: bool = False) -> None:
+        """Learn what the kernels have reported; refused rounds are kept for `check`.
+
+        Args:
+            settle: where a rank is lost and may be, go on without it; the next round begins behind this.
+        Errors: PeerLostError. Local, no host sync; with `settle` collective where a rank was lost.
+        """
+        self._read_report()
+        if self._lost is None and self._members is None and self._group.failure is not None:
+            self._lost = self._group.failure.copy()
+        if self._lost is not None:
+            raise self._lost.copy()
+        if not self.active[self._group.rank]:
+            raise RuntimeError(f"rank {self._group.rank} is not among the active ranks {self.active}")
+        if settle and self._watchdog.ended and self._members is not None and not self._is_capturing():
+            self._settle()
+
+    def check(self) -> None:
+        """Wait for all that was launched, then raise what went wrong: PeerLostError first, then a refused round."""
+        if not self._rest():
+            limit = 2 * self._group.config.timeout_secs + REST_SECS
+            raise RuntimeError(f"what rank {self._group.rank} has launched did not end within {limit:g} s")
+        self._read_report()
+        self._note_loss(int(self._memory.abort[0]))  # the report may have been taken by a refused round
+        self.look(settle=True)
+        error, self._refusal = self._refusal, None
+        if error is not None:
+            raise error
+
+    def set_active(self, wanted: tuple[bool, ...]) -> None:
+        """Go on with just these ranks. Errors: ValueError where ranks ask for different ones. Collective, host sync."""
+        if self._members is None:
+            raise ValueError("active ranks can be set where on_peer_loss is 'mask', here it is 'raise'")
+        if not self._rest():
+            raise RuntimeError(f"what rank {self._group.rank} has launched has not ended")
+        self._settle(wanted)
+
+    def destroy(self) -> bool:
+        """Stop watching; returns whether all that was launched has ended. Local; calling it twice is fine."""
+        self._watchdog.stop()
+        if self._destroyed:
+            return self._rested
+        self._destroyed = True
+        if self._members is not None:
+            with contextlib.suppress(RuntimeError):  # where the store is gone nobody reads this
+                self._members.leave()
+        try:
+            self._rested = self._rest()
+        except RuntimeError as error:
+            _log.warning("what rank %d has launched ended with an error: %s", self._group.rank, error)
+        return self._rested
+
+    def _read_report(self) -> None:
+        word = int(self._words[0])
+        if not word:
+            return
+        value = int(self._words[1])
+        self._words[0] = 0  # the kernels write the next; the number is theirs alone
+        epoch, verdict, source = (word >> 32) & 0xFFFFFFFF, (word >> 8) & 0xFF, word & 0xFF
+        if verdict == device_code.LOST.value:
+            self._note_loss(epoch << 32 | value & 0xFFFFFFFF)
+            return
+        error = self._explain(epoch - 1, verdict, source, value)
+        if error is not None:
+            _log.warning("a round is off: %s", error)
+            self._refusal = self._refusal or error
+
+    def _explain(self, round_: int, verdict: int, source: int, value: int) -> Exception | None:
+        """The error of a round that is off; None where this rank has raised it already."""
+        own = source == self._group.rank
+        if verdict == device_code.OUT_OF_ORDER.value:
+            return RuntimeError(
+                f"rank {self._group.rank} has run round {round_} out of order: a slot's dispatch and combine take "
+                "turns, in graphs too"
+            )
+        if verdict == device_code.TOO_MANY.value:
+            if own and value in self._told:
+                self._told.remove(value)
+                return None
+            if value > self._config.max_tokens_per_rank:
+                return ValueError(too_many_tokens_message(value, self._config.max_tokens_per_rank, source))
+            return ValueError(f"num_tokens ({value}) is not in [0, rows of x] on rank {source} in round {round_}")
+        if verdict == device_code.BAD_IDS.value:
+            return ValueError(bad_ids_message(value, self._num_physical, source))
+        if verdict == device_code.MISMATCH.value:
+            odd = " and ".join(f"rank {rank}" for rank in range(self._group.num_ranks) if value >> rank & 1)
+            return ValueError(
+                f"ranks disagree on the payload in round {round_}: {odd} not as rank {self._group.rank}; scheme and "
+                "num_topk must be the same on all ranks"
+            )
+        return None if own else ValueError(f"rank {source} refused its input in round {round_}; its own error says why")
+
+    def _note_loss(self, word: int) -> None:
+        """Take over what an abort word says: (epoch, suspect + 1 + 256 * phase)."""
+        said = word & 0xFFFFFFFF
+        if not said or self._lost is not None:  # a round that is only behind names nobody
+            return
+        suspect, phase, round_ = (said & 0xFF) - 1, "combine" if said >> 8 & 1 else "dispatch", (word >> 32) - 1
+        ranks = () if said & 0xFF == NOBODY else (suspect,)
+        if self._members is not None:
+            self._suspects.update(rank for rank in ranks if self.active[rank])
+            self._watchdog.end(tuple(self._suspects))
+            return
+        reason = f"did not arrive: nothing came within {self._group.config.timeout_secs:g} s"
+        self._lost = self._group.failure or self._group.blame(ranks, phase, round_, reason)
+
+    def _settle(self, wanted: tuple[bool, ...] | None = None) -> None:
+        """Agree with the others on who goes on, until all of these have met with clean memory."""
+        members = self._members
+        assert members is not None
+        rank, missing, settled = self._group.rank, tuple(self._suspects), wanted is None
+        while True:
+            asked = None if settled or missing else wanted  # who is lost comes before who is wanted
+            if asked is None:
+                self._watchdog.end(missing)
+                if not self._rest():
+                    raise PeerLostError((), "agreement", None, "this rank's device has not come to rest")
+            suspects, before = {*missing, *self._watchdog.suspects}, members.active
+            decision = members.decide(sorted(suspects), self._memory.begun(), asked)
+            settled = settled or decision.as_wanted
+            if decision.active[rank]:
+                self._take_up(decision.active, decision.resume, catch_up=not before[rank])
+                missing = members.meet()
+                if decision.error:
+                    raise ValueError(decision.error)
+            elif before[rank] and not decision.as_wanted:
+                self._lost = PeerLostError((rank,), "agreement", None, "was given up by the other ranks")
+                raise self._lost.copy()
+            if settled and not missing:
+                return
+
+    def _take_up(self, active: tuple[bool, ...], resume: tuple[int, ...], *, catch_up: bool) -> None:
+        """Clean this rank's memory and go on."""
+        with self._watchdog.lock:
+            self._memory.reset(active, resume)
+            if catch_up:
+                self._memory.catch_up([earlier_epoch(epoch) for epoch in resume])
+            if self._group.device.type == "cuda":
+                torch.cuda.synchronize(self._group.device)  # it is idle: only the resets are waited for
+            self._words[0] = 0
+            self._suspects.clear()
+            self._watchdog.restart()
+        _log.warning("rank %d goes on with the active ranks %s", self._group.rank, active)
+
+    def _is_capturing(self) -> bool:
+        return self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _rest(self) -> bool:
+        """Wait until all that this rank has launched has ended; False where it does not. Bounded, host sync.
+
+        The sync is another thread's, for a kernel of somebody else may wait for a lost rank without end.
+        """
+        if self._group.device.type != "cuda":
+            return True
+        ended, errors = threading.Event(), []
+
+        def synchronise() -> None:
+            try:
+                torch.cuda.synchronize(self._group.device)
+            except RuntimeError as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=synchronise, name="ep_moe-rest", daemon=True).start()
+        deadline = time.monotonic() + 2 * self._group.config.timeout_secs + REST_SECS
+        while not ended.wait(_POLL_SECS) and time.monotonic() < deadline:
+            if self._members is None and self._group.failure is not None:
+                deadline = min(deadline, time.monotonic() + REST_SECS)
+        if errors:
+            raise errors[0]
+        return ended.is_set()

@@ -1,0 +1,306 @@
+"""The one-sided transport of ranks that reach each other's memory: stores into peers, no collective, no host sync.
+
+Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank, L local experts.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.group.symmetric import why_unreachable
+from ep_moe.layout.base import ExpertBatch
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, QuantScheme, get_scheme
+from ep_moe.routing import Routing
+from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.nvlink.faults import Faults
+from ep_moe.transport.nvlink.launches import Exchange, Sent, aligned_rows, is_aligned
+from ep_moe.transport.nvlink.memory import ExchangeMemory
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_programs
+from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    round: int
+    sent: Sent
+    batch: ExpertBatch | None = None
+    home: torch.Tensor | None = None  # y of a combine that has been sent: it must outlive its launch
+
+
+class NvlinkTransport(Transport):
+    """Dispatch and combine by stores over NVLink, from Triton kernels; on a CPU under TRITON_INTERPRET=1.
+
+    Args:
+        group: of one machine, each rank with a GPU of its own and peer access to the others'; or all on its CPU.
+        placement: which physical experts each rank owns.
+        config: sizes and dtype, the same on all ranks. With `num_topk` the kernels of such rounds are compiled here,
+            else when they are first needed.
+
+    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
+    (`peer_bytes`) and compiles. A round reads nothing back and may be captured in a CUDA graph, which may be replayed
+    with other counts, ids and, by `num_tokens`, other T, in turn with other graphs and eager rounds.
+
+    What a batch holds beside x and its scales is the slot's: valid until its next dispatch. In FLAT x is the slot's
+    too, and valid until `combine_send`: the others may send the next round as soon as they have this one's combine.
+    """
+
+    def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        for rank, theirs in enumerate(group.all_gather_object((config, placement))):
+            if theirs != (config, placement):
+                raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
+        if placement.num_ranks != group.num_ranks:
+            raise ValueError(
+                f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
+            )
+        reason = why_unreachable(group)
+        if reason:
+            raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
+        self.config, self.placement = config, placement
+        self.rank, self.num_ranks = group.rank, group.num_ranks
+        self._group, self._device = group, group.device
+        self._memory = ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
+        self._faults = Faults(group, placement, config, self._memory)
+        self._exchange = Exchange(
+            config,
+            placement,
+            self._memory,
+            rank=group.rank,
+            device=group.device,
+            most_programs=most_programs(group.device, config),
+            report=self._faults.report,
+            patience=self._faults.patience,
+        )
+        self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._next_round = 0
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes of this rank's memory that its peers map."""
+        return self._memory.num_bytes
+
+    @property
+    def active_ranks(self) -> tuple[bool, ...]:
+        """Of each rank, whether rounds go on with it: the others get no tokens, and theirs are not waited for."""
+        return self._faults.active
+
+    def set_active_ranks(self, mask: Sequence[bool]) -> None:
+        """Choose the ranks that rounds go on with, between two rounds; a rank that comes back is up to date at once.
+
+        Args:
+            mask: [R], the same on every rank.
+        Errors: ValueError where ranks ask for different ones, or where `on_peer_loss` is not "mask"; RuntimeError where
+        a round is open; PeerLostError. A rank that is lost meanwhile is left out. Collective among the ranks that are
+        active and those that shall be, host sync.
+        """
+        wanted = tuple(bool(there) for there in mask)
+        if len(wanted) != self.num_ranks or not any(wanted):
+            raise ValueError(f"active ranks ({wanted}) are not some of {self.num_ranks} ranks")
+        for slot in range(self.config.num_slots):
+            self._slots.expect(slot, "dispatch_send")
+        self._faults.set_active(wanted)
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor | Quantised,
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
+        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
+        self._exchange.send(slot, state.sent)
+        self._slots.advance(slot, "dispatch_send", state)
+
+    def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
+        """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
+        self._faults.look()
+        state = self._slots.expect(slot, "dispatch_recv")
+        assert state is not None
+        return self._receive(slot, state, send=False)
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Quantised,
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync."""
+        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
+        self._slots.advance(slot, "dispatch_send", state)
+        return self._receive(slot, state, send=True)
+
+    def _begin(
+        self,
+        x: torch.Tensor | Quantised,
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int,
+        num_tokens: torch.Tensor | None,
+    ) -> _Round:
+        """Check a dispatch and ready it for its launch."""
+        self._faults.look(settle=True)
+        self._slots.expect(slot, "dispatch_send")
+        try:
+            check_dispatch(
+                x,
+                routing,
+                layout=layout,
+                scheme=scheme,
+                config=self.config,
+                rank=self.rank,
+                device=self._device,
+                num_tokens=num_tokens,
+            )
+        except ValueError as error:
+            self.refuse(error, slot=slot, num_tokens=routing.topk_ids.shape[0])
+        return self._number(self._exchange.prepare(x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens))
+
+    def _number(self, sent: Sent) -> _Round:
+        round_, self._next_round = self._next_round, self._next_round + 1
+        return _Round(round=round_, sent=sent)
+
+    def _receive(self, slot: int, state: _Round, *, send: bool) -> Dispatched:
+        with self._faults.waiting("dispatch", state.round):
+            batch = self._exchange.receive(slot, state.sent, send=send)
+        self._slots.advance(slot, "dispatch_recv", dataclasses.replace(state, batch=batch))
+        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        dispatched: Dispatched,
+        *,
+        shared: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`combine_send` and `combine_recv` in one launch. Local, on the current stream, no host sync."""
+        self._faults.look()
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_send", handle.round)
+        assert state is not None
+        check_expert_output(y, dispatched.batch)
+        return self._bring_home(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
+
+    def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
+        """See `Transport.combine_send`. Local, on the current stream, no host sync."""
+        self._faults.look()
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_send", handle.round)
+        assert state is not None
+        check_expert_output(y, dispatched.batch)
+        y = y.contiguous()
+        self._combine(handle.slot, state, y, send=True, receive=False)
+        self._slots.advance(handle.slot, "combine_send", dataclasses.replace(state, home=y))
+
+    def combine_recv(
+        self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Transport.combine_recv`. Local, on the current stream, no host sync."""
+        self._faults.look()
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        assert state is not None
+        return self._bring_home(handle.slot, state, None, shared=shared, out=out, send=False)
+
+    def _bring_home(
+        self,
+        slot: int,
+        state: _Round,
+        y: torch.Tensor | None,
+        *,
+        shared: torch.Tensor | None,
+        out: torch.Tensor | None,
+        send: bool,
+    ) -> torch.Tensor:
+        """Launch the receiving half of a combine, or with `send` both."""
+        shape = (state.sent.num_tokens, self.config.hidden)
+        check_home(shape, self.config, self._device, shared=shared, out=out)
+        shared = None if shared is None else aligned_rows(shared)
+        direct = out is not None and is_aligned(out)
+        target = torch.empty(shape, dtype=self.config.dtype, device=self._device) if out is None or not direct else out
+        self._combine(slot, state, y, send=send, receive=True, shared=shared, out=target)
+        self._slots.close(slot)
+        return target if out is None or direct else out.copy_(target)
+
+    def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
+        """See `Transport.refuse`. The others' rounds give NaN, and `check` raises there.
+
+        `num_tokens` is what they are told that this rank brought.
+        """
+        self._faults.look(settle=True)
+        self._slots.expect(slot, "dispatch_send")
+        like = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=self._device)
+        nobody = Routing(
+            topk_ids=torch.empty(0, 1, dtype=torch.int32, device=self._device),
+            topk_weights=torch.empty(0, 1, device=self._device),
+        )
+        count, too_many = None, num_tokens > self.config.max_tokens_per_rank
+        if too_many:
+            self._faults.tell_too_many(num_tokens)
+            count = torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
+        sent = self._exchange.prepare(
+            like, nobody, layout=Layout.FLAT, scheme=get_scheme("none"), num_tokens=count, refusal=int(not too_many)
+        )
+        state = self._number(sent)
+        with self._faults.waiting("dispatch", state.round):
+            self._exchange.receive(slot, sent, send=True)
+        self._combine(slot, state, None, send=True, receive=True)
+        raise error
+
+    def abandon(self, *, slot: int = 0) -> None:
+        """See `Transport.abandon`. Local, on the current stream, no host sync."""
+        self._faults.look()
+        call, state = self._slots.stage(slot)
+        if state is None:
+            return
+        if call == "dispatch_recv":
+            with self._faults.waiting("dispatch", state.round):
+                batch = self._exchange.receive(slot, state.sent, send=False)
+            state = dataclasses.replace(state, batch=batch)
+        if call != "combine_recv":
+            self._combine(slot, state, None, send=True, receive=False)
+        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self._device)
+        self._combine(slot, state, None, send=False, receive=True, out=out)
+        self._slots.close(slot)
+
+    def check(self) -> None:
+        """See `Transport.check`. Host sync, of this rank's whole device."""
+        self._faults.check()
+
+    def destroy(self) -> None:
+        """See `Transport.destroy`. Waits for what this rank has launched; rounds that are open are forgotten.
+
+        Memory that kernels still use after that wait's bound is never freed.
+        """
+        self._slots = Slots(self.config.num_slots)
+        if self._faults.destroy():
+            self._memory.destroy()
+
+    def _combine(
+        self,
+        slot: int,
+        state: _Round,
+        y: torch.Tensor | None,
+        *,
+        send: bool,
+        receive: bool,
+        shared: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        with self._faults.waiting("combine", state.round) if receive else contextlib.nullcontext():
+            self._exchange.combine(slot, state.sent, y=y, shared=shared, out=out, send=send, receive=receive)

@@ -1,0 +1,105 @@
+"""Launch parameters of the exchange kernels, by what they move.
+
+They were chosen on 4 H200s (docs/BENCHMARKS.md); every choice is right on every machine. Letters: T tokens, R ranks.
+"""
+
+import dataclasses
+
+import torch
+import triton
+
+from ep_moe.config import TransportConfig
+from ep_moe.kernels.numerics import INTERPRET
+
+WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
+_NCCL_PROCESSORS = 32  # that NCCL's kernels may take for themselves
+_PROGRAMS_PER_PROCESSOR = 2
+UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchTuning:
+    """How a dispatch is launched."""
+
+    announcers: int  # programs, at most
+    senders: int
+    receivers: int
+    num_warps: int
+    fenced: int  # tokens that a program sends between two fences
+    word_block: int  # 32-bit words of a token that a program sends at a time as words
+    taken_block: int  # 32-bit words of a row that a program takes at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CombineTuning:
+    """How a combine is launched."""
+
+    senders: int
+    receivers: int
+    num_warps: int
+    sent_block: int  # columns that a program sends at a time
+    summed_block: int  # columns that a program sums at a time
+    together: int  # rows of a token that are loaded at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """Launch parameters of a transport.
+
+    Args:
+        most_programs: of one launch, so that the waiting programs of all slots fit on the GPU beside NCCL's.
+    """
+
+    most_programs: int
+
+    def dispatch(self, num_tokens: int, num_ranks: int) -> DispatchTuning:
+        """For T tokens of this rank at most."""
+        if INTERPRET:
+            return DispatchTuning(
+                announcers=1, senders=1, receivers=1, num_warps=4, fenced=2, word_block=512, taken_block=1024
+            )
+        words = num_tokens <= WORD_TOKENS
+        return DispatchTuning(
+            announcers=32,
+            senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132),
+            receivers=min(max(num_tokens * num_ranks, 16), 264),
+            num_warps=4,
+            fenced=1 if num_tokens <= 264 else 2 if num_tokens <= 1024 else 8,
+            word_block=512,
+            taken_block=2048,
+        )
+
+    def combine(self, num_tokens: int, num_ranks: int) -> CombineTuning:
+        """For T tokens of this rank at most."""
+        if INTERPRET:
+            return CombineTuning(senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, together=2)
+        block = 1024 if num_tokens <= 16 else 2048
+        return CombineTuning(
+            senders=min(max(num_tokens * num_ranks * 4, 32), 264),
+            receivers=min(max(num_tokens * 4, 8), 264),
+            num_warps=4,
+            sent_block=block,
+            summed_block=block,
+            together=4,
+        )
+
+
+def block_words(row_words: int, most: int = 2**30) -> int:
+    """Words, or columns, of a row that a program moves at a time: a power of two, at most `most`."""
+    return min(triton.next_power_of_2(row_words), most)
+
+
+def awaited_words(row_words: int, most: int, num_warps: int) -> int:
+    """The same for a program that waits for them: one per thread at least.
+
+    With fewer, warps would hold the same ones, and each might find another answer to whether they have arrived.
+    """
+    return max(block_words(row_words, most), 32 * num_warps)
+
+
+def most_programs(device: torch.device, config: TransportConfig) -> int:
+    """The most programs of one launch: those of all slots that wait fit on the GPU beside NCCL's. Local."""
+    if device.type != "cuda":
+        return 8
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max((processors - _NCCL_PROCESSORS) * _PROGRAMS_PER_PROCESSOR // config.num_slots, 1)

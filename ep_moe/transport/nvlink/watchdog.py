@@ -1,0 +1,124 @@
+"""The thread that ends a rank's waits on the device once they are known to be in vain.
+
+A wait in a kernel ends by itself, after the whole timeout. The group often knows earlier that a rank is lost: then the
+thread writes into this rank's own abort cell, and all kernels that wait give up. Under the interpreter, which has no
+timer, the thread keeps the time too.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+from ep_moe.group import EPGroup
+from ep_moe.kernels.numerics import INTERPRET
+from ep_moe.transport.nvlink.members import Members
+from ep_moe.transport.nvlink.memory import ExchangeMemory
+
+NOBODY = 255  # in place of a rank's number in an abort word that names none
+STOP_SECS = 3.0
+
+_log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Looks twice in a heartbeat; ends with its owner, which need not stop it.
+
+    Args:
+        members: where rounds go on without lost ranks, else None.
+
+    Attributes:
+        lock: held while the abort cell is written; whoever forgets an abort holds it too.
+        ended: whether the waits of this rank were ended, since `restart`.
+        suspects: the ranks that they were ended for.
+    """
+
+    def __init__(self, group: EPGroup, memory: ExchangeMemory, members: Members | None) -> None:
+        self.lock = threading.Lock()
+        self.ended = False
+        self.suspects: tuple[int, ...] = ()
+        self._turn = 0  # counts restarts: what was found before one is old
+        self._group, self._memory, self._members = group, memory, members
+        self._wait: tuple[str, int, float] | None = None
+        self._stop = threading.Event()
+        period = group.config.heartbeat_secs / 2
+        self._thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), self._stop, period), name="ep_moe-watchdog", daemon=True
+        )
+        if group.num_ranks > 1:
+            self._thread.start()
+
+    @contextlib.contextmanager
+    def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
+        """Keep the time of a wait that runs in this thread; on a GPU kernels keep their own. Local."""
+        if not INTERPRET:
+            yield
+            return
+        self._wait = (phase, round, time.monotonic())
+        try:
+            with self._group.waiting(phase, round):
+                yield
+        finally:
+            self._wait = None
+
+    def look(self) -> None:
+        """End this rank's waits if a rank is lost. Local, called by the thread."""
+        if self.ended:
+            return
+        turn, members, failure = self._turn, self._members, self._group.failure
+        if members is None:
+            known, gone = failure is not None, () if failure is None else failure.ranks
+        else:
+            gone = tuple(rank for rank in self._group.gone_ranks if members.active[rank])
+            known = bool(gone) or members.called()
+        gone = gone if known else self._overdue()
+        if known or gone:
+            self.end(gone, turn)
+
+    def _overdue(self) -> tuple[int, ...]:
+        """Who keeps a wait of this thread's owner from ending in time."""
+        wait = self._wait
+        if wait is None or time.monotonic() - wait[2] < self._group.config.timeout_secs:
+            return ()
+        phase, round_, _ = wait
+        ranks, reason = self._group.find_missing(phase, round_)
+        if self._members is None:
+            return self._group.blame(ranks, phase, round_, reason).ranks if ranks else ()
+        return tuple(rank for rank in ranks if self._members.active[rank])
+
+    def end(self, suspects: tuple[int, ...], turn: int | None = None) -> None:
+        """End this rank's waits, unless it has gone on since `turn`. Local; waits for one word's copy to the device."""
+        with self.lock:
+            if self.ended or turn not in (None, self._turn):
+                return
+            self.ended, self.suspects = True, suspects
+            first = suspects[0] + 1 if suspects else NOBODY
+            self._memory.end_waits(1 << 32 | first)
+        names = " and ".join(f"rank {rank}" for rank in suspects) or "a rank"
+        _log.warning("rank %d ends its waits: %s is lost", self._group.rank, names)
+
+    def restart(self) -> None:
+        """Look again, after the abort has been forgotten. The caller holds `lock`."""
+        self.ended, self.suspects = False, ()
+        self._turn += 1
+
+    def stop(self) -> None:
+        """End the thread. Local; calling it twice is fine."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECS)
+
+
+def _run(owner: "weakref.ref[Watchdog]", stop: threading.Event, period_secs: float) -> None:
+    while not stop.wait(period_secs):
+        watchdog = owner()
+        if watchdog is None:
+            return
+        try:
+            watchdog.look()
+        except RuntimeError as error:  # of the store or the device: kernels end their waits by themselves
+            _log.warning("the watch over waits of kernels has ended: %s", error)
+            return
+        del watchdog
