@@ -58,6 +58,7 @@ class EPGroup:
         self.config = config
         self.process_group = process_group
         self._watch = watch
+        self._stores = 0
         self._owns_world = owns_world
         self._destroyed = False
         self._rounds: dict[str, int] = {}
@@ -207,6 +208,58 @@ class EPGroup:
         """Raise the PeerLostError of a group that has failed. Local, no host sync."""
         if self._waits is not None:
             self._waits.check()
+
+    @contextlib.contextmanager
+    def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
+        """Tell the other ranks that this one waits inside, by means that end by themselves. Local.
+
+        Args:
+            phase, round: as in `wait`.
+        """
+        if self._waits is None:
+            yield
+            return
+        with self._waits.elsewhere(phase, round):
+            yield
+
+    def find_missing(self, phase: str, round: int) -> tuple[tuple[int, ...], str]:  # noqa: A002
+        """Which ranks are silent, or else have not come as far as this wait, and why they are named. Local."""
+        return ((), "") if self._watch is None else self._watch.evidence(phase, round)
+
+    def blame(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> PeerLostError:  # noqa: A002
+        """Propose that ranks are lost; return what the ranks have agreed on, which may be another's proposal.
+
+        Args:
+            ranks, phase, round, reason: as in `PeerLostError`.
+        Local; waits for a turn of the store, at most about 3 s.
+        """
+        if self._watch is None:
+            return PeerLostError(ranks, phase, round, reason)
+        return self._watch.publish(ranks, phase, round, reason)
+
+    @property
+    def failure(self) -> PeerLostError | None:
+        """What `check` would raise."""
+        return None if self._watch is None else self._watch.failure
+
+    @property
+    def gone_ranks(self) -> tuple[int, ...]:
+        """Ranks that the launcher has seen die, and those of `failure`."""
+        return () if self._watch is None else self._watch.gone_ranks()
+
+    @property
+    def left_ranks(self) -> tuple[int, ...]:
+        """Ranks that have left in order: they take part in nothing new."""
+        return () if self._watch is None else self._watch.left_ranks()
+
+    def connect_store(self) -> Any:
+        """A connection of its own to the store that the ranks share, a `dist.Store`, for one thread at a time.
+
+        Every rank connects in the same order: the nth connections of all ranks see the same keys, and no others.
+        Errors: RuntimeError where the store does not answer. Local.
+        """
+        self._stores += 1
+        return dist.HashStore() if self._watch is None else self._watch.connect_store(f"store/{self._stores}")
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one fails by its own error, so that theirs name it. Local."""

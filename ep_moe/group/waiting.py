@@ -91,6 +91,15 @@ class Waits:
         finally:
             self._watch.resume(before)
 
+    @contextlib.contextmanager
+    def elsewhere(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
+        """Note a wait that something else does and bounds, as `EPGroup.waiting`."""
+        before = self._watch.enter(phase, round, round)
+        try:
+            yield
+        finally:
+            self._watch.resume(before)
+
     def explain(self, error: Exception) -> Exception:
         """The PeerLostError behind an error that a lost rank caused, as `EPGroup.explain`."""
         if isinstance(error, PeerLostError):

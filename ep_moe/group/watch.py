@@ -57,6 +57,7 @@ class Watch:
         self._abort_thread: threading.Thread | None = None
         self._aborts = False
         self._proposal: PeerLostError | None = None
+        self._deaths: dict[int, str] = {}  # rank -> how, of those that the launcher saw die before they left
         self._turns = 0
         self._looked_at = time.monotonic()
         self._left = False
@@ -78,6 +79,19 @@ class Watch:
     def lost(self) -> bool:
         """Whether the group has failed."""
         return self.failure is not None
+
+    def connect_store(self, name: str) -> Any:
+        """A connection of its own to the group's store, under keys of that name."""
+        return dist.PrefixStore(name, self._store.clone())
+
+    def gone_ranks(self) -> tuple[int, ...]:
+        """Ranks that have died, each of them, and those that the group has failed by."""
+        failed = () if self.failure is None else self.failure.ranks
+        return tuple(sorted({*self._deaths, *failed}))
+
+    def left_ranks(self) -> tuple[int, ...]:
+        """Ranks that have left the group."""
+        return tuple(rank for rank, peer in enumerate(self._peers) if peer.beat is not None and peer.beat.left)
 
     def beats(self) -> list[Beat]:
         """The last beat of every rank; after `meet`."""
@@ -124,12 +138,12 @@ class Watch:
         if not self._take_turn():
             return self._fail(self._unanswered(phase, round))
         limit = self._config.timeout_secs
-        ranks, reason = self._evidence(phase, count)
+        ranks, reason = self.evidence(phase, count)
         if not ranks:
             reason = f"the operation did not end within {limit:g} s, although every rank lives and has arrived"
         return self.publish(ranks, phase, round, reason)
 
-    def _evidence(self, phase: str, count: int) -> tuple[tuple[int, ...], str]:
+    def evidence(self, phase: str, count: int) -> tuple[tuple[int, ...], str]:
         """Who is missing after a whole timeout: first those that are silent, then those that are behind."""
         limit = self._config.timeout_secs
         silent = self._silent(limit / 2)
@@ -160,7 +174,7 @@ class Watch:
                 return self.publish(silent, phase, round, f"stopped answering: no heartbeat for {age:.1f} s, {error}")
             if from_backend and "timed out" in text:
                 *_, count = self._waits or (phase, round, -1)
-                ranks, reason = self._evidence(phase, count)
+                ranks, reason = self.evidence(phase, count)
                 if ranks:
                     return self.publish(ranks, phase, round, reason)
             time.sleep(0.05)
@@ -267,24 +281,31 @@ class Watch:
         for peer, raw in zip(self._peers, beats, strict=True):
             peer.update(raw, elapsed)
         proposal = self._proposal
-        if proposal is None and self.failure is None:
-            proposal = self._judge(deaths)
+        if self.failure is None:  # what the launcher has seen is surer than what a rank supposes
+            proposal = self._judge_deaths(deaths) or proposal or self._judge()
+        else:
+            self._judge_deaths(deaths)
         if failure == b"{}" and proposal is not None:
             failure = self._store.compare_set("failure", "{}", json.dumps(proposal.__reduce__()[1]))
         if failure != b"{}":
             ranks, phase, round_, reason = json.loads(failure)
             self._fail(PeerLostError(tuple(ranks), phase, round_, reason))
 
-    def _judge(self, deaths: list[list[Any]]) -> PeerLostError | None:
+    def _judge_deaths(self, deaths: list[list[Any]]) -> PeerLostError | None:
+        """Note who has died, and name the first."""
+        ranks = {self._world_ranks.index(world): how for world, how in deaths if world in self._world_ranks}
+        left = self.left_ranks()
+        self._deaths = {rank: how for rank, how in ranks.items() if rank not in left}
+        first = next(iter(self._deaths), None)
+        return None if first is None else PeerLostError((first,), *self.where(), self._deaths[first])
+
+    def _judge(self) -> PeerLostError | None:
         """What this turn shows without anybody's asking."""
-        left = {rank for rank, peer in enumerate(self._peers) if peer.beat is not None and peer.beat.left}
-        for world_rank, reason in deaths:
-            if world_rank in self._world_ranks and self._world_ranks.index(world_rank) not in left:
-                return PeerLostError((self._world_ranks.index(world_rank),), *self.where(), reason)
         waits = self._waits
         if waits is None:
             return None
         phase, round_, count = waits
+        left = self.left_ranks()
         gone = tuple(rank for rank in left if rank != self._rank and not self.beats()[rank].has_reached(phase, count))
         if gone:
             return PeerLostError(gone, phase, round_, "has left")

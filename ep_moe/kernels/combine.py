@@ -1,9 +1,9 @@
 """The experts' results home, by stores into the memory of the ranks that sent the tokens.
 
 The experts' rank weighs and sums a token's local experts and stores one row at home; home sums the ranks' rows. No
-flag says that a row is there: no 16 or 32 bits of it are ever all ones (NaN travels as another NaN), home keeps all ones
-where a row is to come, looks until none are left, and restores them once it has read the row. So a row is summed as soon
-as it arrives, and nothing is fenced.
+flag says that a row is there: no number of it is ever all ones (any NaN travels as one that is not), home keeps all
+ones where a row is to come, looks until none are left, and restores them once it has read the row. So a row is summed
+as soon as it arrives, and nothing is fenced.
 
 Rule: a combine cell says that its rank has read all that this round's dispatch brought it; only then may the next
 round's dispatch overwrite that. Rule: nothing here reads what the dispatch brought, only this slot's own copies of it,
@@ -155,7 +155,10 @@ def _sum_rows(
     RANK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Sum every token's rows in rank order in float32 as they arrive, add `shared`, round once; NaN where one is lost."""
+    """Sum every token's rows in rank order in float32 as they arrive, add `shared`, round once.
+
+    A token that a row is lost of is NaN.
+    """
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     BITS: tl.constexpr = tl.uint32 if dtype.primitive_bitwidth == 32 else tl.uint16

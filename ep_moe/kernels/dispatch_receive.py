@@ -65,7 +65,7 @@ class Batch(NamedTuple):
 
 @triton.jit
 def _judge(cells, formats, fingerprint, is_source, RANKS: tl.constexpr):
-    """Return why a round is off, FINE where it is not, the rank that it is due to, and the number that belongs to it."""
+    """Return why a round is off, FINE where it is not, the rank that it is due to, and the number that goes with it."""
     source = tl.arange(0, RANKS)
     said = payload_of(cells)
     kind = tl.where(is_source, (said >> 28) & 7, FINE)
@@ -157,7 +157,7 @@ def _write_token(
             tl.store(batch.out_scale_ptr + group.to(tl.int64) * height + slot, scale, mask=(group < G) & leads)
     else:
         order = tl.cumsum(here.to(tl.int32), 0) - 1
-        for j in range(0, tl.sum(here.to(tl.int32), 0)):
+        for j in range(tl.sum(here.to(tl.int32), 0)):
             to = tl.max(tl.where(here & (order == j), row, 0), 0).to(tl.int64)
             tl.store(batch.out_ptr + to * VALUE_WORDS + word, values, mask=word < VALUE_WORDS)
             if G > 0:

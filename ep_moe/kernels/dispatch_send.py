@@ -282,7 +282,7 @@ def send_rows(
     index = tl.arange(0, FENCED)
     for chunk in range(sender, (present + FENCED - 1) // FENCED, senders):
         went = tl.zeros([FENCED], tl.int32)
-        for i in range(0, FENCED):
+        for i in range(FENCED):
             token = (chunk * FENCED + i) + tl.zeros([], tl.int64)
             if token < present:
                 loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)

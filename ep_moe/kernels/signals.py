@@ -5,9 +5,12 @@ that it waits for has the payload too, without any fence, and never needs the wo
 for words are stored plainly; then all threads of the program meet, each fences at system scope, and the word that says
 that the row is there follows (release). Who waits for such a word polls it with acquire loads.
 
-Every wait ends: by the word, by another rank's news that the exchange is over (`abort`), or when `patience` is used up,
-in nanoseconds on a GPU and in looks under the interpreter, which has no timer. The first rank to lose patience tells all
-others whom it suspects, and they take that over.
+Every wait ends: by the word, by another rank's news that the exchange is over (`abort`), or when `patience` is used
+up, in nanoseconds on a GPU and in looks under the interpreter, which has no timer. The first rank to lose patience
+tells all others whom it suspects, and they take that over.
+
+Rule: what may change while it is looked at decides nothing before all warps of a program agree on it (`agree`): warps
+that part ways never meet again.
 
 Letters: R ranks.
 """
@@ -130,7 +133,6 @@ def trouble(abort_ptr, start, looks, patience):
 def agree(late, what):
     """Return 0 where no element of `late` is true, else LATE + `what`, the same in all warps of the program.
 
-    Rule: what may change while a program looks at it, memory or clock, decides nothing before all warps agree on it.
     `late` has SPREAD elements at least, so that the reduction is one over all warps, which meet in it.
     """
     return tl.max(tl.where(late, LATE + what, 0), 0)
@@ -157,7 +159,7 @@ def wait_for_words(
     measure,
     R: tl.constexpr,
 ):
-    """Wait until all words carry `epoch`; returns 1, or 0 where the exchange is over. Relaxed: a word has all it says."""
+    """Wait until all words carry `epoch`; returns 1, or 0 where the exchange is over. Relaxed: a word says it all."""
     start, looks = clock(), tl.zeros([], tl.int64)
     waiting = tl.full([], LATE, tl.int32)
     here = tl.zeros([], tl.int32)

@@ -3,6 +3,7 @@
 Letters: R ranks, S slots, M max_tokens_per_rank.
 """
 
+import collections
 import contextlib
 import logging
 import threading
@@ -47,7 +48,7 @@ class Faults:
         self._watchdog = Watchdog(group, memory, self._members)
         self.waiting = self._watchdog.waiting
         self._refusal: Exception | None = None
-        self._told: list[int] = []  # numbers of tokens that this rank's host has refused
+        self._told: collections.deque[int] = collections.deque(maxlen=16)  # numbers of tokens that this host refused
         self._lost: PeerLostError | None = None  # ends this transport
         self._suspects: set[int] = set()
         self._destroyed, self._rested = False, False
@@ -171,14 +172,19 @@ class Faults:
         """Agree with the others on who goes on, until all of these have met with clean memory."""
         members = self._members
         assert members is not None
-        rank, missing, settled = self._group.rank, tuple(self._suspects), wanted is None
+        missing: tuple[int, ...] = ()
+        rank, settled = self._group.rank, wanted is None
         while True:
-            asked = None if settled or missing else wanted  # who is lost comes before who is wanted
-            if asked is None:
+            self._read_report()
+            before = members.active
+            asked = wanted  # unless a rank is lost, which comes first
+            if before[rank] and (settled or missing or self._watchdog.ended):
+                asked = None
                 self._watchdog.end(missing)
                 if not self._rest():
                     raise PeerLostError((), "agreement", None, "this rank's device has not come to rest")
-            suspects, before = {*missing, *self._watchdog.suspects}, members.active
+                self._read_report()
+            suspects = {*missing, *self._suspects, *self._watchdog.suspects}
             decision = members.decide(sorted(suspects), self._memory.begun(), asked)
             settled = settled or decision.as_wanted
             if decision.active[rank]:
@@ -200,7 +206,6 @@ class Faults:
                 self._memory.catch_up([earlier_epoch(epoch) for epoch in resume])
             if self._group.device.type == "cuda":
                 torch.cuda.synchronize(self._group.device)  # it is idle: only the resets are waited for
-            self._words[0] = 0
             self._suspects.clear()
             self._watchdog.restart()
         _log.warning("rank %d goes on with the active ranks %s", self._group.rank, active)

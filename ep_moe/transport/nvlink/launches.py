@@ -20,16 +20,24 @@ from ep_moe.kernels.dispatch import _dispatch_kernel
 from ep_moe.kernels.dispatch_receive import Batch
 from ep_moe.kernels.dispatch_send import Tokens
 from ep_moe.kernels.exchange import Links, Own
-from ep_moe.layout import TokenRows
+from ep_moe.layout import Batched, Compact, Flat, TokenRows
 from ep_moe.layout.base import ExpertBatch
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.layout.triton import as_words
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, as_bytes, quantise
 from ep_moe.routing import Routing
-from ep_moe.transport.nvlink.memory import ExchangeMemory, SlotMemory
-from ep_moe.transport.nvlink.tuning import UNPLANNED_TOKENS, WORD_TOKENS, Tuning, awaited_words, block_words
-from ep_moe.transport.wire import RowFormat
+from ep_moe.transport.nvlink.launch import Launch
+from ep_moe.transport.nvlink.memory import ExchangeMemory
+from ep_moe.transport.nvlink.payload import Payload, aligned, aligned_rows
+from ep_moe.transport.nvlink.tuning import (
+    UNPLANNED_TOKENS,
+    WORD_TOKENS,
+    DispatchTuning,
+    Tuning,
+    awaited_words,
+    block_words,
+)
 
 _BLOCK_TOKENS = 64  # whose ids are counted together, where there are many
 _BLOCK_EXPERTS = 32
@@ -37,77 +45,41 @@ _SUMMED_BLOCKS = 64
 _ANNOUNCED = 1024  # (token, expert) pairs that an announcer compares at a time
 _REGISTERS = 128  # of a thread, so that four programs of 4 warps share a processor
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
-_QUANTISED_ON_THE_WAY = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Payload:
-    """What travels in a round: a scheme's rows of a model's dtype with K ids each."""
+class Plan:
+    """All that rounds of a kind have in common, found once."""
 
-    scheme: QuantScheme
-    dtype: torch.dtype
-    hidden: int
-    num_topk: int
-
-    @property
-    def fingerprint(self) -> int:
-        """What ranks compare, as int32."""
-        bits = RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk).fingerprint
-        return bits - 2**32 if bits >= 2**31 else bits
-
-    @property
-    def wordy(self) -> bool:
-        """Whether few tokens travel as words: their scales, if any, are of 32 bits."""
-        return self.scheme.scale_dtype.itemsize == 4
-
-    @property
-    def value_words(self) -> int:
-        """32-bit words of a row's values."""
-        return self.scheme.values_bytes(self.hidden, self.dtype) // 4
-
-    @property
-    def num_groups(self) -> int:
-        """G."""
-        return self.scheme.num_groups(self.hidden)
-
-    @property
-    def on_the_way(self) -> str:
-        """How the send kernel quantises, "" where it cannot: then `quantise` does before it."""
-        scheme = self.scheme
-        how = _QUANTISED_ON_THE_WAY.get(scheme.dtype, "") if scheme.dtype is not None else ""
-        if scheme.scale_dtype is not torch.float32 or scheme.activation not in ("token", "group"):
-            return ""
-        if scheme.activation == "group" and scheme.block[1] & (scheme.block[1] - 1):
-            return ""
-        return f"{how}_power_of_two" if how == "e4m3" and scheme.power_of_two else how
-
-    @property
-    def group(self) -> int:
-        """Numbers that share a scale, a power of two: the last group of a row may be short."""
-        return self.scheme.block[1] if self.scheme.activation == "group" else triton.next_power_of_2(self.hidden)
+    payload: Payload
+    fingerprint: int
+    layout: Layout
+    num_tokens: int  # T, the rows that are brought
+    how: str  # they are quantised on the way
+    unit: int  # numbers, or words, that strides of rows count
+    blocks: int  # of tokens whose ids are counted beforehand, 0 where each program counts all itself
+    announcers: int
+    programs: DispatchTuning
+    frame: Frame  # on no device: the shapes of the batch
+    expected_rows: int
+    constants: dict[str, Any]  # of the dispatch kernel, but for its halves
+    launches: dict[tuple[bool, ...], Launch]  # by halves
+    kept: dict[int, dict[str, Any]]  # what batches of a slot share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
     """A dispatch that is ready for its launch, or was launched."""
 
-    payload: Payload
-    layout: Layout
-    num_tokens: int  # T, the rows that were brought
+    plan: Plan
     tokens: Tokens
-    numbers: dict[str, int]  # of the kernel
-    constants: dict[str, Any]
+    strides: tuple[int, ...]  # of x, of its scales by token and by group, of ids, of weights
+    refusal: int
 
-
-def is_aligned(rows: torch.Tensor) -> bool:
-    """Whether rows can be moved in 16-byte pieces where they lie: contiguous, and ALIGNMENT numbers apart or more."""
-    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % ALIGNMENT == 0
-    return aligned and (rows.stride(1) == 1 or rows.shape[1] == 1)
-
-
-def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The rows themselves, or a copy that `is_aligned`."""
-    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+    @property
+    def num_tokens(self) -> int:
+        """T, the rows that were brought."""
+        return self.plan.num_tokens
 
 
 class Exchange:
@@ -149,10 +121,12 @@ class Exchange:
             )
             for slot in memory.slots
         ]
+        self._empty = torch.empty(0, dtype=config.dtype, device=device)
         self._patience = patience
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._combines: dict[tuple[Any, ...], Launch] = {}
         # on a GPU a kernel's programs may start before the one before it has ended, and wait for it themselves
         self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
-        self._launch_options = {"launch_pdl": True} if self._early else {}
 
     def prepare(
         self,
@@ -168,24 +142,39 @@ class Exchange:
 
         Quantises what the kernel cannot on the way, and counts the ids of many tokens block by block, in launches.
         """
-        config, (rows, num_topk) = self._config, routing.topk_ids.shape
+        (rows, num_topk), given = routing.topk_ids.shape, isinstance(x, Quantised)
+        key = (rows, num_topk, layout, scheme.name, given, routing.topk_ids.dtype, num_tokens is not None)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(rows, num_topk, layout, scheme, given, num_tokens is not None)
+        if scheme.quantised and not isinstance(x, Quantised) and not plan.how:
+            x = quantise(x, scheme)
+        values, scale = (x.values, aligned(as_bytes(x.scale))) if isinstance(x, Quantised) else (x, self._nothing)
+        values = aligned_rows(values) if plan.how else aligned(as_words(values))
+        ids, weights = (
+            aligned(t if t.stride(1) == 1 else t.contiguous()) for t in (routing.topk_ids, routing.topk_weights)
+        )
+        count = self._nothing if num_tokens is None else aligned(num_tokens)
+        block_counts = self._count_blocks(ids, count, plan) if plan.blocks else self._nothing
+        return Sent(
+            plan=plan,
+            tokens=Tokens(values, scale, ids, weights, count, block_counts),
+            strides=(
+                values.stride(0) // plan.unit,
+                *(scale.stride() if isinstance(x, Quantised) else (0, 0)),
+                ids.stride(0),
+                weights.stride(0),
+            ),
+            refusal=refusal,
+        )
+
+    def _make_plan(
+        self, rows: int, num_topk: int, layout: Layout, scheme: QuantScheme, given: bool, counted: bool
+    ) -> Plan:
+        config = self._config
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
-        how = ""
-        if scheme.quantised and not isinstance(x, Quantised):
-            how = payload.on_the_way
-            x = x if how else quantise(x, scheme)
-        values, scale = (x.values, x.scale) if isinstance(x, Quantised) else (x, None)
-        unit = math.gcd(payload.value_words, 4)
-        if how:
-            values, unit = aligned_rows(values), ALIGNMENT
-        else:
-            values = as_words(values)
-        scale = as_bytes(scale) if scale is not None else None
-        ids, weights = (t if t.stride(1) == 1 else t.contiguous() for t in (routing.topk_ids, routing.topk_weights))
+        how = "" if given or not scheme.quantised else payload.on_the_way
         planned = rows > UNPLANNED_TOKENS
-        block_counts, blocks = self._nothing, 0
-        if planned:
-            block_counts, blocks = self._count_blocks(ids, num_tokens, rows)
         programs = self.tuning.dispatch(rows, self.num_ranks)
         count = _BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), 1)
         share = max(min(triton.next_power_of_2(self._num_physical), _ANNOUNCED // count), 1)
@@ -193,172 +182,198 @@ class Exchange:
         if how:  # words are made of whole groups
             words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
         groups = triton.next_power_of_2(max(payload.num_groups, 1))
-        numbers = {
-            "max_tokens": rows,
-            "num_blocks": blocks,
-            "x_stride": values.stride(0) // unit,
-            "scale_token_stride": 0 if scale is None else scale.stride(0),
-            "scale_group_stride": 0 if scale is None else scale.stride(1),
-            "ids_stride": ids.stride(0),
-            "weights_stride": weights.stride(0),
-            "fingerprint": payload.fingerprint,
-            "refusal": refusal,
-            "announcers": 1 if planned else min(triton.cdiv(self._num_physical, share), programs.announcers),
-        }
+        unit = ALIGNMENT if how else math.gcd(payload.value_words, 4)
         constants = {
             "H": config.hidden if how else payload.value_words,
             "GROUP": payload.group if how else 1,
-            "UNIT": unit,
+            "G": payload.num_groups,
+            "GROUPS": groups,
             "SENT_WORDS": row_words,
             "WORD_BLOCK": words,
             "WORD_GROUPS": words * 4 // payload.group if how else groups,
+            "TAKEN_WORDS": awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
+            "VALUE_WORDS": payload.value_words,
+            "UNIT": unit,
+            "ENTRY": 2 * config.max_topk,
             "FENCED": programs.fenced,
+            "R": self.num_ranks,
+            "RANK": self._rank,
+            "RANKS": triton.next_power_of_2(self.num_ranks),
+            "K": num_topk,
+            "COLUMNS": triton.next_power_of_2(num_topk),
+            "L": self._max_experts,
+            "EXPERTS": triton.next_power_of_2(self._max_experts),
+            "NEWS_WORDS": triton.next_power_of_2(self._max_experts + 2),
             "TOKENS": count,
             "COUNTED_EXPERTS": share,
             "QUANTISE": how,
-            "COUNTED": num_tokens is not None,
+            "COUNTED": counted,
             "PLANNED": planned,
+            "BATCHED": layout is Layout.BATCHED,
+            "POOLED": layout is Layout.FLAT,
+            "WORDY": payload.wordy,
+            "TAKE_ROWS": not payload.wordy or config.max_tokens_per_rank > WORD_TOKENS,
+            "SEND_WORDS": payload.wordy and (counted or rows <= WORD_TOKENS),
+            "SEND_ROWS": not payload.wordy or rows > WORD_TOKENS,
+            "PDL": self._early,
         }
-        return Sent(
+        return Plan(
             payload=payload,
+            fingerprint=payload.fingerprint,
             layout=layout,
             num_tokens=rows,
-            tokens=Tokens(
-                values,
-                self._nothing if scale is None else scale,
-                ids,
-                weights,
-                self._nothing if num_tokens is None else num_tokens,
-                block_counts,
-            ),
-            numbers=numbers,
+            how=how,
+            unit=unit,
+            blocks=triton.cdiv(rows, _BLOCK_TOKENS) if planned else 0,
+            announcers=1 if planned else min(triton.cdiv(self._num_physical, share), programs.announcers),
+            programs=programs,
+            frame=self._frame(payload, layout),
+            expected_rows=max(triton.cdiv(rows * self.num_ranks * num_topk, self._num_physical), 1),
             constants=constants,
+            launches={},
+            kept={},
         )
 
-    def send(self, slot: int, sent: Sent) -> None:
-        """Launch the sending half of a dispatch. Local, no host sync."""
-        nothing = self._nothing
-        unused = Batch(nothing, nothing.view(torch.float32), nothing, nothing, nothing, nothing)
-        self._launch_dispatch(slot, sent, unused, send=True, frame=None)
-
-    def receive(self, slot: int, sent: Sent, *, send: bool) -> ExpertBatch:
-        """Launch the receiving half, or with `send` both in one; returns the batch that it fills. Local, no host sync."""
-        memory, (rows, frame) = self._memory.slots[slot], self._frame(self._memory.slots[slot], sent)
-        scale = memory.pooled_weights if frame.scale is None else as_bytes(frame.scale)
-        batch = Batch(
-            frame.x.view(-1, frame.x.shape[-1]).view(torch.int32),
-            scale,
-            memory.token_to_row,
-            memory.local_ids,
-            memory.pooled_weights,
-            memory.local_ids if frame.row_index is None else frame.row_index,
+    def _frame(self, payload: Payload, layout: Layout) -> Frame:
+        """The shapes of a batch, of tensors without memory."""
+        rows, k, groups = self.num_ranks * self._config.max_tokens_per_rank, payload.num_topk, payload.num_groups
+        scheme = payload.scheme
+        shape = (rows, scheme.row_values(self._config.hidden))
+        pool = TokenRows(
+            x=torch.empty(shape, dtype=scheme.dtype or self._config.dtype, device="meta"),
+            scale=torch.empty(rows, groups, dtype=scheme.scale_dtype, device="meta") if groups else None,
+            local_topk_ids=torch.empty(rows, k, dtype=torch.int32, device="meta"),
+            topk_weights=torch.empty(rows, k, device="meta"),
         )
-        self._launch_dispatch(slot, sent, batch, send=send, frame=frame)
-        packed = frame.finish(
-            rows,
-            scheme=sent.payload.scheme,
-            dtype=self._config.dtype,
-            expert_row_start=memory.row_start[: self.num_local],
-            expert_num_tokens=memory.num_rows[: self.num_local],
-            token_to_row=memory.token_to_row[: rows.local_topk_ids.numel()].view(rows.local_topk_ids.shape),
-        )
-        pairs = sent.num_tokens * self.num_ranks * sent.payload.num_topk  # if the others bring as many
-        return dataclasses.replace(packed.batch, expected_rows=max(triton.cdiv(pairs, self._num_physical), 1))
-
-    def _frame(self, slot: SlotMemory, sent: Sent) -> tuple[TokenRows, Frame]:
-        """What the batch lies in, and the pool of received rows."""
-        config, payload = self._config, sent.payload
-        num_rows, k = self.num_ranks * config.max_tokens_per_rank, payload.num_topk
-        size = num_rows * payload.value_words * 4
-        dtype = payload.scheme.dtype or config.dtype
-        groups, scale = payload.num_groups, None
-        if groups:
-            scale_dtype = payload.scheme.scale_dtype
-            scale = slot.scales[: num_rows * groups * scale_dtype.itemsize].view(scale_dtype).view(num_rows, groups)
-        rows = TokenRows(
-            x=slot.values[:size].view(dtype).view(num_rows, -1),
-            scale=scale,
-            local_topk_ids=slot.local_ids[: num_rows * k].view(num_rows, k),
-            topk_weights=slot.pooled_weights[: num_rows * k].view(num_rows, k),
-        )
-        frame = make_frame(
-            rows,
-            sent.layout,
+        return make_frame(
+            pool,
+            layout,
             num_local_experts=self.num_local,
-            capacity=num_rows,
-            alignment=config.row_alignment,
+            capacity=rows,
+            alignment=self._config.row_alignment,
             max_rows=None,
         )
-        return rows, frame
 
-    def _count_blocks(self, ids: torch.Tensor, num_tokens: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, int]:
+    def _count_blocks(self, ids: torch.Tensor, count: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Count the rows of every expert before each block of tokens, and in all. Two launches."""
-        blocks, width = triton.cdiv(rows, _BLOCK_TOKENS), self._num_physical + 1
-        counts = torch.empty(blocks + 1, width, dtype=torch.int32, device=ids.device)
-        _count_block_kernel[(blocks, triton.cdiv(self._num_physical, _BLOCK_EXPERTS))](
+        width = self._num_physical + 1
+        counts = torch.empty(plan.blocks + 1, width, dtype=torch.int32, device=ids.device)
+        _count_block_kernel[(plan.blocks, triton.cdiv(self._num_physical, _BLOCK_EXPERTS))](
             ids,
-            self._nothing if num_tokens is None else num_tokens,
+            count,
             counts,
-            rows,
+            plan.num_tokens,
             self._num_physical,
             ids.stride(0),
             K=ids.shape[1],
             TOKENS=_BLOCK_TOKENS,
             EXPERTS=_BLOCK_EXPERTS,
-            COUNTED=num_tokens is not None,
+            COUNTED=plan.constants["COUNTED"],
         )
         _sum_blocks_kernel[(triton.cdiv(width, _BLOCK_EXPERTS),)](
-            counts, blocks, self._num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS
+            counts, plan.blocks, self._num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS
         )
-        return counts, blocks
+        return counts
 
-    def _launch_dispatch(self, slot: int, sent: Sent, batch: Batch, *, send: bool, frame: Frame | None) -> None:
-        payload, config = sent.payload, self._config
-        programs, receive = self.tuning.dispatch(sent.num_tokens, self.num_ranks), frame is not None
-        announcers, counted = sent.numbers["announcers"], sent.constants["COUNTED"]
-        first_receiver = (announcers + programs.senders) * send
-        _dispatch_kernel[(first_receiver + programs.receivers * receive,)](
+    def send(self, slot: int, sent: Sent) -> None:
+        """Launch the sending half of a dispatch. Local, no host sync."""
+        nothing = self._nothing
+        unused = Batch(nothing, nothing.view(torch.float32), nothing, nothing, nothing, nothing)
+        self._launch_dispatch(slot, sent, unused, send=True, receive=False)
+
+    def receive(self, slot: int, sent: Sent, *, send: bool) -> ExpertBatch:
+        """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
+        plan, memory = sent.plan, self._memory.slots[slot]
+        frame, kept = plan.frame, plan.kept.get(slot)
+        if kept is None:
+            kept = plan.kept[slot] = self._make_kept(slot, plan)
+        x = (
+            kept["pool"]
+            if plan.layout is Layout.FLAT
+            else torch.empty(frame.x.shape, dtype=frame.x.dtype, device=self._device)
+        )
+        scale, row_index = None, None
+        if frame.scale is not None:
+            experts, height, groups = frame.scale.shape
+            shape = (experts, groups, height)
+            scale = torch.empty(shape, dtype=frame.scale.dtype, device=self._device).transpose(1, 2)
+        if frame.row_index is not None:
+            row_index = torch.empty(frame.row_index.shape, dtype=torch.int32, device=self._device)
+        batch = Batch(
+            as_bytes(x).view(torch.int32),
+            memory.pooled_weights if scale is None else as_bytes(scale),
+            memory.token_to_row,
+            memory.local_ids,
+            memory.pooled_weights,
+            memory.local_ids if row_index is None else row_index,
+        )
+        self._launch_dispatch(slot, sent, batch, send=send, receive=True)
+        common = kept["common"]
+        if plan.layout is Layout.BATCHED:
+            return Batched(x=x, scale=scale, row_index=None, **common)
+        flat_scale = None if scale is None else scale[0]
+        if plan.layout is Layout.COMPACT:
+            return Compact(x=x[0], scale=flat_scale, row_index=None, **common)
+        return Flat(x=x, scale=flat_scale, row_index=row_index, **common, **kept["rows"])
+
+    def _make_kept(self, slot: int, plan: Plan) -> dict[str, Any]:
+        """What batches of a slot share: views of its memory, and what the plan says."""
+        memory, num_rows = self._memory.slots[slot], self.num_ranks * self._config.max_tokens_per_rank
+        k = plan.payload.num_topk
+        size = num_rows * plan.payload.value_words * 4
+        return {
+            "pool": memory.values[:size].view(plan.frame.x.dtype).view(num_rows, -1),
+            "common": {
+                "scheme": plan.payload.scheme,
+                "dtype": self._config.dtype,
+                "expert_row_start": memory.row_start[: self.num_local],
+                "expert_num_tokens": memory.num_rows[: self.num_local],
+                "expected_rows": plan.expected_rows,  # if the others bring as many tokens
+            },
+            "rows": {
+                "local_topk_ids": memory.local_ids[: num_rows * k].view(num_rows, k),
+                "topk_weights": memory.pooled_weights[: num_rows * k].view(num_rows, k),
+                "token_to_row": memory.token_to_row[: num_rows * k].view(num_rows, k),
+            },
+        }
+
+    def _launch_dispatch(self, slot: int, sent: Sent, batch: Batch, *, send: bool, receive: bool) -> None:
+        plan, config = sent.plan, self._config
+        first_receiver = (plan.announcers + plan.programs.senders) * send
+        launch = plan.launches.get((send, receive))
+        if launch is None:
+            launch = plan.launches[send, receive] = Launch(
+                _dispatch_kernel,
+                first_receiver + plan.programs.receivers * receive,
+                constants={**plan.constants, "SEND": send, "RECEIVE": receive},
+                options=self._options(plan.programs.num_warps),
+                direct=self._device.type == "cuda",
+            )
+        launch(
             self._links[slot],
             self._own[slot],
             sent.tokens,
             batch,
-            **sent.numbers,
-            num_physical=self._num_physical,
-            max_tokens_per_rank=config.max_tokens_per_rank,
-            word_tokens=WORD_TOKENS,
-            height=1 if frame is None else frame.height,
-            alignment=1 if frame is None else frame.alignment,
-            first_sender=announcers,
-            senders=programs.senders,
-            first_receiver=first_receiver,
-            patience=self._patience,
-            **sent.constants,
-            G=payload.num_groups,
-            GROUPS=triton.next_power_of_2(max(payload.num_groups, 1)),
-            VALUE_WORDS=payload.value_words,
-            TAKEN_WORDS=awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
-            ENTRY=2 * config.max_topk,
-            R=self.num_ranks,
-            RANK=self._rank,
-            RANKS=triton.next_power_of_2(self.num_ranks),
-            K=payload.num_topk,
-            COLUMNS=triton.next_power_of_2(payload.num_topk),
-            L=self._max_experts,
-            EXPERTS=triton.next_power_of_2(self._max_experts),
-            NEWS_WORDS=triton.next_power_of_2(self._max_experts + 2),
-            BATCHED=sent.layout is Layout.BATCHED,
-            POOLED=sent.layout is Layout.FLAT,
-            WORDY=payload.wordy,
-            TAKE_ROWS=not payload.wordy or config.max_tokens_per_rank > WORD_TOKENS,
-            SEND_WORDS=payload.wordy and (counted or sent.num_tokens <= WORD_TOKENS),
-            SEND_ROWS=not payload.wordy or sent.num_tokens > WORD_TOKENS,
-            SEND=send,
-            RECEIVE=receive,
-            PDL=self._early,
-            **self._launch_options,
-            maxnreg=_REGISTERS,
-            num_warps=programs.num_warps,
+            plan.num_tokens,
+            plan.blocks,
+            self._num_physical,
+            *sent.strides,
+            config.max_tokens_per_rank,
+            WORD_TOKENS,
+            plan.frame.height,
+            plan.frame.alignment,
+            plan.fingerprint,
+            sent.refusal,
+            plan.announcers,
+            plan.announcers,
+            plan.programs.senders,
+            first_receiver,
+            self._patience,
         )
+
+    def _options(self, num_warps: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": _REGISTERS}
+        return {**options, "launch_pdl": True} if self._early else options
 
     def combine(
         self,
@@ -372,14 +387,44 @@ class Exchange:
         receive: bool,
     ) -> None:
         """Launch a combine or one half of it; where it sends without `y`, NaN goes home. Local, no host sync."""
-        config = self._config
-        programs = self.tuning.combine(sent.num_tokens, self.num_ranks)
-        like = self._memory.slots[slot].returned[:0].view(config.dtype)
+        plan, config = sent.plan, self._config
+        programs = self.tuning.combine(plan.num_tokens, self.num_ranks)
+        k, flat = plan.payload.num_topk, plan.layout is Layout.FLAT
+        shared_dtype = None if shared is None else shared.dtype
+        key = (plan.num_tokens, k, flat, y is None, shared_dtype, send, receive)
         first_receiver = programs.senders * send
-        _combine_kernel[(first_receiver + programs.receivers * receive,)](
+        launch = self._combines.get(key)
+        if launch is None:
+            constants = {
+                "H": config.hidden,
+                "SENT_BLOCK": block_words(config.hidden, programs.sent_block),
+                "SUMMED_BLOCK": awaited_words(config.hidden, programs.summed_block, programs.num_warps),
+                "TOGETHER": programs.together,
+                "UNIT": ALIGNMENT,
+                "R": self.num_ranks,
+                "RANK": self._rank,
+                "RANKS": triton.next_power_of_2(self.num_ranks),
+                "K": k,
+                "COLUMNS": triton.next_power_of_2(k),
+                "SUMMED": flat,
+                "SPOILT": y is None,
+                "SHARED": shared is not None,
+                "SEND": send,
+                "RECEIVE": receive,
+                "PDL": self._early,
+            }
+            launch = self._combines[key] = Launch(
+                _combine_kernel,
+                first_receiver + programs.receivers * receive,
+                constants=constants,
+                options={**self._options(programs.num_warps), "enable_fp_fusion": False},
+                direct=self._device.type == "cuda",
+            )
+        like = self._empty
+        launch(
             self._links[slot],
             self._own[slot],
-            like if y is None else y,
+            like if y is None else aligned(y),
             like if shared is None else shared,
             like if out is None else out,
             0 if shared is None else shared.stride(0) // ALIGNMENT,
@@ -388,24 +433,8 @@ class Exchange:
             programs.senders,
             first_receiver,
             self._patience,
-            H=config.hidden,
-            SENT_BLOCK=block_words(config.hidden, programs.sent_block),
-            SUMMED_BLOCK=awaited_words(config.hidden, programs.summed_block, programs.num_warps),
-            TOGETHER=programs.together,
-            UNIT=ALIGNMENT,
-            R=self.num_ranks,
-            RANK=self._rank,
-            RANKS=triton.next_power_of_2(self.num_ranks),
-            K=sent.payload.num_topk,
-            COLUMNS=triton.next_power_of_2(sent.payload.num_topk),
-            SUMMED=sent.layout is Layout.FLAT,
-            SPOILT=y is None,
-            SHARED=shared is not None,
-            SEND=send,
-            RECEIVE=receive,
-            PDL=self._early,
-            **self._launch_options,
-            maxnreg=_REGISTERS,
-            num_warps=programs.num_warps,
-            enable_fp_fusion=False,
         )
+
+    def destroy(self) -> None:
+        """Let go of the memory. Local; calling it twice is fine."""
+        self._plans, self._combines, self._links, self._own = {}, {}, [], []

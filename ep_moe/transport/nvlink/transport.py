@@ -19,8 +19,9 @@ from ep_moe.quant import Quantised, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.nvlink.faults import Faults
-from ep_moe.transport.nvlink.launches import Exchange, Sent, aligned_rows, is_aligned
+from ep_moe.transport.nvlink.launches import Exchange, Sent
 from ep_moe.transport.nvlink.memory import ExchangeMemory
+from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
 from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_programs
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
 
@@ -39,12 +40,12 @@ class NvlinkTransport(Transport):
     Args:
         group: of one machine, each rank with a GPU of its own and peer access to the others'; or all on its CPU.
         placement: which physical experts each rank owns.
-        config: sizes and dtype, the same on all ranks. With `num_topk` the kernels of such rounds are compiled here,
-            else when they are first needed.
+        config: sizes and dtype, the same on all ranks.
 
-    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
-    (`peer_bytes`) and compiles. A round reads nothing back and may be captured in a CUDA graph, which may be replayed
-    with other counts, ids and, by `num_tokens`, other T, in turn with other graphs and eager rounds.
+    The constructor is collective: it compares the configs of all ranks and maps O(R * M * H) bytes of each rank
+    (`peer_bytes`). The kernels of a kind of round are compiled when it is first run. A round reads nothing back and may
+    be captured in a CUDA graph, which may be replayed with other counts, ids and, by `num_tokens`, other T, in turn with
+    other graphs and eager rounds.
 
     What a batch holds beside x and its scales is the slot's: valid until its next dispatch. In FLAT x is the slot's
     too, and valid until `combine_send`: the others may send the next round as soon as they have this one's combine.
@@ -289,6 +290,7 @@ class NvlinkTransport(Transport):
         """
         self._slots = Slots(self.config.num_slots)
         if self._faults.destroy():
+            self._exchange.destroy()
             self._memory.destroy()
 
     def _combine(

@@ -1,0 +1,78 @@
+"""What travels in a round, in the terms of the kernels.
+
+Letters: H hidden, K top-k, G scale groups.
+"""
+
+import dataclasses
+
+import torch
+import triton
+
+from ep_moe.config import ALIGNMENT
+from ep_moe.quant import QuantScheme
+from ep_moe.transport.wire import RowFormat
+
+_QUANTISED_ON_THE_WAY = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """What travels in a round: a scheme's rows of a model's dtype with K ids each."""
+
+    scheme: QuantScheme
+    dtype: torch.dtype
+    hidden: int
+    num_topk: int
+
+    @property
+    def fingerprint(self) -> int:
+        """What ranks compare, as int32."""
+        bits = RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk).fingerprint
+        return bits - 2**32 if bits >= 2**31 else bits
+
+    @property
+    def wordy(self) -> bool:
+        """Whether few tokens travel as words: their scales, if any, are of 32 bits."""
+        return self.scheme.scale_dtype.itemsize == 4
+
+    @property
+    def value_words(self) -> int:
+        """32-bit words of a row's values."""
+        return self.scheme.values_bytes(self.hidden, self.dtype) // 4
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return self.scheme.num_groups(self.hidden)
+
+    @property
+    def on_the_way(self) -> str:
+        """How the send kernel quantises, "" where it cannot: then `quantise` does before it."""
+        scheme = self.scheme
+        how = _QUANTISED_ON_THE_WAY.get(scheme.dtype, "") if scheme.dtype is not None else ""
+        if scheme.scale_dtype is not torch.float32 or scheme.activation not in ("token", "group"):
+            return ""
+        if scheme.activation == "group" and scheme.block[1] & (scheme.block[1] - 1):
+            return ""
+        return f"{how}_power_of_two" if how == "e4m3" and scheme.power_of_two else how
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale, a power of two: the last group of a row may be short."""
+        return self.scheme.block[1] if self.scheme.activation == "group" else triton.next_power_of_2(self.hidden)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy where it does not begin on 16 bytes, as every pointer of a kernel must."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether rows can be moved in 16-byte pieces where they lie: contiguous, and ALIGNMENT numbers apart or more."""
+    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % ALIGNMENT == 0
+    return aligned and (rows.stride(1) == 1 or rows.shape[1] == 1)
+
+
+def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, or a copy that `is_aligned`."""
+    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
