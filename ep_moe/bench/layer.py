@@ -25,7 +25,7 @@ from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import BIASED_METHODS, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
-from ep_moe.transport import TRANSPORTS, CollectiveTransport, create_transport
+from ep_moe.transport import TRANSPORTS, CollectiveTransport, LocalTransport, create_transport
 
 PHASES = ("route", "dispatch", "experts", "combine")
 OURS, BASELINE = "ep_moe", "allgather_reducescatter"
@@ -127,7 +127,8 @@ def _check_capturable(group: EPGroup, engine: EngineConfig, moe: MoEConfig, plac
     sizes = TransportConfig(hidden=moe.hidden, max_tokens_per_rank=1, dtype=engine.torch_dtype)
     transport = create_transport(engine.transport, group, placement, sizes)
     transport.destroy()
-    if isinstance(transport, CollectiveTransport):
+    reads_back = isinstance(transport, LocalTransport) and group.device.type == "cuda"
+    if reads_back or isinstance(transport, CollectiveTransport):
         raise ValueError(
             f"graph: transport {implementation_name(transport, TRANSPORTS)!r} waits on the host in each round, which "
             f"no CUDA graph can capture"

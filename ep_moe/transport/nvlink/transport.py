@@ -44,8 +44,8 @@ class NvlinkTransport(Transport):
 
     The constructor is collective: it compares the configs of all ranks and maps O(R * M * H) bytes of each rank
     (`peer_bytes`). The kernels of a kind of round are compiled when it is first run. A round reads nothing back and may
-    be captured in a CUDA graph, which may be replayed with other counts, ids and, by `num_tokens`, other T, in turn with
-    other graphs and eager rounds.
+    be captured in a CUDA graph, which may be replayed with other counts, ids and, by `num_tokens`, other T, in turn
+    with other graphs and eager rounds.
 
     What a batch holds beside x and its scales is the slot's: valid until its next dispatch. In FLAT x is the slot's
     too, and valid until `combine_send`: the others may send the next round as soon as they have this one's combine.
