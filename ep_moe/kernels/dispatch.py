@@ -121,7 +121,7 @@ def _dispatch_kernel(
         num_tokens = max_tokens
         if COUNTED:
             num_tokens = tl.load(tokens.num_tokens_ptr)
-        present = tl.where((num_tokens > max_tokens) | (refusal > 0), 0, num_tokens)
+        present = tl.where((num_tokens > max_tokens) | (refusal > 0), 0, tl.maximum(num_tokens, 0))
         if pid < announcers:
             announce(
                 links,

@@ -64,14 +64,20 @@ class Batch(NamedTuple):
 
 
 @triton.jit
-def _judge(cells, formats, fingerprint, is_source, RANKS: tl.constexpr):
-    """Return why a round is off, FINE where it is not, the rank that it is due to, and the number that goes with it."""
+def _judge(cells, formats, fingerprint, is_source, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Return why a round is off, FINE where it is not, the rank that it is due to, and the number that belongs to it.
+
+    This rank's own mistake comes first: its host has raised it already. The number of a mismatch has a bit for each
+    rank whose format is not this one's.
+    """
     source = tl.arange(0, RANKS)
     said = payload_of(cells)
     kind = tl.where(is_source, (said >> 28) & 7, FINE)
-    kind = tl.where(is_source & (kind == FINE) & (payload_of(formats) != fingerprint), MISMATCH, kind)
-    guilty = tl.min(tl.where(kind != FINE, source, RANKS), 0)
-    return pick(kind, guilty, RANKS), guilty, pick(said & 0xFFFFFFF, guilty, RANKS)
+    odd = is_source & (kind == FINE) & (payload_of(formats) != fingerprint)
+    kind = tl.where(odd, MISMATCH, kind)
+    guilty = tl.where(pick(kind, RANK, RANKS) != FINE, RANK, tl.min(tl.where(kind != FINE, source, RANKS), 0))
+    verdict, number = pick(kind, guilty, RANKS), pick(said & 0xFFFFFFF, guilty, RANKS)
+    return verdict, guilty, tl.where(verdict == MISMATCH, tl.sum(odd.to(tl.int32) << source, 0), number)
 
 
 @triton.jit
@@ -411,7 +417,7 @@ def receive(
     cells = tl.load(news_ptr + source * (L + 2), mask=source < R, other=0, volatile=True)
     if arrived > 0:
         formats = tl.load(news_ptr + source * (L + 2) + 1, mask=source < R, other=0, volatile=True)
-        verdict, guilty, value = _judge(cells, formats, fingerprint, is_source, RANKS)
+        verdict, guilty, value = _judge(cells, formats, fingerprint, is_source, RANK, RANKS)
     tokens = tl.where(is_source & (verdict == FINE), payload_of(cells) & 0xFFFFFFF, 0)
     if leads:
         if verdict != FINE:

@@ -95,16 +95,17 @@ def announce(
                 theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
                 found += ((theirs < -1) | (theirs >= num_physical)).to(tl.int32)
             bad = tl.sum(found, 0)
-        kind = tl.where(num_tokens > max_tokens, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
+        wrong_count = (num_tokens > max_tokens) | (num_tokens < 0)
+        kind = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
         kind = tl.where(refusal > 0, REFUSED, kind)
-        value = tl.where(kind == BAD_IDS, bad, num_tokens)
+        value = tl.minimum(tl.where(kind == BAD_IDS, bad, num_tokens) & 0x7FFFFFFF, 0xFFFFFFF)  # of 28 bits
         cell = make_word(epoch, kind << 28 | value)
         for r in tl.static_range(R):
             if enabled & is_active(active, r):
                 to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + 2)
                 tl.store(to, cell)
                 tl.store(to + 1, make_word(epoch, fingerprint))
-        tl.store(own.state_ptr + OWN_TOKENS, tl.minimum(num_tokens, max_tokens))
+        tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Tests of what the one-sided transport does when ranks are lost or refuse: in the interpreter, or on several GPUs."""

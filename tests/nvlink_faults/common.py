@@ -1,0 +1,135 @@
+"""Rounds that are easy to check, and ways to lose a rank.
+
+All numbers are small integers and powers of two, so that float32 sums are exact in any order. Letters: T tokens on this
+rank, H hidden, K top-k, E experts, R ranks.
+"""
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_moe.config import GroupConfig, Layout, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.launch import RankFailedError, launch
+from ep_moe.placement import Placement
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETING else "cuda"
+NUM_RANKS = 3
+CAN_RUN = INTERPRETING or torch.cuda.device_count() >= NUM_RANKS
+CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
+PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # where no rank is lost
+SLACK_SECS = 5.0  # of a machine whose cores the ranks share
+HIDDEN, NUM_TOKENS, MAX_TOKENS, NUM_TOPK, EXPERTS_PER_RANK = 16, 2, 4, 2, 2
+LOST_ROUND = 1
+
+
+def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, config: GroupConfig = CONFIG) -> Any:
+    """Run `check(group, *args)` on ranks; returns what each returns, or the RankFailedError."""
+    ready = {"grace_secs": 60.0, "preload": ["ep_moe.transport.nvlink"] if INTERPRETING else []}
+    try:
+        return launch(check, *args, num_ranks=num_ranks, config=config, device=DEVICE, **ready)
+    except RankFailedError as error:
+        return error
+
+
+def make_transport(group: EPGroup, **options: Any) -> Any:
+    """A transport of float32 with one slot."""
+    from ep_moe.transport.nvlink import NvlinkTransport  # Triton: only where it can run
+
+    placement = Placement.linear(EXPERTS_PER_RANK * group.num_ranks, group.num_ranks)
+    sizes = {"hidden": HIDDEN, "max_tokens_per_rank": MAX_TOKENS, "max_topk": NUM_TOPK, "num_slots": 1}
+    return NvlinkTransport(group, placement, TransportConfig(**sizes, dtype=torch.float32, **options))
+
+
+def inputs(rank: int, round_: int, num_ranks: int) -> tuple[torch.Tensor, Routing]:
+    """Tokens of a rank; each goes to two ranks, and in three rounds to all experts."""
+    num_experts = EXPERTS_PER_RANK * num_ranks
+    token = torch.arange(NUM_TOKENS)[:, None]
+    x = (torch.arange(HIDDEN) + 16 * token + 64 * rank + round_).float()
+    first = (token + rank + 2 * round_) % num_experts
+    ids = torch.cat([first, (first + EXPERTS_PER_RANK + 1) % num_experts], 1).int()
+    return x, Routing(topk_ids=ids, topk_weights=torch.tensor([[1.0, 0.5]]).expand(NUM_TOKENS, -1).contiguous())
+
+
+def expert(values: torch.Tensor, index: int) -> torch.Tensor:
+    """What an expert computes, and no other one."""
+    return values * (index + 2) - 8 * index
+
+
+def expected(rank: int, round_: int, active: tuple[bool, ...]) -> torch.Tensor:
+    """What a round gives a rank: the sum over the experts of active ranks."""
+    x, routing = inputs(rank, round_, len(active))
+    out = torch.zeros(NUM_TOKENS, HIDDEN)
+    for token, ids in enumerate(routing.topk_ids.tolist()):
+        for index, weight in zip(ids, routing.topk_weights[token].tolist(), strict=True):
+            if active[index // EXPERTS_PER_RANK]:
+                out[token] += weight * expert(x[token], index)
+    return out
+
+
+def expected_counts(rank: int, round_: int, active: tuple[bool, ...]) -> list[int]:
+    """How many tokens of active ranks come to each expert of a rank."""
+    ids = [i for s, there in enumerate(active) if there for i in inputs(s, round_, len(active))[1].topk_ids.flatten()]
+    return [ids.count(index) for index in range(rank * EXPERTS_PER_RANK, (rank + 1) * EXPERTS_PER_RANK)]
+
+
+def begin(transport: Any, round_: int, **options: Any) -> Any:
+    """The dispatch of a round."""
+    x, routing = inputs(transport.rank, round_, transport.num_ranks)
+    device = options.pop("device", DEVICE)
+    routing = Routing(topk_ids=routing.topk_ids.to(device), topk_weights=routing.topk_weights.to(device))
+    return transport.dispatch(x.to(device), routing, layout=Layout.COMPACT, scheme=get_scheme("none"), **options)
+
+
+def finish(transport: Any, dispatched: Any) -> tuple[torch.Tensor, list[int]]:
+    """The experts and the combine: the result on the CPU, and how many tokens came to each expert."""
+    batch = dispatched.batch
+    y = torch.full(batch.output_shape, float("nan"), device=batch.x.device)
+    counts = batch.expert_num_tokens.tolist()
+    for local, (start, count) in enumerate(zip(batch.expert_row_start.tolist(), counts, strict=True)):
+        rows = slice(start, start + count)
+        y[rows] = expert(batch.x[rows], EXPERTS_PER_RANK * transport.rank + local)
+    out = torch.full((NUM_TOKENS, HIDDEN), float("nan"), device=batch.x.device)
+    return transport.combine(y, dispatched, out=out).cpu(), counts
+
+
+def run_round(transport: Any, round_: int) -> tuple[torch.Tensor, list[int]]:
+    """A whole round."""
+    return finish(transport, begin(transport, round_))
+
+
+def check_round(transport: Any, round_: int) -> None:
+    """A round among all active ranks gives what it should."""
+    active = transport.active_ranks
+    out, counts = run_round(transport, round_)
+    assert counts == expected_counts(transport.rank, round_, active), f"round {round_}: {counts}"
+    assert torch.equal(out, expected(transport.rank, round_, active)), f"round {round_}: {out}"
+
+
+def be_lost(how: str, secs: float = 1000.0) -> None:
+    """Leave this rank's work at once."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    if how == "stuck":
+        time.sleep(secs)
+    else:
+        os.kill(os.getpid(), signal.Signals[how])
+
+
+def record(folder: Path, rank: int, outcome: Any) -> None:
+    """Write down what a rank has seen."""
+    (folder / str(rank)).write_bytes(pickle.dumps(outcome))
+
+
+def recorded(folder: Path) -> dict[int, Any]:
+    """What ranks have written down."""
+    return {int(path.name): pickle.loads(path.read_bytes()) for path in sorted(folder.iterdir())}

@@ -1,0 +1,17 @@
+"""These files are collected where kernels can run: in the interpreter, or on GPUs, as multi-GPU tests."""
+
+from pathlib import Path
+
+import pytest
+
+from nvlink_faults.common import CAN_RUN, INTERPRETING
+
+collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark before pytest selects by marks."""
+    for item in items:
+        if not INTERPRETING and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.multigpu)

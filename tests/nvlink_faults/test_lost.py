@@ -1,0 +1,105 @@
+"""on_peer_loss "raise": every survivor names the rank that is lost, the same one, within the deadline."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.launch import RankFailedError
+from nvlink_faults.common import (
+    CONFIG,
+    INTERPRETING,
+    LOST_ROUND,
+    NUM_RANKS,
+    SLACK_SECS,
+    be_lost,
+    begin,
+    check_round,
+    finish,
+    make_transport,
+    on_ranks,
+    record,
+    recorded,
+    run_round,
+)
+
+
+def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, looks: int, folder: Path) -> None:
+    """Run rounds until the victim is lost; survivors write down whom they blame, when, and what comes after."""
+    transport = make_transport(group)
+    start = time.monotonic()
+    try:
+        for round_ in range(2000):
+            if round_ == LOST_ROUND:
+                group.barrier()  # all have the round before: a loss may spoil what is still under way
+            if (group.rank, round_) == (victim, LOST_ROUND):
+                if where == "combine":
+                    begin(transport, round_)
+                be_lost(how)
+            if round_ < LOST_ROUND:
+                check_round(transport, round_)
+                continue
+            if round_ == LOST_ROUND:
+                transport._exchange._patience = looks or transport._exchange._patience
+                start = time.monotonic()
+            run_round(transport, round_)
+    except PeerLostError as error:
+        secs = time.monotonic() - start
+        again = []
+        for call in (transport.check, lambda: begin(transport, 0), lambda: transport.abandon()):
+            with pytest.raises(PeerLostError) as caught:
+                call()
+            again.append(str(caught.value))
+        transport.destroy()
+        record(folder, group.rank, (error.ranks, str(error), again, secs, time.monotonic() - start - secs))
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "where", "looks", "within_secs"),
+    [
+        pytest.param("SIGKILL", 0, "dispatch", 0, SLACK_SECS, id="killed-0-before-dispatch"),
+        pytest.param("SIGKILL", 1, "combine", 0, SLACK_SECS, id="killed-1-before-combine"),
+        pytest.param("SIGSTOP", 1, "dispatch", 0, CONFIG.timeout_secs + SLACK_SECS, id="stopped-1-before-dispatch"),
+        pytest.param("stuck", 0, "combine", 0, CONFIG.timeout_secs + SLACK_SECS, id="stuck-0-before-combine"),
+        pytest.param("stuck", 1, "dispatch", 50, CONFIG.timeout_secs - 1, id="stuck-1-found-by-a-kernel"),
+    ],
+)
+def test_survivors_name_the_lost_rank(
+    tmp_path: Path, how: str, victim: int, where: str, looks: int, within_secs: float
+) -> None:
+    if looks and not INTERPRETING:
+        pytest.skip("on a GPU kernels find whoever is stuck")
+    failed = on_ranks(lose_a_rank, victim, how, where, looks, tmp_path)
+    assert isinstance(failed, RankFailedError)
+    assert failed.rank == victim
+    told = recorded(tmp_path)
+    assert set(told) == set(range(NUM_RANKS)) - {victim}
+    assert len({text for _, text, *_ in told.values()}) == 1, told
+    for ranks, text, again, secs, afterwards_secs in told.values():
+        assert ranks == (victim,)
+        assert f"{where} of round" in text or how == "SIGKILL", text
+        assert again == [text] * 3
+        assert secs < within_secs
+        assert afterwards_secs < SLACK_SECS
+
+
+def come_late(group: EPGroup, folder: Path) -> None:
+    """A rank that never comes to the first round."""
+    transport = make_transport(group)
+    if group.rank == 1:
+        be_lost("stuck")
+    dispatched = begin(transport, 0)
+    with pytest.raises(PeerLostError) as caught:
+        transport.check()
+    with pytest.raises(PeerLostError, match="rank 1 did not arrive in dispatch of round 0"):
+        finish(transport, dispatched)
+    record(folder, group.rank, (caught.value.ranks, dispatched.batch.expert_num_tokens.tolist()))
+    raise caught.value
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    failed = on_ranks(come_late, tmp_path, num_ranks=2)
+    assert failed.rank == 1
+    assert recorded(tmp_path) == {0: ((1,), [0, 0])}

@@ -1,0 +1,135 @@
+"""on_peer_loss "mask": survivors go on without the lost rank, and ranks can be taken out and brought back."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.launch import RankFailedError
+from nvlink_faults.common import (
+    CONFIG,
+    LOST_ROUND,
+    NUM_RANKS,
+    PATIENT,
+    be_lost,
+    begin,
+    check_round,
+    expected,
+    expected_counts,
+    finish,
+    make_transport,
+    on_ranks,
+    record,
+    recorded,
+)
+
+ROUNDS = LOST_ROUND + 6
+ALL = (True,) * NUM_RANKS
+
+
+def go_on(group: EPGroup, victim: int, how: str, where: str, folder: Path) -> None:
+    """Run rounds; the victim is lost in one; survivors write down what each round gave.
+
+    Where it is lost between two ranks, rank 1 has all of its combine and begins the next round, rank 0 waits for it.
+    """
+    from ep_moe.kernels import exchange as device_code
+
+    transport = make_transport(group, on_peer_loss="mask")
+    seen = []
+    for round_ in range(ROUNDS):
+        if round_ == LOST_ROUND:
+            group.barrier()  # all have the round before: a loss may spoil what is still under way
+        if (group.rank, round_) == (victim, LOST_ROUND):
+            if where != "dispatch":
+                dispatched = begin(transport, round_)
+            if where == "between":
+                transport._memory.slots[0].state[device_code.ACTIVE.value] = 0b110
+                finish(transport, dispatched)
+            be_lost(how, CONFIG.timeout_secs + 4.0)
+            transport.abandon()
+            with pytest.raises(PeerLostError, match=f"rank {victim} was given up by the other ranks"):
+                begin(transport, round_ + 1)
+            transport.destroy()
+            return
+        start = time.monotonic()
+        dispatched = begin(transport, round_)
+        active = transport.active_ranks
+        seen.append((round_, active, *finish(transport, dispatched), time.monotonic() - start))
+    transport.check()
+    transport.destroy()
+    record(folder, group.rank, seen)
+
+
+def judge(rank: int, victim: int, seen: list[Any]) -> None:
+    """All rounds before the loss are right, and the last ones without the victim; between them a token may be NaN."""
+    without = tuple(rank != victim for rank in range(NUM_RANKS))
+    right = []
+    for round_, active, out, counts, _ in seen:
+        wanted = expected(rank, round_, active)
+        whole = torch.equal(out, wanted)
+        right.append(whole and counts == expected_counts(rank, round_, active))
+        rows = torch.isnan(out).all(1) | (out == expected(rank, round_, ALL)).all(1)
+        assert whole or bool(rows.all()), (rank, round_, out, wanted)
+        assert active in (ALL, without)
+    assert right[:LOST_ROUND] == [True] * LOST_ROUND, (rank, right)
+    assert right[-3:] == [True] * 3, (rank, right)
+    assert not all(right), rank
+    assert [active for _, active, *_ in seen[-3:]] == [without] * 3
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "where"),
+    [
+        pytest.param("SIGKILL", 0, "dispatch", id="killed-0-before-dispatch"),
+        pytest.param("SIGKILL", 2, "between", id="killed-2-between-two-ranks"),
+        pytest.param("stuck", 1, "combine", id="stuck-1-before-combine"),
+    ],
+)
+def test_survivors_go_on(tmp_path: Path, how: str, victim: int, where: str) -> None:
+    ended = on_ranks(go_on, victim, how, where, tmp_path)
+    assert isinstance(ended, RankFailedError) == (how == "SIGKILL"), ended
+    told = recorded(tmp_path)
+    assert set(told) == set(range(NUM_RANKS)) - {victim}
+    for rank, seen in told.items():
+        judge(rank, victim, seen)
+
+
+def choose_ranks(group: EPGroup) -> None:
+    """Take the last rank out, go on, bring it back; then ask for different ranks."""
+    transport = make_transport(group, on_peer_loss="mask")
+    last = group.num_ranks - 1
+    check_round(transport, 0)
+    transport.set_active_ranks([rank != last for rank in range(group.num_ranks)])
+    assert transport.active_ranks == (True,) * last + (False,)
+    if group.rank == last:
+        with pytest.raises(RuntimeError, match=f"rank {last} is not among the active ranks"):
+            begin(transport, 1)
+    else:
+        for round_ in (1, 2):
+            check_round(transport, round_)
+    group.barrier()
+    transport.set_active_ranks(ALL)
+    for round_ in (3, 4):
+        check_round(transport, round_)
+    with pytest.raises(ValueError, match="ranks ask for different active ranks"):
+        transport.set_active_ranks([rank >= int(group.rank == 0) for rank in range(group.num_ranks)])
+    check_round(transport, 5)
+    with pytest.raises(ValueError, match="are not some of 3 ranks"):
+        transport.set_active_ranks([True])
+    dispatched = begin(transport, 6)
+    with pytest.raises(RuntimeError, match="slot 0 waits for combine_send"):
+        transport.set_active_ranks(ALL)
+    finish(transport, dispatched)
+    transport.destroy()
+    strict = make_transport(group)
+    with pytest.raises(ValueError, match="on_peer_loss is 'mask', here it is 'raise'"):
+        strict.set_active_ranks(ALL)
+    strict.destroy()
+
+
+def test_active_ranks_can_be_chosen() -> None:
+    ended = on_ranks(choose_ranks, config=PATIENT)
+    assert ended == [None] * NUM_RANKS, ended

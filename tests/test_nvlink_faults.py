@@ -1,0 +1,40 @@
+"""What the one-sided transport does when ranks are lost or refuse, in Triton's interpreter; who serves which option."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_moe.config import TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.placement import Placement
+from ep_moe.transport import TRANSPORTS
+
+FOLDER = Path(__file__).parent / "nvlink_faults"
+FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_faults_in_the_interpreter(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", str(FOLDER / name), "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_there_are_files() -> None:
+    assert len(FILES) == 4
+
+
+def test_who_can_go_on_without_a_rank() -> None:
+    config = TransportConfig(hidden=16, max_tokens_per_rank=1, on_peer_loss="mask")
+    with EPGroup.single("cpu") as group:
+        TRANSPORTS["local"](group, Placement.linear(2, 1), config).destroy()
+        with pytest.raises(ValueError, match=r"on_peer_loss \('mask'\) needs transport 'nvlink'"):
+            TRANSPORTS["collective"](group, Placement.linear(2, 1), config)
+    with pytest.raises(ValueError, match=r"on_peer_loss \('wait'\) is not raise or mask"):
+        TransportConfig(hidden=16, max_tokens_per_rank=1, on_peer_loss="wait")
