@@ -624,16 +624,16 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
     monkeypatch.setattr(transport_bench, "is_timed", lambda device: True)
     monkeypatch.setattr(transport_bench, "HOST_BOUND", ())
     monkeypatch.setattr(exchanges, "capture", fake_capture(int(fault == "missing-row")))
-    other = [("memset", 0.5)] if fault == "other-kernel" else []
+    other, pairs = [("memset", 0.5)] if fault == "other-kernel" else [], transport_bench.MANY_PAIRS
 
     def kernels(call: Callable[[], object], group: EPGroup, *, repeats: int) -> list[tuple[str, float]]:
-        return [("_dispatch_kernel", 30.0), ("_combine_rows", 12.0), ("_combine_sum", 8.0), *other] * 10 * repeats
+        return [("_dispatch_kernel", 30.0), ("_combine_rows", 12.0), ("_combine_sum", 8.0), *other] * pairs * repeats
 
     monkeypatch.setattr(transport_bench, "profile_kernels", kernels)
 
     def clock(*args: Any, cold: bool, on_call: Callable[[], None] | None = None, **options: Any) -> list[float]:
         samples = time_calls(*args, cold=cold, on_call=on_call, **options)
-        return samples if on_call else [500.0 + cold] * len(samples)
+        return samples if on_call else [50.0 * pairs + cold] * len(samples)
 
     monkeypatch.setattr(exchanges, "time_calls", clock)
     config = TransportBenchConfig(tokens=(20,), transports=("auto", "local"), **SMALL_POINT)
@@ -645,7 +645,7 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
         assert set(row["figures"]) == {"wire_bytes"}
         return
     assert report["ok"]
-    assert row["figures"]["sum_us"] == 50.0  # of 10 pairs
+    assert row["figures"]["sum_us"] == 50.0
     timed = (row["figures"]["dispatch_us"], row["figures"]["combine_us"])
     assert (timed == (30.0, 20.0)) == (fault == "none")
     assert (

@@ -29,7 +29,7 @@ TITLES = {
         "every expert's rows and the combined output are compared bit for bit with those of `collective`, and the "
         "output with what it must be. Microseconds of the slowest rank, median, the L2 left warm, as it was for the "
         "figures of other libraries that these stand beside. With a CUDA graph: the sum is the replay of a graph of "
-        "10 pairs (2 above 512 tokens) over their number, dispatch and combine are what their kernels take in it "
+        "40 pairs (4 above 512 tokens) over their number, dispatch and combine are what their kernels take in it "
         "(between events of eager calls where kernels cannot be told apart). Without: the sum is the clock's time of "
         "a pair, dispatch and combine lie between events, and the host's times are how long a call keeps the host. "
         "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; "

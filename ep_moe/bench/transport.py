@@ -43,7 +43,7 @@ from ep_moe.routing import Routing
 from ep_moe.transport import TRANSPORTS, CollectiveTransport, LocalTransport, Transport, create_transport
 
 FLOOR_GBS = 370  # what leaves an H200 over NVLink at best; the floor of a pair is its bytes at this rate
-MANY_PAIRS, FEW_PAIRS, MANY_TOKENS = 10, 2, 512  # pairs in a graph up to so many tokens, and above
+MANY_PAIRS, FEW_PAIRS, MANY_TOKENS = 40, 4, 512  # pairs in a graph up to so many tokens, and above
 PROFILED_REPLAYS = 5
 HOST_BOUND = (CollectiveTransport, LocalTransport)  # they read back to the host, which no CUDA graph can capture
 ROW_ALIGNMENT_BYTES = 16  # of the baselines' payload rows, as NCCL is fastest with

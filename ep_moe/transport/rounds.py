@@ -123,11 +123,11 @@ def first_tokens(
 ) -> tuple[torch.Tensor | Quantised, Routing]:
     """Cut a dispatch to the tokens that a number on the device counts. Host sync.
 
-    Errors: ValueError where there are fewer rows than that.
+    Errors: ValueError where there are fewer rows than that, or where it is negative.
     """
     count, rows = int(num_tokens), routing.topk_ids.shape[0]
     if not 0 <= count <= rows:
-        raise ValueError(too_many_tokens_message(count, rows, rank))
+        raise ValueError(f"num_tokens ({count}) is not in [0, rows of x ({rows})] on rank {rank}")
     if isinstance(x, Quantised):
         x = Quantised(values=x.values[:count], scale=x.scale[:count], scheme=x.scheme)
     else:

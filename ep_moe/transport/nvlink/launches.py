@@ -93,7 +93,7 @@ class Exchange:
         *,
         rank: int,
         device: torch.device,
-        most_programs: int,
+        most_receivers: int,
         report: torch.Tensor,
         patience: int,
     ) -> None:
@@ -102,7 +102,7 @@ class Exchange:
         self.num_local = placement.num_local_experts(rank)
         self._num_physical = placement.num_physical
         self._max_experts = memory.max_experts
-        self.tuning = Tuning(most_programs=most_programs)
+        self.tuning = Tuning(most_receivers=most_receivers)
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # where a kernel reads nothing
         self._links = [
             Links(slot.peers, memory.offsets, placement.starts, memory.aborts, memory.abort) for slot in memory.slots

@@ -22,7 +22,7 @@ from ep_moe.transport.nvlink.faults import Faults
 from ep_moe.transport.nvlink.launches import Exchange, Sent
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_programs
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_receivers
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
 
 
@@ -73,7 +73,7 @@ class NvlinkTransport(Transport):
             self._memory,
             rank=group.rank,
             device=group.device,
-            most_programs=most_programs(group.device, config),
+            most_receivers=most_receivers(group.device, config),
             report=self._faults.report,
             patience=self._faults.patience,
         )

@@ -13,7 +13,7 @@ from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
 _NCCL_PROCESSORS = 32  # that NCCL's kernels may take for themselves
-_PROGRAMS_PER_PROCESSOR = 2
+_PROGRAMS_PER_PROCESSOR = 4  # of 4 warps and 128 registers a thread
 UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
 
 
@@ -47,10 +47,11 @@ class Tuning:
     """Launch parameters of a transport.
 
     Args:
-        most_programs: of one launch, so that the waiting programs of all slots fit on the GPU beside NCCL's.
+        most_receivers: of one launch, so that the waiting programs of all slots fit on the GPU beside NCCL's. Senders
+            do not wait: they need no room of their own.
     """
 
-    most_programs: int
+    most_receivers: int
 
     def dispatch(self, num_tokens: int, num_ranks: int) -> DispatchTuning:
         """For T tokens of this rank at most."""
@@ -62,9 +63,9 @@ class Tuning:
         return DispatchTuning(
             announcers=32,
             senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132),
-            receivers=min(max(num_tokens * num_ranks, 16), 264),
+            receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers),
             num_warps=4,
-            fenced=1 if num_tokens <= 264 else 2 if num_tokens <= 1024 else 8,
+            fenced=1 if num_tokens <= 264 else 2 if num_tokens <= 1024 else 4,
             word_block=512,
             taken_block=2048,
         )
@@ -73,10 +74,10 @@ class Tuning:
         """For T tokens of this rank at most."""
         if INTERPRET:
             return CombineTuning(senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, together=2)
-        block = 1024 if num_tokens <= 16 else 2048
+        block = 1024 if num_tokens <= WORD_TOKENS else 2048
         return CombineTuning(
-            senders=min(max(num_tokens * num_ranks * 4, 32), 264),
-            receivers=min(max(num_tokens * 4, 8), 264),
+            senders=min(max(num_tokens * num_ranks * 4, 32), 264 if num_tokens <= 1024 else 200),
+            receivers=min(max(num_tokens * 7, 8), 264, self.most_receivers),
             num_warps=4,
             sent_block=block,
             summed_block=block,
@@ -97,8 +98,8 @@ def awaited_words(row_words: int, most: int, num_warps: int) -> int:
     return max(block_words(row_words, most), 32 * num_warps)
 
 
-def most_programs(device: torch.device, config: TransportConfig) -> int:
-    """The most programs of one launch: those of all slots that wait fit on the GPU beside NCCL's. Local."""
+def most_receivers(device: torch.device, config: TransportConfig) -> int:
+    """The most receivers of one launch: those of all slots fit on the GPU beside NCCL's programs. Local."""
     if device.type != "cuda":
         return 8
     processors = torch.cuda.get_device_properties(device).multi_processor_count
