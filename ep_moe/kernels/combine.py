@@ -170,7 +170,7 @@ def _sum_rows(
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         inside = column < H
         homes = tl.load(own.homes_ptr + token)
-        sent_by = (rank < R) & (((homes >> rank) & 1) > 0)
+        sent_by = (rank < R) & (((homes >> (rank & 31)) & 1) > 0)
         last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # looked at first, not to read all in vain
         start, looks = clock(), tl.zeros([], tl.int64)
         waiting = alive

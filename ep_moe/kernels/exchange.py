@@ -23,7 +23,7 @@ RETURNED = tl.constexpr(7)  # [R, M, H] in the model's dtype, by the rank that c
 
 # words of a slot's state, int32, this rank's own
 DONE = tl.constexpr(0)  # the last round that has ended: a dispatch reads it, the combine's end writes it
-BEGUN = tl.constexpr(1)  # the last round whose dispatch has ended: a combine reads it, the dispatch's end writes it
+BEGUN = tl.constexpr(1)  # the last round whose dispatch was received: a combine reads it, one receiver writes it
 OWN_TOKENS = tl.constexpr(2)
 VERDICT = tl.constexpr(3)  # of this round: FINE, or why there is nothing to combine
 SOURCE_TOKENS = tl.constexpr(4)  # [R], R at most 32
@@ -77,7 +77,7 @@ def region(base, links, name: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def is_active(active, r):
     """Whether rank r takes part. A rank that does not is never sent to, waited for or read."""
-    return ((active >> r) & 1) > 0
+    return ((active >> (r & 31)) & 1) > 0
 
 
 @triton.jit

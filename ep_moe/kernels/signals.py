@@ -84,15 +84,6 @@ def wait_for_launch(PDL: tl.constexpr):
 
 
 @triton.jit
-def allow_next_launch(PDL: tl.constexpr):
-    """Let the next kernel of the stream start, which waits with `wait_for_launch`."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def give_up(abort_ptr, aborts_ptr, phase, epoch, suspect, R: tl.constexpr):
     """Say that `suspect` did not answer in a phase of a round. What was said first stays, here and at every rank.
 
@@ -133,7 +124,7 @@ def trouble(abort_ptr, start, looks, patience):
 def agree(late, what):
     """Return 0 where no element of `late` is true, else LATE + `what`, the same in all warps of the program.
 
-    `late` has SPREAD elements at least, so that the reduction is one over all warps, which meet in it.
+    `late` has an element per thread at least, so that the reduction is one over all warps, which meet in it.
     """
     return tl.max(tl.where(late, LATE + what, 0), 0)
 

@@ -26,6 +26,7 @@ _LOOKS_PER_SEC = 1000
 REST_SECS = 10.0  # beyond two timeouts, that all launched kernels have to end
 _POLL_SECS = 1e-3
 
+MOST_TOLD = 0xFFFFFFF  # a cell's number has 28 bits
 _log = logging.getLogger(__name__)
 
 
@@ -141,6 +142,8 @@ class Faults:
             if own and value in self._told:
                 self._told.remove(value)
                 return None
+            if value == MOST_TOLD:
+                return ValueError(f"num_tokens on the device is negative or above {MOST_TOLD - 1} on rank {source}")
             if value > self._config.max_tokens_per_rank:
                 return ValueError(too_many_tokens_message(value, self._config.max_tokens_per_rank, source))
             return ValueError(f"num_tokens ({value}) is not in [0, rows of x] on rank {source} in round {round_}")

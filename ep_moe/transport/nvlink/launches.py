@@ -148,6 +148,8 @@ class Exchange:
         if plan is None:
             plan = self._plans[key] = self._make_plan(rows, num_topk, layout, scheme, given, num_tokens is not None)
         if scheme.quantised and not isinstance(x, Quantised) and not plan.how:
+            if num_tokens is not None:  # a scale that tokens share must not know the rows that are none
+                x = x.masked_fill(torch.arange(rows, device=x.device).unsqueeze(1) >= num_tokens, 0)
             x = quantise(x, scheme)
         values, scale = (x.values, aligned(as_bytes(x.scale))) if isinstance(x, Quantised) else (x, self._nothing)
         values = aligned_rows(values) if plan.how else aligned(as_words(values))
@@ -298,7 +300,7 @@ class Exchange:
             shape = (experts, groups, height)
             scale = torch.empty(shape, dtype=frame.scale.dtype, device=self._device).transpose(1, 2)
         if frame.row_index is not None:
-            row_index = torch.empty(frame.row_index.shape, dtype=torch.int32, device=self._device)
+            row_index = memory.row_index[: frame.row_index.shape[0]]
         batch = Batch(
             as_bytes(x).view(torch.int32),
             memory.pooled_weights if scale is None else as_bytes(scale),

@@ -75,6 +75,7 @@ class SlotMemory:
     token_to_row: torch.Tensor  # the same, int32: what FLAT has of a pool's rows, as the next two
     local_ids: torch.Tensor
     pooled_weights: torch.Tensor  # float32
+    row_index: torch.Tensor  # [R * M * min(max_topk, L)] int32: always slots of the pool, also where a round is lost
     values: torch.Tensor  # uint8, the region of received rows
     scales: torch.Tensor  # uint8
     returned: torch.Tensor  # uint8
@@ -135,6 +136,7 @@ class ExchangeMemory:
             token_to_row=zeros(rows * config.max_topk),
             local_ids=zeros(rows * config.max_topk),
             pooled_weights=zeros(rows * config.max_topk, dtype=torch.float32),
+            row_index=zeros(rows * min(config.max_topk, experts)),
             values=region(3, self.regions.values),
             scales=region(4, self.regions.scales),
             returned=region(7, self.regions.returned),

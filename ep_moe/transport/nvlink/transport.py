@@ -13,6 +13,7 @@ import torch
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
+from ep_moe.kernels.exchange import PLACE_BITS
 from ep_moe.layout.base import ExpertBatch
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, get_scheme
@@ -24,6 +25,11 @@ from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
 from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_receivers
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
+
+MOST_RANKS = 32  # a bit for each
+MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry holds a place below this, and the expert above it
+MOST_LOCAL_EXPERTS = 1 << 31 - PLACE_BITS.value
+_STILL_IN_USE: list[object] = []  # by kernels that did not end: to free it would break the device for all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +65,13 @@ class NvlinkTransport(Transport):
             raise ValueError(
                 f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
             )
+        for name, value, limit in (
+            ("num_ranks", group.num_ranks, MOST_RANKS),
+            ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
+            ("num_local_experts", max(map(placement.num_local_experts, range(group.num_ranks))), MOST_LOCAL_EXPERTS),
+        ):
+            if value > limit:
+                raise ValueError(f"{name} ({value}) exceeds {limit}, the most that transport 'nvlink' carries")
         reason = why_unreachable(group)
         if reason:
             raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
@@ -168,7 +181,8 @@ class NvlinkTransport(Transport):
                 num_tokens=num_tokens,
             )
         except ValueError as error:
-            self.refuse(error, slot=slot, num_tokens=routing.topk_ids.shape[0])
+            rows = x.values if isinstance(x, Quantised) else x
+            self.refuse(error, slot=slot, num_tokens=rows.shape[0] if rows.dim() else 0)
         return self._number(self._exchange.prepare(x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens))
 
     def _number(self, sent: Sent) -> _Round:
@@ -292,6 +306,8 @@ class NvlinkTransport(Transport):
         if self._faults.destroy():
             self._exchange.destroy()
             self._memory.destroy()
+        else:
+            _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
 
     def _combine(
         self,
