@@ -1,4 +1,4 @@
-"""What only GPUs can show: every case over NCCL, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
+"""What only GPUs can show: every case, random rounds, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,12 +41,45 @@ def check_on_rank(group: EPGroup, name: str) -> dict[str, str]:
     return check_transport(TRANSPORTS[name], group)
 
 
+@pytest.mark.timeout(1200)  # every scheme and layout compiles kernels of its own
 @pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 3, 4))
-def test_collective_carries_every_case_over_nccl(num_ranks: int) -> None:
-    outcomes = launch(check_on_rank, "collective", num_ranks=num_ranks, device="cuda")
+@pytest.mark.parametrize("name", ["collective", "nvlink"])
+def test_carries_every_case(name: str, num_ranks: int) -> None:
+    config = GroupConfig(timeout_secs=120)
+    outcomes = launch(check_on_rank, name, num_ranks=num_ranks, config=config, device="cuda")
     failed = [f"rank {rank}: {text}" for rank, said in enumerate(outcomes) for text in said.values() if text]
     assert failed == []
     assert len(outcomes[0]) > 40
+
+
+FEW: dict[str, Any] = {
+    "rounds": 100_000,
+    "hidden": 512,
+    "max_tokens": 48,
+    "num_experts": 18,
+    "max_topk": 6,
+    "look_every": 100,
+    "delay": 300_000,
+    "num_graphs": 2,
+}
+MANY = {**FEW, "rounds": 2000, "max_tokens": 300, "shapes": 6, "seed": 1}  # ids are counted before they are sent
+
+
+def stress_on_rank(group: EPGroup, options: dict[str, Any]) -> int:
+    """Random rounds of nvlink on this rank."""
+    from nvlink.stress import StressConfig, stress  # needs Triton
+
+    return stress(group, StressConfig(**options))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("options", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
+def test_random_rounds_of_nvlink(num_ranks: int, options: dict[str, Any]) -> None:
+    start, config = time.monotonic(), GroupConfig(timeout_secs=120)
+    done = launch(stress_on_rank, options, num_ranks=num_ranks, config=config, device="cuda")
+    print(f"{options['rounds']} rounds in {time.monotonic() - start:.0f} s", file=sys.stderr)
+    assert min(done) >= options["rounds"]
 
 
 def expert(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

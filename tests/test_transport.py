@@ -1,20 +1,27 @@
 """Every transport carries every case of `ep_moe.testing`, bit for bit, on 1 to 4 ranks."""
 
 import functools
+import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from ep_moe.config import GroupConfig
+from ep_moe import transport as room
+from ep_moe.config import GroupConfig, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.placement import Placement
 from ep_moe.testing import check_transport, transport_cases
-from ep_moe.transport import TRANSPORTS
+from ep_moe.transport import TRANSPORTS, create_transport
 
 GROUPS = [("local", 1), ("collective", 1), ("collective", 2), ("collective", 3), ("collective", 4)]
+BESIDE = ("refusals", "slots", "abandon", "num_tokens", "halves")
 CHECKS = [
     pytest.param(name, num_ranks, check, id=f"{name}-{num_ranks}-{check}")
     for name, num_ranks in GROUPS
-    for check in [*(case.name for case in transport_cases(num_ranks)), "refusals", "slots", "abandon"]
+    for check in [*(case.name for case in transport_cases(num_ranks)), *BESIDE]
 ]
 
 
@@ -33,3 +40,40 @@ def outcomes(name: str, num_ranks: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize(("name", "num_ranks", "check"), CHECKS)
 def test_carries(name: str, num_ranks: int, check: str) -> None:
     assert [rank[check] for rank in outcomes(name, num_ranks)] == [""] * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "device", "reason", "chosen"),
+    [
+        pytest.param(1, "cuda", "", "'local': there is one rank", id="one-rank"),
+        pytest.param(4, "cpu", "", "'collective': ranks are on cpu", id="cpu"),
+        pytest.param(4, "cuda", "", "'nvlink'", id="gpus"),
+        pytest.param(
+            4, "cuda", "rank 0 and rank 2 share a GPU", "'collective': rank 0 and rank 2 share a GPU", id="apart"
+        ),
+    ],
+)
+def test_auto_says_what_it_is_and_why(
+    num_ranks: int,
+    device: str,
+    reason: str,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(room, "TRANSPORTS", {name: lambda *_, name=name: name for name in TRANSPORTS})
+    monkeypatch.setattr(room, "why_unreachable", lambda group: reason)
+    config = TransportConfig(hidden=16, max_tokens_per_rank=1)
+    for rank in range(num_ranks):
+        group: Any = SimpleNamespace(rank=rank, num_ranks=num_ranks, device=torch.device(device))
+        with caplog.at_level(logging.INFO, logger="ep_moe.transport"):
+            made: Any = create_transport("auto", group, Placement.linear(8, num_ranks), config)
+        assert made == chosen.split("'")[1]
+    assert caplog.messages == [f"transport 'auto' is {chosen}"]  # of rank 0 alone
+
+
+def test_nvlink_on_a_cpu_says_what_it_needs() -> None:
+    pytest.importorskip("triton")
+    config = TransportConfig(hidden=16, max_tokens_per_rank=1)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        create_transport("nvlink", EPGroup.single("cpu"), Placement.linear(8, 1), config)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from compile_check.case import Case, Rule
+from compile_check.exchange_cases import exchange_cases
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
@@ -34,6 +35,10 @@ MIXTRAL: dict[str, Any] = {"experts": 1, "hidden": 4096, "intermediate": 14336} 
 STEPS_OF_16: dict[tuple[str, Rule], str] = dict.fromkeys(
     [("_first_gemm_kernel", "tensor_core"), ("_second_gemm_kernel", "tensor_core")],
     "groups of 48 columns are summed 16 at a time, and the shortest fp8 product sums 32",
+)
+BYTES_APART: dict[tuple[str, Rule], str] = dict.fromkeys(
+    [("_write_rows_kernel", "narrow"), ("_pack_rows_kernel", "narrow")],
+    "the scales of a row are of one byte, and lie as far apart as there are rows",
 )
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
@@ -127,6 +132,7 @@ def _expert_cases() -> list[Case]:
             _experts(f"fp8_block into float16, {size}", dtype=torch.float16, expected_rows=rows),
             _experts(f"fp8_block into float32, {size}", dtype=torch.float32, expected_rows=rows),
             _experts(f"fp8_block 64x32, {size}", "fp8_block_64x32", expected_rows=rows),
+            _experts(f"fp8_block_ue8m0, {size}", "fp8_block_ue8m0", expected_rows=rows),
             _experts(f"fp8_block 32x48, {size}", "fp8_block_32x48", excuses=STEPS_OF_16, expected_rows=rows),
             _experts(f"fp8_block gpt-oss, {size}", **GPT_OSS, expected_rows=rows),
             _experts(f"float16, {size}", "none", dtype=torch.float16, expected_rows=rows),
@@ -155,6 +161,7 @@ def _quantise_cases() -> list[Case]:
         return Case(name=name, launch=launch, payload_width_bytes={"_quantise_rows_kernel": 16})
 
     schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
+    schemes += ("fp8_block_ue8m0", "int8_token")
     cases = [case(scheme, torch.bfloat16, hidden) for scheme in schemes for hidden in (7168, 2880)]
     cases += [
         case(scheme, dtype, 7168) for scheme in ("fp8_block", "fp8_token") for dtype in (torch.float16, torch.float32)
@@ -174,6 +181,7 @@ def _rows(
     experts: int = 32,
     ids_dtype: torch.dtype = torch.int64,
     shared: bool = False,
+    excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
     """A round from the router's ids to the sum at home: 128 tokens of each rank, by default of DeepSeek-V3."""
     scheme, num_tokens = get_scheme(scheme_name), 128
@@ -189,9 +197,9 @@ def _rows(
         )
         owner, header = empty(ranks * experts, dtype=torch.int32), empty(ranks, HEADER_WORDS, dtype=torch.int64)
         plan = plan_send(routing.topk_ids, owner, fingerprint=row_format.fingerprint, header=header)
-        x, scale = empty(num_tokens, hidden, dtype=scheme.dtype or dtype), None
+        x, scale = empty(num_tokens, scheme.row_values(hidden), dtype=scheme.dtype or dtype), None
         if scheme.quantised:
-            scale = empty(scheme.num_groups(hidden), num_tokens, dtype=torch.float32).t()
+            scale = empty(scheme.num_groups(hidden), num_tokens, dtype=scheme.scale_dtype).t()
         tokens = x if scale is None else Quantised(values=x, scale=scale, scheme=scheme)
         buffer, token_to_row = write_rows(
             tokens, routing, plan, num_rows=ranks * num_tokens, row_bytes=row_format.row_bytes
@@ -208,13 +216,13 @@ def _rows(
             alignment=16,
             max_rows=2 * ranks * num_tokens,
         )
-        y = empty(packed.batch.x.numel() // hidden, hidden, dtype=dtype)
+        y = empty(packed.batch.x.shape[:-1].numel(), hidden, dtype=dtype)
         weighted_sum(y, packed.token_to_row, weights)
         home = empty(ranks * num_tokens, hidden, dtype=dtype)
         weighted_sum(home, token_to_row, None, shared=empty(num_tokens, hidden, dtype=dtype) if shared else None)
 
     copying = ("_write_rows_kernel", "_pack_rows_kernel", "_weighted_sum_kernel")
-    return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(copying, 16))
+    return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(copying, 16), excuses=excuses)
 
 
 def _row_cases() -> list[Case]:
@@ -229,6 +237,11 @@ def _row_cases() -> list[Case]:
         *cases,
         _rows("rows float32", "none", Layout.COMPACT, dtype=torch.float32, shared=True),
         _rows("rows float16 top 1", "none", Layout.COMPACT, dtype=torch.float16, topk=1, shared=True),
+        _rows("rows int8_token", "int8_token", Layout.COMPACT),
+        _rows("rows mxfp8", "mxfp8", Layout.BATCHED, excuses=BYTES_APART),
+        _rows("rows nvfp4", "nvfp4", Layout.COMPACT, excuses=BYTES_APART),
+        _rows("rows mxfp8 gpt-oss", "mxfp8", Layout.COMPACT, **gpt_oss, excuses=BYTES_APART),
+        _rows("rows nvfp4 gpt-oss", "nvfp4", Layout.BATCHED, **gpt_oss, excuses=BYTES_APART),
         _rows("rows fp8_token top 6", "fp8_token", Layout.COMPACT, topk=6),
         _rows("rows bf16 gpt-oss", "none", Layout.COMPACT, **gpt_oss),
         _rows("rows fp8_block gpt-oss", "fp8_block", Layout.BATCHED, **gpt_oss),
@@ -238,4 +251,4 @@ def _row_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases."""
-    return [*_expert_cases(), *_quantise_cases(), *_row_cases()]
+    return [*_expert_cases(), *_quantise_cases(), *_row_cases(), *exchange_cases()]

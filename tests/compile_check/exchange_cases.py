@@ -1,0 +1,132 @@
+"""Cases of the one-sided exchange: one rank's launches of a round, in a group whose other ranks are addresses alone."""
+
+import types
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from compile_check.case import Case, Rule
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, get_scheme
+from ep_moe.routing import Routing
+from ep_moe.transport.nvlink import memory
+from ep_moe.transport.nvlink.launches import Exchange
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS
+
+CPU = torch.device("cpu")
+MOST_PROGRAMS = 100
+BYTE_SCALES: dict[tuple[str, Rule], str] = {
+    ("_dispatch_kernel", "narrow"): "a row's scales are of one byte, and lie as far apart in a layout as there are rows"
+}
+
+
+class _Buffer:
+    """Memory of this rank; that of the others is never touched."""
+
+    def __init__(self, group: Any, num_bytes: int) -> None:
+        self.local = torch.empty(num_bytes, dtype=torch.uint8)
+        self.addresses = tuple(2**46 + rank * 2**38 for rank in range(group.num_ranks))
+
+
+def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
+    """What launches the kernels of rank 0, as on a GPU."""
+    group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
+    with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
+        slots = memory.ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
+    exchange = Exchange(
+        config,
+        placement,
+        slots,
+        rank=0,
+        device=CPU,
+        most_receivers=MOST_PROGRAMS,
+        report=torch.zeros(2, dtype=torch.int64),
+        patience=10**10,
+    )
+    exchange._early = True
+    return exchange
+
+
+def _round(
+    name: str,
+    scheme_name: str,
+    layout: Layout,
+    *,
+    tokens: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int = 7168,
+    topk: int = 8,
+    ranks: int = 8,
+    experts: int = 32,
+    halves: bool = False,
+    counted: bool = False,
+    quantised: bool = False,
+    shared: bool = False,
+    spoilt: bool = False,
+    ids_dtype: torch.dtype = torch.int32,
+    excuses: Mapping[tuple[str, Rule], str] | None = None,
+) -> Case:
+    """Dispatch and combine of `tokens` tokens of each rank, by default of DeepSeek-V3."""
+    scheme = get_scheme(scheme_name)
+
+    def launch() -> None:
+        config = TransportConfig(hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype, num_slots=1, max_topk=topk)
+        exchange = make_exchange(config, Placement.linear(ranks * experts, ranks))
+        x: Any = torch.empty(tokens, hidden, dtype=dtype)
+        if quantised:
+            assert scheme.dtype is not None
+            values = torch.empty(tokens, scheme.row_values(hidden), dtype=scheme.dtype)
+            scale = torch.empty(tokens, scheme.num_groups(hidden), dtype=scheme.scale_dtype)
+            x = Quantised(values=values, scale=scale, scheme=scheme)
+        routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
+        count = torch.zeros(1, dtype=torch.int32) if counted else None
+        sent = exchange.prepare(x, routing, layout=layout, scheme=scheme, num_tokens=count)
+        if halves:
+            exchange.send(0, sent)
+        batch = exchange.receive(0, sent, send=not halves)
+        y = None if spoilt else torch.empty(batch.output_shape, dtype=dtype)
+        out = torch.empty(tokens, hidden, dtype=dtype)
+        home = {"shared": torch.empty(tokens, hidden, dtype=dtype) if shared else None, "out": out}
+        if halves:
+            exchange.combine(0, sent, y=y, send=True, receive=False)
+            exchange.combine(0, sent, y=None, send=False, receive=True, **home)
+        else:
+            exchange.combine(0, sent, y=y, send=True, receive=True, **home)
+
+    widths = {"_dispatch_kernel": 16} if spoilt else {"_dispatch_kernel": 16, "_combine_kernel": 16}
+    return Case(name=f"nvlink {name}", launch=launch, payload_width_bytes=widths, excuses=excuses or {})
+
+
+def exchange_cases() -> list[Case]:
+    """Rows and words, whole and in halves, of every way in which a payload is made and laid out."""
+    gpt_oss: dict[str, Any] = {"hidden": 2880, "topk": 4, "experts": 16}
+    compact, batched, flat = Layout.COMPACT, Layout.BATCHED, Layout.FLAT
+    return [
+        _round("fp8_block", "fp8_block", compact, shared=True),
+        _round("fp8_block batched", "fp8_block", batched, counted=True),
+        _round("fp8_block flat", "fp8_block", flat),
+        _round("bf16", "none", compact, ids_dtype=torch.int64),
+        _round("bf16 flat", "none", flat, counted=True),
+        _round("mxfp8", "mxfp8", batched, quantised=True, excuses=BYTE_SCALES),
+        _round("fp8_block, 8 tokens", "fp8_block", batched, tokens=8, counted=True),
+        _round("bf16, 8 tokens", "none", compact, tokens=8),
+        _round("bf16 batched, 1 token", "none", batched, tokens=1),
+        _round("mxfp8 flat, 8 tokens", "mxfp8", flat, tokens=8, quantised=True, excuses=BYTE_SCALES),
+        _round("fp8_block, 4096 tokens", "fp8_block", compact, tokens=4096, counted=True),
+        _round("bf16 flat, 4096 tokens", "none", flat, tokens=4096),
+        _round("fp8_block in halves", "fp8_block", compact, halves=True, shared=True),
+        _round("bf16 flat in halves, 8 tokens", "none", flat, tokens=8, halves=True),
+        _round("fp8_block abandoned", "fp8_block", compact, halves=True, spoilt=True),
+        _round("fp8_block quantised", "fp8_block", compact, quantised=True),
+        _round("fp8_token", "fp8_token", compact),
+        _round("int8_token, 8 tokens", "int8_token", compact, tokens=8),
+        _round("fp8_block_ue8m0", "fp8_block_ue8m0", batched),
+        _round("nvfp4 gpt-oss", "nvfp4", compact, **gpt_oss, quantised=True, excuses=BYTE_SCALES),
+        _round("bf16 gpt-oss", "none", compact, **gpt_oss),
+        _round("fp8_block gpt-oss, 8 tokens", "fp8_block", batched, **gpt_oss, tokens=8),
+        _round("float32 of 3 ranks with 5 experts", "none", compact, dtype=torch.float32, ranks=3, experts=5),
+        _round("float16 top 1 of 1 rank", "none", batched, dtype=torch.float16, topk=1, ranks=1),
+    ]

@@ -1,0 +1,126 @@
+"""How these tests start ranks, and how they change what the launchers go by."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from ep_moe.config import GroupConfig
+from ep_moe.group import EPGroup
+from ep_moe.kernels import combine, dispatch_receive, signals
+from ep_moe.launch import launch
+from ep_moe.transport.nvlink import launches, transport, tuning
+
+PRELOADED = ("ep_moe.testing", "ep_moe.transport.nvlink", "torch._inductor.config")  # the last by `poisoned_memory`
+PAUSE_SECS = 1e-4
+
+
+def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_secs: float = 60.0) -> list[Any]:
+    """Run `check(group, *args)` on CPU ranks; returns what each returns."""
+    config = GroupConfig(timeout_secs=timeout_secs)
+    return launch(_hurried, check, *args, num_ranks=num_ranks, config=config, device="cpu", preload=PRELOADED)
+
+
+def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
+    """Run a check on this rank in an interpreter that wastes less.
+
+    Triton's patches its language again for each device function that a kernel calls, which takes half of the time, and
+    looks for overflows that nobody reports. A rank that waits leaves its core to the others.
+    """
+    patch = interpreter._patch_lang
+
+    @functools.cache
+    def languages(function: Callable[..., Any]) -> list[Any]:
+        return [language for language in (tl, tl.core) if language in function.__globals__.values()]
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in languages(function)):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    for module in (signals, dispatch_receive, combine):
+        if hasattr(module, "pause"):
+            module.pause = lambda: time.sleep(PAUSE_SECS)
+    return check(group, *args)
+
+
+@contextlib.contextmanager
+def patched(**values: Any) -> Iterator[None]:
+    """Give names of the launchers other values, wherever they have been imported; unknown ones are an error.
+
+    A transport keeps what it has found of them: make it inside.
+    """
+    modules = (tuning, launches, transport)
+    before = [(m, name, getattr(m, name)) for m in modules for name in values if hasattr(m, name)]
+    assert {name for _, name, _ in before} == set(values), f"no launcher knows all of {sorted(values)}"
+    for module, name, _ in before:
+        setattr(module, name, values[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Programs:
+    """How many programs do what in a launch; one program that does all is `fused`."""
+
+    announcers: int = 1
+    senders: int = 1
+    receivers: int = 1
+    fused: bool = False
+    small_pieces: bool = False  # of tokens and of rows that a program moves at a time
+
+
+@contextlib.contextmanager
+def with_programs(programs: Programs) -> Iterator[None]:
+    """Launch the exchange kernels of transports that are made inside with these numbers of programs."""
+    kind = tuning.Tuning
+    dispatch, combine = kind.dispatch, kind.combine
+    shares = {"senders": programs.senders, "receivers": programs.receivers}
+
+    def tuned_dispatch(self: tuning.Tuning, *args: Any) -> tuning.DispatchTuning:
+        pieces = {"fenced": 2, "word_block": 32, "taken_block": 128} if programs.small_pieces else {}
+        return dataclasses.replace(dispatch(self, *args), announcers=programs.announcers, **shares, **pieces)
+
+    def tuned_combine(self: tuning.Tuning, *args: Any) -> tuning.CombineTuning:
+        pieces = {"sent_block": 64, "summed_block": 128, "together": 1} if programs.small_pieces else {}
+        return dataclasses.replace(combine(self, *args), **shares, **pieces)
+
+    fused = {name: _Fused(getattr(launches, name)) for name in ("_dispatch_kernel", "_combine_kernel")}
+    kind.dispatch, kind.combine = tuned_dispatch, tuned_combine  # type: ignore[method-assign]
+    try:
+        with patched(**fused if programs.fused else {}):
+            yield
+    finally:
+        kind.dispatch, kind.combine = dispatch, combine  # type: ignore[method-assign]
+
+
+class _Fused:
+    """A kernel whose launches of both halves are one program, that announces, sends and receives."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch_one(*args: Any, **options: Any) -> None:
+            signature = inspect.signature(self._kernel.fn)
+            extra = {name: options.pop(name) for name in list(options) if name not in signature.parameters}
+            named = signature.bind(*args, **options).arguments
+            if not (named["SEND"] and named["RECEIVE"]):
+                self._kernel[grid](**named, **extra)
+                return
+            alone = {"announcers": 1, "first_sender": 0, "senders": 1, "first_receiver": 0}
+            self._kernel[(1,)](**named | {n: v for n, v in alone.items() if n in named}, **extra)
+
+        return launch_one

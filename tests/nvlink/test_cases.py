@@ -1,0 +1,97 @@
+"""Every shared case with few tokens, as words or as rows in halves; refusals, slots, abandoned rounds."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from ep_moe.group import EPGroup
+from ep_moe.testing import TransportCase, check_round, transport_cases
+from ep_moe.testing.transports import check_abandon, check_halves, check_num_tokens, check_refusals, check_slots
+from ep_moe.transport.nvlink import NvlinkTransport
+from nvlink.common import on_ranks, patched
+
+FEW = 2  # tokens of a rank at most
+MANY = 6  # of a rank in "many-tokens", of which 4 are counted together
+BESIDE = {
+    "refusals": check_refusals,
+    "slots": check_slots,
+    "abandon": check_abandon,
+    "num_tokens": check_num_tokens,
+    "halves": check_halves,
+}
+
+
+def small(case: TransportCase) -> TransportCase:
+    """The same case with at most FEW tokens of each rank, in at most two more rows."""
+    if case.name == "many-tokens":
+        return dataclasses.replace(case, tokens=(MANY, *(MANY - 1,) * (case.num_ranks - 1)), hidden=32)
+    tokens = tuple(min(count, FEW) for count in case.tokens)
+    rows = tuple(t + 2 * (before > t0) for t, t0, before in zip(tokens, case.tokens, case.rows, strict=False))
+    return dataclasses.replace(case, tokens=tokens, rows=rows)
+
+
+def cases(num_ranks: int) -> dict[str, TransportCase]:
+    """Small cases by name: all for 2 ranks, for others those whose layouts or placements go by the number of ranks."""
+    every = {case.name: small(case) for case in transport_cases(num_ranks)}
+    if num_ranks == 2:
+        return every
+    if num_ranks == 8:
+        return {"mixed-layouts": every["mixed-layouts"]}
+    names = (
+        *("compact-fewer-experts-than-ranks", "mixed-layouts", "round-robin", "batched-one_rank"),
+        *("compact-one-token", "flat-mxfp8-of-more-rows"),
+    )
+    return {name: every[name] for name in names}
+
+
+def ways(cases: list[TransportCase]) -> list[tuple[str, ...]]:
+    """How each case travels: as words and as rows where it is the first of its layout and payload, else in turn."""
+    found, seen = [], set()
+    for number, case in enumerate(cases):
+        kind = (case.layout, case.scheme, case.dtype, case.quantised_input, case.mixed_layouts)
+        found.append(("rows", "words")[number % 2 :][:1] if kind in seen else ("words", "rows"))
+        seen.add(kind)
+    return found
+
+
+def check_on_rank(group: EPGroup) -> dict[str, str]:
+    """The outcome of each case on this rank: "" or what went wrong."""
+    outcomes = {}
+    every = cases(group.num_ranks)
+    for (name, case), way in zip(every.items(), ways([*every.values()]), strict=True):
+        outcomes[name] = ""
+        for slot, kind in enumerate(way):
+            with patched(WORD_TOKENS=16 if kind == "words" else 0, UNPLANNED_TOKENS=4, _BLOCK_TOKENS=4):
+                transport = NvlinkTransport(group, case.make_placement(), case.config)
+                try:
+                    check_round(transport, case, group.device, slot, halves=(kind == "rows", kind == "rows"))
+                except AssertionError as error:
+                    outcomes[name] += f"{kind}: {error}\n"
+            group.barrier()
+            transport.destroy()
+    return outcomes
+
+
+@functools.cache
+def outcomes(num_ranks: int) -> list[dict[str, str]]:
+    """What each rank says of each case; ranks are started once for all cases."""
+    return on_ranks(check_on_rank, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [pytest.param(number, name, id=f"{number}-{name}") for number in (1, 2, 3, 4, 8) for name in cases(number)],
+)
+def test_carries(num_ranks: int, name: str) -> None:
+    assert [rank[name] for rank in outcomes(num_ranks)] == [""] * num_ranks
+
+
+def check_beside(group: EPGroup, name: str) -> None:
+    """One check that is no case."""
+    BESIDE[name](NvlinkTransport, group)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_keeps(name: str) -> None:
+    on_ranks(check_beside, name, num_ranks=3 if name == "abandon" else 2)

@@ -1,0 +1,135 @@
+"""Transports one after another, side by side and in a subset of ranks; equal rounds, unequal configs."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig, Layout
+from ep_moe.group import EPGroup
+from ep_moe.launch import RankFailedError
+from ep_moe.layout import Flat
+from ep_moe.quant import as_bytes, get_scheme
+from ep_moe.testing import TransportCase, check_round, poisoned_memory
+from ep_moe.testing.rounds import compute_experts
+from ep_moe.transport import create_transport
+from ep_moe.transport.nvlink import NvlinkTransport
+from nvlink.common import on_ranks
+from nvlink.reference import raw
+
+CASE = TransportCase(name="lifetimes", tokens=(3, 2), scheme="fp8_token", hidden=48, num_topk=3)
+
+
+def one_after_another(group: EPGroup) -> None:
+    for number in range(2):
+        transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
+        for slot in range(number + 1):
+            check_round(transport, CASE, group.device, slot)
+        transport.destroy()
+        transport.destroy()
+
+
+def side_by_side(group: EPGroup) -> None:
+    """Two transports, of other sizes, in turn; both with an open round."""
+    other = dataclasses.replace(CASE, name="beside", tokens=(1, 4), hidden=64, scheme="none", layout=Layout.FLAT)
+    cases = (CASE, other)
+    both = [NvlinkTransport(group, case.make_placement(), case.config) for case in cases]
+    for case, transport in zip(cases, both, strict=True):
+        check_round(transport, case, group.device)
+    inputs = [case.inputs(group.rank) for case in cases]
+    for transport, case, brought in zip(both, cases, inputs, strict=True):
+        scheme = get_scheme(case.scheme)
+        transport.dispatch_send(brought.x, brought.routing, layout=case.layout, scheme=scheme, slot=1)
+    for transport, case in zip(both[::-1], cases[::-1], strict=True):
+        check_round(transport, case, group.device)  # on slot 0, while slot 1 is open
+    for transport in both:
+        transport.abandon(slot=1)
+        transport.destroy()
+
+
+def in_a_subset(world: EPGroup) -> None:
+    """Ranks 0 and 2 of three, while rank 1 has none of it."""
+    subset = dist.new_group([0, 2])
+    if world.rank == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    with EPGroup.from_process_group(subset, store, GroupConfig(timeout_secs=60)) as group:
+        transport = create_transport("nvlink", group, CASE.make_placement(), CASE.config)
+        check_round(transport, CASE, group.device)
+        transport.destroy()
+
+
+LIVES = {"one_after_another": (one_after_another, 2), "side_by_side": (side_by_side, 2), "subset": (in_a_subset, 3)}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_lifetimes(name: str) -> None:
+    check, num_ranks = LIVES[name]
+    on_ranks(check, num_ranks=num_ranks)
+
+
+def bits_of_a_round(transport: NvlinkTransport, case: TransportCase, slot: int, halves: bool) -> list[torch.Tensor]:
+    """All that a round hands out, but for memory that holds anything."""
+    inputs, scheme = case.inputs(transport.rank), get_scheme(case.scheme)
+    with poisoned_memory():
+        options: dict[str, Any] = {"layout": case.layout_of(transport.rank), "scheme": scheme, "slot": slot}
+        if halves:
+            transport.dispatch_send(inputs.x, inputs.routing, **options)
+            dispatched = transport.dispatch_recv(slot=slot)
+        else:
+            dispatched = transport.dispatch(inputs.x, inputs.routing, **options)
+        batch = dispatched.batch
+        found = [batch.expert_row_start, batch.expert_num_tokens]
+        if isinstance(batch, Flat):
+            rows = int(batch.expert_num_tokens.sum())
+            found += [batch.row_index[:rows], batch.token_to_row, batch.local_topk_ids, batch.topk_weights]
+        else:
+            found += [as_bytes(batch.x), as_bytes(batch.scale)]  # rows without a token are as they were made
+        found = [tensor.clone() for tensor in found]
+        y = compute_experts(batch, case.make_placement().starts[transport.rank])
+        return [*found, transport.combine(y, dispatched)]
+
+
+def same_bits(group: EPGroup) -> list[int]:
+    """How many tensors differ in any bit from those of the first round, layout by layout."""
+    differing = []
+    for layout in Layout:
+        case = dataclasses.replace(CASE, layout=layout)
+        transport = NvlinkTransport(group, case.make_placement(), case.config)
+        first, *others = (
+            bits_of_a_round(transport, case, slot, halves) for slot, halves in ((0, False), (1, True), (0, True))
+        )
+        pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+        differing.append(sum(not torch.equal(raw(a.flatten()), raw(b.flatten())) for a, b in pairs))
+        group.barrier()
+        transport.destroy()
+    return differing
+
+
+def test_the_same_round_has_the_same_bits() -> None:
+    assert on_ranks(same_bits) == [[0, 0, 0], [0, 0, 0]]
+
+
+def other_config(group: EPGroup) -> str:
+    config = dataclasses.replace(CASE.config, hidden=64 if group.rank == 1 else 48)
+    case = dataclasses.replace(CASE, tokens=(2, 2, 2))
+    with pytest.raises(ValueError) as caught:
+        NvlinkTransport(group, case.make_placement(), config)
+    return str(caught.value)
+
+
+def test_an_unequal_config_is_named() -> None:
+    said = on_ranks(other_config, num_ranks=3)
+    assert [text.partition(" has ")[0] for text in said] == ["rank 1", "rank 0", "rank 1"]
+    assert all("hidden=64" in text and "hidden=48" in text for text in said)
+
+
+def a_placement_for_others(group: EPGroup) -> None:
+    NvlinkTransport(group, dataclasses.replace(CASE, tokens=(1, 1, 1)).make_placement(), CASE.config)
+
+
+def test_a_placement_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(RankFailedError, match="spreads experts over 3 ranks, the group has 2"):
+        on_ranks(a_placement_for_others)

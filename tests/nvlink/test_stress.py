@@ -1,0 +1,26 @@
+"""Random rounds on two ranks and on three, from just before the epoch wraps."""
+
+import time
+
+import pytest
+
+from ep_moe.group import EPGroup
+from nvlink.common import on_ranks, patched
+from nvlink.stress import StressConfig, stress
+
+ROUNDS = {2: 600, 3: 25}  # by the number of ranks; 2 cores do 6 of 2 ranks in a second
+
+
+def stress_on_rank(group: EPGroup, config: StressConfig, word_tokens: int) -> int:
+    """The rounds on this rank; ranks with more tokens than `word_tokens` send rows."""
+    with patched(WORD_TOKENS=word_tokens, UNPLANNED_TOKENS=2, _BLOCK_TOKENS=2):
+        return stress(group, config)
+
+
+@pytest.mark.parametrize("num_ranks", ROUNDS, ids=lambda number: f"{number}-ranks")
+def test_random_rounds(num_ranks: int) -> None:
+    config = StressConfig(rounds=ROUNDS[num_ranks], seed=num_ranks)
+    start = time.monotonic()
+    done = on_ranks(stress_on_rank, config, 1, num_ranks=num_ranks)
+    print(f"{config.rounds} rounds in {time.monotonic() - start:.0f} s")
+    assert min(done) >= config.rounds

@@ -1,0 +1,77 @@
+"""Memory that all ranks map: each finds every other's, nothing is left behind, and a full machine is told of."""
+
+import ctypes
+import errno
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+from ep_moe.group import EPGroup, symmetric
+from ep_moe.group.symmetric import SHARED_FOLDER, SymmetricBuffer, why_unreachable
+from nvlink.common import on_ranks
+
+NUM_BYTES = 3000  # no multiple of the alignment
+
+
+def name_files(name: str, rank: int) -> None:
+    """Let the files of this rank's buffers have a name that the test knows."""
+    symmetric.uuid = types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"{name}_{rank}"))
+
+
+def left_behind(name: str) -> list[str]:
+    """Files of buffers so named."""
+    return [path.name for path in Path(SHARED_FOLDER).glob(f"ep_moe_{name}_*")]
+
+
+def write_to_each_other(group: EPGroup, name: str) -> tuple[str, list[str], list[int], list[int]]:
+    """What stands in every rank's memory, as this rank sees it, and in its own."""
+    name_files(name, group.rank)
+    buffer = SymmetricBuffer(group, NUM_BYTES)
+    files = left_behind(name)
+    zero = int(buffer.local.sum())
+    assert (zero, buffer.local.numel() >= NUM_BYTES) == (0, True)
+    group.barrier()
+    buffer.local[NUM_BYTES - 1] = 100 + group.rank
+    for peer, address in enumerate(buffer.addresses):
+        ctypes.c_uint8.from_address(address + group.rank).value = 10 * (peer + 1) + group.rank
+    group.barrier()
+    seen = [ctypes.c_uint8.from_address(address + NUM_BYTES - 1).value for address in buffer.addresses]
+    written = buffer.local[: group.num_ranks].tolist()
+    group.barrier()
+    buffer.destroy()
+    buffer.destroy()
+    return why_unreachable(group), files, seen, written
+
+
+def test_ranks_map_each_other() -> None:
+    name = f"map{os.getpid()}"
+    told = on_ranks(write_to_each_other, name, num_ranks=3)
+    for rank, (reason, files, seen, written) in enumerate(told):
+        assert (reason, files) == ("", [])
+        assert seen == [100, 101, 102]
+        assert written == [10 * (rank + 1) + source for source in range(3)]
+    assert left_behind(name) == []
+
+
+def without_room(group: EPGroup, name: str) -> tuple[str, int]:
+    """What a rank says where rank 1 has no room, and how many sums it can still do with the others."""
+    name_files(name, group.rank)
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if group.rank == 1:
+        symmetric.os = types.SimpleNamespace(**{**vars(os), "posix_fallocate": full})
+    with pytest.raises(RuntimeError) as caught:
+        SymmetricBuffer(group, NUM_BYTES)
+    return str(caught.value), len(group.all_gather_object(0))
+
+
+def test_no_room_is_told_on_every_rank() -> None:
+    name = f"full{os.getpid()}"
+    told = on_ranks(without_room, name, num_ranks=3)
+    words = f"{SHARED_FOLDER} has no room for 3072 bytes on rank 1: [Errno {errno.ENOSPC}] No space left on device"
+    assert told == [(words, 3)] * 3
+    assert left_behind(name) == []
