@@ -136,7 +136,8 @@ class ExpertParallelMoE(torch.nn.Module):
             router_logits: [T, E]; or, by position or by name,
             topk_ids, topk_weights: [T, K] int32 or int64, logical, -1 none, and [T, K] float32.
         Returns: [T, H] in the transport's dtype.
-        Errors: ValueError on every rank for bad input on one, and the next call works; `PeerLostError` for a rank that
+        Errors: ValueError on every rank for bad input on one, and the next call works; a transport that does not wait
+        for the others (`nvlink`) raises it there in its `check`, and the result is NaN. `PeerLostError` for a rank that
         does not answer. Where this rank's experts fail, the other ranks get NaN for what they owed to them. There is
         no backward pass: it raises RuntimeError.
         Collective: every rank calls it the same number of times, with zero tokens too.
