@@ -88,7 +88,7 @@ class Stress:
         self._begin_before_the_wrap()
         group.barrier()
         rng = random.Random(f"{config.seed}/shapes")
-        self._shapes = [Shape.at_random(config, rng, group.num_ranks) for _ in range(config.shapes)]
+        self.shapes = [Shape.at_random(config, rng, group.num_ranks) for _ in range(config.shapes)]
         self._generator = torch.Generator(group.device)
         self._wrong = torch.zeros(len(WRONG) + 1, dtype=torch.int64, device=group.device)
         self._graphs = [
@@ -122,24 +122,24 @@ class Stress:
             if self._graphs and kind < 0.5:
                 rng.choice(self._graphs).replay(number)
             elif kind < 0.9:
-                self._whole(number, rng)
+                self.one(number, rng.choice(self.shapes), rng.randrange(2))
             else:
                 self._two_open(number, rng)
                 number += 1
             number += 1
             if number - looked >= self._config.look_every or number >= self._config.rounds:
-                self._look(looked, number)
+                self.look(looked, number)
                 looked = number
         return number
 
-    def _look(self, first: int, last: int) -> None:
+    def look(self, first: int, last: int) -> None:
+        """Raise AssertionError where rounds from `first` to before `last` went wrong. Local, host sync."""
         self.transport.check()
         found = dict(zip((*WRONG, "result"), self._wrong.tolist(), strict=True))
         assert not any(found.values()), f"rounds {first} to {last} on rank {self._rank}: {found}"
 
-    def _whole(self, number: int, rng: random.Random) -> None:
-        """One round; each rank calls halves or both at once."""
-        shape, slot = rng.choice(self._shapes), rng.randrange(2)
+    def one(self, number: int, shape: Shape, slot: int) -> None:
+        """One round; each rank calls halves or both at once. Collective, no host sync."""
         own = random.Random(f"{number}/{self._rank}")
         inputs = self.make_inputs(number, shape)
         dispatched = self._dispatch(inputs, shape, slot, own)
@@ -167,7 +167,7 @@ class Stress:
 
     def _two_open(self, number: int, rng: random.Random) -> None:
         """Two rounds on two slots, in opposite order on even and odd ranks: a send waits for nobody."""
-        shapes = [rng.choice(self._shapes) for _ in range(2)]
+        shapes = [rng.choice(self.shapes) for _ in range(2)]
         inputs = [self.make_inputs(number + slot, shape) for slot, shape in enumerate(shapes)]
         order = (0, 1) if self._rank % 2 == 0 else (1, 0)
         own = random.Random(f"{number}/{self._rank}")
