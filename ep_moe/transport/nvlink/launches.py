@@ -43,7 +43,7 @@ _BLOCK_TOKENS = 64  # whose ids are counted together, where there are many
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
 _ANNOUNCED = 1024  # (token, expert) pairs that an announcer compares at a time
-_REGISTERS = 128  # of a thread, so that four programs of 4 warps share a processor
+_REGISTERS = 168  # of a thread, so that three programs of 4 warps share a processor; fewer spill
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
 
 

@@ -13,7 +13,7 @@ from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
 _NCCL_PROCESSORS = 32  # that NCCL's kernels may take for themselves
-_PROGRAMS_PER_PROCESSOR = 4  # of 4 warps and 128 registers a thread
+_PROGRAMS_PER_PROCESSOR = 3  # of 4 warps and 168 registers a thread
 UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
 
 
