@@ -109,7 +109,7 @@ def _round(
 
 
 def exchange_cases() -> list[Case]:
-    """Rows and words, whole and in halves, few of the ways in which a payload is made and laid out: each takes seconds."""
+    """Rows and words, whole and in halves, some of the ways in which a payload is made and laid out."""
     gpt_oss: dict[str, Any] = {"hidden": 2880, "topk": 4, "experts": 16}
     compact, batched, flat = Layout.COMPACT, Layout.BATCHED, Layout.FLAT
     return [
