@@ -22,7 +22,8 @@ from ep_moe.quant import (
 QUANTISED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_block_ue8m0", "int8_token"]
 MICRO = ["mxfp8", "nvfp4"]
 WIDTHS = [2880, 144, 16]
-WORST_ROW_LIMIT = 0.045  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
+WORST_ROW_LIMIT = 0.04  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
+WORST_ROW_LIMITS = {"fp8_block_ue8m0": 0.045}  # of another format: its scale may be twice what the numbers need
 
 
 def _value_of(code: int) -> float:
@@ -161,7 +162,7 @@ def test_error_is_half_a_step(name: str, width: int) -> None:
     largest_scale = result.scale.max(dim=1, keepdim=True).values.double()
     step = torch.maximum(x.double().abs() / 8, largest_scale / 512) if name != "int8_token" else largest_scale
     assert bool((error <= 1.00001 * step / 2).all())
-    assert float((error.norm(dim=1) / x.double().norm(dim=1)).max()) < WORST_ROW_LIMIT
+    assert float((error.norm(dim=1) / x.double().norm(dim=1)).max()) < WORST_ROW_LIMITS.get(name, WORST_ROW_LIMIT)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
