@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import GroupConfig, MoEConfig, TransportConfig
+from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS, check_transport, worst_row_error
 from ep_moe.transport import TRANSPORTS, create_transport
 from ep_moe.weights import ExpertWeights
@@ -80,6 +82,61 @@ def test_random_rounds_of_nvlink(num_ranks: int, options: dict[str, Any]) -> Non
     done = launch(stress_on_rank, options, num_ranks=num_ranks, config=config, device="cuda")
     print(f"{options['rounds']} rounds in {time.monotonic() - start:.0f} s", file=sys.stderr)
     assert min(done) >= options["rounds"]
+
+
+def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:
+    """Rounds on two slots, a stream each, begun in opposite order on even and odd ranks, while NCCL adds on a third.
+
+    Returns what differs from rounds that ran alone.
+    """
+    device, rounds = group.device, 300
+    placement = Placement.linear(64, group.num_ranks)
+    config = TransportConfig(hidden=4096, max_tokens_per_rank=num_tokens, num_slots=2)
+    transport = create_transport("nvlink", group, placement, config)
+    generator = torch.Generator(device).manual_seed(group.rank)
+    scheme, slots = get_scheme("fp8_block"), []
+    for slot in range(2):
+        x = torch.randn(num_tokens, 4096, generator=generator, device=device).bfloat16()
+        weights, ids = torch.rand(num_tokens, 64, generator=generator, device=device).topk(8)
+        call = {"x": x, "routing": Routing(topk_ids=ids, topk_weights=weights), "layout": Layout.COMPACT}
+        call |= {"scheme": scheme, "slot": slot}
+        dispatched = transport.dispatch(**call)
+        y = torch.randn(dispatched.batch.output_shape, generator=generator, device=device).bfloat16()
+        alone = transport.combine(y, dispatched)
+        slots.append((call, y, alone, torch.full_like(alone, float("nan")), torch.cuda.Stream()))
+    numbers = torch.ones(1 << 22, device=device)
+    wrong = torch.zeros(2, dtype=torch.int64, device=device)
+    for call, _, alone, out, _ in slots:  # CUDA waits for the whole GPU when it loads a kernel that it has not run yet
+        wrong[call["slot"]] += (out.view(torch.int16) != alone.view(torch.int16)).sum()
+        out.fill_(float("nan"))
+    torch.distributed.all_reduce(numbers, group=group.process_group)
+    wrong.zero_()
+    torch.cuda.synchronize()
+    group.barrier()
+    order = slots if group.rank % 2 == 0 else slots[::-1]
+    for _ in range(rounds):
+        work = torch.distributed.all_reduce(numbers, group=group.process_group, async_op=True)
+        opened = []
+        for call, *_, stream in order:
+            with torch.cuda.stream(stream):
+                opened.append(transport.dispatch(**call))
+        for (call, y, alone, out, stream), dispatched in zip(order, opened, strict=True):
+            with torch.cuda.stream(stream):
+                transport.combine(y, dispatched, out=out)
+                wrong[call["slot"]] += (out.view(torch.int16) != alone.view(torch.int16)).sum()
+                out.fill_(float("nan"))
+        work.wait()
+    transport.check()
+    transport.destroy()
+    return [f"slot {slot}: {count} numbers differ" for slot, count in enumerate(wrong.tolist()) if count]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_tokens", [16, 200, 1000])
+@pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
+def test_two_slots_in_opposite_order_beside_nccl(num_ranks: int, num_tokens: int) -> None:
+    config = GroupConfig(timeout_secs=60)
+    assert launch(cross_slots, num_tokens, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
 
 
 def expert(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -368,6 +368,7 @@ def receive(
     ENTRY: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
+    STARTS: tl.constexpr,
     RANKS: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -390,7 +391,7 @@ def receive(
     source = tl.arange(0, RANKS)
     is_source = (source < R) & is_active(active, source)
     base = links.bases[RANK]
-    num_experts = links.starts[RANK + 1] - links.starts[RANK]
+    num_experts = STARTS[RANK + 1] - STARTS[RANK]
     news_ptr = region(base, links, NEWS, tl.int64)
     if leads:
         tl.store(own.waited_ptr + source, tl.zeros([RANKS], tl.int64), mask=source < R)

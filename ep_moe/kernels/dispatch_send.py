@@ -59,6 +59,7 @@ def announce(
     refusal,
     R: tl.constexpr,
     RANK: tl.constexpr,
+    STARTS: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
     TOKENS: tl.constexpr,  # all of them, rounded up, where not PLANNED
@@ -83,8 +84,8 @@ def announce(
             count = tl.sum(hit, 0)
         word = make_word(tl.zeros([EXPERTS], tl.int32) + epoch, count)
         for r in tl.static_range(R):
-            to = region(links.bases[r], links, NEWS, tl.int64) + (RANK * (L + 2) + 2 + expert - links.starts[r])
-            theirs = (expert >= links.starts[r]) & (expert < links.starts[r + 1])
+            to = region(links.bases[r], links, NEWS, tl.int64) + (RANK * (L + 2) + 2 + expert - STARTS[r])
+            theirs = (expert >= STARTS[r]) & (expert < STARTS[r + 1])
             tl.store(to, word, mask=theirs & enabled & is_active(active, r))
     if announcer == 0:
         if PLANNED:
@@ -218,6 +219,8 @@ def _deliver_row(
     enabled,
     active,
     r: tl.constexpr,
+    FIRST: tl.constexpr,  # expert of rank r
+    LAST: tl.constexpr,  # and the next rank's first
     G: tl.constexpr,
     GROUPS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -228,7 +231,7 @@ def _deliver_row(
 ):
     """Store a token plainly at rank r if it is needed there; returns the rank's bit, or 0."""
     column, word, group = tl.arange(0, COLUMNS), tl.arange(0, WORDS), tl.arange(0, GROUPS)
-    here = (ids >= links.starts[r]) & (ids < links.starts[r + 1]) & is_active(active, r)
+    here = (ids >= FIRST) & (ids < LAST) & is_active(active, r)
     needed = tl.max(here.to(tl.int32), 0)
     if (needed > 0) & enabled:
         to = region(base, links, VALUES, tl.int32) + slot * VALUE_WORDS
@@ -237,7 +240,7 @@ def _deliver_row(
             scale_to = region(base, links, SCALES, scale.dtype) + slot * G
             tl.store(scale_to + group, scale, mask=group < G)
         entry_to = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
-        entry = tl.where(here, ((ids - links.starts[r]) << PLACE_BITS) | place, -1)
+        entry = tl.where(here, ((ids - FIRST) << PLACE_BITS) | place, -1)
         tl.store(entry_to + column, entry, mask=column < K)
         weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
         tl.store(entry_to + K + column, weight, mask=column < K)
@@ -273,6 +276,7 @@ def send_rows(
     FENCED: tl.constexpr,  # tokens between two fences
     R: tl.constexpr,
     RANK: tl.constexpr,
+    STARTS: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -307,6 +311,8 @@ def send_rows(
                         enabled,
                         active,
                         (RANK + d) % R,
+                        STARTS[(RANK + d) % R],
+                        STARTS[(RANK + d) % R + 1],
                         G,
                         GROUPS,
                         WORDS,
@@ -343,6 +349,8 @@ def _deliver_words(
     enabled,
     active,
     r: tl.constexpr,
+    FIRST: tl.constexpr,  # expert of rank r
+    LAST: tl.constexpr,  # and the next rank's first
     G: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
     K: tl.constexpr,
@@ -350,14 +358,14 @@ def _deliver_words(
 ):
     """Store a block of a token at rank r if it is needed there, and its entry in any case; returns the rank's bit."""
     column = tl.arange(0, COLUMNS)
-    here = (ids >= links.starts[r]) & (ids < links.starts[r + 1]) & is_active(active, r)
+    here = (ids >= FIRST) & (ids < LAST) & is_active(active, r)
     needed = tl.max(here.to(tl.int32), 0)
     if (needed > 0) & enabled:
         tl.store(row_ptr + 2 * K + word, values, mask=word < VALUE_WORDS)
         if G > 0:
             tl.store(row_ptr + 2 * K + VALUE_WORDS + group, scales, mask=scale_mask)
     if (block == 0) & enabled & is_active(active, r):
-        entry = tl.where(here, ((ids - links.starts[r]) << PLACE_BITS) | place, -1)
+        entry = tl.where(here, ((ids - FIRST) << PLACE_BITS) | place, -1)
         epochs = tl.zeros([COLUMNS], tl.int32) + epoch
         tl.store(row_ptr + column, make_word(epochs, entry), mask=column < K)
         weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
@@ -392,6 +400,7 @@ def send_words(
     UNIT: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
+    STARTS: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -435,6 +444,8 @@ def send_words(
                 enabled,
                 active,
                 (RANK + d) % R,
+                STARTS[(RANK + d) % R],
+                STARTS[(RANK + d) % R + 1],
                 G,
                 VALUE_WORDS,
                 K,

@@ -49,7 +49,6 @@ class Links(NamedTuple):
 
     bases: tuple[int, ...]  # R addresses: where each rank's memory of the slot is mapped here
     offsets: tuple[int, ...]  # of the regions in it
-    starts: tuple[int, ...]  # R + 1 numbers, the first physical expert of each rank
     aborts_ptr: Any  # [R] int64, addresses of every rank's abort word
     abort_ptr: Any  # [1] int64, this rank's own
 

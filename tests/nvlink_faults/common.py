@@ -23,8 +23,8 @@ from ep_moe.routing import Routing
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
-NUM_RANKS = 3
-CAN_RUN = INTERPRETING or torch.cuda.device_count() >= NUM_RANKS
+NUM_RANKS = 3 if INTERPRETING else min(torch.cuda.device_count(), 3)  # with two nobody else is there to be blamed
+CAN_RUN = NUM_RANKS >= 2
 CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
 PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # where no rank is lost
 SLACK_SECS = 5.0  # of a machine whose cores the ranks share

@@ -89,6 +89,8 @@ def judge(rank: int, victim: int, seen: list[Any]) -> None:
     ],
 )
 def test_survivors_go_on(tmp_path: Path, how: str, victim: int, where: str) -> None:
+    if victim >= NUM_RANKS:
+        pytest.skip(f"needs a rank {victim}")
     ended = on_ranks(go_on, victim, how, where, tmp_path)
     assert isinstance(ended, RankFailedError) == (how == "SIGKILL"), ended
     told = recorded(tmp_path)
@@ -117,7 +119,7 @@ def choose_ranks(group: EPGroup) -> None:
     with pytest.raises(ValueError, match="ranks ask for different active ranks"):
         transport.set_active_ranks([rank >= int(group.rank == 0) for rank in range(group.num_ranks)])
     check_round(transport, 5)
-    with pytest.raises(ValueError, match="are not some of 3 ranks"):
+    with pytest.raises(ValueError, match=f"are not some of {NUM_RANKS} ranks"):
         transport.set_active_ranks([True])
     dispatched = begin(transport, 6)
     with pytest.raises(RuntimeError, match="slot 0 waits for combine_send"):

@@ -100,13 +100,11 @@ class Exchange:
         self._config, self._rank, self._device, self._memory = config, rank, device, memory
         self.num_ranks = placement.num_ranks
         self.num_local = placement.num_local_experts(rank)
-        self._num_physical = placement.num_physical
+        self._num_physical, self._starts = placement.num_physical, placement.starts
         self._max_experts = memory.max_experts
         self.tuning = Tuning(most_receivers=most_receivers)
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # where a kernel reads nothing
-        self._links = [
-            Links(slot.peers, memory.offsets, placement.starts, memory.aborts, memory.abort) for slot in memory.slots
-        ]
+        self._links = [Links(slot.peers, memory.offsets, memory.aborts, memory.abort) for slot in memory.slots]
         self._own = [
             Own(
                 slot.state,
@@ -200,6 +198,7 @@ class Exchange:
             "FENCED": programs.fenced,
             "R": self.num_ranks,
             "RANK": self._rank,
+            "STARTS": self._starts,
             "RANKS": triton.next_power_of_2(self.num_ranks),
             "K": num_topk,
             "COLUMNS": triton.next_power_of_2(num_topk),
