@@ -195,6 +195,28 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoundKind:
+    """A kind of round that a transport is to be ready for, of any number of tokens.
+
+    Args:
+        num_topk: K. scheme: of the payload, a name of `ep_moe.quant.SCHEMES`.
+        layout: of the batch.
+        ids_dtype: of topk_ids, torch.int32 or torch.int64.
+        counted: `num_tokens` is given.
+        shared_dtype: of `shared` in the combine, None where there is none.
+        halves: send and receive are called apart.
+    """
+
+    num_topk: int
+    scheme: str = "none"
+    layout: Layout = Layout.BATCHED
+    ids_dtype: torch.dtype = torch.int32
+    counted: bool = False
+    shared_dtype: torch.dtype | None = None
+    halves: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportConfig:
     """What a transport is built for; every rank of the group passes the same.
 
@@ -207,6 +229,8 @@ class TransportConfig:
         max_topk: the most experts of a token, in any round.
         on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and
             their experts, where the transport can.
+        kinds: rounds whose kernels a transport that has any compiles and loads when it is made; those of others compile
+            in the first such round, while the other ranks wait for this one.
     """
 
     hidden: int
@@ -216,6 +240,7 @@ class TransportConfig:
     row_alignment: int = 16
     max_topk: int = 32
     on_peer_loss: str = "raise"
+    kinds: tuple[RoundKind, ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -228,6 +253,11 @@ class TransportConfig:
         _require(self.row_alignment >= 1, f"row_alignment ({self.row_alignment}) must be at least 1")
         _require(self.max_topk >= 1, f"max_topk ({self.max_topk}) must be at least 1")
         _require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
+        for kind in self.kinds:
+            _require(
+                1 <= kind.num_topk <= self.max_topk,
+                f"num_topk ({kind.num_topk}) of a kind is not in [1, max_topk ({self.max_topk})]",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

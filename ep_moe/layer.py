@@ -157,13 +157,18 @@ class ExpertParallelMoE(torch.nn.Module):
                 x, routing = self._prepare(hidden_states, router, named)
             except ValueError as error:
                 transport.refuse(error)
-        with self.phases.phase("dispatch"):
-            transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+        shared = None
         try:
-            with self.phases.phase("shared"):
-                shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-            with self.phases.phase("dispatch"):
-                dispatched = transport.dispatch_recv()
+            if self.shared_experts is None:
+                with self.phases.phase("dispatch"):
+                    dispatched = transport.dispatch(x, routing, layout=self.config.layout, scheme=self.scheme)
+            else:
+                with self.phases.phase("dispatch"):
+                    transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+                with self.phases.phase("shared"):
+                    shared = self.shared_experts(hidden_states)
+                with self.phases.phase("dispatch"):
+                    dispatched = transport.dispatch_recv()
             with self.phases.phase("experts"):
                 y = self.experts(dispatched.batch, self.weights)
             with self.phases.phase("combine"):

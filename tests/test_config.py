@@ -18,6 +18,7 @@ from ep_moe.config import (
     LaunchEnv,
     Layout,
     MoEConfig,
+    RoundKind,
     RoutingConfig,
     RoutingMethod,
     TransportConfig,
@@ -44,6 +45,11 @@ def transport(**changes: Any) -> TransportConfig:
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "method_9": (routing, {"method": 9}, "routing method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
+    "kind_topk": (
+        transport,
+        {"max_topk": 4, "kinds": (RoundKind(num_topk=5),)},
+        "num_topk (5) of a kind is not in [1, max_topk (4)]",
+    ),
     "method_name": (routing, {"method": "best"}, "routing method ('best') is not one of 0"),
     "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),
     "group_0": (routing, {"method": 2, "num_group": 0}, "num_group (0) must be at least 1"),

@@ -1,5 +1,6 @@
 """What only GPUs can show: every case, random rounds, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
 
+import itertools
 import json
 import os
 import signal
@@ -8,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
+from ep_moe.config import GroupConfig, Layout, MoEConfig, RoundKind, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
@@ -82,6 +84,72 @@ def test_random_rounds_of_nvlink(num_ranks: int, options: dict[str, Any]) -> Non
     done = launch(stress_on_rank, options, num_ranks=num_ranks, config=config, device="cuda")
     print(f"{options['rounds']} rounds in {time.monotonic() - start:.0f} s", file=sys.stderr)
     assert min(done) >= options["rounds"]
+
+
+KINDS = (
+    RoundKind(num_topk=8, scheme="fp8_block"),
+    RoundKind(
+        num_topk=4, layout=Layout.FLAT, ids_dtype=torch.int64, counted=True, shared_dtype=torch.bfloat16, halves=True
+    ),
+)
+
+
+def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor]:
+    """What rounds of KINDS give, some of each size that kernels differ for, and of those between."""
+    device = group.device
+    config = TransportConfig(hidden=512, max_tokens_per_rank=600, kinds=kinds)
+    transport, found = create_transport("nvlink", group, Placement.linear(16, group.num_ranks), config), []
+    generator = torch.Generator(device).manual_seed(group.rank)
+    for kind, rows in itertools.product(KINDS, (1, 16, 17, 100, 256, 300, 600)):
+        x = torch.randn(rows, 512, generator=generator, device=device).bfloat16()
+        weights, ids = torch.rand(rows, 16, generator=generator, device=device).topk(kind.num_topk)
+        routing = Routing(topk_ids=ids.to(kind.ids_dtype), topk_weights=weights)
+        count = torch.tensor([rows - 1], dtype=torch.int32, device=device) if kind.counted else None
+        call: dict[str, Any] = {"layout": kind.layout, "scheme": get_scheme(kind.scheme), "num_tokens": count}
+        if kind.halves:
+            transport.dispatch_send(x, routing, **call)
+            dispatched = transport.dispatch_recv()
+        else:
+            dispatched = transport.dispatch(x, routing, **call)
+        y = torch.ones(dispatched.batch.output_shape, dtype=torch.bfloat16, device=device)
+        out = torch.zeros(rows, 512, dtype=torch.bfloat16, device=device)
+        if kind.halves:
+            transport.combine_send(y, dispatched)
+            transport.combine_recv(dispatched, shared=x, out=out)
+        else:
+            transport.combine(y, dispatched, out=out)
+        found.append(out[: rows - 1].cpu())
+    transport.check()
+    transport.destroy()
+    return found
+
+
+def ready_kinds(group: EPGroup) -> list[str]:
+    """What goes wrong where kernels were compiled beforehand, and where the driver's own launch cannot be had."""
+    from ep_moe.kernels import combine, dispatch
+    from ep_moe.transport.nvlink import launch
+
+    def cannot(*args: Any, **options: Any) -> None:
+        raise NotImplementedError("as of an old driver")
+
+    kernels = (dispatch._dispatch_kernel, combine._combine_kernel)
+    caches = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in kernels]
+    config = TransportConfig(hidden=512, max_tokens_per_rank=600, kinds=KINDS)
+    create_transport("nvlink", group, Placement.linear(16, group.num_ranks), config).destroy()
+    before = [len(cache) for cache in caches]
+    first = run_kinds(group, ())
+    wrong = [] if [len(cache) for cache in caches] == before and min(before) > 0 else [f"{before} kernels were not all"]
+    with mock.patch.object(launch, "DriverLaunch", cannot):
+        second = run_kinds(group, KINDS)
+    same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, second, strict=True)]
+    return wrong + [f"round {number} differs" for number, equal in enumerate(same) if not equal]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", on_gpus(1, 2))
+def test_kernels_of_kinds_are_compiled_beforehand(num_ranks: int) -> None:
+    config = GroupConfig(timeout_secs=60)
+    assert launch(ready_kinds, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
 
 
 def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:

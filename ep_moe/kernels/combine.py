@@ -13,6 +13,8 @@ restores all ones before its next dispatch announces itself, which peers wait fo
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -54,6 +56,14 @@ from ep_moe.kernels.signals import (
     wait_for_launch,
     wait_for_words,
 )
+
+
+class Results(NamedTuple):
+    """What a combine sends and fills."""
+
+    y_ptr: Any  # [rows, H], or [R * M, H] where SUMMED: the experts' output, in the model's dtype
+    shared_ptr: Any  # [T, H], rows `shared_stride` units of UNIT apart, where SHARED
+    out_ptr: Any  # [T, H] in the model's dtype, rows `out_stride` units apart, out
 
 
 @triton.jit
@@ -214,25 +224,23 @@ def _sum_rows(
 
 @triton.jit(
     do_not_specialize=[
-        "shared_stride",
-        "out_stride",
         "max_tokens_per_rank",
         "senders",
         "first_receiver",
+        "shared_stride",
+        "out_stride",
         "patience",
     ]
 )
 def _combine_kernel(
     links,  # `exchange.Links`
     own,  # `exchange.Own`
-    y_ptr,  # [rows, H], or [R * M, H] where SUMMED: the experts' output, in the model's dtype
-    shared_ptr,  # [T, H], rows `shared_stride` units of UNIT apart, where SHARED
-    out_ptr,  # [T, H] in the model's dtype, rows `out_stride` units apart, out
-    shared_stride,
-    out_stride,
     max_tokens_per_rank,  # M
     senders,
     first_receiver,
+    results,  # `Results`
+    shared_stride,
+    out_stride,
     patience,
     H: tl.constexpr,
     SENT_BLOCK: tl.constexpr,  # columns that are sent at a time
@@ -270,7 +278,7 @@ def _combine_kernel(
                         tl.store(region(links.bases[r], links, COMBINE_CELLS, tl.int64) + RANK, cell)
             if verdict == FINE:
                 _return_rows(
-                    y_ptr,
+                    results.y_ptr,
                     links,
                     own,
                     tokens,
@@ -314,8 +322,8 @@ def _combine_kernel(
             alive = _sum_rows(
                 links,
                 own,
-                shared_ptr,
-                out_ptr,
+                results.shared_ptr,
+                results.out_ptr,
                 alive,
                 num_tokens,
                 slots,

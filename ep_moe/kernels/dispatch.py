@@ -33,11 +33,6 @@ from ep_moe.kernels.signals import wait_for_launch
         "max_tokens",
         "num_blocks",
         "num_physical",
-        "x_stride",
-        "scale_token_stride",
-        "scale_group_stride",
-        "ids_stride",
-        "weights_stride",
         "max_tokens_per_rank",
         "word_tokens",
         "height",
@@ -48,22 +43,20 @@ from ep_moe.kernels.signals import wait_for_launch
         "first_sender",
         "senders",
         "first_receiver",
+        "x_stride",
+        "scale_token_stride",
+        "scale_group_stride",
+        "ids_stride",
+        "weights_stride",
         "patience",
     ]
 )
 def _dispatch_kernel(
     links,  # `exchange.Links`
     own,  # `exchange.Own`
-    tokens,  # `dispatch_send.Tokens`
-    batch,  # `dispatch_receive.Batch`
     max_tokens,  # T, the most where COUNTED
     num_blocks,  # B
     num_physical,  # P
-    x_stride,
-    scale_token_stride,
-    scale_group_stride,
-    ids_stride,
-    weights_stride,
     max_tokens_per_rank,  # M
     word_tokens,
     height,  # C
@@ -74,6 +67,13 @@ def _dispatch_kernel(
     first_sender,
     senders,
     first_receiver,
+    tokens,  # `dispatch_send.Tokens`
+    batch,  # `dispatch_receive.Batch`
+    x_stride,
+    scale_token_stride,
+    scale_group_stride,
+    ids_stride,
+    weights_stride,
     patience,
     H: tl.constexpr,  # numbers of a row of x where QUANTISE, else its words
     GROUP: tl.constexpr,  # numbers that share a scale, where QUANTISE

@@ -53,14 +53,10 @@ FILLED = tl.constexpr(256)  # slots that are filled at a time
 
 
 class Batch(NamedTuple):
-    """What a dispatch fills."""
+    """What a dispatch fills, beside what a slot keeps."""
 
     out_ptr: Any  # 32-bit words of the batch's values; where POOLED, the region of received rows itself
     out_scale_ptr: Any  # [experts, G, C]
-    token_to_row_ptr: Any  # [R * M, K] int32, where POOLED
-    local_ids_ptr: Any  # [R * M, K] int32, where POOLED
-    pooled_weights_ptr: Any  # [R * M, K] float32, where POOLED
-    row_index_ptr: Any  # [rows] int32, where POOLED
 
 
 @triton.jit
@@ -152,10 +148,10 @@ def _write_token(
     if POOLED:
         if leads:
             local = tl.where(here, entry >> PLACE_BITS, -1)
-            tl.store(batch.token_to_row_ptr + slot * K + column, row, mask=column < K)
-            tl.store(batch.local_ids_ptr + slot * K + column, local, mask=column < K)
-            tl.store(batch.pooled_weights_ptr + slot * K + column, weight, mask=column < K)
-            tl.store(batch.row_index_ptr + row, tl.zeros([COLUMNS], tl.int32) + slot.to(tl.int32), mask=here)
+            tl.store(own.token_to_row_ptr + slot * K + column, row, mask=column < K)
+            tl.store(own.local_ids_ptr + slot * K + column, local, mask=column < K)
+            tl.store(own.pooled_weights_ptr + slot * K + column, weight, mask=column < K)
+            tl.store(own.row_index_ptr + row, tl.zeros([COLUMNS], tl.int32) + slot.to(tl.int32), mask=here)
             tl.store(own.rows_ptr + slot * K, tl.max(row, 0))  # whether there is one
         if COPY:
             tl.store(batch.out_ptr + slot * VALUE_WORDS + word, values, mask=word < VALUE_WORDS)
@@ -324,14 +320,14 @@ def _take_row(
         nowhere = tl.zeros([COLUMNS], tl.int32) - 1
         tl.store(own.rows_ptr + slot * K, -1)
         if POOLED:
-            tl.store(batch.token_to_row_ptr + slot * K + column, nowhere, mask=column < K)
-            tl.store(batch.local_ids_ptr + slot * K + column, nowhere, mask=column < K)
-            tl.store(batch.pooled_weights_ptr + slot * K + column, tl.zeros([COLUMNS], tl.float32), mask=column < K)
+            tl.store(own.token_to_row_ptr + slot * K + column, nowhere, mask=column < K)
+            tl.store(own.local_ids_ptr + slot * K + column, nowhere, mask=column < K)
+            tl.store(own.pooled_weights_ptr + slot * K + column, tl.zeros([COLUMNS], tl.float32), mask=column < K)
     return (present >= 0).to(tl.int32)
 
 
 @triton.jit
-def _fill_unused(batch, tokens, receiver, receivers, slots, R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr):
+def _fill_unused(own, tokens, receiver, receivers, slots, R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr):
     """Say of the slots of a pool that no token came into that they have no expert."""
     for first in range(receiver * FILLED, R * slots, receivers * FILLED):
         slot = first + tl.arange(0, FILLED).to(tl.int64)
@@ -340,9 +336,9 @@ def _fill_unused(batch, tokens, receiver, receivers, slots, R: tl.constexpr, RAN
             present = tl.where(slot // slots == s, pick(tokens, s, RANKS), present)
         unused = (slot < R * slots) & (slot % slots >= present)
         for k in range(K):
-            tl.store(batch.token_to_row_ptr + slot * K + k, tl.zeros([FILLED], tl.int32) - 1, mask=unused)
-            tl.store(batch.local_ids_ptr + slot * K + k, tl.zeros([FILLED], tl.int32) - 1, mask=unused)
-            tl.store(batch.pooled_weights_ptr + slot * K + k, tl.zeros([FILLED], tl.float32), mask=unused)
+            tl.store(own.token_to_row_ptr + slot * K + k, tl.zeros([FILLED], tl.int32) - 1, mask=unused)
+            tl.store(own.local_ids_ptr + slot * K + k, tl.zeros([FILLED], tl.int32) - 1, mask=unused)
+            tl.store(own.pooled_weights_ptr + slot * K + k, tl.zeros([FILLED], tl.float32), mask=unused)
 
 
 @triton.jit
@@ -436,7 +432,7 @@ def receive(
         tl.store(own.state_ptr + SOURCE_TOKENS + source, tokens, mask=source < R)
         tl.store(own.state_ptr + BEGUN, epoch)
     if POOLED:
-        _fill_unused(batch, tokens, receiver, receivers, slots, R, RANKS, K)
+        _fill_unused(own, tokens, receiver, receivers, slots, R, RANKS, K)
     alive = (verdict == FINE).to(tl.int32)
     for i in range(receiver, tl.max(tokens, 0) * (R * BLOCKS), receivers):
         block, token = i % BLOCKS, i // (R * BLOCKS)

@@ -64,13 +64,17 @@ class Own(NamedTuple):
     row_start_ptr: Any  # [L] int32, the batch's
     rows_seen_ptr: Any  # [L] int64: rows of each expert in all rounds
     waited_ptr: Any  # [2, R] int64: nanoseconds that each rank was waited for, in this round and in all
+    token_to_row_ptr: Any  # [R * M, K] int32, what a FLAT batch says of a pool's rows, as the next three
+    local_ids_ptr: Any  # [R * M, K] int32
+    pooled_weights_ptr: Any  # [R * M, K] float32
+    row_index_ptr: Any  # [R * M * min(K, L)] int32
     report_ptr: Any  # [2] int64, of the host
 
 
 @triton.jit
 def region(base, links, name: tl.constexpr, dtype: tl.constexpr):
     """Where a region begins in the memory of a rank that is mapped at `base`."""
-    return as_pointer(base + links.offsets[name], dtype)
+    return as_pointer(base.to(tl.int64) + links.offsets[name], dtype)
 
 
 @triton.jit

@@ -48,8 +48,8 @@ def payload_of(word):
 
 @triton.jit
 def as_pointer(address, dtype: tl.constexpr):
-    """A pointer of an address in an int64 that is a multiple of 16; the compiler forgets that in the cast."""
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+    """A pointer of an address that is a multiple of 16; the compiler forgets that in the cast."""
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), 16)  # a CPU's may fit 32 bits
 
 
 @triton.jit

@@ -68,7 +68,8 @@ class Slots(Generic[State]):
 
     def advance(self, slot: int, call: str, state: State | None) -> None:
         """Note that `call` is done and what the next one needs."""
-        self._slots[slot] = _Slot(stage=self._AFTER[call], state=state)
+        entry = self._slots[slot]
+        entry.stage, entry.state = self._AFTER[call], state
 
 
 def check_dispatch(

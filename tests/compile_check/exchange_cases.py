@@ -53,7 +53,7 @@ def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
         report=torch.zeros(2, dtype=torch.int64),
         patience=10**10,
     )
-    exchange._early = True
+    exchange._early = exchange._planner._early = True
     return exchange
 
 
@@ -90,7 +90,8 @@ def _round(
             x = Quantised(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
-        sent = exchange.prepare(x, routing, layout=layout, scheme=scheme, num_tokens=count)
+        plan = exchange.make_plan((), x, routing, layout=layout, scheme=scheme, num_tokens=count)
+        sent = exchange.prepare(plan, x, routing, num_tokens=count)
         if halves:
             exchange.send(0, sent)
         batch = exchange.receive(0, sent, send=not halves)

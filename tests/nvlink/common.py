@@ -15,7 +15,7 @@ from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
 from ep_moe.kernels import combine, dispatch_receive, signals
 from ep_moe.launch import launch
-from ep_moe.transport.nvlink import launches, transport, tuning
+from ep_moe.transport.nvlink import launches, plans, transport, tuning
 
 PRELOADED = ("ep_moe.testing", "ep_moe.transport.nvlink", "torch._inductor.config")  # the last by `poisoned_memory`
 PAUSE_SECS = 1e-4
@@ -59,7 +59,7 @@ def patched(**values: Any) -> Iterator[None]:
 
     A transport keeps what it has found of them: make it inside.
     """
-    modules = (tuning, launches, transport)
+    modules = (tuning, plans, launches, transport)
     before = [(m, name, getattr(m, name)) for m in modules for name in values if hasattr(m, name)]
     assert {name for _, name, _ in before} == set(values), f"no launcher knows all of {sorted(values)}"
     for module, name, _ in before:

@@ -12,6 +12,7 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError
 from ep_moe.layout import Flat
 from ep_moe.quant import as_bytes, get_scheme
+from ep_moe.routing import Routing
 from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.transport import create_transport
@@ -110,6 +111,27 @@ def same_bits(group: EPGroup) -> list[int]:
 
 def test_the_same_round_has_the_same_bits() -> None:
     assert on_ranks(same_bits) == [[0, 0, 0], [0, 0, 0]]
+
+
+def count_rounds(group: EPGroup) -> None:
+    """Rounds on both slots, added up by the test and by the kernels."""
+    transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
+    inputs, scheme, total = CASE.inputs(group.rank), get_scheme(CASE.scheme), 0
+    for slot, tokens in ((0, 9), (1, 1), (0, 0)):
+        routing = Routing(topk_ids=inputs.routing.topk_ids[:tokens], topk_weights=inputs.routing.topk_weights[:tokens])
+        dispatched = transport.dispatch(inputs.x[:tokens], routing, layout=Layout.COMPACT, scheme=scheme, slot=slot)
+        total = total + dispatched.batch.expert_num_tokens.long()
+        transport.combine(torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype), dispatched)
+    found = transport.statistics()
+    assert torch.equal(found.expert_tokens, total)
+    assert int(total.sum()) > 0
+    assert found.waited_ns.shape == (group.num_ranks,)
+    assert found.last_waited_ns.shape == (CASE.config.num_slots, group.num_ranks)
+    transport.destroy()
+
+
+def test_tokens_of_experts_are_counted() -> None:
+    on_ranks(count_rounds)
 
 
 def other_config(group: EPGroup) -> str:

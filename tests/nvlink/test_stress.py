@@ -14,7 +14,7 @@ ROUNDS = {2: 150, 3: 10}  # by the number of ranks; 2 cores do 6 of 2 ranks in a
 
 def stress_on_rank(group: EPGroup, config: StressConfig, word_tokens: int) -> int:
     """The rounds on this rank; ranks with more tokens than `word_tokens` send rows."""
-    with patched(WORD_TOKENS=word_tokens, UNPLANNED_TOKENS=2, _BLOCK_TOKENS=2):
+    with patched(WORD_TOKENS=word_tokens, UNPLANNED_TOKENS=2, BLOCK_TOKENS=2):
         return stress(group, config)
 
 

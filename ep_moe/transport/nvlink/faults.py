@@ -43,7 +43,7 @@ class Faults:
         self._group, self._config, self._memory = group, config, memory
         self._num_physical = placement.num_physical
         self.report = torch.zeros(2, dtype=torch.int64, pin_memory=group.device.type == "cuda")
-        self._words = self.report.numpy()
+        self._words = memoryview(self.report.numpy())  # type: ignore[arg-type]
         self.patience = int(group.config.timeout_secs * (_LOOKS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
         self._watchdog = Watchdog(group, memory, self._members)
@@ -70,9 +70,13 @@ class Faults:
             settle: where a rank is lost and may be, go on without it; the next round begins behind this.
         Errors: PeerLostError. Local, no host sync; with `settle` collective where a rank was lost.
         """
-        self._read_report()
-        if self._lost is None and self._members is None and self._group.failure is not None:
-            self._lost = self._group.failure.copy()
+        if self._words[0]:
+            self._read_report()
+        if self._lost is None and self._members is None:
+            failure = self._group.failure
+            if failure is None:
+                return
+            self._lost = failure.copy()
         if self._lost is not None:
             raise self._lost.copy()
         if not self.active[self._group.rank]:

@@ -1,37 +1,91 @@
-"""A kernel with the constants of its launches: the first compiles it, the others go round Triton's front end.
+"""A kernel with all that its launches have in common."""
 
-The front end looks at every argument of every launch, which takes the host longer than a small exchange takes the GPU.
-"""
-
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import triton
 from triton.runtime.jit import JITFunction
+
+from ep_moe.transport.nvlink.driver import DriverLaunch
+
+Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one tuple of the kernel's for each of them
+_log = logging.getLogger(__name__)
 
 
 class Launch:
     """A launch that is repeated: the same kernel, grid and constants, other tensors and numbers.
 
     Args:
-        kernel: whose runtime arguments come first and are all exempt from specialisation, or of 16-byte alignment.
+        kernel: takes `fixed`, then tuples of tensors, then numbers, then its constants. Every pointer is aligned to 16
+            bytes and no number is specialised, so that one compiled kernel serves all launches.
         grid: programs. constants: of the kernel, by name. options: of the compiler.
-        direct: on a GPU; else, in the interpreter or where nothing runs, every launch goes through Triton.
+        device: of the tensors; on a CPU, in the interpreter or where nothing runs, every launch goes through Triton.
     """
 
     def __init__(
-        self, kernel: JITFunction, grid: int, *, constants: dict[str, Any], options: dict[str, Any], direct: bool
+        self,
+        kernel: JITFunction,
+        grid: int,
+        *,
+        fixed: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+        device: torch.device,
     ) -> None:
-        self._kernel, self._grid, self._constants, self._options = kernel, grid, constants, options
-        self._direct = direct
-        self._run: Callable[..., None] | None = None
-        self._last: tuple[Any, ...] = ()
+        self._kernel, self._grid, self._fixed = kernel, grid, fixed
+        self._constants, self._options, self._device = constants, options, device
+        self._run: Callable[[list[int], int], None] | None = None
+        self._current_stream: Callable[[int | None], int] = _no_stream
 
-    def __call__(self, *arguments: Any) -> None:
-        """Launch on the current stream with the runtime arguments in the kernel's order. Local, no host sync."""
-        if self._run is not None:
-            self._run(*arguments, *self._last)
-            return
-        compiled = self._kernel[(self._grid,)](*arguments, **self._constants, **self._options)
-        if self._direct:
-            self._last = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
-            self._run = compiled[(self._grid, 1, 1)]
+    @property
+    def loaded(self) -> bool:
+        """Whether tensors stand for their addresses alone: their dtypes are known."""
+        return self._run is not None
+
+    def compile(self, tensors: Tensors, numbers: tuple[int, ...]) -> Any:
+        """Compile for arguments like these; returns Triton's CompiledKernel, which it keeps. Local."""
+        arguments = (*self._fixed, *tensors, *numbers)
+        return self._kernel.warmup(*arguments, grid=(self._grid,), **self._constants, **self._options)
+
+    def load(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:
+        """Put the compiled kernel on the GPU; nothing is launched. Local; may wait for the whole device."""
+        compiled = self.compile(tensors, numbers)
+        self._current_stream = triton.runtime.driver.active.get_current_stream
+        run = compiled[(self._grid, 1, 1)]  # this loads it
+        num_last = sum(map(len, tensors)) + len(numbers)
+        try:
+            self._run = DriverLaunch(compiled, self._grid, (*self._fixed, *tensors, *numbers), num_last=num_last)
+        except NotImplementedError as error:
+            _log.info("launches take the longer way through Triton: %s", error)
+            sizes, constants = [len(group) for group in tensors], tuple(self._constants_in_order(tensors, numbers))
+
+            def run_by_triton(last: list[int], stream: int) -> None:
+                rest, groups = last, []
+                for size in sizes:
+                    groups.append(tuple(rest[:size]))
+                    rest = rest[size:]
+                run(*self._fixed, *groups, *rest, *constants, stream=stream)
+
+            self._run = run_by_triton
+
+    def _constants_in_order(self, tensors: Tensors, numbers: tuple[int, ...]) -> list[Any]:
+        given = len(self._fixed) + len(tensors) + len(numbers)
+        return [self._constants[name] for name in self._kernel.arg_names[given:]]
+
+    def __call__(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:
+        """Launch on the current stream. Local, no host sync; the first one compiles and loads."""
+        if self._run is None:
+            if self._device.type != "cuda":
+                self._kernel[(self._grid,)](*self._fixed, *tensors, *numbers, **self._constants, **self._options)
+                return
+            self.load(tensors, numbers)
+            assert self._run is not None
+        last = [tensor.data_ptr() for group in tensors for tensor in group]
+        last += numbers
+        self._run(last, self._current_stream(self._device.index))
+
+
+def _no_stream(device: int | None) -> int:
+    raise RuntimeError("nothing is loaded yet")

@@ -6,69 +6,40 @@ Letters: T tokens on this rank, H hidden, V stored values of a row, G scale grou
 max_tokens_per_rank, L local experts, P physical experts, B blocks of tokens.
 """
 
-import dataclasses
-import math
-from typing import Any
+import concurrent.futures
+import os
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from ep_moe.config import ALIGNMENT, Layout, TransportConfig
-from ep_moe.kernels.combine import _combine_kernel
+from ep_moe.config import ALIGNMENT, Layout, RoundKind, TransportConfig
+from ep_moe.kernels.combine import Results, _combine_kernel
 from ep_moe.kernels.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.dispatch import _dispatch_kernel
 from ep_moe.kernels.dispatch_receive import Batch
 from ep_moe.kernels.dispatch_send import Tokens
 from ep_moe.kernels.exchange import Links, Own
-from ep_moe.layout import Batched, Compact, Flat, TokenRows
+from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import ExpertBatch
-from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.layout.triton import as_words
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme, as_bytes, quantise
+from ep_moe.quant import Quantised, QuantScheme, as_bytes, get_scheme, quantise
 from ep_moe.routing import Routing
 from ep_moe.transport.nvlink.launch import Launch
 from ep_moe.transport.nvlink.memory import ExchangeMemory
-from ep_moe.transport.nvlink.payload import Payload, aligned, aligned_rows
-from ep_moe.transport.nvlink.tuning import (
-    UNPLANNED_TOKENS,
-    WORD_TOKENS,
-    DispatchTuning,
-    Tuning,
-    awaited_words,
-    block_words,
-)
+from ep_moe.transport.nvlink.payload import aligned, aligned_rows
+from ep_moe.transport.nvlink.plans import BLOCK_TOKENS, Plan, Planner, distinct_sizes
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words
 
-_BLOCK_TOKENS = 64  # whose ids are counted together, where there are many
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
-_ANNOUNCED = 1024  # (token, expert) pairs that an announcer compares at a time
 _REGISTERS = 168  # of a thread, so that three programs of 4 warps share a processor; fewer spill
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
+_MOST_COMPILERS = 8  # threads that compile at a time
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """All that rounds of a kind have in common, found once."""
-
-    payload: Payload
-    fingerprint: int
-    layout: Layout
-    num_tokens: int  # T, the rows that are brought
-    how: str  # they are quantised on the way
-    unit: int  # numbers, or words, that strides of rows count
-    blocks: int  # of tokens whose ids are counted beforehand, 0 where each program counts all itself
-    announcers: int
-    programs: DispatchTuning
-    frame: Frame  # on no device: the shapes of the batch
-    expected_rows: int
-    constants: dict[str, Any]  # of the dispatch kernel, but for its halves
-    launches: dict[tuple[bool, ...], Launch]  # by halves
-    kept: dict[int, dict[str, Any]]  # what batches of a slot share
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """A dispatch that is ready for its launch, or was launched."""
 
     plan: Plan
@@ -100,10 +71,10 @@ class Exchange:
         self._config, self._rank, self._device, self._memory = config, rank, device, memory
         self.num_ranks = placement.num_ranks
         self.num_local = placement.num_local_experts(rank)
-        self._num_physical, self._starts = placement.num_physical, placement.starts
-        self._max_experts = memory.max_experts
+        self._num_physical = placement.num_physical
         self.tuning = Tuning(most_receivers=most_receivers)
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # where a kernel reads nothing
+        self._unscaled = torch.zeros(4, device=device)
         self._links = [Links(slot.peers, memory.offsets, memory.aborts, memory.abort) for slot in memory.slots]
         self._own = [
             Own(
@@ -115,24 +86,87 @@ class Exchange:
                 slot.row_start,
                 slot.rows_seen,
                 slot.waited_ns,
+                slot.token_to_row,
+                slot.local_ids,
+                slot.pooled_weights,
+                slot.row_index,
                 report,
             )
             for slot in memory.slots
         ]
         self._empty = torch.empty(0, dtype=config.dtype, device=device)
         self._patience = patience
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._combines: dict[tuple[Any, ...], Launch] = {}
         # on a GPU a kernel's programs may start before the one before it has ended, and wait for it themselves
         self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
+        self._planner = Planner(
+            config, placement, rank=rank, tuning=self.tuning, early=self._early, max_experts=memory.max_experts
+        )
+        self._plans: dict[tuple[Any, ...], Plan] = {}
 
-    def prepare(
+    def plan(self, kind: tuple[Any, ...]) -> Plan | None:
+        """What is known of rounds of a kind (`kind_of`)."""
+        return self._plans.get(kind)
+
+    def make_plan(
         self,
+        kind: tuple[Any, ...],
         x: torch.Tensor | Quantised,
         routing: Routing,
         *,
         layout: Layout,
         scheme: QuantScheme,
+        num_tokens: torch.Tensor | None,
+    ) -> Plan:
+        """Find what rounds like this one have in common, and keep it. Local."""
+        rows, num_topk = routing.topk_ids.shape
+        plan = self._planner.plan(
+            rows, num_topk, layout, scheme, given=isinstance(x, Quantised), counted=num_tokens is not None
+        )
+        self._plans[kind] = plan
+        return plan
+
+    def compile(self, kinds: tuple[RoundKind, ...]) -> None:
+        """Compile the kernels of rounds of these kinds, of any T, and put them on the GPU. Local."""
+        launches = []
+        for kind in kinds:
+            for rows in distinct_sizes(self._config.max_tokens_per_rank):
+                launches += self._launches_of(kind, rows)
+        workers = min(_MOST_COMPILERS, os.cpu_count() or 1)
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool):
+            for launch, tensors, numbers in launches:
+                launch.compile(tensors, numbers)
+        for launch, tensors, numbers in launches:
+            launch.load(tensors, numbers)
+
+    def _launches_of(self, kind: RoundKind, rows: int) -> list[tuple[Launch, Any, Any]]:
+        """What a round of T = `rows` launches, with arguments."""
+        like: dict[str, Any] = {"device": self._device}
+        config, scheme = self._config, get_scheme(kind.scheme)
+        x = torch.zeros(rows, config.hidden, dtype=config.dtype, **like)
+        ids = torch.full((rows, kind.num_topk), -1, dtype=kind.ids_dtype, **like)
+        routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, **like))
+        count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
+        plan = self._planner.plan(rows, kind.num_topk, kind.layout, scheme, given=False, counted=kind.counted)
+        sent = self.prepare(plan, x, routing, num_tokens=count)
+        shared = torch.zeros(rows, config.hidden, dtype=kind.shared_dtype, **like) if kind.shared_dtype else None
+        found: list[tuple[Launch, Any, Any]] = []
+        out = torch.empty_like(x)
+        for send, receive in ((True, False), (False, True)) if kind.halves else ((True, True),):
+            launch = self._dispatch_of(0, sent, send=send, receive=receive)
+            batch = self._as_stored(*self._allocate(plan, 0)) if receive else Batch(self._nothing, self._unscaled)
+            found.append((launch, (sent.tokens, batch), (*sent.strides, self._patience)))
+            home = shared if receive else None
+            launch = self._combine_of(0, sent, spoilt=not send, shared=home, send=send, receive=receive)
+            results = Results(self._empty, self._empty if home is None else home, out if receive else self._empty)
+            found.append((launch, (results,), (0, 0, self._patience)))
+        return found
+
+    def prepare(
+        self,
+        plan: Plan,
+        x: torch.Tensor | Quantised,
+        routing: Routing,
+        *,
         num_tokens: torch.Tensor | None = None,
         refusal: int = 0,
     ) -> Sent:
@@ -140,120 +174,28 @@ class Exchange:
 
         Quantises what the kernel cannot on the way, and counts the ids of many tokens block by block, in launches.
         """
-        (rows, num_topk), given = routing.topk_ids.shape, isinstance(x, Quantised)
-        key = (rows, num_topk, layout, scheme.name, given, routing.topk_ids.dtype, num_tokens is not None)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._make_plan(rows, num_topk, layout, scheme, given, num_tokens is not None)
+        scheme, nothing = plan.payload.scheme, self._nothing
+        ids, weights = routing.topk_ids, routing.topk_weights
+        if plan.how and not plan.blocks and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
+            count = nothing if num_tokens is None else aligned(num_tokens)
+            return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal)
         if scheme.quantised and not isinstance(x, Quantised) and not plan.how:
             if num_tokens is not None:  # a scale that tokens share must not know the rows that are none
-                x = x.masked_fill(torch.arange(rows, device=x.device).unsqueeze(1) >= num_tokens, 0)
+                x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
             x = quantise(x, scheme)
-        values, scale = (x.values, aligned(as_bytes(x.scale))) if isinstance(x, Quantised) else (x, self._nothing)
-        values = aligned_rows(values) if plan.how else aligned(as_words(values))
-        ids, weights = (
-            aligned(t if t.stride(1) == 1 else t.contiguous()) for t in (routing.topk_ids, routing.topk_weights)
-        )
-        count = self._nothing if num_tokens is None else aligned(num_tokens)
-        block_counts = self._count_blocks(ids, count, plan) if plan.blocks else self._nothing
-        return Sent(
-            plan=plan,
-            tokens=Tokens(values, scale, ids, weights, count, block_counts),
-            strides=(
-                values.stride(0) // plan.unit,
-                *(scale.stride() if isinstance(x, Quantised) else (0, 0)),
-                ids.stride(0),
-                weights.stride(0),
-            ),
-            refusal=refusal,
-        )
-
-    def _make_plan(
-        self, rows: int, num_topk: int, layout: Layout, scheme: QuantScheme, given: bool, counted: bool
-    ) -> Plan:
-        config = self._config
-        payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
-        how = "" if given or not scheme.quantised else payload.on_the_way
-        planned = rows > UNPLANNED_TOKENS
-        programs = self.tuning.dispatch(rows, self.num_ranks)
-        count = _BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), 1)
-        share = max(min(triton.next_power_of_2(self._num_physical), _ANNOUNCED // count), 1)
-        words, row_words = block_words(payload.value_words, programs.word_block), block_words(payload.value_words)
-        if how:  # words are made of whole groups
-            words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
-        groups = triton.next_power_of_2(max(payload.num_groups, 1))
-        unit = ALIGNMENT if how else math.gcd(payload.value_words, 4)
-        constants = {
-            "H": config.hidden if how else payload.value_words,
-            "GROUP": payload.group if how else 1,
-            "G": payload.num_groups,
-            "GROUPS": groups,
-            "SENT_WORDS": row_words,
-            "WORD_BLOCK": words,
-            "WORD_GROUPS": words * 4 // payload.group if how else groups,
-            "TAKEN_WORDS": awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
-            "VALUE_WORDS": payload.value_words,
-            "UNIT": unit,
-            "ENTRY": 2 * config.max_topk,
-            "FENCED": programs.fenced,
-            "R": self.num_ranks,
-            "RANK": self._rank,
-            "STARTS": self._starts,
-            "RANKS": triton.next_power_of_2(self.num_ranks),
-            "K": num_topk,
-            "COLUMNS": triton.next_power_of_2(num_topk),
-            "L": self._max_experts,
-            "EXPERTS": triton.next_power_of_2(self._max_experts),
-            "NEWS_WORDS": triton.next_power_of_2(self._max_experts + 2),
-            "TOKENS": count,
-            "COUNTED_EXPERTS": share,
-            "QUANTISE": how,
-            "COUNTED": counted,
-            "PLANNED": planned,
-            "BATCHED": layout is Layout.BATCHED,
-            "POOLED": layout is Layout.FLAT,
-            "WORDY": payload.wordy,
-            "TAKE_ROWS": not payload.wordy or config.max_tokens_per_rank > WORD_TOKENS,
-            "SEND_WORDS": payload.wordy and (counted or rows <= WORD_TOKENS),
-            "SEND_ROWS": not payload.wordy or rows > WORD_TOKENS,
-            "PDL": self._early,
-        }
-        return Plan(
-            payload=payload,
-            fingerprint=payload.fingerprint,
-            layout=layout,
-            num_tokens=rows,
-            how=how,
-            unit=unit,
-            blocks=triton.cdiv(rows, _BLOCK_TOKENS) if planned else 0,
-            announcers=1 if planned else min(triton.cdiv(self._num_physical, share), programs.announcers),
-            programs=programs,
-            frame=self._frame(payload, layout),
-            expected_rows=max(triton.cdiv(rows * self.num_ranks * num_topk, self._num_physical), 1),
-            constants=constants,
-            launches={},
-            kept={},
-        )
-
-    def _frame(self, payload: Payload, layout: Layout) -> Frame:
-        """The shapes of a batch, of tensors without memory."""
-        rows, k, groups = self.num_ranks * self._config.max_tokens_per_rank, payload.num_topk, payload.num_groups
-        scheme = payload.scheme
-        shape = (rows, scheme.row_values(self._config.hidden))
-        pool = TokenRows(
-            x=torch.empty(shape, dtype=scheme.dtype or self._config.dtype, device="meta"),
-            scale=torch.empty(rows, groups, dtype=scheme.scale_dtype, device="meta") if groups else None,
-            local_topk_ids=torch.empty(rows, k, dtype=torch.int32, device="meta"),
-            topk_weights=torch.empty(rows, k, device="meta"),
-        )
-        return make_frame(
-            pool,
-            layout,
-            num_local_experts=self.num_local,
-            capacity=rows,
-            alignment=self._config.row_alignment,
-            max_rows=None,
-        )
+        scale = nothing
+        scale_strides: tuple[int, ...] = (0, 0)
+        if isinstance(x, Quantised):
+            values, scale = as_words(x.values), aligned(as_bytes(x.scale))
+            scale_strides = scale.stride()
+        else:
+            values = aligned_rows(x) if plan.how else as_words(x)
+        values = values if plan.how else aligned(values)
+        ids, weights = _aligned_columns(ids), _aligned_columns(weights)
+        count = nothing if num_tokens is None else aligned(num_tokens)
+        block_counts = self._count_blocks(ids, count, plan) if plan.blocks else nothing
+        strides = values.stride(0) // plan.unit, *scale_strides, ids.stride(0), weights.stride(0)
+        return Sent(plan, Tokens(values, scale, ids, weights, count, block_counts), strides, refusal)
 
     def _count_blocks(self, ids: torch.Tensor, count: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Count the rows of every expert before each block of tokens, and in all. Two launches."""
@@ -267,7 +209,7 @@ class Exchange:
             self._num_physical,
             ids.stride(0),
             K=ids.shape[1],
-            TOKENS=_BLOCK_TOKENS,
+            TOKENS=BLOCK_TOKENS,
             EXPERTS=_BLOCK_EXPERTS,
             COUNTED=plan.constants["COUNTED"],
         )
@@ -278,49 +220,43 @@ class Exchange:
 
     def send(self, slot: int, sent: Sent) -> None:
         """Launch the sending half of a dispatch. Local, no host sync."""
-        nothing = self._nothing
-        unused = Batch(nothing, nothing.view(torch.float32), nothing, nothing, nothing, nothing)
-        self._launch_dispatch(slot, sent, unused, send=True, receive=False)
+        launch = self._dispatch_of(slot, sent, send=True, receive=False)
+        launch((sent.tokens, Batch(self._nothing, self._unscaled)), (*sent.strides, self._patience))
 
     def receive(self, slot: int, sent: Sent, *, send: bool) -> ExpertBatch:
         """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
-        plan, memory = sent.plan, self._memory.slots[slot]
-        frame, kept = plan.frame, plan.kept.get(slot)
+        plan = sent.plan
+        launch = self._dispatch_of(slot, sent, send=send, receive=True)
+        x, scale = self._allocate(plan, slot)
+        batch = Batch(x, self._unscaled if scale is None else scale) if launch.loaded else self._as_stored(x, scale)
+        launch((sent.tokens, batch), (*sent.strides, self._patience))
+        kept = plan.kept[slot]
+        if plan.layout is Layout.BATCHED:
+            return Batched(x=x, scale=scale, row_index=None, **kept["common"])
+        if plan.layout is Layout.COMPACT:
+            return Compact(x=x, scale=scale, row_index=None, **kept["common"])
+        return Flat(x=x, scale=scale, **kept["common"], **kept["rows"])
+
+    def _allocate(self, plan: Plan, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A batch's x and scale."""
+        kept, scheme, scale = plan.kept.get(slot), plan.payload.scheme, None
         if kept is None:
             kept = plan.kept[slot] = self._make_kept(slot, plan)
-        x = (
-            kept["pool"]
-            if plan.layout is Layout.FLAT
-            else torch.empty(frame.x.shape, dtype=frame.x.dtype, device=self._device)
-        )
-        scale, row_index = None, None
-        if frame.scale is not None:
-            experts, height, groups = frame.scale.shape
-            shape = (experts, groups, height)
-            scale = torch.empty(shape, dtype=frame.scale.dtype, device=self._device).transpose(1, 2)
-        if frame.row_index is not None:
-            row_index = memory.row_index[: frame.row_index.shape[0]]
-        batch = Batch(
-            as_bytes(x).view(torch.int32),
-            memory.pooled_weights if scale is None else as_bytes(scale),
-            memory.token_to_row,
-            memory.local_ids,
-            memory.pooled_weights,
-            memory.local_ids if row_index is None else row_index,
-        )
-        self._launch_dispatch(slot, sent, batch, send=send, receive=True)
-        common = kept["common"]
-        if plan.layout is Layout.BATCHED:
-            return Batched(x=x, scale=scale, row_index=None, **common)
-        flat_scale = None if scale is None else scale[0]
-        if plan.layout is Layout.COMPACT:
-            return Compact(x=x[0], scale=flat_scale, row_index=None, **common)
-        return Flat(x=x, scale=flat_scale, row_index=row_index, **common, **kept["rows"])
+        if scheme.quantised:
+            like: dict[str, Any] = {"dtype": scheme.scale_dtype, "device": self._device}
+            scale = torch.empty_strided(plan.scale_shape, plan.scale_strides, **like)
+        if plan.layout is Layout.FLAT:
+            return kept["pool"], scale
+        return torch.empty(plan.x_shape, dtype=scheme.dtype or self._config.dtype, device=self._device), scale
+
+    def _as_stored(self, x: torch.Tensor, scale: torch.Tensor | None) -> Batch:
+        """Views of dtypes that the kernel stores."""
+        return Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
 
     def _make_kept(self, slot: int, plan: Plan) -> dict[str, Any]:
         """What batches of a slot share: views of its memory, and what the plan says."""
         memory, num_rows = self._memory.slots[slot], self.num_ranks * self._config.max_tokens_per_rank
-        k = plan.payload.num_topk
+        k, index = plan.payload.num_topk, plan.frame.row_index
         size = num_rows * plan.payload.value_words * 4
         return {
             "pool": memory.values[:size].view(plan.frame.x.dtype).view(num_rows, -1),
@@ -332,45 +268,44 @@ class Exchange:
                 "expected_rows": plan.expected_rows,  # if the others bring as many tokens
             },
             "rows": {
+                "row_index": None if index is None else memory.row_index[: index.shape[0]],
                 "local_topk_ids": memory.local_ids[: num_rows * k].view(num_rows, k),
                 "topk_weights": memory.pooled_weights[: num_rows * k].view(num_rows, k),
                 "token_to_row": memory.token_to_row[: num_rows * k].view(num_rows, k),
             },
         }
 
-    def _launch_dispatch(self, slot: int, sent: Sent, batch: Batch, *, send: bool, receive: bool) -> None:
-        plan, config = sent.plan, self._config
-        first_receiver = (plan.announcers + plan.programs.senders) * send
-        launch = plan.launches.get((send, receive))
+    def _dispatch_of(self, slot: int, sent: Sent, *, send: bool, receive: bool) -> Launch:
+        """The launch of a dispatch or one half of it."""
+        plan, key = sent.plan, (slot, sent.refusal, send, receive)
+        launch = plan.dispatches.get(key)
         if launch is None:
-            launch = plan.launches[send, receive] = Launch(
+            first_receiver = (plan.announcers + plan.programs.senders) * send
+            launch = plan.dispatches[key] = Launch(
                 _dispatch_kernel,
                 first_receiver + plan.programs.receivers * receive,
+                fixed=(
+                    self._links[slot],
+                    self._own[slot],
+                    plan.num_tokens,
+                    plan.blocks,
+                    self._num_physical,
+                    self._config.max_tokens_per_rank,
+                    WORD_TOKENS,
+                    plan.frame.height,
+                    plan.frame.alignment,
+                    plan.fingerprint,
+                    sent.refusal,
+                    plan.announcers,
+                    plan.announcers,
+                    plan.programs.senders,
+                    first_receiver,
+                ),
                 constants={**plan.constants, "SEND": send, "RECEIVE": receive},
                 options=self._options(plan.programs.num_warps),
-                direct=self._device.type == "cuda",
+                device=self._device,
             )
-        launch(
-            self._links[slot],
-            self._own[slot],
-            sent.tokens,
-            batch,
-            plan.num_tokens,
-            plan.blocks,
-            self._num_physical,
-            *sent.strides,
-            config.max_tokens_per_rank,
-            WORD_TOKENS,
-            plan.frame.height,
-            plan.frame.alignment,
-            plan.fingerprint,
-            sent.refusal,
-            plan.announcers,
-            plan.announcers,
-            plan.programs.senders,
-            first_receiver,
-            self._patience,
-        )
+        return launch
 
     def _options(self, num_warps: int) -> dict[str, Any]:
         options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": _REGISTERS}
@@ -388,14 +323,26 @@ class Exchange:
         receive: bool,
     ) -> None:
         """Launch a combine or one half of it; where it sends without `y`, NaN goes home. Local, no host sync."""
+        like = self._empty
+        y, spoilt = (like, True) if y is None else (aligned(y), False)
+        results = Results(y, like if shared is None else shared, like if out is None else out)
+        strides = (
+            0 if shared is None else shared.stride(0) // ALIGNMENT,
+            0 if out is None else out.stride(0) // ALIGNMENT,
+        )
+        launch = self._combine_of(slot, sent, spoilt=spoilt, shared=shared, send=send, receive=receive)
+        launch((results,), (*strides, self._patience))
+
+    def _combine_of(
+        self, slot: int, sent: Sent, *, spoilt: bool, shared: torch.Tensor | None, send: bool, receive: bool
+    ) -> Launch:
+        """The launch of a combine or one half of it."""
         plan, config = sent.plan, self._config
-        programs = self.tuning.combine(plan.num_tokens, self.num_ranks)
-        k, flat = plan.payload.num_topk, plan.layout is Layout.FLAT
-        shared_dtype = None if shared is None else shared.dtype
-        key = (plan.num_tokens, k, flat, y is None, shared_dtype, send, receive)
-        first_receiver = programs.senders * send
-        launch = self._combines.get(key)
+        key = (slot, spoilt, None if shared is None else shared.dtype, send, receive)
+        launch = plan.combines.get(key)
         if launch is None:
+            programs, k = self.tuning.combine(plan.num_tokens, self.num_ranks), plan.payload.num_topk
+            first_receiver = programs.senders * send
             constants = {
                 "H": config.hidden,
                 "SENT_BLOCK": block_words(config.hidden, programs.sent_block),
@@ -407,35 +354,40 @@ class Exchange:
                 "RANKS": triton.next_power_of_2(self.num_ranks),
                 "K": k,
                 "COLUMNS": triton.next_power_of_2(k),
-                "SUMMED": flat,
-                "SPOILT": y is None,
+                "SUMMED": plan.layout is Layout.FLAT,
+                "SPOILT": spoilt,
                 "SHARED": shared is not None,
                 "SEND": send,
                 "RECEIVE": receive,
                 "PDL": self._early,
             }
-            launch = self._combines[key] = Launch(
+            launch = plan.combines[key] = Launch(
                 _combine_kernel,
                 first_receiver + programs.receivers * receive,
+                fixed=(
+                    self._links[slot],
+                    self._own[slot],
+                    config.max_tokens_per_rank,
+                    programs.senders,
+                    first_receiver,
+                ),
                 constants=constants,
                 options={**self._options(programs.num_warps), "enable_fp_fusion": False},
-                direct=self._device.type == "cuda",
+                device=self._device,
             )
-        like = self._empty
-        launch(
-            self._links[slot],
-            self._own[slot],
-            like if y is None else aligned(y),
-            like if shared is None else shared,
-            like if out is None else out,
-            0 if shared is None else shared.stride(0) // ALIGNMENT,
-            0 if out is None else out.stride(0) // ALIGNMENT,
-            config.max_tokens_per_rank,
-            programs.senders,
-            first_receiver,
-            self._patience,
-        )
+        return launch
 
     def destroy(self) -> None:
         """Let go of the memory. Local; calling it twice is fine."""
-        self._plans, self._combines, self._links, self._own = {}, {}, [], []
+        self._plans, self._links, self._own = {}, [], []
+
+
+def _lie_side_by_side(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether all are contiguous and aligned."""
+    contiguous = x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
+    return contiguous and not (x.data_ptr() | ids.data_ptr() | weights.data_ptr()) % 16
+
+
+def _aligned_columns(rows: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, or a copy whose numbers lie side by side, aligned."""
+    return aligned(rows if rows.stride(1) == 1 else rows.contiguous())

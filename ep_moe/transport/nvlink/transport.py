@@ -6,7 +6,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,7 +14,6 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.kernels.exchange import PLACE_BITS
-from ep_moe.layout.base import ExpertBatch
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, get_scheme
 from ep_moe.routing import Routing
@@ -23,21 +22,31 @@ from ep_moe.transport.nvlink.faults import Faults
 from ep_moe.transport.nvlink.launches import Exchange, Sent
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
+from ep_moe.transport.nvlink.plans import kind_of
 from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_receivers
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
 
 MOST_RANKS = 32  # a bit for each
 MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry holds a place below this, and the expert above it
 MOST_LOCAL_EXPERTS = 1 << 31 - PLACE_BITS.value
+_NOT_WAITING = contextlib.nullcontext()
 _STILL_IN_USE: list[object] = []  # by kernels that did not end: to free it would break the device for all
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Round:
     round: int
     sent: Sent
-    batch: ExpertBatch | None = None
     home: torch.Tensor | None = None  # y of a combine that has been sent: it must outlive its launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeStatistics:
+    """What the kernels of this rank count, on the device: reading it waits for them."""
+
+    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert got in all rounds
+    waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
+    last_waited_ns: torch.Tensor  # [slots, R] int64, and in the last phase of each slot
 
 
 class NvlinkTransport(Transport):
@@ -48,8 +57,10 @@ class NvlinkTransport(Transport):
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
-    The constructor is collective: it compares the configs of all ranks and maps O(R * M * H) bytes of each rank
-    (`peer_bytes`). The kernels of a kind of round are compiled when it is first run. A round reads nothing back and may
+    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
+    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. To load a kernel CUDA may wait for the whole
+    GPU: rounds of other kinds run once before two slots are used in other orders on other ranks. A round reads nothing
+    back and may
     be captured in a CUDA graph, which may be replayed with other counts, ids and, by `num_tokens`, other T, in turn
     with other graphs and eager rounds.
 
@@ -61,6 +72,8 @@ class NvlinkTransport(Transport):
         for rank, theirs in enumerate(group.all_gather_object((config, placement))):
             if theirs != (config, placement):
                 raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
+        for kind in config.kinds:
+            get_scheme(kind.scheme)
         if placement.num_ranks != group.num_ranks:
             raise ValueError(
                 f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
@@ -92,11 +105,23 @@ class NvlinkTransport(Transport):
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
         self._next_round = 0
+        if self._device.type == "cuda":
+            self._exchange.compile(config.kinds)
+        group.wait_for_all("compile")  # ranks take as long as they do
 
     @property
     def peer_bytes(self) -> int:
         """Bytes of this rank's memory that its peers map."""
         return self._memory.num_bytes
+
+    def statistics(self) -> ExchangeStatistics:
+        """What this rank has received and whom it has waited for, since it was made. Local, no host sync."""
+        slots = self._memory.slots
+        return ExchangeStatistics(
+            expert_tokens=torch.stack([slot.rows_seen for slot in slots]).sum(0)[: self._exchange.num_local],
+            waited_ns=torch.stack([slot.waited_ns[1] for slot in slots]).sum(0),
+            last_waited_ns=torch.stack([slot.waited_ns[0] for slot in slots]),
+        )
 
     @property
     def active_ranks(self) -> tuple[bool, ...]:
@@ -169,30 +194,35 @@ class NvlinkTransport(Transport):
         """Check a dispatch and ready it for its launch."""
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        try:
-            check_dispatch(
-                x,
-                routing,
-                layout=layout,
-                scheme=scheme,
-                config=self.config,
-                rank=self.rank,
-                device=self._device,
-                num_tokens=num_tokens,
-            )
-        except ValueError as error:
-            rows = x.values if isinstance(x, Quantised) else x
-            self.refuse(error, slot=slot, num_tokens=rows.shape[0] if rows.dim() else 0)
-        return self._number(self._exchange.prepare(x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens))
+        kind = kind_of(x, routing, layout, scheme, num_tokens)
+        plan = self._exchange.plan(kind)
+        if plan is None or isinstance(x, Quantised):
+            try:
+                check_dispatch(
+                    x,
+                    routing,
+                    layout=layout,
+                    scheme=scheme,
+                    config=self.config,
+                    rank=self.rank,
+                    device=self._device,
+                    num_tokens=num_tokens,
+                )
+            except ValueError as error:
+                rows = x.values if isinstance(x, Quantised) else x
+                self.refuse(error, slot=slot, num_tokens=rows.shape[0] if rows.dim() else 0)
+        if plan is None:
+            plan = self._exchange.make_plan(kind, x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens)
+        return self._number(self._exchange.prepare(plan, x, routing, num_tokens=num_tokens))
 
     def _number(self, sent: Sent) -> _Round:
         round_, self._next_round = self._next_round, self._next_round + 1
-        return _Round(round=round_, sent=sent)
+        return _Round(round_, sent)
 
     def _receive(self, slot: int, state: _Round, *, send: bool) -> Dispatched:
         with self._faults.waiting("dispatch", state.round):
             batch = self._exchange.receive(slot, state.sent, send=send)
-        self._slots.advance(slot, "dispatch_recv", dataclasses.replace(state, batch=batch))
+        self._slots.advance(slot, "dispatch_recv", state)
         return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def combine(
@@ -208,7 +238,8 @@ class NvlinkTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
-        check_expert_output(y, dispatched.batch)
+        if y.shape != state.sent.plan.output_shape or y.dtype != self.config.dtype or y.device != self._device:
+            check_expert_output(y, dispatched.batch)
         return self._bring_home(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
@@ -217,10 +248,12 @@ class NvlinkTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
-        check_expert_output(y, dispatched.batch)
+        if y.shape != state.sent.plan.output_shape or y.dtype != self.config.dtype or y.device != self._device:
+            check_expert_output(y, dispatched.batch)
         y = y.contiguous()
         self._combine(handle.slot, state, y, send=True, receive=False)
-        self._slots.advance(handle.slot, "combine_send", dataclasses.replace(state, home=y))
+        state.home = y
+        self._slots.advance(handle.slot, "combine_send", state)
 
     def combine_recv(
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -268,9 +301,10 @@ class NvlinkTransport(Transport):
         if too_many:
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
-        sent = self._exchange.prepare(
-            like, nobody, layout=Layout.FLAT, scheme=get_scheme("none"), num_tokens=count, refusal=int(not too_many)
-        )
+        options: dict[str, Any] = {"layout": Layout.FLAT, "scheme": get_scheme("none"), "num_tokens": count}
+        kind = kind_of(like, nobody, **options)
+        plan = self._exchange.plan(kind) or self._exchange.make_plan(kind, like, nobody, **options)
+        sent = self._exchange.prepare(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
         state = self._number(sent)
         with self._faults.waiting("dispatch", state.round):
             self._exchange.receive(slot, sent, send=True)
@@ -285,8 +319,7 @@ class NvlinkTransport(Transport):
             return
         if call == "dispatch_recv":
             with self._faults.waiting("dispatch", state.round):
-                batch = self._exchange.receive(slot, state.sent, send=False)
-            state = dataclasses.replace(state, batch=batch)
+                self._exchange.receive(slot, state.sent, send=False)
         if call != "combine_recv":
             self._combine(slot, state, None, send=True, receive=False)
         out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self._device)
@@ -320,5 +353,5 @@ class NvlinkTransport(Transport):
         shared: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> None:
-        with self._faults.waiting("combine", state.round) if receive else contextlib.nullcontext():
+        with self._faults.waiting("combine", state.round) if receive else _NOT_WAITING:
             self._exchange.combine(slot, state.sent, y=y, shared=shared, out=out, send=send, receive=receive)

@@ -65,7 +65,7 @@ class Tuning:
             senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132),
             receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers),
             num_warps=4,
-            fenced=1 if num_tokens <= 264 else 2 if num_tokens <= 1024 else 4,
+            fenced=1 if num_tokens <= UNPLANNED_TOKENS else 2 if num_tokens <= 1024 else 4,
             word_block=512,
             taken_block=2048,
         )

@@ -19,6 +19,7 @@ from ep_moe.transport.nvlink.memory import ExchangeMemory
 
 NOBODY = 255  # in place of a rank's number in an abort word that names none
 STOP_SECS = 3.0
+_UNTIMED = contextlib.nullcontext()
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +49,18 @@ class Watchdog:
             target=_run, args=(weakref.ref(self), self._stop, period), name="ep_moe-watchdog", daemon=True
         )
         if group.num_ranks > 1:
+            group.before_abort(self.look)
             self._thread.start()
 
-    @contextlib.contextmanager
-    def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
+    def waiting(self, phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
         """Keep the time of a wait that runs in this thread; on a GPU kernels keep their own. Local."""
-        if not INTERPRET:
-            yield
-            return
-        self._wait = (phase, round, time.monotonic())
+        return self._timed(phase, round) if INTERPRET else _UNTIMED
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str, round_: int) -> Iterator[None]:
+        self._wait = (phase, round_, time.monotonic())
         try:
-            with self._group.waiting(phase, round):
+            with self._group.waiting(phase, round_):
                 yield
         finally:
             self._wait = None

@@ -1,0 +1,107 @@
+"""The CUDA driver's own launch, its arguments kept where it reads them: all that a repeated launch needs of a host.
+
+Triton's front end looks at every argument of every launch, and its launcher unpacks them one by one: that takes the
+host several times as long as a small exchange takes the GPU. Structures and numbers are those of cuda.h.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_SCRATCH_POINTERS = 2  # that Triton adds behind a kernel's own arguments; our kernels need no scratch memory
+_BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # of an argument, by Triton's name; 8 of a pointer
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("value", ctypes.c_uint64 * 8)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def _driver() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    library.cuFuncGetParamInfo.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+def _flatten(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments that a compiled kernel takes, with their types: tuples one by one, constants left out."""
+    for kind, value in zip(kinds, values, strict=False):  # constants follow the arguments
+        if isinstance(kind, tuple):
+            yield from _flatten(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
+def _takes(function: int, sizes: Sequence[int]) -> bool:
+    """Whether a kernel's arguments have these sizes in bytes, and there are no more."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+
+    def size_of(index: int) -> int:
+        return _driver().cuFuncGetParamInfo(function, index, ctypes.byref(offset), ctypes.byref(size)) or -size.value
+
+    return all(size_of(index) == -wanted for index, wanted in enumerate(sizes)) and size_of(len(sizes)) > 0
+
+
+class DriverLaunch:
+    """A compiled kernel on a grid, launched again and again with other last arguments.
+
+    Args:
+        compiled: Triton's CompiledKernel, loaded.
+        arguments: one set of arguments, nested as the kernel takes them; tensors stand for their addresses.
+        num_last: how many numbers, counted flat, change from launch to launch.
+    Errors: NotImplementedError where the driver and Triton do not agree on the arguments, or the driver is too old to
+    tell (before CUDA 12.4): then Triton's own launcher serves.
+    """
+
+    def __init__(self, compiled: Any, grid: int, arguments: Sequence[Any], *, num_last: int) -> None:
+        flat = list(_flatten(tuple(compiled.src.signature.values()), arguments))
+        sizes = [8 if kind.startswith("*") else _BYTES.get(kind, 0) for kind, _ in flat] + [8] * _SCRATCH_POINTERS
+        try:
+            self._launch, fits = _driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
+        except (AttributeError, OSError) as error:
+            raise NotImplementedError(f"the CUDA driver cannot say what a kernel takes: {error}") from None
+        metadata = compiled.metadata
+        if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise NotImplementedError(f"the kernel takes other arguments than {flat}")
+        self._kept, self._function = arguments, compiled.function
+        values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in flat]
+        self._cells = (ctypes.c_int64 * len(sizes))(*values, *[0] * _SCRATCH_POINTERS)  # a narrow one's low bytes count
+        self._last = slice(len(flat) - num_last, len(flat))
+        start = ctypes.addressof(self._cells)
+        self._parameters = (ctypes.c_void_p * len(sizes))(*range(start, start + 8 * len(sizes), 8))
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
+        self._config = _Config(
+            (grid, 1, 1),
+            (32 * metadata.num_warps, 1, 1),
+            metadata.shared,
+            None,
+            ctypes.pointer(self._attribute),
+            int(metadata.launch_pdl),
+        )
+        self._addresses = ctypes.addressof(self._config), self._function, ctypes.addressof(self._parameters), None
+
+    def __call__(self, last: list[int], stream: int) -> None:
+        """Launch with these last arguments on a stream of the current device. Local, no host sync."""
+        self._cells[self._last] = last  # type: ignore[assignment]
+        self._config.stream = stream
+        status = self._launch(*self._addresses)
+        if status:
+            raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")

@@ -1,0 +1,190 @@
+"""What rounds of a kind have in common: what their kernels are compiled for, and the shapes of a batch.
+
+Letters: T tokens on this rank, H hidden, K top-k, R ranks, M max_tokens_per_rank, L local experts, P physical experts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from ep_moe.config import ALIGNMENT, Layout, TransportConfig
+from ep_moe.layout import TokenRows
+from ep_moe.layout.frame import Frame, make_frame
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.routing import Routing
+from ep_moe.transport.nvlink.launch import Launch
+from ep_moe.transport.nvlink.payload import Payload
+from ep_moe.transport.nvlink.tuning import (
+    UNPLANNED_TOKENS,
+    WORD_TOKENS,
+    DispatchTuning,
+    Tuning,
+    awaited_words,
+    block_words,
+)
+
+BLOCK_TOKENS = 64  # whose ids are counted together, where there are many
+_ANNOUNCED = 1024  # (token, expert) pairs that an announcer compares at a time
+_FEWEST_TOKENS = 16  # that kernels are compiled for: fewer take no longer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that rounds of a kind have in common, found once."""
+
+    payload: Payload
+    fingerprint: int
+    layout: Layout
+    num_tokens: int  # T, the rows that are brought
+    how: str  # they are quantised on the way
+    unit: int  # numbers, or words, that strides of rows count
+    blocks: int  # of tokens whose ids are counted beforehand, 0 where each program counts all itself
+    announcers: int
+    programs: DispatchTuning
+    frame: Frame  # on no device: the shapes of the batch
+    x_shape: torch.Size  # of the batch's x, and of its scale
+    scale_shape: torch.Size
+    scale_strides: tuple[int, ...]
+    output_shape: tuple[int, ...]  # of the experts' output
+    strides: tuple[int, ...]  # `Sent.strides` where all is contiguous and the kernel quantises or nothing does
+    expected_rows: int
+    constants: dict[str, Any]  # of the dispatch kernel, but for its halves
+    dispatches: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
+    combines: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
+    kept: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # what batches of a slot share
+
+
+def kind_of(
+    x: torch.Tensor | Quantised,
+    routing: Routing,
+    layout: Layout,
+    scheme: QuantScheme,
+    num_tokens: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """All that a plan depends on and `check_dispatch` looks at, unless x is `Quantised`: that looks at more.
+
+    Layout and scheme go by identity: whoever keeps something for a kind keeps both.
+    """
+    values, ids = (x.values if isinstance(x, Quantised) else x), routing.topk_ids
+    counted = None if num_tokens is None else (num_tokens.shape, num_tokens.dtype, num_tokens.device)
+    sizes = values.shape, values.dtype, values.device, ids.shape, ids.dtype, ids.device
+    return (*sizes, id(layout), id(scheme), isinstance(x, Quantised), counted)
+
+
+def distinct_sizes(max_tokens: int) -> Iterator[int]:
+    """Numbers of tokens up to M that kernels differ for; all others have the kernels of the next one up."""
+    size = _FEWEST_TOKENS
+    sizes = {UNPLANNED_TOKENS, 1024, max_tokens}
+    while size < UNPLANNED_TOKENS:
+        sizes.add(size)
+        size *= 2
+    yield from sorted(size for size in sizes if size <= max_tokens)
+
+
+class Planner:
+    """Makes the plans of a transport's rounds on this rank."""
+
+    def __init__(
+        self, config: TransportConfig, placement: Placement, *, rank: int, tuning: Tuning, early: bool, max_experts: int
+    ) -> None:
+        self._config, self._placement, self._rank = config, placement, rank
+        self._tuning, self._early, self._max_experts = tuning, early, max_experts
+
+    def plan(
+        self, rows: int, num_topk: int, layout: Layout, scheme: QuantScheme, *, given: bool, counted: bool
+    ) -> Plan:
+        """The plan for so many rows of x, `given` in the scheme, `counted` by the device."""
+        config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
+        payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
+        how = "" if given or not scheme.quantised else payload.on_the_way
+        planned = rows > UNPLANNED_TOKENS
+        programs = self._tuning.dispatch(rows, num_ranks)
+        count = BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
+        share = max(min(triton.next_power_of_2(num_physical), _ANNOUNCED // count), 1)
+        words, row_words = block_words(payload.value_words, programs.word_block), block_words(payload.value_words)
+        if how:  # words are made of whole groups
+            words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
+        groups = triton.next_power_of_2(max(payload.num_groups, 1))
+        unit = ALIGNMENT if how else math.gcd(payload.value_words, 4)
+        constants = {
+            "H": config.hidden if how else payload.value_words,
+            "GROUP": payload.group if how else 1,
+            "G": payload.num_groups,
+            "GROUPS": groups,
+            "SENT_WORDS": row_words,
+            "WORD_BLOCK": words,
+            "WORD_GROUPS": words * 4 // payload.group if how else groups,
+            "TAKEN_WORDS": awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
+            "VALUE_WORDS": payload.value_words,
+            "UNIT": unit,
+            "ENTRY": 2 * config.max_topk,
+            "FENCED": programs.fenced,
+            "R": num_ranks,
+            "RANK": self._rank,
+            "STARTS": self._placement.starts,
+            "RANKS": triton.next_power_of_2(num_ranks),
+            "K": num_topk,
+            "COLUMNS": triton.next_power_of_2(num_topk),
+            "L": self._max_experts,
+            "EXPERTS": triton.next_power_of_2(self._max_experts),
+            "NEWS_WORDS": triton.next_power_of_2(self._max_experts + 2),
+            "TOKENS": count,
+            "COUNTED_EXPERTS": share,
+            "QUANTISE": how,
+            "COUNTED": counted,
+            "PLANNED": planned,
+            "BATCHED": layout is Layout.BATCHED,
+            "POOLED": layout is Layout.FLAT,
+            "WORDY": payload.wordy,
+            "TAKE_ROWS": not payload.wordy or config.max_tokens_per_rank > WORD_TOKENS,
+            "SEND_WORDS": payload.wordy and (counted or rows <= WORD_TOKENS),
+            "SEND_ROWS": not payload.wordy or rows > WORD_TOKENS,
+            "PDL": self._early,
+        }
+        frame = self._frame(payload, layout)
+        lead = 0 if layout is Layout.BATCHED else 1  # dimensions that a batch does not have
+        scale = torch.empty(0, 0, 0, device="meta") if frame.scale is None else frame.scale
+        return Plan(
+            payload=payload,
+            fingerprint=payload.fingerprint,
+            layout=layout,
+            num_tokens=rows,
+            how=how,
+            unit=unit,
+            blocks=triton.cdiv(rows, BLOCK_TOKENS) if planned else 0,
+            announcers=1 if planned else min(triton.cdiv(num_physical, share), programs.announcers),
+            programs=programs,
+            frame=frame,
+            x_shape=frame.x.shape[lead:],
+            scale_shape=scale.shape[lead:],
+            scale_strides=scale.stride()[lead:],
+            output_shape=(*frame.x.shape[lead:-1], config.hidden),
+            strides=(config.hidden // ALIGNMENT if how else payload.value_words // unit, 0, 0, num_topk, num_topk),
+            expected_rows=max(triton.cdiv(rows * num_ranks * num_topk, num_physical), 1),
+            constants=constants,
+        )
+
+    def _frame(self, payload: Payload, layout: Layout) -> Frame:
+        """The shapes of a batch, of tensors without memory."""
+        rows, scheme = self._placement.num_ranks * self._config.max_tokens_per_rank, payload.scheme
+        k, groups = payload.num_topk, payload.num_groups
+        shape = (rows, scheme.row_values(self._config.hidden))
+        pool = TokenRows(
+            x=torch.empty(shape, dtype=scheme.dtype or self._config.dtype, device="meta"),
+            scale=torch.empty(rows, groups, dtype=scheme.scale_dtype, device="meta") if groups else None,
+            local_topk_ids=torch.empty(rows, k, dtype=torch.int32, device="meta"),
+            topk_weights=torch.empty(rows, k, device="meta"),
+        )
+        return make_frame(
+            pool,
+            layout,
+            num_local_experts=self._placement.num_local_experts(self._rank),
+            capacity=rows,
+            alignment=self._config.row_alignment,
+            max_rows=None,
+        )
