@@ -376,6 +376,9 @@ def bench_transport_command(
     graph: Annotated[
         bool, typer.Option("--graph/--eager", help="Replay CUDA graphs, or call; collective and local are called.")
     ] = _TRANSPORT.graph,
+    num_sms: Annotated[
+        int, typer.Option(help="The most multiprocessors that a kernel of nvlink takes; 0 sets no limit.")
+    ] = _TRANSPORT.num_sms,
     transport: Annotated[list[str], typer.Option(help=f"May be given again: {', '.join(_NAMES['transport'])}.")] = list(  # noqa: B006
         _TRANSPORT.transports
     ),
@@ -397,6 +400,7 @@ def bench_transport_command(
         num_experts=num_experts,
         routing=routing,
         graph=graph,
+        num_sms=num_sms,
         transports=tuple(transport),
         seed=seed,
         warmup=warmup,

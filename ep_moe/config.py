@@ -229,6 +229,8 @@ class TransportConfig:
         max_topk: the most experts of a token, in any round.
         on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and
             their experts, where the transport can.
+        num_sms: the most multiprocessors of a GPU that a launch of an exchange kernel takes, so that others have room
+            beside it; 0 takes what is fastest. `collective` leaves that to NCCL.
         kinds: rounds whose kernels a transport that has any compiles and loads when it is made; those of others compile
             in the first such round, while the other ranks wait for this one.
     """
@@ -240,6 +242,7 @@ class TransportConfig:
     row_alignment: int = 16
     max_topk: int = 32
     on_peer_loss: str = "raise"
+    num_sms: int = 0
     kinds: tuple[RoundKind, ...] = ()
 
     def __post_init__(self) -> None:
@@ -253,6 +256,7 @@ class TransportConfig:
         _require(self.row_alignment >= 1, f"row_alignment ({self.row_alignment}) must be at least 1")
         _require(self.max_topk >= 1, f"max_topk ({self.max_topk}) must be at least 1")
         _require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
+        _require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
         for kind in self.kinds:
             _require(
                 1 <= kind.num_topk <= self.max_topk,

@@ -140,7 +140,7 @@ def test_unknown_and_missing_keys_are_named(tmp_path: Path) -> None:
 CONTRACT = {
     *("bench", "date", "commit", "gpu", "world_size", "versions", "command", "sweep", "baselines"),
     *("transport", "tokens", "hidden", "num_topk", "num_experts", "layout", "payload", "dtype", "graph", "routing"),
-    *("dispatch_us", "combine_us", "sum_us", "wire_bytes", "wire_gbs", "floor_share_ratio"),
+    *("num_sms", "dispatch_us", "combine_us", "sum_us", "wire_bytes", "wire_gbs", "floor_share_ratio"),
 }
 
 
@@ -156,6 +156,7 @@ def make_exchange_record(**changes: Any) -> Record:
             "dtype": "bfloat16",
             "graph": True,
             "routing": "uniform",
+            "num_sms": 0,
             "nodes": 1,
             "seed": 0,
             "warmup": 5,
@@ -711,7 +712,7 @@ def test_routings_of_the_exchange(name: str) -> None:
 
 def test_the_standard_suite_changes_one_thing_at_a_time() -> None:
     points = TransportBenchConfig(suite="standard").points
-    assert len(set(points)) == len(points) == 17
+    assert len(set(points)) == len(points) == 21
     assert [(point.tokens, point.layout.value) for point in points[:5]] == [
         *((tokens, "batched") for tokens in (1, 16, 128, 512)),
         (4096, "compact"),
@@ -720,7 +721,7 @@ def test_the_standard_suite_changes_one_thing_at_a_time() -> None:
     assert base == TransportPoint(tokens=128, hidden=7168, num_topk=8, num_experts=256, layout=Layout.BATCHED)
     changes = [
         {field.name: getattr(point, field.name)}
-        for point in points[5:]
+        for point in points[5:-4]
         for field in dataclasses.fields(point)
         if getattr(point, field.name) != getattr(base, field.name)
     ]
@@ -733,6 +734,8 @@ def test_the_standard_suite_changes_one_thing_at_a_time() -> None:
         {"routing": "skewed"},
         {"graph": False},
     ]
+    assert points[-4:] == tuple(dataclasses.replace(points[4], num_sms=number) for number in (16, 32, 64, 128))
+    assert points[-1].config(torch.bfloat16).num_sms == 128
     assert [point.config(torch.bfloat16).max_tokens_per_rank for point in points[:2]] == [8, 16]
     # of 128 tokens about 0.9 go to each of 3 other ranks, which is 7.0 us and 13.4 us at 370 GB/s
     assert 128 * 0.9035 * 3 * base.row_bytes(torch.bfloat16) / 370e3 == pytest.approx(7.0, rel=0.01)
@@ -1062,7 +1065,7 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
     text = (tmp_path / "docs" / "BENCHMARKS.md").read_text()
     assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## The exchange", "### 4 x Abacus 9", "### 2 x Abacus 9"]
     assert "![The exchange](rows/transport.png)" in text
-    assert "All rows: transport nvlink, top-k 8, experts 256, payload fp8_block, dtype bfloat16, nodes 1" in text
+    assert "All rows: transport nvlink, top-k 8, experts 256, payload fp8_block, dtype bfloat16, SMs 0, nodes 1" in text
     assert "| 1 | 2026-11-22 | 4096 | 7168 | compact | uniform | True | 20.5 | 25.5 | 800.0 |" in text
     assert "| 61.25 | 33.5 | 7,562,000 | 151.2 | 0.4088 | 40 | 60 | 99 | 1.98 |" in text
 

@@ -45,6 +45,7 @@ def transport(**changes: Any) -> TransportConfig:
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "method_9": (routing, {"method": 9}, "routing method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
+    "num_sms": (transport, {"num_sms": 2}, "num_sms (2) must be 0 or at least 3"),
     "kind_topk": (
         transport,
         {"max_topk": 4, "kinds": (RoundKind(num_topk=5),)},

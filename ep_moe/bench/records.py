@@ -39,6 +39,7 @@ FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
             "dtype",
             "graph",
             "routing",
+            "num_sms",
             "nodes",
             "seed",
             "warmup",

@@ -104,6 +104,7 @@ COLUMNS = {
         ("dtype", "setup.dtype"),
         ("routing", "setup.routing"),
         ("graph", "setup.graph"),
+        ("SMs", "setup.num_sms"),
         ("nodes", "setup.nodes"),
         *_RUN,
         ("dispatch us", "figures.dispatch_us"),

@@ -272,6 +272,7 @@ class _TransportBench:
             "dtype": self._dtype_name,
             "graph": point.graph,
             "routing": point.routing,
+            "num_sms": point.num_sms,
             "nodes": self._nodes,
             "seed": self._config.seed,
             "warmup": self._config.warmup,

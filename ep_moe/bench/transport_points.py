@@ -25,6 +25,7 @@ class TransportPoint:
         tokens: T. hidden: H. num_topk: K, of num_experts: E.
         layout: of the batch. payload: name of a scheme. routing: a name of ROUTINGS.
         graph: a CUDA graph is replayed, where the transport can be captured and there is a GPU.
+        num_sms: as of `TransportConfig`.
     Errors: ValueError names the value and the limit.
     """
 
@@ -36,6 +37,7 @@ class TransportPoint:
     payload: str = "fp8_block"
     routing: str = "uniform"
     graph: bool = True
+    num_sms: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -54,6 +56,7 @@ class TransportPoint:
             max_tokens_per_rank=max(self.tokens, LEAST_MAX_TOKENS),
             dtype=dtype,
             max_topk=self.num_topk,
+            num_sms=self.num_sms,
         )
 
     def row_bytes(self, dtype: torch.dtype) -> int:
@@ -71,10 +74,11 @@ def _standard_points() -> tuple[TransportPoint, ...]:
     changes += [{"hidden": hidden} for hidden in (2048, 2880, 4096)]
     changes += [{"num_topk": num_topk} for num_topk in (1, 4, 6, 10)]
     changes += [{"routing": "skewed"}, {"graph": False}]
+    changes += [{"tokens": 4096, "layout": Layout.COMPACT, "num_sms": num_sms} for num_sms in (16, 32, 64, 128)]
     return tuple(dataclasses.replace(_BASE, **change) for change in changes)
 
 
-# From 1 to 4096 tokens, then from 128 tokens one thing changed at a time.
+# From 1 to 4096 tokens; then from 128 tokens one thing changed at a time; then 4096 tokens on fewer processors.
 SUITES = {"standard": _standard_points()}
 
 
@@ -85,7 +89,7 @@ class TransportBenchConfig:
     Args:
         suite: a name of SUITES, whose points are measured; "" measures all combinations of what follows.
         tokens, layouts, payloads: one measurement for each combination.
-        hidden, num_topk, num_experts, routing, graph: of all of them, as of `TransportPoint`.
+        hidden, num_topk, num_experts, routing, graph, num_sms: of all of them, as of `TransportPoint`.
         transports: by name, each measured on all points.
         seed: of tokens, ids and weights.
         warmup, repeats: replays, or eager pairs, before the timed ones, and these.
@@ -101,6 +105,7 @@ class TransportBenchConfig:
     num_experts: int = _BASE.num_experts
     routing: str = _BASE.routing
     graph: bool = _BASE.graph
+    num_sms: int = _BASE.num_sms
     transports: tuple[str, ...] = ("auto",)
     seed: int = 0
     warmup: int = 5
@@ -144,6 +149,7 @@ class TransportBenchConfig:
                 payload=payload,
                 routing=self.routing,
                 graph=self.graph,
+                num_sms=self.num_sms,
             )
             for layout, payload, tokens in itertools.product(self.layouts, self.payloads, self.tokens)
         )

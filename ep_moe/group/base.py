@@ -3,7 +3,7 @@
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -236,15 +236,6 @@ class EPGroup:
         if self._watch is None:
             return PeerLostError(ranks, phase, round, reason)
         return self._watch.publish(ranks, phase, round, reason)
-
-    def before_abort(self, call: Callable[[], None]) -> None:
-        """Have a bound method called while its object lives, once the group has failed and before NCCL aborts.
-
-        CUDA may hold an abort back, and all that comes after it, until kernels of others that wait for the lost rank
-        have ended: whoever has such kernels ends their waits in this call. Local.
-        """
-        if self._watch is not None:
-            self._watch.before_abort(call)
 
     @property
     def failure(self) -> PeerLostError | None:

@@ -6,8 +6,6 @@ import logging
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -59,7 +57,6 @@ class Watch:
         self._abort_thread: threading.Thread | None = None
         self._aborts = False
         self._proposal: PeerLostError | None = None
-        self._before_abort: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._deaths: dict[int, str] = {}  # rank -> how, of those that the launcher saw die before they left
         self._turns = 0
         self._looked_at = time.monotonic()
@@ -78,10 +75,6 @@ class Watch:
         """Read the process group's count of collectives; abort it when the group fails."""
         self._aborts = abort_on_failure
         self._process_group = process_group
-
-    def before_abort(self, call: Callable[[], None]) -> None:
-        """See `EPGroup.before_abort`."""
-        self._before_abort.append(weakref.WeakMethod(call))
 
     def lost(self) -> bool:
         """Whether the group has failed."""
@@ -349,10 +342,6 @@ class Watch:
     def _abort(self) -> None:
         process_group = self._process_group
         try:
-            for reference in self._before_abort:
-                call = reference()
-                if call is not None:
-                    call()
             if process_group is not None:
                 process_group.abort()  # ends NCCL kernels that wait for the lost rank
         except RuntimeError as error:

@@ -188,7 +188,7 @@ def _sum_rows(
             probe = tl.load(returned_ptr + (rank * slots + token) * H + last, mask=sent_by, other=0, volatile=True)
             late = sent_by & (probe == EMPTY)
             suspect = tl.max(tl.where(late, rank, 0), 0)
-            waiting = agree(late, trouble(links.abort_ptr, start, looks, patience))
+            waiting = agree(late, trouble(links, start, looks, patience))
             if waiting == 0:
                 total = tl.zeros([BLOCK], tl.float32)
                 missing = tl.zeros([BLOCK], tl.int32) - 1
@@ -199,7 +199,7 @@ def _sum_rows(
                     missing = tl.where(bits == EMPTY, r, missing)
                     total = total + bits.to(dtype, bitcast=True).to(tl.float32)
                 suspect = tl.maximum(tl.max(missing, 0), 0)
-                waiting = agree(missing >= 0, trouble(links.abort_ptr, start, looks, patience))
+                waiting = agree(missing >= 0, trouble(links, start, looks, patience))
                 if waiting == 0:
                     if SHARED:
                         shared_row_ptr = shared_ptr + token * shared_stride * UNIT
@@ -212,7 +212,7 @@ def _sum_rows(
             looks += 1
             if waiting >= OVER:
                 if waiting >= IMPATIENT:
-                    give_up(links.abort_ptr, links.aborts_ptr, COMBINE, epoch, suspect, R)
+                    give_up(links, COMBINE, epoch, suspect, R)
                 waiting, alive = waiting * 0, alive * 0
             elif waiting > 0:
                 pause()
@@ -310,8 +310,7 @@ def _combine_kernel(
                     (index < R) & is_active(active, index),
                     index,
                     epoch,
-                    links.abort_ptr,
-                    links.aborts_ptr,
+                    links,
                     patience,
                     COMBINE,
                     own.waited_ptr,

@@ -218,7 +218,7 @@ def _take_words(
             missing += tl.max((needed & mask & (epoch_of(scales) != epoch)).to(tl.int32), 0)
             scale = payload_of(scales).to(batch.out_scale_ptr.dtype.element_ty, bitcast=True)
         late_values = needed & (word < VALUE_WORDS) & (epoch_of(values) != epoch)
-        waiting = agree(late_values | (missing > 0), trouble(links.abort_ptr, start, looks, patience))
+        waiting = agree(late_values | (missing > 0), trouble(links, start, looks, patience))
         looks += 1
         if waiting == 0:
             _write_token(
@@ -246,7 +246,7 @@ def _take_words(
             here += 1
         elif waiting >= OVER:
             if waiting >= IMPATIENT:
-                give_up(links.abort_ptr, links.aborts_ptr, DISPATCH, epoch, source, R)
+                give_up(links, DISPATCH, epoch, source, R)
             waiting = waiting * 0
         else:
             pause()
@@ -282,7 +282,7 @@ def _take_row(
     word = block * WORDS + tl.arange(0, WORDS)
     base = links.bases[RANK]
     flag_ptr = region(base, links, FLAGS, tl.int64) + slot
-    present = wait_for_flag(flag_ptr, source, epoch, links.abort_ptr, links.aborts_ptr, patience, DISPATCH, R)
+    present = wait_for_flag(flag_ptr, source, epoch, links, patience, DISPATCH, R)
     if present > 0:
         entry_ptr = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
         entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
@@ -400,8 +400,7 @@ def receive(
             (word // NEWS_WORDS < R) & (word % NEWS_WORDS < num_experts + 2) & is_active(active, word // NEWS_WORDS),
             word // NEWS_WORDS,
             epoch,
-            links.abort_ptr,
-            links.aborts_ptr,
+            links,
             patience,
             DISPATCH,
             own.waited_ptr,

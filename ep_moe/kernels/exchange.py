@@ -51,6 +51,7 @@ class Links(NamedTuple):
     offsets: tuple[int, ...]  # of the regions in it
     aborts_ptr: Any  # [R] int64, addresses of every rank's abort word
     abort_ptr: Any  # [1] int64, this rank's own
+    urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
 
 
 class Own(NamedTuple):

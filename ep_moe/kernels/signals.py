@@ -12,7 +12,7 @@ tells all others whom it suspects, and they take that over.
 Rule: what may change while it is looked at decides nothing before all warps of a program agree on it (`agree`): warps
 that part ways never meet again.
 
-Letters: R ranks.
+Functions that take `links` read of it what tells of aborts (`ep_moe.kernels.exchange.Links`). Letters: R ranks.
 """
 
 import triton
@@ -25,6 +25,7 @@ COMBINE = tl.constexpr(1)
 LATE = tl.constexpr(1)  # what a look finds, added up
 OVER = tl.constexpr(2)
 IMPATIENT = tl.constexpr(4)
+SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # looks at the host's memory: one of these plus one
 SPREAD = tl.constexpr(256)  # elements that are spread over all threads of a program, of 8 warps at most
 
 
@@ -84,17 +85,17 @@ def wait_for_launch(PDL: tl.constexpr):
 
 
 @triton.jit
-def give_up(abort_ptr, aborts_ptr, phase, epoch, suspect, R: tl.constexpr):
+def give_up(links, phase, epoch, suspect, R: tl.constexpr):
     """Say that `suspect` did not answer in a phase of a round. What was said first stays, here and at every rank.
 
     The word is (epoch, suspect + 1 + 256 * phase). Compare-and-swap at system scope, relaxed: nothing else hangs on it.
     """
     word = make_word(epoch, (suspect + 1 + 256 * phase).to(tl.int32))
     zero = tl.zeros([], tl.int64)
-    first = tl.atomic_cas(abort_ptr, zero, word, sem="relaxed", scope="sys")
+    first = tl.atomic_cas(links.abort_ptr, zero, word, sem="relaxed", scope="sys")
     if first == 0:
         for r in tl.static_range(R):
-            peer = as_pointer(tl.load(aborts_ptr + r), tl.int64)
+            peer = as_pointer(tl.load(links.aborts_ptr + r), tl.int64)
             tl.atomic_cas(peer, zero, word, sem="relaxed", scope="sys")
 
 
@@ -114,9 +115,16 @@ def out_of_patience(start, looks, patience):
 
 
 @triton.jit
-def trouble(abort_ptr, start, looks, patience):
-    """What may end a wait, as one warp sees it: OVER where a rank has given up, IMPATIENT, both or 0."""
-    over = tl.where(tl.load(abort_ptr, volatile=True) != 0, OVER, 0)
+def trouble(links, start, looks, patience):
+    """What may end a wait, as one warp sees it: OVER where a rank has given up, IMPATIENT, both or 0.
+
+    Now and then, for it is far away, the word of this rank's host is looked at too, and taken over unless a rank has
+    given up already: the next look finds it.
+    """
+    abort = tl.load(links.abort_ptr, volatile=True)
+    urgent = tl.load(links.urgent_ptr, mask=(looks & SELDOM) == SELDOM, other=0, volatile=True)
+    tl.store(links.abort_ptr, urgent, mask=(urgent != 0) & (abort == 0))
+    over = tl.where(abort != 0, OVER, 0)
     return over + tl.where(out_of_patience(start, looks, patience), IMPATIENT, 0)
 
 
@@ -142,8 +150,7 @@ def wait_for_words(
     mask,  # [N], which of them are waited for
     sources,  # [N] int32, the rank that writes each
     epoch,
-    abort_ptr,
-    aborts_ptr,
+    links,
     patience,
     phase,
     waited_ptr,  # [R] int64, out where `measure`: nanoseconds until the words of each rank were there
@@ -157,14 +164,14 @@ def wait_for_words(
     while waiting > 0:
         word = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
         late = mask & (epoch_of(word) != epoch)
-        waiting = agree(late, trouble(abort_ptr, start, looks, patience))
+        waiting = agree(late, trouble(links, start, looks, patience))
         here = (waiting == 0).to(tl.int32)
         looks += 1
         if measure:
             tl.store(waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
         if waiting >= OVER:
             if waiting >= IMPATIENT:
-                give_up(abort_ptr, aborts_ptr, phase, epoch, tl.min(tl.where(late, sources, R), 0), R)
+                give_up(links, phase, epoch, tl.min(tl.where(late, sources, R), 0), R)
             waiting = waiting * 0
         elif waiting > 0:
             pause()
@@ -172,7 +179,7 @@ def wait_for_words(
 
 
 @triton.jit
-def wait_for_flag(flag_ptr, source, epoch, abort_ptr, aborts_ptr, patience, phase, R: tl.constexpr):
+def wait_for_flag(flag_ptr, source, epoch, links, patience, phase, R: tl.constexpr):
     """Wait until a word carries `epoch`; returns its payload, or -1 where the exchange is over.
 
     Acquire at system scope by one thread, which then meets the others: what the writer stored before its fence may be
@@ -186,11 +193,11 @@ def wait_for_flag(flag_ptr, source, epoch, abort_ptr, aborts_ptr, patience, phas
         payload = tl.where(epoch_of(word) != epoch, -1, payload_of(word))
         waiting = (epoch_of(word) != epoch).to(tl.int32)
         if waiting > 0:
-            waiting = agree(everywhere, trouble(abort_ptr, start, looks, patience))
+            waiting = agree(everywhere, trouble(links, start, looks, patience))
             looks += 1
             if waiting >= OVER:
                 if waiting >= IMPATIENT:
-                    give_up(abort_ptr, aborts_ptr, phase, epoch, source, R)
+                    give_up(links, phase, epoch, source, R)
                 waiting = waiting * 0
             else:
                 pause()

@@ -72,10 +72,12 @@ class Exchange:
         self.num_ranks = placement.num_ranks
         self.num_local = placement.num_local_experts(rank)
         self._num_physical = placement.num_physical
-        self.tuning = Tuning(most_receivers=most_receivers)
+        self.tuning = Tuning(most_receivers=most_receivers, num_sms=config.num_sms)
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # where a kernel reads nothing
         self._unscaled = torch.zeros(4, device=device)
-        self._links = [Links(slot.peers, memory.offsets, memory.aborts, memory.abort) for slot in memory.slots]
+        self._links = [
+            Links(slot.peers, memory.offsets, memory.aborts, memory.abort, memory.urgent) for slot in memory.slots
+        ]
         self._own = [
             Own(
                 slot.state,

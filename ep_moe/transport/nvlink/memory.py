@@ -105,9 +105,7 @@ class ExchangeMemory:
         for slot in range(config.num_slots):
             peers = tuple(address + slot * slot_bytes for address in self.buffer.addresses)
             self.slots.append(self._make_slot(config, slot * slot_bytes, num_ranks, peers, device))
-        self._urgent, self._word = None, torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        if device.type == "cuda":
-            self._urgent = torch.cuda.Stream(device, priority=-1)
+        self.urgent = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.reset((True,) * num_ranks, (0,) * config.num_slots)
         group.barrier()  # nobody sends results before all ones stand everywhere
 
@@ -155,6 +153,7 @@ class ExchangeMemory:
             slot.returned.fill_(0xFF)
             slot.state[device_code.ACTIVE.value] = bits
             slot.state[device_code.RESUME.value] = epoch
+        self.urgent[0] = 0
         self.abort.zero_()
 
     def begun(self) -> tuple[int, ...]:
@@ -168,14 +167,8 @@ class ExchangeMemory:
             slot.state[device_code.DONE.value] = epoch
 
     def end_waits(self, word: int) -> None:
-        """Write a word into this rank's own abort cell, past all that it has launched. Local; waits for that copy."""
-        if self._urgent is None:
-            self.abort[0] = word
-            return
-        self._word[0] = word
-        with torch.cuda.stream(self._urgent):
-            self.abort.copy_(self._word, non_blocking=True)
-        self._urgent.synchronize()
+        """Have all waits of this rank end with an abort word. Local; no call of CUDA's, which may wait for them."""
+        self.urgent[0] = word
 
     def destroy(self) -> None:
         """Free everything. Local; calling it twice is fine."""

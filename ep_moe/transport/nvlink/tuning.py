@@ -14,6 +14,7 @@ from ep_moe.kernels.numerics import INTERPRET
 WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
 _NCCL_PROCESSORS = 32  # that NCCL's kernels may take for themselves
 _PROGRAMS_PER_PROCESSOR = 3  # of 4 warps and 168 registers a thread
+MANY = 2**30  # programs, where nothing limits them
 UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
 
 
@@ -49,9 +50,11 @@ class Tuning:
     Args:
         most_receivers: of one launch, so that the waiting programs of all slots fit on the GPU beside NCCL's. Senders
             do not wait: they need no room of their own.
+        num_sms: programs of one launch at most, which never take more multiprocessors than that; 0 sets no limit.
     """
 
     most_receivers: int
+    num_sms: int = 0
 
     def dispatch(self, num_tokens: int, num_ranks: int) -> DispatchTuning:
         """For T tokens of this rank at most."""
@@ -60,10 +63,11 @@ class Tuning:
                 announcers=1, senders=1, receivers=1, num_warps=4, fenced=2, word_block=512, taken_block=1024
             )
         words = num_tokens <= WORD_TOKENS
+        announcers = min(32, self._share(8))
         return DispatchTuning(
-            announcers=32,
-            senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132),
-            receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers),
+            announcers=announcers,
+            senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132, self._share(2, announcers)),
+            receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers, self._share(2, announcers)),
             num_warps=4,
             fenced=1 if num_tokens <= UNPLANNED_TOKENS else 2 if num_tokens <= 1024 else 4,
             word_block=512,
@@ -76,13 +80,17 @@ class Tuning:
             return CombineTuning(senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, together=2)
         block = 1024 if num_tokens <= WORD_TOKENS else 2048
         return CombineTuning(
-            senders=min(max(num_tokens * num_ranks * 4, 32), 264 if num_tokens <= 1024 else 200),
-            receivers=min(max(num_tokens * 7, 8), 264, self.most_receivers),
+            senders=min(max(num_tokens * num_ranks * 4, 32), 264 if num_tokens <= 1024 else 200, self._share(2)),
+            receivers=min(max(num_tokens * 7, 8), 264, self.most_receivers, self._share(2)),
             num_warps=4,
             sent_block=block,
             summed_block=block,
             together=4,
         )
+
+    def _share(self, parts: int, taken: int = 0) -> int:
+        """One of so many parts of the programs that a launch may have, but for those that are taken."""
+        return max((self.num_sms - taken) // parts, 1) if self.num_sms else MANY
 
 
 def block_words(row_words: int, most: int = 2**30) -> int:

@@ -1,8 +1,8 @@
 """The thread that ends a rank's waits on the device once they are known to be in vain.
 
 A wait in a kernel ends by itself, after the whole timeout. The group often knows earlier that a rank is lost: then the
-thread writes into this rank's own abort cell, and all kernels that wait give up. Under the interpreter, which has no
-timer, the thread keeps the time too.
+thread writes a word of the host's memory, which kernels look at, and all that wait give up. It calls nothing of CUDA's:
+a call may wait behind these very kernels. Under the interpreter, which has no timer, the thread keeps the time too.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Watchdog:
         members: where rounds go on without lost ranks, else None.
 
     Attributes:
-        lock: held while the abort cell is written; whoever forgets an abort holds it too.
+        lock: held while that word is written; whoever forgets an abort holds it too.
         ended: whether the waits of this rank were ended, since `restart`.
         suspects: the ranks that they were ended for.
     """
@@ -49,7 +49,6 @@ class Watchdog:
             target=_run, args=(weakref.ref(self), self._stop, period), name="ep_moe-watchdog", daemon=True
         )
         if group.num_ranks > 1:
-            group.before_abort(self.look)
             self._thread.start()
 
     def waiting(self, phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
@@ -91,7 +90,7 @@ class Watchdog:
         return tuple(rank for rank in ranks if self._members.active[rank])
 
     def end(self, suspects: tuple[int, ...], turn: int | None = None) -> None:
-        """End this rank's waits, unless it has gone on since `turn`. Local; waits for one word's copy to the device."""
+        """End this rank's waits, unless it has gone on since `turn`. Local."""
         with self.lock:
             if self.ended or turn not in (None, self._turn):
                 return
