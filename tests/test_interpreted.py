@@ -1,24 +1,19 @@
 """Every file of `interpreted/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import apart
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.timeout(900)  # it may wait for others
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.apart(FOLDER / name)) for name in FILES])
 def test_kernels_in_the_interpreter(name: str) -> None:
-    command = [sys.executable, "-m", "pytest", str(FOLDER / name), "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=280
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    code, said = apart.outcome(FOLDER / name)
+    assert code == 0, said
 
 
 def test_there_are_files() -> None:

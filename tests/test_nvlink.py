@@ -1,31 +1,32 @@
 """Every file of `nvlink/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import apart
 import pytest
 
+from ep_moe.transport.nvlink.driver import _flatten
 from ep_moe.transport.nvlink.tuning import Tuning
 
 FOLDER = Path(__file__).parent / "nvlink"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.timeout(900)  # it may wait for others
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.apart(FOLDER / name)) for name in FILES])
 def test_the_transport_in_the_interpreter(name: str) -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", str(FOLDER / name), "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=290
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    code, said = apart.outcome(FOLDER / name)
+    assert code == 0, said
 
 
 def test_there_are_files() -> None:
     assert FILES
+
+
+def test_constants_are_no_arguments_of_a_compiled_kernel() -> None:
+    kinds = ("*i32", ("i64", "constexpr", ("i32", "constexpr")), "i32", "constexpr", "constexpr")
+    values = ("x", (2**40, 1, (-3, 1)), 5)
+    assert list(_flatten(kinds, values)) == [("*i32", "x"), ("i64", 2**40), ("i32", -3), ("i32", 5)]
 
 
 @pytest.mark.parametrize("num_sms", [3, 16, 100])

@@ -9,7 +9,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_NO_CONTEXT = 201  # of CUresult
 _SCRATCH_POINTERS = 2  # that Triton adds behind a kernel's own arguments; our kernels need no scratch memory
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # of an argument, by Triton's name; 8 of a pointer
 
@@ -103,5 +106,8 @@ class DriverLaunch:
         self._cells[self._last] = last  # type: ignore[assignment]
         self._config.stream = stream
         status = self._launch(*self._addresses)
+        if status == _NO_CONTEXT:  # in a thread that has not used CUDA yet: a kernel of torch's gives it one
+            torch.zeros(1, device="cuda")
+            status = self._launch(*self._addresses)
         if status:
             raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")

@@ -36,6 +36,7 @@ _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
 _REGISTERS = 168  # of a thread, so that three programs of 4 warps share a processor; fewer spill
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
+_MOST_PLANS = 512
 _MOST_COMPILERS = 8  # threads that compile at a time
 
 
@@ -124,6 +125,8 @@ class Exchange:
         plan = self._planner.plan(
             rows, num_topk, layout, scheme, given=isinstance(x, Quantised), counted=num_tokens is not None
         )
+        if len(self._plans) >= _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]  # the oldest: prefill brings any T
         self._plans[kind] = plan
         return plan
 

@@ -1,0 +1,67 @@
+"""Test files that need an environment of their own: they run beside the other tests, from the start of the session.
+
+A test of such a file has the mark `apart(path)` and asks for its `outcome(path)`. Many tests wait, for ranks or for time
+to pass, and leave a core to these files, which take it with less priority.
+"""
+
+import concurrent.futures
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+SECS = 600.0  # that a file may take
+LESS_PRIORITY = ("nice", "-n", "5")
+
+_files: dict[Path, "concurrent.futures.Future[tuple[int, str]]"] = {}
+_running: set["subprocess.Popen[str]"] = set()
+_lock = threading.Lock()
+_ended = threading.Event()
+_pools: list[concurrent.futures.ThreadPoolExecutor] = []
+
+
+def start(paths: Iterable[Path], *, alone: bool) -> None:
+    """Run these files, as many at a time as there are cores; one core fewer unless they are `alone`."""
+    cores = len(os.sched_getaffinity(0))
+    pool = concurrent.futures.ThreadPoolExecutor(max(cores if alone else cores - 1, 1))
+    _pools.append(pool)
+    _files.update((path, pool.submit(_run, path)) for path in dict.fromkeys(paths))
+
+
+def outcome(path: Path) -> tuple[int, str]:
+    """The exit code of a file's tests and the end of what they print."""
+    return _files[path].result()
+
+
+def stop() -> None:
+    """End what still runs."""
+    _ended.set()
+    for pool in _pools:
+        pool.shutdown(wait=False, cancel_futures=True)
+    with _lock:
+        for process in _running:
+            process.terminate()
+
+
+def _run(path: Path) -> tuple[int, str]:
+    command = [*LESS_PRIORITY, sys.executable, "-m", "pytest", str(path), "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with _lock:
+        if _ended.is_set():
+            return 1, "the tests have ended"
+        process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent, **pipes)
+        _running.add(process)
+    try:
+        with process:
+            said, _ = process.communicate(timeout=SECS)
+            return process.returncode, said[-8000:]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return 1, f"{path.name} takes more than {SECS:g} s"
+    finally:
+        with _lock, contextlib.suppress(KeyError):
+            _running.remove(process)
