@@ -1,7 +1,7 @@
 """Test files that need an environment of their own: they run beside the other tests, from the start of the session.
 
-A test of such a file has the mark `apart(path)` and asks for its `outcome(path)`. Many tests wait, for ranks or for time
-to pass, and leave a core to these files, which take it with less priority.
+A test of such a file has the mark `apart(path)` and asks for its `outcome(path)`. Many tests wait, for ranks or for
+time to pass, and leave a core to these files, which take it with less priority.
 """
 
 import concurrent.futures
