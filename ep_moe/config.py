@@ -204,7 +204,8 @@ class RoundKind:
         ids_dtype: of topk_ids, torch.int32 or torch.int64.
         counted: `num_tokens` is given.
         shared_dtype: of `shared` in the combine, None where there is none.
-        halves: send and receive are called apart.
+        split_dispatch: dispatch_send and dispatch_recv are called apart, as a layer with shared experts does.
+        split_combine: combine_send and combine_recv are.
     """
 
     num_topk: int
@@ -213,7 +214,20 @@ class RoundKind:
     ids_dtype: torch.dtype = torch.int32
     counted: bool = False
     shared_dtype: torch.dtype | None = None
-    halves: bool = False
+    split_dispatch: bool = False
+    split_combine: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", _coerce(Layout, self.layout, "layout"))
+        _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
+        _require(
+            self.ids_dtype in (torch.int32, torch.int64),
+            f"ids_dtype ({self.ids_dtype}) is not torch.int32 or torch.int64",
+        )
+        _require(
+            self.shared_dtype is None or self.shared_dtype in DTYPES.values(),
+            f"shared_dtype ({self.shared_dtype}) is not one of {', '.join(DTYPES)}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,8 +243,8 @@ class TransportConfig:
         max_topk: the most experts of a token, in any round.
         on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and
             their experts, where the transport can.
-        num_sms: the most multiprocessors of a GPU that a launch of an exchange kernel takes, so that others have room
-            beside it; 0 takes what is fastest. `collective` leaves that to NCCL.
+        num_sms: the most multiprocessors of a GPU that a launch which moves tokens takes, so that others have room;
+            0 takes what is fastest. `collective` leaves that to NCCL.
         kinds: rounds whose kernels a transport that has any compiles and loads when it is made; those of others compile
             in the first such round, while the other ranks wait for this one.
     """
@@ -259,8 +273,8 @@ class TransportConfig:
         _require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
         for kind in self.kinds:
             _require(
-                1 <= kind.num_topk <= self.max_topk,
-                f"num_topk ({kind.num_topk}) of a kind is not in [1, max_topk ({self.max_topk})]",
+                kind.num_topk <= self.max_topk,
+                f"num_topk ({kind.num_topk}) of a kind exceeds max_topk ({self.max_topk})",
             )
 
 

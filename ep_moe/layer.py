@@ -157,14 +157,15 @@ class ExpertParallelMoE(torch.nn.Module):
                 x, routing = self._prepare(hidden_states, router, named)
             except ValueError as error:
                 transport.refuse(error)
-        shared = None
-        try:
+        shared = dispatched = None
+        with self.phases.phase("dispatch"):
             if self.shared_experts is None:
-                with self.phases.phase("dispatch"):
-                    dispatched = transport.dispatch(x, routing, layout=self.config.layout, scheme=self.scheme)
+                dispatched = transport.dispatch(x, routing, layout=self.config.layout, scheme=self.scheme)
             else:
-                with self.phases.phase("dispatch"):
-                    transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+                transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+        try:
+            if dispatched is None:
+                assert self.shared_experts is not None
                 with self.phases.phase("shared"):
                     shared = self.shared_experts(hidden_states)
                 with self.phases.phase("dispatch"):

@@ -56,11 +56,11 @@ def _run(path: Path) -> tuple[int, str]:
         process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent, **pipes)
         _running.add(process)
     try:
-        with process:
-            said, _ = process.communicate(timeout=SECS)
-            return process.returncode, said[-8000:]
+        said, _ = process.communicate(timeout=SECS)
+        return process.returncode, said[-8000:]
     except subprocess.TimeoutExpired:
         process.kill()
+        process.communicate()
         return 1, f"{path.name} takes more than {SECS:g} s"
     finally:
         with _lock, contextlib.suppress(KeyError):

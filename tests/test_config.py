@@ -45,11 +45,14 @@ def transport(**changes: Any) -> TransportConfig:
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "method_9": (routing, {"method": 9}, "routing method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
+    "kind_ids": (RoundKind, {"num_topk": 1, "ids_dtype": torch.int16}, "ids_dtype (torch.int16) is not torch.int32"),
+    "kind_shared": (RoundKind, {"num_topk": 1, "shared_dtype": torch.int8}, "shared_dtype (torch.int8) is not one of"),
+    "kind_layout": (RoundKind, {"num_topk": 1, "layout": "packed"}, "layout ('packed') is not one of"),
     "num_sms": (transport, {"num_sms": 2}, "num_sms (2) must be 0 or at least 3"),
     "kind_topk": (
         transport,
         {"max_topk": 4, "kinds": (RoundKind(num_topk=5),)},
-        "num_topk (5) of a kind is not in [1, max_topk (4)]",
+        "num_topk (5) of a kind exceeds max_topk (4)",
     ),
     "method_name": (routing, {"method": "best"}, "routing method ('best') is not one of 0"),
     "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),

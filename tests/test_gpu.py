@@ -89,7 +89,13 @@ def test_random_rounds_of_nvlink(num_ranks: int, options: dict[str, Any]) -> Non
 KINDS = (
     RoundKind(num_topk=8, scheme="fp8_block"),
     RoundKind(
-        num_topk=4, layout=Layout.FLAT, ids_dtype=torch.int64, counted=True, shared_dtype=torch.bfloat16, halves=True
+        num_topk=4,
+        layout=Layout.FLAT,
+        ids_dtype=torch.int64,
+        counted=True,
+        shared_dtype=torch.bfloat16,
+        split_dispatch=True,
+        split_combine=True,
     ),
 )
 
@@ -106,14 +112,18 @@ def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor
         routing = Routing(topk_ids=ids.to(kind.ids_dtype), topk_weights=weights)
         count = torch.tensor([rows - 1], dtype=torch.int32, device=device) if kind.counted else None
         call: dict[str, Any] = {"layout": kind.layout, "scheme": get_scheme(kind.scheme), "num_tokens": count}
-        if kind.halves:
+        if kind.split_dispatch:
             transport.dispatch_send(x, routing, **call)
             dispatched = transport.dispatch_recv()
         else:
             dispatched = transport.dispatch(x, routing, **call)
-        y = torch.ones(dispatched.batch.output_shape, dtype=torch.bfloat16, device=device)
+        batch = dispatched.batch
+        values = batch.x.float()  # rows without a token hold anything
+        if batch.scale is not None:
+            values = values * batch.scale.repeat_interleave(128, dim=-1)
+        y = values.bfloat16()
         out = torch.zeros(rows, 512, dtype=torch.bfloat16, device=device)
-        if kind.halves:
+        if kind.split_combine:
             transport.combine_send(y, dispatched)
             transport.combine_recv(dispatched, shared=x, out=out)
         else:

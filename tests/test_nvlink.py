@@ -5,9 +5,6 @@ from pathlib import Path
 import apart
 import pytest
 
-from ep_moe.transport.nvlink.driver import _flatten
-from ep_moe.transport.nvlink.tuning import Tuning
-
 FOLDER = Path(__file__).parent / "nvlink"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
@@ -23,14 +20,11 @@ def test_there_are_files() -> None:
     assert FILES
 
 
-def test_constants_are_no_arguments_of_a_compiled_kernel() -> None:
-    kinds = ("*i32", ("i64", "constexpr", ("i32", "constexpr")), "i32", "constexpr", "constexpr")
-    values = ("x", (2**40, 1, (-3, 1)), 5)
-    assert list(_flatten(kinds, values)) == [("*i32", "x"), ("i64", 2**40), ("i32", -3), ("i32", 5)]
-
-
 @pytest.mark.parametrize("num_sms", [3, 16, 100])
 def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
+    pytest.importorskip("triton")
+    from ep_moe.transport.nvlink.tuning import Tuning
+
     tuning = Tuning(most_receivers=150, num_sms=num_sms)
     for tokens in (1, 16, 128, 4096):
         dispatch, combine = tuning.dispatch(tokens, 4), tuning.combine(tokens, 4)

@@ -10,6 +10,7 @@ symmetric, so that -128 is never stored. Where scales are powers of two, amax / 
 Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
 """
 
+import functools
 import math
 import re
 
@@ -51,6 +52,7 @@ SCALED_SCHEMES = {
 }
 
 
+@functools.cache
 def parse_block_scheme(name: str) -> QuantScheme | None:
     """Read "fp8_block_<n>x<k>", the block scheme with weight blocks of n rows and k columns; None for other names.
 

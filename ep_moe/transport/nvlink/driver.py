@@ -68,13 +68,17 @@ class DriverLaunch:
 
     Args:
         compiled: Triton's CompiledKernel, loaded.
-        arguments: one set of arguments, nested as the kernel takes them; tensors stand for their addresses.
+        arguments: one set of arguments, nested as the kernel takes them; tensors stand for their addresses, and whoever
+            launches keeps those that stay.
         num_last: how many numbers, counted flat, change from launch to launch.
+        device: that the kernel was loaded on.
     Errors: NotImplementedError where the driver and Triton do not agree on the arguments, or the driver is too old to
     tell (before CUDA 12.4): then Triton's own launcher serves.
     """
 
-    def __init__(self, compiled: Any, grid: int, arguments: Sequence[Any], *, num_last: int) -> None:
+    def __init__(
+        self, compiled: Any, grid: int, arguments: Sequence[Any], *, num_last: int, device: torch.device
+    ) -> None:
         flat = list(_flatten(tuple(compiled.src.signature.values()), arguments))
         sizes = [8 if kind.startswith("*") else _BYTES.get(kind, 0) for kind, _ in flat] + [8] * _SCRATCH_POINTERS
         try:
@@ -84,7 +88,7 @@ class DriverLaunch:
         metadata = compiled.metadata
         if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:
             raise NotImplementedError(f"the kernel takes other arguments than {flat}")
-        self._kept, self._function = arguments, compiled.function
+        self._compiled, self._device = compiled, device  # the kernel goes with what was compiled
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in flat]
         self._cells = (ctypes.c_int64 * len(sizes))(*values, *[0] * _SCRATCH_POINTERS)  # a narrow one's low bytes count
         self._last = slice(len(flat) - num_last, len(flat))
@@ -99,7 +103,7 @@ class DriverLaunch:
             ctypes.pointer(self._attribute),
             int(metadata.launch_pdl),
         )
-        self._addresses = ctypes.addressof(self._config), self._function, ctypes.addressof(self._parameters), None
+        self._addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
 
     def __call__(self, last: list[int], stream: int) -> None:
         """Launch with these last arguments on a stream of the current device. Local, no host sync."""
@@ -107,7 +111,8 @@ class DriverLaunch:
         self._config.stream = stream
         status = self._launch(*self._addresses)
         if status == _NO_CONTEXT:  # in a thread that has not used CUDA yet: a kernel of torch's gives it one
-            torch.zeros(1, device="cuda")
+            with torch.cuda.device(self._device):
+                torch.zeros(1, device=self._device)
             status = self._launch(*self._addresses)
         if status:
             raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")

@@ -56,10 +56,12 @@ class Launch:
         run = compiled[(self._grid, 1, 1)]  # this loads it
         num_last = sum(map(len, tensors)) + len(numbers)
         try:
-            self._run = DriverLaunch(compiled, self._grid, (*self._fixed, *tensors, *numbers), num_last=num_last)
+            arguments = (*self._fixed, *tensors, *numbers)
+            self._run = DriverLaunch(compiled, self._grid, arguments, num_last=num_last, device=self._device)
         except NotImplementedError as error:
             _log.info("launches take the longer way through Triton: %s", error)
-            sizes, constants = [len(group) for group in tensors], tuple(self._constants_in_order(tensors, numbers))
+            sizes = [len(group) for group in tensors]
+            constants = self._constants_in_order(len(self._fixed) + len(sizes) + len(numbers))
 
             def run_by_triton(last: list[int], stream: int) -> None:
                 rest, groups = last, []
@@ -70,8 +72,8 @@ class Launch:
 
             self._run = run_by_triton
 
-    def _constants_in_order(self, tensors: Tensors, numbers: tuple[int, ...]) -> list[Any]:
-        given = len(self._fixed) + len(tensors) + len(numbers)
+    def _constants_in_order(self, given: int) -> list[Any]:
+        """Those behind so many arguments."""
         return [self._constants[name] for name in self._kernel.arg_names[given:]]
 
     def __call__(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:

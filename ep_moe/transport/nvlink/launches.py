@@ -126,7 +126,7 @@ class Exchange:
             rows, num_topk, layout, scheme, given=isinstance(x, Quantised), counted=num_tokens is not None
         )
         if len(self._plans) >= _MOST_PLANS:
-            del self._plans[next(iter(self._plans))]  # the oldest: prefill brings any T
+            self._plans.pop(next(iter(self._plans)), None)  # the oldest: prefill brings any T
         self._plans[kind] = plan
         return plan
 
@@ -153,16 +153,22 @@ class Exchange:
         count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
         plan = self._planner.plan(rows, kind.num_topk, kind.layout, scheme, given=False, counted=kind.counted)
         sent = self.prepare(plan, x, routing, num_tokens=count)
-        shared = torch.zeros(rows, config.hidden, dtype=kind.shared_dtype, **like) if kind.shared_dtype else None
+        # of what comes later the dtypes alone count
+        batch, shared = Batch(self._nothing, self._unscaled), None
+        if scheme.quantised:
+            batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.scale_dtype, **like)))
+        if kind.shared_dtype is not None:
+            shared = torch.empty(16, dtype=kind.shared_dtype, **like)
         found: list[tuple[Launch, Any, Any]] = []
-        out = torch.empty_like(x)
-        for send, receive in ((True, False), (False, True)) if kind.halves else ((True, True),):
+        whole, halves = ((True, True),), ((True, False), (False, True))
+        for send, receive in halves if kind.split_dispatch else whole:
             launch = self._dispatch_of(0, sent, send=send, receive=receive)
-            batch = self._as_stored(*self._allocate(plan, 0)) if receive else Batch(self._nothing, self._unscaled)
-            found.append((launch, (sent.tokens, batch), (*sent.strides, self._patience)))
+            filled = batch if receive else Batch(self._nothing, self._unscaled)
+            found.append((launch, (sent.tokens, filled), (*sent.strides, self._patience)))
+        for send, receive in halves if kind.split_combine else whole:
             home = shared if receive else None
             launch = self._combine_of(0, sent, spoilt=not send, shared=home, send=send, receive=receive)
-            results = Results(self._empty, self._empty if home is None else home, out if receive else self._empty)
+            results = Results(self._empty, self._empty if home is None else home, self._empty)
             found.append((launch, (results,), (0, 0, self._patience)))
         return found
 

@@ -59,10 +59,10 @@ class NvlinkTransport(Transport):
 
     The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
     (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. To load a kernel CUDA may wait for the whole
-    GPU: rounds of other kinds run once before two slots are used in other orders on other ranks. A round reads nothing
-    back and may
-    be captured in a CUDA graph, which may be replayed with other counts, ids and, by `num_tokens`, other T, in turn
-    with other graphs and eager rounds.
+    GPU: rounds of other kinds run once before two slots are used in other orders on other ranks.
+
+    A round reads nothing back and may be captured in a CUDA graph, which may be replayed with other counts, ids and, by
+    `num_tokens`, other T, in turn with other graphs and eager rounds.
 
     What a batch holds beside x and its scales is the slot's: valid until its next dispatch. In FLAT x is the slot's
     too, and valid until `combine_send`: the others may send the next round as soon as they have this one's combine.

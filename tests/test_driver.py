@@ -1,0 +1,104 @@
+"""Repeated launches through the CUDA driver, on a driver that is none: what lies where it would read."""
+
+import ctypes
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ep_moe.transport.nvlink import driver
+
+# as Triton describes a kernel: a tuple with a number 1, which is a constant, two tuples of pointers, numbers, constants
+SIGNATURE = {
+    "links": (("i64", "constexpr"), "*i64"),
+    "size": "i32",
+    "tokens": ("*bf16", "*i32"),
+    "stride": "i32",
+    "patience": "i64",
+    "H": "constexpr",
+}
+SIZES = (8, 8, 4, 8, 8, 4, 8)
+SCRATCH = (8, 8)
+
+
+class Driver:
+    """Says what a kernel takes and writes down what it is launched with."""
+
+    def __init__(self, sizes: tuple[int, ...], status: int = 0) -> None:
+        self.sizes, self.status, self.launched = sizes, status, []
+
+    def cuFuncGetParamInfo(self, function: int, index: int, offset: Any, size: Any) -> int:  # noqa: N802
+        if index >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[index]
+        return 0
+
+    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802
+        launch = driver._Config.from_address(config)
+        places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
+        kinds = [ctypes.c_int64 if size == 8 else ctypes.c_int32 for size in self.sizes]
+        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
+        early = [(launch.attributes[i].id, launch.attributes[i].value[0]) for i in range(launch.num_attributes)]
+        self.launched.append(
+            (function, [*launch.grid], [*launch.block], launch.shared_bytes, launch.stream, early, values)
+        )
+        return self.status
+
+
+def compiled(**changes: Any) -> Any:
+    """What Triton hands out."""
+    metadata = {"num_warps": 4, "shared": 96, "launch_pdl": True, "global_scratch_size": 0, "profile_scratch_size": 0}
+    source = SimpleNamespace(signature=SIGNATURE)
+    return SimpleNamespace(src=source, function=7, metadata=SimpleNamespace(**metadata | changes))
+
+
+def make_launch(monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any, kernel: Any = None) -> driver.DriverLaunch:
+    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    arguments = (((2**46, 1), torch.zeros(1)), 12, tokens, -5, 10**11)
+    return driver.DriverLaunch(kernel or compiled(), 9, arguments, num_last=4, device=torch.device("cpu"))
+
+
+def test_a_launch_changes_its_last_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Driver((*SIZES, *SCRATCH))
+    tokens = torch.zeros(3), torch.ones(2)
+    first = [tensor.data_ptr() for tensor in tokens]
+    kept = weakref.ref(tokens[0])
+    run = make_launch(monkeypatch, fake, tokens)
+    run([*first, -5, 10**11], stream=33)
+    run([4096, 8192, -2, 5], stream=34)
+    (function, grid, block, shared, stream, early, values), second = fake.launched
+    assert (function, grid, block, shared, stream) == (7, [9, 1, 1], [128, 1, 1], 96, 33)
+    assert early == [(6, 1)]
+    assert values == [2**46, values[1], 12, *first, -5, 10**11, 0, 0]
+    assert second[4] == 34
+    assert second[6] == [2**46, values[1], 12, 4096, 8192, -2, 5, 0, 0]
+    del tokens
+    gc.collect()
+    assert kept() is None  # a round's tensors go with the round
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        pytest.param((*SIZES, 8), {}, id="fewer"),
+        pytest.param((*SIZES, *SCRATCH, 8), {}, id="more"),
+        pytest.param((8, 8, 8, *SIZES[3:], *SCRATCH), {}, id="wider"),
+        pytest.param((*SIZES, *SCRATCH), {"global_scratch_size": 64}, id="scratch"),
+    ],
+)
+def test_other_arguments_are_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], changes: dict[str, int]
+) -> None:
+    with pytest.raises(NotImplementedError, match="takes other arguments"):
+        make_launch(monkeypatch, Driver(sizes), (torch.zeros(3), torch.ones(2)), compiled(**changes))
+
+
+def test_a_refused_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_launch(monkeypatch, Driver((*SIZES, *SCRATCH), status=719), (torch.zeros(3), torch.ones(2)))
+    with pytest.raises(RuntimeError, match="CUresult 719"):
+        run([1, 2, 3, 4], stream=0)
