@@ -134,6 +134,28 @@ def test_tokens_of_experts_are_counted() -> None:
     on_ranks(count_rounds)
 
 
+def dispatch_again(group: EPGroup) -> None:
+    """Rank 1 has no memory for its batch; its second call finds the others waiting."""
+    transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
+    if group.rank == 1:
+        allocate, inputs = transport._exchange._allocate, CASE.inputs(1)
+        transport._exchange._allocate = no_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
+        transport._exchange._allocate = allocate
+    check_round(transport, CASE, group.device)
+    assert transport._next_round == 1
+    transport.destroy()
+
+
+def no_memory(*args: Any) -> None:
+    raise torch.OutOfMemoryError("as of a full GPU")
+
+
+def test_a_dispatch_without_memory_may_be_made_again() -> None:
+    on_ranks(dispatch_again)
+
+
 def other_config(group: EPGroup) -> str:
     config = dataclasses.replace(CASE.config, hidden=64 if group.rank == 1 else 48)
     case = dataclasses.replace(CASE, tokens=(2, 2, 2))

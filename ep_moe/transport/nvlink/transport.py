@@ -157,6 +157,7 @@ class NvlinkTransport(Transport):
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
         state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
         self._exchange.send(slot, state.sent)
+        self._next_round += 1
         self._slots.advance(slot, "dispatch_send", state)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
@@ -176,9 +177,11 @@ class NvlinkTransport(Transport):
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
     ) -> Dispatched:
-        """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync."""
+        """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
+
+        Where there is no memory for the batch nothing has been sent, and the call may be made again.
+        """
         state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
-        self._slots.advance(slot, "dispatch_send", state)
         return self._receive(slot, state, send=True)
 
     def _begin(
@@ -213,15 +216,12 @@ class NvlinkTransport(Transport):
                 self.refuse(error, slot=slot, num_tokens=rows.shape[0] if rows.dim() else 0)
         if plan is None:
             plan = self._exchange.make_plan(kind, x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens)
-        return self._number(self._exchange.prepare(plan, x, routing, num_tokens=num_tokens))
-
-    def _number(self, sent: Sent) -> _Round:
-        round_, self._next_round = self._next_round, self._next_round + 1
-        return _Round(round_, sent)
+        return _Round(self._next_round, self._exchange.prepare(plan, x, routing, num_tokens=num_tokens))
 
     def _receive(self, slot: int, state: _Round, *, send: bool) -> Dispatched:
         with self._faults.waiting("dispatch", state.round):
             batch = self._exchange.receive(slot, state.sent, send=send)
+        self._next_round += send
         self._slots.advance(slot, "dispatch_recv", state)
         return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
@@ -305,7 +305,8 @@ class NvlinkTransport(Transport):
         kind = kind_of(like, nobody, **options)
         plan = self._exchange.plan(kind) or self._exchange.make_plan(kind, like, nobody, **options)
         sent = self._exchange.prepare(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
-        state = self._number(sent)
+        state = _Round(self._next_round, sent)
+        self._next_round += 1
         with self._faults.waiting("dispatch", state.round):
             self._exchange.receive(slot, sent, send=True)
         self._combine(slot, state, None, send=True, receive=True)
