@@ -9,7 +9,7 @@ from ep_moe.kernels import exchange
 from nvlink.common import on_ranks, patched
 from nvlink.stress import Stress, StressConfig, stress
 
-ROUNDS = {2: 500, 3: 20}  # by the number of ranks; 2 cores do 6 of 2 ranks in a second
+ROUNDS = {2: 200, 3: 10}  # by the number of ranks; 2 cores do 6 of 2 ranks in a second
 
 
 def stress_on_rank(group: EPGroup, config: StressConfig, word_tokens: int) -> int:
