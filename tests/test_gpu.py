@@ -138,9 +138,10 @@ def ready_kinds(group: EPGroup) -> list[str]:
     """What goes wrong where kernels were compiled beforehand, and where the driver's own launch cannot be had."""
     from ep_moe.kernels import combine, dispatch
     from ep_moe.transport.nvlink import launch
+    from ep_moe.transport.nvlink.driver import LaunchMismatchError
 
     def cannot(*args: Any, **options: Any) -> None:
-        raise NotImplementedError("as of an old driver")
+        raise LaunchMismatchError("as of an old driver")
 
     kernels = (dispatch._dispatch_kernel, combine._combine_kernel)
     caches = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in kernels]

@@ -113,8 +113,8 @@ def test_the_same_round_has_the_same_bits() -> None:
     assert on_ranks(same_bits) == [[0, 0, 0], [0, 0, 0]]
 
 
-def count_rounds(group: EPGroup) -> None:
-    """Rounds on both slots, added up by the test and by the kernels."""
+def count_rounds(group: EPGroup) -> tuple[list[int], list[int]]:
+    """Rounds on both slots: how many tokens each expert got, added up here and by the kernels."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     inputs, scheme, total = CASE.inputs(group.rank), get_scheme(CASE.scheme), 0
     for slot, tokens in ((0, 9), (1, 1), (0, 0)):
@@ -123,19 +123,20 @@ def count_rounds(group: EPGroup) -> None:
         total = total + dispatched.batch.expert_num_tokens.long()
         transport.combine(torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype), dispatched)
     found = transport.statistics()
-    assert torch.equal(found.expert_tokens, total)
-    assert int(total.sum()) > 0
     assert found.waited_ns.shape == (group.num_ranks,)
     assert found.last_waited_ns.shape == (CASE.config.num_slots, group.num_ranks)
     transport.destroy()
+    return total.tolist(), found.expert_tokens.tolist()
 
 
 def test_tokens_of_experts_are_counted() -> None:
-    on_ranks(count_rounds)
+    for added, counted in on_ranks(count_rounds):
+        assert counted == added
+        assert sum(counted) > 0
 
 
-def dispatch_again(group: EPGroup) -> None:
-    """Rank 1 has no memory for its batch; its second call finds the others waiting."""
+def dispatch_again(group: EPGroup) -> int:
+    """Rank 1 has no memory for its batch; its second call finds the others waiting. Returns the rounds made."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     if group.rank == 1:
         allocate, inputs = transport._exchange._allocate, CASE.inputs(1)
@@ -144,8 +145,8 @@ def dispatch_again(group: EPGroup) -> None:
             transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
         transport._exchange._allocate = allocate
     check_round(transport, CASE, group.device)
-    assert transport._next_round == 1
     transport.destroy()
+    return transport._next_round
 
 
 def no_memory(*args: Any) -> None:
@@ -153,7 +154,7 @@ def no_memory(*args: Any) -> None:
 
 
 def test_a_dispatch_without_memory_may_be_made_again() -> None:
-    on_ranks(dispatch_again)
+    assert on_ranks(dispatch_again) == [1, 1]
 
 
 def other_config(group: EPGroup) -> str:

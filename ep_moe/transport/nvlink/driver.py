@@ -17,6 +17,10 @@ _SCRATCH_POINTERS = 2  # that Triton adds behind a kernel's own arguments; our k
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # of an argument, by Triton's name; 8 of a pointer
 
 
+class LaunchMismatchError(RuntimeError):
+    """A kernel cannot be launched from here: what it takes is not what is known, or cannot be asked."""
+
+
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
@@ -72,7 +76,7 @@ class DriverLaunch:
             launches keeps those that stay.
         num_last: how many numbers, counted flat, change from launch to launch.
         device: that the kernel was loaded on.
-    Errors: NotImplementedError where the driver and Triton do not agree on the arguments, or the driver is too old to
+    Errors: LaunchMismatchError where the driver and Triton do not agree on the arguments, or the driver is too old to
     tell (before CUDA 12.4): then Triton's own launcher serves.
     """
 
@@ -84,10 +88,10 @@ class DriverLaunch:
         try:
             self._launch, fits = _driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
         except (AttributeError, OSError) as error:
-            raise NotImplementedError(f"the CUDA driver cannot say what a kernel takes: {error}") from None
+            raise LaunchMismatchError(f"the CUDA driver cannot say what a kernel takes: {error}") from None
         metadata = compiled.metadata
         if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:
-            raise NotImplementedError(f"the kernel takes other arguments than {flat}")
+            raise LaunchMismatchError(f"the kernel takes other arguments than {flat}")
         self._compiled, self._device = compiled, device  # the kernel goes with what was compiled
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in flat]
         self._cells = (ctypes.c_int64 * len(sizes))(*values, *[0] * _SCRATCH_POINTERS)  # a narrow one's low bytes count

@@ -8,7 +8,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from ep_moe.transport.nvlink.driver import DriverLaunch
+from ep_moe.transport.nvlink.driver import DriverLaunch, LaunchMismatchError
 
 Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one tuple of the kernel's for each of them
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Launch:
         try:
             arguments = (*self._fixed, *tensors, *numbers)
             self._run = DriverLaunch(compiled, self._grid, arguments, num_last=num_last, device=self._device)
-        except NotImplementedError as error:
+        except LaunchMismatchError as error:
             _log.info("launches take the longer way through Triton: %s", error)
             sizes = [len(group) for group in tensors]
             constants = self._constants_in_order(len(self._fixed) + len(sizes) + len(numbers))
