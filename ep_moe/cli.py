@@ -24,10 +24,10 @@ from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.run import RunConfig, run
-from ep_moe.app.session import is_first_rank, on_ranks, pick_device
+from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
 from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
-from ep_moe.bench.model import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig, model_rank_main
+from ep_moe.bench.model_config import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, flat_report, now
 from ep_moe.bench.report import make_report
@@ -444,8 +444,10 @@ def bench_model_command(
         baseline_experts=baseline_experts,
         hook=hook,
     )
+    from ep_moe.bench.model import check_ranks, model_rank_main  # and transformers, which other commands do without
+
     env = LaunchEnv.from_environ()
-    config.check_ranks(engine.nproc if env is None else env.world_size)
+    check_ranks(config, engine.nproc if env is None else env.world_size)
     return _measure(lambda: on_ranks(model_rank_main, engine, config), append, commit, sweep)
 
 

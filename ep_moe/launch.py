@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import sys
@@ -42,6 +43,8 @@ NCCL_DEFAULTS = {
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
 EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
+
+Target = Callable[..., Any] | str  # what a rank runs, or its name "package.module:function", which ranks alone import
 
 
 class RankFailedError(RuntimeError):
@@ -94,7 +97,7 @@ class _Failure:
 
 
 def run_rank(
-    target: Callable[..., Any],
+    target: Target,
     *args: Any,
     config: GroupConfig = DEFAULT_CONFIG,
     device: torch.device | str | None = None,
@@ -104,6 +107,7 @@ def run_rank(
     For ranks that something else has started, such as torchrun, srun or Ray; `launch` uses it for its own.
 
     Args:
+        target: a function, or its name "package.module:function".
         config, device: as `EPGroup.from_env`.
     Returns: what `target` returns.
     Errors: what `target` raises, after the other ranks have been told and a line "rank 1: ValueError: ..." has gone to
@@ -115,7 +119,8 @@ def run_rank(
     try:
         with EPGroup.from_env(config, device) as group:
             try:
-                return target(group, *args)
+                function = pkgutil.resolve_name(target) if isinstance(target, str) else target
+                return function(group, *args)
             except Exception as error:
                 cause = group.explain(error)
                 if cause is error:
@@ -128,7 +133,7 @@ def run_rank(
 
 
 def launch(
-    target: Callable[..., Any],
+    target: Target,
     *args: Any,
     num_ranks: int,
     config: GroupConfig = DEFAULT_CONFIG,
@@ -144,6 +149,7 @@ def launch(
     below `if __name__ == "__main__"`, as with multiprocessing.
 
     Args:
+        target: a function, or its name "package.module:function": then the ranks alone import it.
         target, args: pickled; results come back pickled too, so that CUDA tensors are to be moved to the CPU first.
         num_ranks: processes; one rank runs in a process too.
         config, device: as `EPGroup.connect`.
@@ -174,6 +180,18 @@ def launch(
                 ranks.end()
 
 
+def start_server(preload: Sequence[str] = ()) -> None:
+    """Start the server that forks ranks, which a first launch does otherwise; it imports while this process goes on.
+
+    Args:
+        preload: as of `launch`; without effect where the server runs already.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
+    resource_tracker.ensure_running()  # the server's start starts it too, and that lets SIGINT through again
+    with _held_back(signal.SIGINT):  # a Ctrl-C in the middle of its imports would have the server print a traceback
+        forkserver.ensure_running()
+
+
 class _Ranks:
     """The processes of one launch."""
 
@@ -189,11 +207,8 @@ class _Ranks:
     def start(
         self, call: tuple[Any, ...], environ: dict[str, str], num_ranks: int, preload: Sequence[str] = ()
     ) -> None:
+        start_server(preload)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", *preload])
-        resource_tracker.ensure_running()  # the server's start starts it too, and that lets SIGINT through again
-        with _held_back(signal.SIGINT):  # a Ctrl-C in the middle of its imports would have the server print a traceback
-            forkserver.ensure_running()
         payload = pickle.dumps(call)
         if "OMP_NUM_THREADS" not in environ:
             environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_ranks))

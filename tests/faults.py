@@ -1,18 +1,15 @@
-"""The main job with a fault in it: `python -c "import faults; faults.main()" swap` is `ep-moe run`, broken."""
+"""The main job with a fault in it."""
 
-import sys
 from typing import Any
 
 import torch
 
-from ep_moe import cli
-from ep_moe.app import run as job
+from ep_moe.app.run import RunConfig
+from ep_moe.app.run_rank import run_rank_main
 from ep_moe.config import EngineConfig
 from ep_moe.group import EPGroup
 from ep_moe.transport import CollectiveTransport
 from ep_moe.weights import ExpertWeights
-
-sound_main = job.run_rank_main
 
 
 def swap_two_experts() -> None:
@@ -50,19 +47,8 @@ def fail() -> None:
 FAULTS = {"none": lambda: None, "swap": swap_two_experts, "lose": lose_one_token, "fail": fail}
 
 
-def broken_main(group: EPGroup, engine: EngineConfig, config: job.RunConfig, fault: str) -> dict[str, Any]:
+def broken_main(group: EPGroup, engine: EngineConfig, config: RunConfig, fault: str) -> dict[str, Any]:
     """The rank's part of the job; rank 1 has the fault."""
     if group.rank == 1:
         FAULTS[fault]()
-    return sound_main(group, engine, config)
-
-
-def main() -> None:
-    """Run the command line with a fault, the first argument."""
-    fault = sys.argv.pop(1)
-
-    def run(engine: EngineConfig, config: job.RunConfig) -> dict[str, Any]:
-        return job.on_ranks(broken_main, engine, config, fault)
-
-    cli.run = run
-    cli.app(["run", *sys.argv[1:]])
+    return run_rank_main(group, engine, config)

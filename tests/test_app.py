@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from ep_moe.app import text, train
-from ep_moe.app.session import SHIPPED_MODEL
+from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.cli import app
 from ep_moe.engines.transformers import from_pretrained
 from ep_moe.group import EPGroup

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import torch
 import transformers
 import typer
 from transformers.utils import is_accelerate_available
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ep_moe import cli
 from ep_moe.bench import exchanges, grouped, local_experts, plots
@@ -28,7 +26,8 @@ from ep_moe.bench.experts import RandomExperts
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import LayerBenchConfig, layer_rank_main
 from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
-from ep_moe.bench.model import ModelBenchConfig, model_rank_main
+from ep_moe.bench.model import model_rank_main
+from ep_moe.bench.model_config import ModelBenchConfig
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.bench.records import FIELDS, Record, append_records, read_records
 from ep_moe.bench.report import make_report, newest
@@ -53,16 +52,13 @@ needs_accelerate = pytest.mark.skipif(
 PHASE_FIGURES = {"call_us", "route_us", "dispatch_us", "experts_us", "combine_us", "tokens_per_sec"}
 
 
-def bench(*words: str, cwd: Path, ranks: tuple[str, ...] = ("--nproc", "2")) -> subprocess.CompletedProcess[str]:
-    """`ep-moe bench ...` on CPU ranks, in a folder that is not the repository."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-m", "ep_moe", "bench", *words, *ranks, "--device", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=200, check=False)
+def bench(*words: str, cwd: Path, ranks: tuple[str, ...] = ("--nproc", "2")) -> Result:
+    """`ep-moe bench ...` on CPU ranks, in a folder that is not the repository; in this process."""
+    command = ["bench", *words, *ranks, "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["ep-moe", *command])
+        return CliRunner().invoke(app, command, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
 
 
 # Rows.
@@ -322,7 +318,7 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
     more = ["--placement", "round_robin", "--layout", "batched", "--repeats", "3", "--warmup", "1"]
     row_options = ["--json", "--append", "rows/layer.jsonl", "--commit=0123456789abcdef", "--sweep"]
     done = bench("layer", *options, *more, *row_options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
     records = read_records(tmp_path / "rows")
@@ -443,7 +439,7 @@ def test_presets_have_the_sizes_of_the_models(name: str) -> None:
     assert config.routing is not None
     assert (config.hidden, config.intermediate, config.routing.num_topk) == (64, PUBLISHED[name][1], 1)
     if name in MODEL_PRESETS:
-        model = ModelBenchConfig(preset=name).transformers_config()
+        model = model_bench.transformers_config(ModelBenchConfig(preset=name))
         sizes = (model.hidden_size, model.moe_intermediate_size, model.num_experts, model.num_experts_per_tok)
         assert sizes == PUBLISHED[name]
 
@@ -494,14 +490,14 @@ def test_a_transport_that_no_graph_can_capture_is_told_before_any_work(monkeypat
 SMALL_POINT = {"hidden": 160, "num_topk": 3, "num_experts": 9, "warmup": 1, "repeats": 2}
 
 
-def test_bench_transport_on_a_cpu_checks_and_its_rows(tmp_path: Path) -> None:
+def test_bench_transport_on_a_cpu_checks_and_its_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--tokens", "5", "--tokens", "17", "--hidden", "160", "--num-topk", "3", "--num-experts", "9"]
     more = ["--layout", "batched", "--layout", "flat", "--routing", "one_rank", "--dtype", "float16", "--seed", "3"]
     done = bench(
         "transport", *options, *more, "--json", "--append", "a.jsonl", "--commit", "0123abc", "--sweep", cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
-    assert "results are checked, nothing is timed on a CPU" in done.stderr
+    assert done.exit_code == 0, done.stderr
+    assert "results are checked, nothing is timed on a CPU" in capfd.readouterr().err  # of rank 0
     report, records = json.loads(done.stdout), read_records(tmp_path)
     assert report["ok"]
     assert [(row["layout"], row["tokens"]) for row in report["rows"]] == [
@@ -749,7 +745,7 @@ def test_bench_experts_and_its_rows(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--ep-size", "5", "--rows", "1", "--rows", "20", "--quant", "fp8_token"]
     more = ["--layout", "batched", "--repeats", "3", "--warmup", "1", "--sample-experts", "2"]
     done = bench("experts", *options, *more, "--append", "rows.jsonl", "--commit", "0123abc", cwd=tmp_path, ranks=())
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "all results checked (worst row at most 0.03)" in done.stdout
     records = read_records(tmp_path)
     assert [record.shapes["rows_per_expert"] for record in records] == [1, 20]
@@ -845,7 +841,7 @@ def test_bench_model_and_its_row(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--layers", "2", "--batch", "2", "--prompt-tokens", "6", "--new-tokens", "4"]
     more = ["--repeats", "1", "--dtype", "float32", "--placement", "round_robin", *(["--hook"] if HAS_HOOK else [])]
     done = bench("model", *options, *more, "--append", "model.jsonl", "--commit", "0123abc", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "all results checked (worst row at most 1e-05)" in done.stdout
     [record] = read_records(tmp_path)
     others = {"transformers_ep"} | ({"transformers_ep_hook"} if HAS_HOOK else set())
@@ -944,13 +940,13 @@ def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.
     for spreads in (False, True):
         monkeypatch.setattr(model_bench, "_spreads_dense", lambda spreads=spreads: spreads)
         for num_ranks in (2, 4):
-            config.check_ranks(num_ranks)
+            model_bench.check_ranks(config, num_ranks)
         with pytest.raises(ValueError, match=r"nproc \(1\): .* at least 2"):
-            config.check_ranks(1)
+            model_bench.check_ranks(config, 1)
         with pytest.raises(ValueError, match=r"nproc \(3\) does not divide the 128 experts of qwen3-30b"):
-            config.check_ranks(3)
+            model_bench.check_ranks(config, 3)
     with pytest.raises(ValueError, match=r"nproc \(8\) does not divide the 4 KV heads of qwen3-30b: transformers 5"):
-        config.check_ranks(8)
+        model_bench.check_ranks(config, 8)
 
 
 # The page.
@@ -1246,5 +1242,5 @@ def test_defaults_have_the_sizes_of_the_models() -> None:
     sizes = dataclasses.asdict(layer.sizes)
     assert [sizes[name] for name in ("hidden", "intermediate", "num_experts")] == [7168, 2048, 256]
     assert (model.preset, model.layers) == ("qwen3-30b", 8)
-    config = model.transformers_config()
+    config = model_bench.transformers_config(model)
     assert (config.hidden_size, config.moe_intermediate_size, config.num_experts) == (2048, 768, 128)

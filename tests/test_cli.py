@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from faults import broken_main
+from typer.testing import CliRunner, Result
 
+from ep_moe import cli
 from ep_moe.app import run as job
-from ep_moe.app import session
+from ep_moe.app import run_rank
+from ep_moe.app.start import on_ranks
 from ep_moe.cli import app
 from ep_moe.group import EPGroup
 
@@ -45,6 +48,11 @@ def call(*command: str, cwd: Path, timeout: float = 150, **env: str) -> subproce
     )
 
 
+def invoke(*arguments: str) -> Result:
+    """Run a command in this process; its ranks are processes, of the server that has transformers loaded already."""
+    return CliRunner().invoke(app, arguments, env={"OMP_NUM_THREADS": "1"})
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> str:
     """A config of a short run."""
@@ -71,52 +79,45 @@ def test_the_main_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", ["1", "2", "3"])
-def test_the_main_job_on_other_numbers_of_ranks(nproc: str, tmp_path: Path, small: str) -> None:
+def test_the_main_job_on_other_numbers_of_ranks(nproc: str, small: str) -> None:
     options = ["--nproc", nproc, "--config", small, "--placement", "round_robin", "--layout", "batched"]
-    done = call(*EP_MOE, "run", *options, "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = invoke("run", *options, "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
     assert f"ok: {nproc} ranks against the whole model" in " ".join(done.stdout.split())
 
 
-def test_the_kernels_make_the_same_tokens_in_the_interpreter(tmp_path: Path) -> None:
-    config = tmp_path / "eight.toml"
-    config.write_text('[run]\nprompts = ["In the beginning"]\nnew_tokens = [8]\nteacher_tokens = 4\n')
-    options = ["--experts", "triton", "--nproc", "1", "--device", "cpu", "--json", "--config", str(config)]
-    done = call(*EP_MOE, "run", *options, cwd=tmp_path, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["tokens_equal"], report["new_tokens"]) == (True, 8)
-    assert 0 < report["max_logit_diff"] < 1e-4  # kernels add in another order
-
-
-def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, small: str) -> None:
+def test_kernels_on_a_cpu_need_the_interpreter(small: str) -> None:
     options = ["--experts", "triton", "--nproc", "1", "--device", "cpu", "--config", small]
-    done = call(*EP_MOE, "run", *options, cwd=tmp_path)
-    assert done.returncode == 1
+    done = invoke("run", *options)
+    assert done.exit_code == 1
     assert "experts 'triton' on a CPU need TRITON_INTERPRET=1" in done.stderr.splitlines()[-1]
 
 
+def run_with(fault: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
+    """The main job, one of whose ranks has a fault."""
+    monkeypatch.setattr(cli, "run", lambda engine, config: on_ranks(broken_main, engine, config, fault))
+    return invoke("run", "--json", "--device", "cpu", *options)
+
+
 @pytest.mark.parametrize("fault", ["none", "swap", "lose"])
-def test_run_notices_a_fault(fault: str, tmp_path: Path, small: str) -> None:
-    broken = [sys.executable, "-c", "import faults; faults.main()", fault]
-    done = call(*broken, "--json", "--nproc", "2", "--device", "cpu", "--config", small, cwd=tmp_path)
+def test_run_notices_a_fault(fault: str, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run_with(fault, monkeypatch, "--nproc", "2", "--config", small)
     report = json.loads(done.stdout)
-    assert (done.returncode, report["ok"]) == {"none": (0, True), "swap": (1, False), "lose": (1, False)}[fault]
+    assert (done.exit_code, report["ok"]) == {"none": (0, True), "swap": (1, False), "lose": (1, False)}[fault]
 
 
-def test_a_failing_rank_is_named(tmp_path: Path, small: str) -> None:
-    broken = [sys.executable, "-c", "import faults; faults.main()", "fail"]
+def test_a_failing_rank_is_named(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
-    done = call(*broken, "--json", "--nproc", "3", "--device", "cpu", "--config", small, cwd=tmp_path)
-    assert done.returncode == 1
+    done = run_with("fail", monkeypatch, "--nproc", "3", "--config", small)
+    assert done.exit_code == 1
     assert done.stdout == ""
     assert "error: rank 1: ArithmeticError: six times nine is not 42" in done.stderr.splitlines()[-1]
     assert time.monotonic() - start < 60
 
 
 def test_not_a_number_is_neither_equal_nor_invalid_json(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
-    monkeypatch.setattr(job, "_largest_difference", lambda ours, whole: math.nan)
+    monkeypatch.setattr(job, "on_ranks", lambda target, *args: run_rank.run_rank_main(EPGroup.single("cpu"), *args))
+    monkeypatch.setattr(run_rank, "_largest_difference", lambda ours, whole: math.nan)
     done = CliRunner().invoke(app, ["run", "--json", "--config", small])
     report = json.loads(done.stdout, parse_constant=pytest.fail)
     assert (done.exit_code, report["ok"], report["tokens_equal"]) == (1, False, True)
@@ -194,7 +195,7 @@ def test_a_model_that_is_not_read_is_told_before_ranks_start(
 ) -> None:
     config, message = UNREADABLE[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(session, "launch", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr("ep_moe.app.start.launch", lambda *args, **options: pytest.fail("ranks were started"))
     done = CliRunner().invoke(app, [*command, "--model", str(tmp_path)])
     assert done.exit_code == 2
     assert f"error: {tmp_path / 'config.json'}: {message}" in done.stderr
@@ -202,17 +203,17 @@ def test_a_model_that_is_not_read_is_told_before_ranks_start(
 
 
 def test_run_refuses_to_compare_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "launch", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr("ep_moe.app.start.launch", lambda *args, **options: pytest.fail("ranks were started"))
     done = CliRunner().invoke(app, ["run", "--quant", "fp8_token"])
     assert done.exit_code == 2
     assert "error: scheme 'fp8_token' rounds the tokens" in done.stderr
     assert "use --quant none" in done.stderr
 
 
-def test_too_many_tokens_is_told_with_the_limit(tmp_path: Path, small: str) -> None:
+def test_too_many_tokens_is_told_with_the_limit(small: str) -> None:
     options = ["--nproc", "2", "--device", "cpu", "--config", small, "--max-tokens-per-rank", "8"]
-    done = call(*EP_MOE, "run", *options, cwd=tmp_path)
-    assert done.returncode == 1
+    done = invoke("run", *options)
+    assert done.exit_code == 1
     assert "num_tokens (16) exceeds max_tokens_per_rank (8) on rank 0" in done.stderr.splitlines()[-1]
 
 
@@ -224,21 +225,21 @@ def test_too_many_tokens_is_told_with_the_limit(tmp_path: Path, small: str) -> N
         pytest.param(["--quant", "fp8_block", "--nproc", "2"], 0.003 * HELDOUT_LOSS, id="fp8_block-2"),
     ],
 )
-def test_held_out_loss(options: list[str], limit: float, tmp_path: Path) -> None:
-    done = call(*EP_MOE, "eval", "--json", "--device", "cpu", "--max-bytes", "16384", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_held_out_loss(options: list[str], limit: float) -> None:
+    done = invoke("eval", "--json", "--device", "cpu", "--max-bytes", "16384", *options)
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert abs(report["whole_nats_per_byte"] - HELDOUT_LOSS) < 1e-3
     assert abs(report["nats_per_byte"] - report["whole_nats_per_byte"]) < limit
     assert math.isclose(report["difference"], report["nats_per_byte"] - report["whole_nats_per_byte"], abs_tol=1e-12)
 
 
-def test_generate_spreads_prompts_and_keeps_their_order(tmp_path: Path) -> None:
+def test_generate_spreads_prompts_and_keeps_their_order() -> None:
     prompts = ["And God said", "Blessed", "In the beginning"]
     options = ["--max-new-tokens", "12", "--json", "--device", "cpu", "--nproc"]
     sampled = ["--temperature", "0.8", "--seed", "3"]
     greedy, one, two = (
-        json.loads(call(*EP_MOE, "generate", *prompts, *options, *more, cwd=tmp_path).stdout)
+        json.loads(invoke("generate", *prompts, *options, *more).stdout)
         for more in (["2"], ["1", *sampled], ["2", *sampled])
     )
     assert one["text"] == two["text"]

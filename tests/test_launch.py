@@ -98,6 +98,17 @@ def test_the_environment_is_set_before_the_target_is_imported(tmp_path: Path, mo
     assert "EP_MOE_TEST" not in os.environ
 
 
+def test_a_target_with_a_name_is_imported_by_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import os\nIMPORTER = os.getpid()\ndef target(group):\n    return IMPORTER == os.getpid(), group.rank\n"
+    (tmp_path / "named_target.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    results = launch("named_target:target", num_ranks=2, config=CONFIG, device="cpu")
+    assert results == [(True, 0), (True, 1)]
+    assert "named_target" not in sys.modules
+    with pytest.raises(RankFailedError, match="rank 0: AttributeError: module 'named_target' has no attribute 'aim'"):
+        launch("named_target:aim", num_ranks=1, config=CONFIG, device="cpu")
+
+
 PRELOADING = """
 import sys
 from ep_moe.launch import launch

@@ -5,29 +5,11 @@ nats per predicted token over the mean bytes of a token, so models with differen
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.progress import Progress
-
-from ep_moe.app.session import (
-    Model,
-    PhaseClock,
-    load_expert_parallel,
-    load_tokenizer,
-    load_whole,
-    model_dir,
-    on_ranks,
-    open_model,
-    progress_bar,
-    start_task,
-)
-from ep_moe.app.text import shipped_heldout
+from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
-from ep_moe.engines.transformers import Session
-from ep_moe.group import EPGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,88 +50,4 @@ def evaluate(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
             f"({engine.max_tokens_per_rank})"
         )
     open_model(engine)
-    return on_ranks(evaluate_rank_main, engine, config)
-
-
-def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
-    """One rank's part of the job. Returns the report, the same on every rank. Collective."""
-    clock = PhaseClock(group.device)
-    text = Path(config.text).read_bytes() if config.text else shipped_heldout()
-    text = text[: config.max_bytes] if config.max_bytes else text
-    tokens = torch.tensor(load_tokenizer(engine)(text.decode(errors="ignore"), verbose=False)["input_ids"])
-    batches = _batches(tokens, config)
-    steps = -(-len(batches) // group.num_ranks)
-    mine = [
-        batches[i] if i < len(batches) else None for i in range(group.rank, steps * group.num_ranks, group.num_ranks)
-    ]
-    with progress_bar(group) as progress:
-        with clock.phase("load"), group.guard("load"):
-            model, session = load_expert_parallel(group, engine)
-        with clock.phase("expert_parallel"), group.guard("eval"):
-            nats = _total_nats(model, mine, group.device, progress, session)
-        expert_load, scheme = session.expert_load.cpu(), session.scheme
-        session.destroy()
-        del model, session
-        whole_nats = 0.0
-        if config.whole:
-            with clock.phase("whole_model"):
-                whole_nats = _total_nats(load_whole(group, engine), mine, group.device, progress)
-    group.wait_for_all("whole model")  # each rank on its own, some with more to do: the next collective has a deadline
-    parts = group.all_gather_object(
-        {"nats": nats, "whole_nats": whole_nats, "expert_load": expert_load, "secs": dict(clock.secs)}
-    )
-    predicted = sum(batch.numel() - batch.shape[0] for batch in batches)
-    predicted_bytes = predicted * len(text) / tokens.numel()
-    loss = sum(part["nats"] for part in parts) / predicted_bytes
-    report = {
-        "world_size": group.num_ranks,
-        "model": str(model_dir(engine)),
-        "dtype": engine.dtype,
-        "scheme": scheme,
-        "text_bytes": len(text),
-        "predicted_tokens": predicted,
-        "nats_per_byte": loss,
-        "bits_per_byte": loss / math.log(2),
-        "expert_load": torch.stack([part["expert_load"] for part in parts]).sum(0).tolist(),
-        "times": {f"{name}_secs": max(part["secs"][name] for part in parts) for name in parts[0]["secs"]},
-    }
-    if config.whole:
-        whole_loss = sum(part["whole_nats"] for part in parts) / predicted_bytes
-        report |= {"whole_nats_per_byte": whole_loss, "difference": loss - whole_loss}
-    return report
-
-
-def _batches(tokens: torch.Tensor, config: EvalConfig) -> list[torch.Tensor]:
-    """Cut [N] tokens into [<= batch, window] pieces; what is left at the end makes a last, shorter window."""
-    full = tokens.numel() // config.window * config.window
-    batches = list(tokens[:full].reshape(-1, config.window).split(config.batch)) if full else []
-    rest = tokens[full:]
-    if rest.numel() > 1:
-        batches.append(rest.unsqueeze(0))
-    if not batches:
-        raise ValueError(f"the text has {tokens.numel()} tokens; at least 2 are needed")
-    return batches
-
-
-def _total_nats(
-    model: Model,
-    batches: list[torch.Tensor | None],
-    device: torch.device,
-    progress: Progress,
-    session: Session | None = None,
-) -> float:
-    """Sum of -log p over all predicted tokens of this rank, in float64. A rank without a batch takes part idle."""
-    task = start_task(progress, "whole model" if session is None else "expert-parallel", len(batches))
-    total = 0.0
-    with torch.inference_mode():
-        for batch in batches:
-            if session is not None:
-                session.idle = batch is None
-            if batch is not None:
-                ids = batch.to(device)
-                log_probs = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-                total -= float(log_probs.gather(-1, ids[:, 1:, None]).double().sum())
-            elif session is not None:
-                model(torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
-            progress.advance(task)
-    return total
+    return on_ranks("ep_moe.app.eval_rank:evaluate_rank_main", engine, config)

@@ -1,10 +1,9 @@
-"""What `run`, `generate` and `eval` share: starting ranks, loading the model, watching progress and time."""
+"""What the ranks of `run`, `generate` and `eval` share: loading the model, watching progress and time."""
 
 import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,65 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
-from ep_moe.config import EngineConfig, LaunchEnv
+from ep_moe.app.start import model_dir, open_model
+from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session, from_pretrained, loading
 from ep_moe.group import EPGroup
-from ep_moe.launch import launch, run_rank
-from ep_moe.weights import Checkpoint
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
-
-SHIPPED_MODEL = Path(__file__).parent / "model"
-PRELOAD = ("ep_moe.app.run", "ep_moe.app.generate", "ep_moe.app.eval")  # what ranks run, and transformers with it
-
-
-def model_dir(engine: EngineConfig) -> Path:
-    """The directory of the model: the shipped one where the config names none."""
-    return Path(engine.model) if engine.model else SHIPPED_MODEL
-
-
-def open_model(engine: EngineConfig) -> Checkpoint:
-    """Read the headers of the model's directory, before ranks start: what is not read in it is the caller's mistake.
-
-    Errors: ValueError as of `Checkpoint.open`. Local.
-    """
-    return Checkpoint.open(model_dir(engine))
-
-
-def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
-    """Return "cuda" or "cpu" for the ranks of this machine.
-
-    Errors: RuntimeError where CUDA is asked for and this machine has fewer GPUs than ranks.
-    """
-    num_gpus = torch.cuda.device_count()
-    if engine.device == "auto":
-        return "cuda" if num_gpus >= num_local_ranks else "cpu"
-    if engine.device == "cuda" and num_gpus < num_local_ranks:
-        raise RuntimeError(f"device cuda needs a GPU for each of {num_local_ranks} ranks, this machine has {num_gpus}")
-    return engine.device
-
-
-def on_ranks(target: Callable[..., dict[str, Any]], engine: EngineConfig, *args: Any) -> dict[str, Any]:
-    """Run `target(group, engine, *args)` on every rank and return rank 0's report.
-
-    Starts `engine.nproc` ranks on this machine; under torchrun this process is one of them and gets its own report,
-    which `target` makes the same on all ranks.
-    """
-    env = LaunchEnv.from_environ()
-    if env is None:
-        device = pick_device(engine, engine.nproc)
-        preload = PRELOAD if device == "cpu" else ()  # CUDA that an import has touched would not survive the fork
-        return launch(
-            target, engine, *args, num_ranks=engine.nproc, config=engine.group, device=device, preload=preload
-        )[0]
-    device = pick_device(engine, env.local_world_size)
-    return run_rank(target, engine, *args, config=engine.group, device=device)
-
-
-def is_first_rank() -> bool:
-    """True in the one process that prints: not under torchrun, or rank 0 of it."""
-    env = LaunchEnv.from_environ()
-    return env is None or env.rank == 0
 
 
 def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, Session]:

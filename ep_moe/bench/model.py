@@ -5,7 +5,6 @@ each rank a share. Letters: B sequences of each rank, R ranks, P prompt tokens, 
 V vocabulary.
 """
 
-import dataclasses
 import statistics
 from typing import Any
 
@@ -20,6 +19,7 @@ from ep_moe.bench.bounds import broken_bounds, largest
 from ep_moe.bench.experts import Expert, expected_output
 from ep_moe.bench.generation import System, generate, time_generation
 from ep_moe.bench.layer import implementation_name, num_nodes, tell
+from ep_moe.bench.model_config import CHECKED_TOKENS, ModelBenchConfig
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import expert_values, fill_with_random_numbers
 from ep_moe.bench.records import report_outcome
@@ -32,77 +32,37 @@ from ep_moe.quant import SCHEMES
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import TRANSPORTS
 
-CHECKED_TOKENS = 64  # of each rank, that each MoE block is shown for the check
 BASELINE_LIMIT_FACTOR = 2  # transformers rounds after every step, weights and partial sums included; we keep float32
 RELATED_ERROR = 0.2  # of a rank's median row of logits; bfloat16 makes about 0.02 of 8 layers, another model about 1.4
 OURS, OWN, HOOK = "ep_moe", "transformers_ep", "transformers_ep_hook"
-EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ModelBenchConfig:
-    """What `ep-moe bench model` measures.
-
-    Args:
-        preset: sizes, a name of MODEL_PRESETS. layers: how many, whatever the model has.
-        batch: B, sequences of each rank. prompt_tokens: P. new_tokens: N of each sequence, at least 2.
-        repeats: timed generations. seed: of weights and prompts.
-        baseline_experts: transformers' implementation of the experts in its own expert parallelism.
-        hook: measure transformers' expert parallelism with the exchange of ep_moe plugged into it too.
-    Errors: ValueError names the value and the limit.
-    """
-
-    preset: str = "qwen3-30b"
-    layers: int = 8
-    batch: int = 16
-    prompt_tokens: int = 128
-    new_tokens: int = 64
-    repeats: int = 3
-    seed: int = 0
-    baseline_experts: str = "grouped_mm"
-    hook: bool = False
-
-    def __post_init__(self) -> None:
-        if self.preset not in MODEL_PRESETS:
-            raise ValueError(f"preset ({self.preset!r}) is not one of {', '.join(MODEL_PRESETS)}")
-        if self.baseline_experts not in EXPERTS_IMPLEMENTATIONS:
-            known = ", ".join(EXPERTS_IMPLEMENTATIONS)
-            raise ValueError(f"baseline_experts ({self.baseline_experts!r}) is not one of {known}")
-        least = {"layers": 1, "batch": 1, "prompt_tokens": 1, "new_tokens": 2, "repeats": 1, "seed": 0}
-        for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {limit}")
-
-    @property
-    def max_tokens_per_rank(self) -> int:
-        """The most tokens that a rank brings to a forward pass."""
-        return max(self.batch * self.prompt_tokens, CHECKED_TOKENS)
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
-        sizes = MODEL_PRESETS[self.preset]
-        if num_ranks == 1:
-            raise ValueError("nproc (1): expert parallelism of one rank is none, use at least 2")
-        if sizes["num_experts"] % num_ranks:
-            raise ValueError(
-                f"nproc ({num_ranks}) does not divide the {sizes['num_experts']} experts of {self.preset}, which "
-                f"transformers spreads evenly"
-            )
-        if _spreads_dense() and sizes["num_key_value_heads"] % num_ranks:
-            raise ValueError(
-                f"nproc ({num_ranks}) does not divide the {sizes['num_key_value_heads']} KV heads of {self.preset}: "
-                f"transformers {transformers.__version__} spreads attention over all ranks of its expert parallelism"
-            )
-
-    def transformers_config(self) -> Qwen3MoeConfig:
-        """The model's config as transformers has it."""
-        return Qwen3MoeConfig(
-            **MODEL_PRESETS[self.preset],
-            num_hidden_layers=self.layers,
-            norm_topk_prob=True,
-            max_position_embeddings=max(self.prompt_tokens + self.new_tokens, 4096),
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+def check_ranks(config: ModelBenchConfig, num_ranks: int) -> None:
+    """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
+    sizes = MODEL_PRESETS[config.preset]
+    if num_ranks == 1:
+        raise ValueError("nproc (1): expert parallelism of one rank is none, use at least 2")
+    if sizes["num_experts"] % num_ranks:
+        raise ValueError(
+            f"nproc ({num_ranks}) does not divide the {sizes['num_experts']} experts of {config.preset}, which "
+            f"transformers spreads evenly"
         )
+    if _spreads_dense() and sizes["num_key_value_heads"] % num_ranks:
+        raise ValueError(
+            f"nproc ({num_ranks}) does not divide the {sizes['num_key_value_heads']} KV heads of {config.preset}: "
+            f"transformers {transformers.__version__} spreads attention over all ranks of its expert parallelism"
+        )
+
+
+def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
+    """The model's config as transformers has it."""
+    return Qwen3MoeConfig(
+        **MODEL_PRESETS[config.preset],
+        num_hidden_layers=config.layers,
+        norm_topk_prob=True,
+        max_position_embeddings=max(config.prompt_tokens + config.new_tokens, 4096),
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
 
 
 def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConfig) -> dict[str, Any]:
@@ -111,7 +71,7 @@ def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConf
     Errors: ValueError as `ModelBenchConfig.check_ranks`; RuntimeError for a CPU beside GPUs, which transformers' expert
     parallelism would take. Collective.
     """
-    config.check_ranks(group.num_ranks)
+    check_ranks(config, group.num_ranks)
     if group.device.type == "cpu" and torch.cuda.device_count():
         raise RuntimeError(
             "transformers' expert parallelism takes GPUs where it sees any: CUDA_VISIBLE_DEVICES= keeps it on the CPU"
@@ -190,7 +150,7 @@ class _ModelBench:
             systems[HOOK] = System(model=self._load_hook(), prompts=self._prompts)
         tell(group, f"build {OURS}")
         with torch.device(group.device):
-            model: Any = Qwen3MoeForCausalLM._from_config(config.transformers_config(), dtype=engine.torch_dtype)
+            model: Any = Qwen3MoeForCausalLM._from_config(transformers_config(config), dtype=engine.torch_dtype)
         fill_with_random_numbers(model, config.seed)
         shard_experts(
             model.eval(),
@@ -218,7 +178,7 @@ class _ModelBench:
             layout=engine.layout,
             max_tokens_per_rank=self._config.max_tokens_per_rank,
         )
-        hook = distributed_config(self._config.transformers_config(), self._group.num_ranks)
+        hook = distributed_config(transformers_config(self._config), self._group.num_ranks)
         return self._load(HOOK, hook, self._config.baseline_experts)
 
     def _load(self, name: str, spread: DistributedConfig, experts: str) -> PreTrainedModel:
@@ -227,7 +187,7 @@ class _ModelBench:
         with self._group.guard(f"build {name}"):
             model = Qwen3MoeForCausalLM.from_pretrained(
                 None,
-                config=self._config.transformers_config(),
+                config=transformers_config(self._config),
                 state_dict={},
                 distributed_config=spread,
                 experts_implementation=experts,

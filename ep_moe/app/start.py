@@ -1,0 +1,67 @@
+"""What `run`, `generate` and `eval` do before ranks start: look at the model, pick a device, start them.
+
+Nothing here imports transformers, whose import takes longer than all else: the ranks do, once, in the server that forks
+them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_moe.config import EngineConfig, LaunchEnv
+from ep_moe.launch import Target, launch, run_rank
+from ep_moe.weights import Checkpoint
+
+SHIPPED_MODEL = Path(__file__).parent / "model"
+# what ranks run, and transformers with it
+PRELOAD = ("ep_moe.app.run_rank", "ep_moe.app.generate_rank", "ep_moe.app.eval_rank")
+
+
+def model_dir(engine: EngineConfig) -> Path:
+    """The directory of the model: the shipped one where the config names none."""
+    return Path(engine.model) if engine.model else SHIPPED_MODEL
+
+
+def open_model(engine: EngineConfig) -> Checkpoint:
+    """Read the headers of the model's directory, before ranks start: what is not read in it is the caller's mistake.
+
+    Errors: ValueError as of `Checkpoint.open`. Local.
+    """
+    return Checkpoint.open(model_dir(engine))
+
+
+def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
+    """Return "cuda" or "cpu" for the ranks of this machine.
+
+    Errors: RuntimeError where CUDA is asked for and this machine has fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if engine.device == "auto":
+        return "cuda" if num_gpus >= num_local_ranks else "cpu"
+    if engine.device == "cuda" and num_gpus < num_local_ranks:
+        raise RuntimeError(f"device cuda needs a GPU for each of {num_local_ranks} ranks, this machine has {num_gpus}")
+    return engine.device
+
+
+def on_ranks(target: Target, engine: EngineConfig, *args: Any) -> dict[str, Any]:
+    """Run `target(group, engine, *args)` on every rank and return rank 0's report.
+
+    Starts `engine.nproc` ranks on this machine; under torchrun this process is one of them and gets its own report,
+    which `target` makes the same on all ranks.
+    """
+    env = LaunchEnv.from_environ()
+    if env is None:
+        device = pick_device(engine, engine.nproc)
+        preload = PRELOAD if device == "cpu" else ()  # CUDA that an import has touched would not survive the fork
+        return launch(
+            target, engine, *args, num_ranks=engine.nproc, config=engine.group, device=device, preload=preload
+        )[0]
+    device = pick_device(engine, env.local_world_size)
+    return run_rank(target, engine, *args, config=engine.group, device=device)
+
+
+def is_first_rank() -> bool:
+    """True in the one process that prints: not under torchrun, or rank 0 of it."""
+    env = LaunchEnv.from_environ()
+    return env is None or env.rank == 0
