@@ -1,7 +1,7 @@
 """Test files that need an environment of their own: they run beside the other tests, from the start of the session.
 
-A test of such a file has the mark `apart(path)` and asks for its `outcome(path)`. Many tests wait, for ranks or for
-time to pass, and leave a core to these files, which take it with less priority.
+A test of such a file has the mark `apart(path)`, comes after all others, and asks for its `outcome(path)`. Many tests
+wait, for ranks or for time to pass, and leave a core to these files, which take it with less priority.
 """
 
 import concurrent.futures
@@ -20,25 +20,32 @@ _files: dict[Path, "concurrent.futures.Future[tuple[int, str]]"] = {}
 _running: set["subprocess.Popen[str]"] = set()
 _lock = threading.Lock()
 _ended = threading.Event()
+_cores = threading.Semaphore(0)  # that files may take
+_waited = threading.Event()  # the session has nothing left to do
 _pools: list[concurrent.futures.ThreadPoolExecutor] = []
 
 
-def start(paths: Iterable[Path], *, alone: bool) -> None:
-    """Run these files, as many at a time as there are cores; one core fewer unless they are `alone`."""
+def start(paths: Iterable[Path]) -> None:
+    """Run these files, each on a core; one core is left to the session until it waits for an `outcome`."""
     cores = len(os.sched_getaffinity(0))
-    pool = concurrent.futures.ThreadPoolExecutor(max(cores if alone else cores - 1, 1))
+    _cores.release(max(cores - 1, 1))
+    pool = concurrent.futures.ThreadPoolExecutor(cores)
     _pools.append(pool)
     _files.update((path, pool.submit(_run, path)) for path in dict.fromkeys(paths))
 
 
 def outcome(path: Path) -> tuple[int, str]:
     """The exit code of a file's tests and the end of what they print."""
+    if not _waited.is_set():
+        _waited.set()
+        _cores.release()
     return _files[path].result()
 
 
 def stop() -> None:
     """End what still runs."""
     _ended.set()
+    _cores.release(len(_files) + 1)  # for those that wait for one
     for pool in _pools:
         pool.shutdown(wait=False, cancel_futures=True)
     with _lock:
@@ -49,6 +56,11 @@ def stop() -> None:
 def _run(path: Path) -> tuple[int, str]:
     command = [*LESS_PRIORITY, sys.executable, "-m", "pytest", str(path), "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    with _cores:
+        return _run_on_a_core(command, environment)
+
+
+def _run_on_a_core(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with _lock:
         if _ended.is_set():
@@ -61,7 +73,7 @@ def _run(path: Path) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return 1, f"{path.name} takes more than {SECS:g} s"
+        return 1, f"this file takes more than {SECS:g} s"
     finally:
         with _lock, contextlib.suppress(KeyError):
             _running.remove(process)

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import triton.language as tl
-from triton.runtime import interpreter
+from quick_interpreter import hurry
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
@@ -28,25 +26,8 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_
 
 
 def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
-    """Run a check on this rank in an interpreter that wastes less.
-
-    Triton's patches its language again for each device function that a kernel calls, which takes half of the time, and
-    looks for overflows that nobody reports. A rank that waits leaves its core to the others.
-    """
-    patch = interpreter._patch_lang
-
-    @functools.cache
-    def languages(function: Callable[..., Any]) -> list[Any]:
-        return [language for language in (tl, tl.core) if language in function.__globals__.values()]
-
-    def patch_once(function: Callable[..., Any]) -> Any:
-        if any(tl.core.is_builtin(language.load) for language in languages(function)):
-            return patch(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_once
-    options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    """Run a check on this rank in an interpreter that wastes less; a rank that waits leaves its core to the others."""
+    hurry()
     for module in (signals, dispatch_receive, combine):
         if hasattr(module, "pause"):
             module.pause = lambda: time.sleep(PAUSE_SECS)

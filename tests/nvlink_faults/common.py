@@ -36,9 +36,17 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, 
     """Run `check(group, *args)` on ranks; returns what each returns, or the RankFailedError."""
     ready = {"grace_secs": 60.0, "preload": ["ep_moe.transport.nvlink"] if INTERPRETING else []}
     try:
-        return launch(check, *args, num_ranks=num_ranks, config=config, device=DEVICE, **ready)
+        return launch(_prepared, check, *args, num_ranks=num_ranks, config=config, device=DEVICE, **ready)
     except RankFailedError as error:
         return error
+
+
+def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
+    if INTERPRETING:
+        from quick_interpreter import hurry  # Triton: only where it can run
+
+        hurry()
+    return check(group, *args)
 
 
 def make_transport(group: EPGroup, **options: Any) -> Any:
