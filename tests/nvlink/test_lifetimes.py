@@ -157,6 +157,34 @@ def test_a_dispatch_without_memory_may_be_made_again() -> None:
     assert on_ranks(dispatch_again) == [1, 1]
 
 
+def give_up(group: EPGroup) -> list[bool]:
+    """Rank 1 has no memory for a batch that is on its way, and abandons it. Returns which of rank 0's rows are NaN."""
+    transport, inputs, nan = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank), []
+    transport.dispatch_send(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
+    if group.rank == 1:
+        allocate = transport._exchange._allocate
+        transport._exchange._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
+            plan, slot
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            transport.dispatch_recv()
+        transport.abandon()
+        transport._exchange._allocate = allocate
+    else:
+        dispatched = transport.dispatch_recv()
+        out = transport.combine(torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype), dispatched)
+        nan = out.isnan().all(1).tolist()
+    check_round(transport, CASE, group.device)
+    transport.destroy()
+    return nan
+
+
+def test_a_batch_without_memory_is_abandoned() -> None:
+    ids, starts = CASE.inputs(0).routing.topk_ids, CASE.make_placement().starts
+    there = (ids >= starts[1]) & (ids < starts[2])
+    assert on_ranks(give_up) == [there.any(1).tolist(), []]
+
+
 def other_config(group: EPGroup) -> str:
     config = dataclasses.replace(CASE.config, hidden=64 if group.rank == 1 else 48)
     case = dataclasses.replace(CASE, tokens=(2, 2, 2))

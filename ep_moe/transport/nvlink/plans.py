@@ -48,6 +48,7 @@ class Plan:
     programs: DispatchTuning
     frame: Frame  # on no device: the shapes of the batch
     x_shape: torch.Size  # of the batch's x, and of its scale
+    x_strides: tuple[int, ...]
     scale_shape: torch.Size
     scale_strides: tuple[int, ...]
     output_shape: tuple[int, ...]  # of the experts' output
@@ -161,6 +162,7 @@ class Planner:
             programs=programs,
             frame=frame,
             x_shape=frame.x.shape[lead:],
+            x_strides=frame.x.stride()[lead:],
             scale_shape=scale.shape[lead:],
             scale_strides=scale.stride()[lead:],
             output_shape=(*frame.x.shape[lead:-1], config.hidden),

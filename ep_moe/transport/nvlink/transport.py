@@ -280,7 +280,10 @@ class NvlinkTransport(Transport):
         check_home(shape, self.config, self._device, shared=shared, out=out)
         shared = None if shared is None else aligned_rows(shared)
         direct = out is not None and is_aligned(out)
-        target = torch.empty(shape, dtype=self.config.dtype, device=self._device) if out is None or not direct else out
+        target = out if direct else None
+        if target is None:
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._device}
+            target = torch.empty_strided(shape, (self.config.hidden, 1), **like)
         self._combine(slot, state, y, send=send, receive=True, shared=shared, out=target)
         self._slots.close(slot)
         return target if out is None or direct else out.copy_(target)
@@ -320,7 +323,7 @@ class NvlinkTransport(Transport):
             return
         if call == "dispatch_recv":
             with self._faults.waiting("dispatch", state.round):
-                self._exchange.receive(slot, state.sent, send=False)
+                state.sent = self._exchange.discard(slot, state.sent)
         if call != "combine_recv":
             self._combine(slot, state, None, send=True, receive=False)
         out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self._device)
