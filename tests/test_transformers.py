@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.utils import is_accelerate_available
 
-from ep_moe.app.session import SHIPPED_MODEL
-from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig
+from ep_moe.app.start import SHIPPED_MODEL
+from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig, Layout, RoundKind
 from ep_moe.engines.transformers import distributed_config, from_pretrained, parallel, register, shard_experts
 from ep_moe.engines.transformers.experts import activation_of, weights_of
 from ep_moe.group import EPGroup
@@ -353,6 +353,7 @@ def test_dtype_and_scheme(dtype: torch.dtype, scheme: str, limit: float) -> None
     directory = directory_of("mixtral")
     model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
     assert model.dtype == dtype
+    assert model.ep_moe.transport.config.kinds == (RoundKind(num_topk=2, scheme=scheme, layout=Layout.COMPACT),)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     x, ids, weights = expert_inputs()
     expected = load_whole(directory).model.layers[1].mlp.experts(x, ids, weights)

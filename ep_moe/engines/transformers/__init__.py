@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.config import Layout, MoEConfig, RoundKind, TransportConfig
 from ep_moe.engines.transformers.experts import (
     ExpertsModule,
     activation_of,
@@ -188,7 +188,9 @@ def _install(
 ) -> PreTrainedModel:
     """Put a layer into each experts module, one transport behind all of them. Collective."""
     hidden = next(iter(parts.values()))[1].hidden
-    sizes = TransportConfig(hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype)
+    sizes = TransportConfig(
+        hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, kinds=_kinds(model, parts)
+    )
     group.wait_for_all("load")  # ranks read at their own pace, and the next collective has a deadline
     exchange = create_transport(transport, group, placement, sizes)
     layers = tuple(
@@ -200,6 +202,18 @@ def _install(
     setattr(model, NAME, session)
     vars(model)["_has_unfinished_sequences"] = functools.partial(_any_rank_unfinished, group)
     return model
+
+
+def _kinds(
+    model: PreTrainedModel, parts: Mapping[str, tuple[ExpertsModule, MoEConfig, ExpertWeights]]
+) -> tuple[RoundKind, ...]:
+    """The rounds that the layers will make, as far as the model's config tells: no prompt shall wait for a compiler."""
+    num_topk = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if not isinstance(num_topk, int):
+        return ()
+    quantised_here = [config for _, config, weights in parts.values() if weights.w13_input_scale is None]
+    kinds = (RoundKind(num_topk=num_topk, scheme=config.scheme, layout=config.layout) for config in quantised_here)
+    return tuple(dict.fromkeys(kinds))
 
 
 def _any_rank_unfinished(group: EPGroup, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
