@@ -251,7 +251,8 @@ def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
     try:
         for step in range(1000):
             if step == 5 and group.rank == victim:
-                layer.transport.dispatch_send(x, routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
+                options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "layer": layer.tag}
+                layer.transport.dispatch_send(x, routing, **options)
                 os.kill(os.getpid(), how)
             start = time.monotonic()
             layer(x, logits)

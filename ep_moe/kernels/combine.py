@@ -343,7 +343,7 @@ def _combine_kernel(
             if leads:
                 add_waited(own.waited_ptr, R, RANKS)
                 if next_epoch(tl.load(own.state_ptr + DONE)) != epoch:
-                    report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody)
+                    report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
                 tl.debug_barrier()  # all warps have read the state
                 if epoch == tl.load(own.state_ptr + RESUME):
                     tl.store(own.state_ptr + RESUME, 0)
@@ -351,4 +351,4 @@ def _combine_kernel(
             if alive == 0:
                 if is_over(links.abort_ptr):
                     abort = tl.load(links.abort_ptr, volatile=True)
-                    report(own.report_ptr, epoch, nobody + LOST, nobody, payload_of(abort))
+                    report(own.report_ptr, epoch, nobody + LOST, nobody, payload_of(abort), nobody)

@@ -146,7 +146,7 @@ def dispatch_again(group: EPGroup) -> int:
         transport._exchange._allocate = allocate
     check_round(transport, CASE, group.device)
     transport.destroy()
-    return transport._next_round
+    return transport.num_rounds
 
 
 def no_memory(*args: Any) -> None:
