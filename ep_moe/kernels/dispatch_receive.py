@@ -309,9 +309,6 @@ def _take_row(
     flag_ptr = region(base, links, FLAGS, tl.int64) + slot
     present = wait_for_flag(flag_ptr, source, epoch, links, patience, DISPATCH, R)
     if present > 0:
-        entry_ptr = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
-        entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
-        weight = tl.load(entry_ptr + K + column, mask=column < K, other=0).to(tl.float32, bitcast=True)
         values, scale = word, group
         if not POOLED:
             from_ptr = region(base, links, VALUES, tl.int32) + slot * VALUE_WORDS
@@ -319,6 +316,10 @@ def _take_row(
         if G > 0:
             scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty) + slot * G
             scale = tl.load(scale_ptr + group, mask=group < G)
+        tl.debug_barrier()  # the long loads are issued first: what is computed of the entry would hold them up
+        entry_ptr = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
+        entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
+        weight = tl.load(entry_ptr + K + column, mask=column < K, other=0).to(tl.float32, bitcast=True)
         _write_token(
             values,
             scale,

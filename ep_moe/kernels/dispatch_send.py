@@ -322,6 +322,7 @@ def send_rows(
             token = (chunk * FENCED + i) + tl.zeros([], tl.int64)
             if token < present:
                 loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)
+                tl.debug_barrier()  # the payload is on its way before the routing's arithmetic begins
                 ids, weights, place = _read_routing(
                     tokens, token, num_physical, ids_stride, weights_stride, K, COLUMNS, TOKENS, PLANNED
                 )

@@ -31,7 +31,7 @@ from ep_moe.transport.nvlink.launch import Launch
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned, aligned_rows
 from ep_moe.transport.nvlink.plans import BLOCK_TOKENS, Plan, Planner, distinct_sizes
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
 
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
@@ -372,11 +372,12 @@ class Exchange:
         launch = plan.combines.get(key)
         if launch is None:
             programs, k = self.tuning.combine(plan.num_tokens, self.num_ranks), plan.payload.num_topk
+            held = held_words(self.num_ranks, config.dtype.itemsize, programs.num_warps)
             first_receiver = programs.senders * send
             constants = {
                 "H": config.hidden,
                 "SENT_BLOCK": block_words(config.hidden, programs.sent_block),
-                "SUMMED_BLOCK": awaited_words(config.hidden, programs.summed_block, programs.num_warps),
+                "SUMMED_BLOCK": awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
                 "TOGETHER": programs.together,
                 "UNIT": ALIGNMENT,
                 "R": self.num_ranks,
