@@ -75,7 +75,7 @@ class ExpertParallelMoE(torch.nn.Module):
             intermediate size, activation or placement, get a ValueError that names them in the first such round.
         phases: told when each phase begins and ends.
 
-    Errors: ValueError where config, weights and transport do not fit each other.
+    Errors: ValueError where config, weights and transport do not fit each other, or for a bad `layer_index`.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class ExpertParallelMoE(torch.nn.Module):
         self.phases: Phases = _Unwatched() if phases is None else phases
         self._check()
         number = transport.number_layer() if layer_index is None else layer_index
+        if type(number) is not int or number < 0:
+            raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
         self.tag = LayerTag.of(number, config, self.placement)
 
     def _check(self) -> None:

@@ -6,7 +6,9 @@ A round is three exchanges: a header (counts, refusals), the rows of tokens, and
 makes every rank learn of a bad input before any payload is sent, so that all of them raise and the next round works.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -142,8 +144,9 @@ class CollectiveTransport(Transport):
         self._compare_layers(received, layer, round_)
         self._compare_formats(received, row_format, round_)
         send_counts, recv_counts = (tuple(words[0] for words in told) for told in (sent, received))
-        outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
-        incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
+        with self._telling():
+            outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
+            incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
         work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
         state = _Round(
             round=round_,
@@ -246,9 +249,10 @@ class CollectiveTransport(Transport):
             self._wait(state.work, "abandoned round", state.round)
         if call != "combine_recv":
             shape = (self.config.hidden,)
-            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._group.device}
-            outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
-            incoming = torch.empty((sum(state.send_counts), *shape), **like)
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
+            with self._telling():
+                outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
+                incoming = torch.empty((sum(state.send_counts), *shape), **like)
             work = self._all_to_all(incoming, outgoing, state.send_counts, state.recv_counts)
             self._wait(work, "abandoned round", state.round)
         self._slots.close(slot)
@@ -261,6 +265,15 @@ class CollectiveTransport(Transport):
     def destroy(self) -> None:
         """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""
         self._slots.destroy()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the others of an error inside: they wait for rows that this rank has announced and cannot exchange."""
+        try:
+            yield
+        except Exception as error:
+            self._group.report_failure(error)
+            raise
 
     def _exchange_headers(self, headers: torch.Tensor, round_: int) -> list[list[list[int]]]:
         """Send headers[0], receive into headers[1]; return what this rank told and was told, by rank. One host sync."""

@@ -53,6 +53,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        group.check_open()
         if group.num_ranks != 1:
             raise ValueError(f"the local transport serves 1 rank, the group has {group.num_ranks}")
         if placement.num_ranks != 1:
@@ -168,6 +169,7 @@ class LocalTransport(Transport):
 
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`. Local: there is nobody to tell."""
+        self._group.check()
         if self._slots.stage(slot)[1] is not None:
             self._slots.close(slot)
 
