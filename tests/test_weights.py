@@ -231,13 +231,16 @@ def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str)
     tensors = write_checkpoint(tmp_path, "mixtral")
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1, scheme=scheme)[2]
     w13, w2 = expected_layer(tensors, "mixtral", 2, [3, 4])
-    for slot in range(2):
-        for matrix, values, scale in ((w13, weights.w13, weights.w13_scale), (w2, weights.w2, weights.w2_scale)):
-            expected_values, expected_scale = quantise_weight(matrix[slot], SCHEMES[scheme])
-            assert torch.equal(values[slot].view(torch.uint8), expected_values.view(torch.uint8))
-            assert torch.equal(scale[slot], expected_scale)
+    for field, matrices in (("w13", w13), ("w2", w2)):
+        found = [getattr(weights, f"{field}{suffix}") for suffix in ("", "_scale", "_global_scale")]
+        assert (found[2] is not None) == (scheme == "nvfp4")
+        for slot, matrix in enumerate(matrices):
+            for stacked, alone in zip(found, quantise_weight(matrix, SCHEMES[scheme]), strict=True):
+                if alone is not None:
+                    assert_same_bits(stacked[slot], alone, field)
     nothing = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 6), 5, scheme=scheme)[2]
     assert nothing.w13_scale.shape == (0, *weights.w13_scale.shape[1:])
+    assert nothing.w13_global_scale is None or nothing.w13_global_scale.shape == (0,)
 
 
 # fp8 on disk: per expert, or stacked as transformers keeps it.
@@ -351,7 +354,7 @@ def test_fp8_becomes_another_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found.w13_scale is None
     for scheme in (SCHEMES["fp8_token"], get_scheme("fp8_block_32x32")):
         found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme=scheme.name)[2]
-        values, scale = quantise_weight(w13, scheme)
+        values, scale, _ = quantise_weight(w13, scheme)
         assert_same_bits(found.w13, values, scheme.name)
         assert torch.equal(found.w13_scale, scale)
         assert found.w2.dtype == torch.float8_e4m3fn
