@@ -138,8 +138,8 @@ WRONG_CONFIGS = {
     "numbers": ("prompts = [1, 2]\nnew_tokens = [6]", "prompts[0] (1) is not a text"),
     "new_tokens": ('prompts = ["Blessed"]\nnew_tokens = 64', "new_tokens (64) is not a list"),
     "missing": ('prompts = ["Blessed"]', "missing key new_tokens"),
-    "nan": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = nan', "max_logit_diff (nan) must be positive"),
-    "inf": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = inf', "max_logit_diff (inf) must be positive"),
+    "nan": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = nan', "max_logit_diff (nan) must be finite"),
+    "inf": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = inf', "max_logit_diff (inf) must be finite"),
     "zero": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = 0', "max_logit_diff (0.0) must be positive"),
 }
 

@@ -39,7 +39,7 @@ def local_weights(placement: Placement, rank: int, scheme: str, dtype: torch.dty
     w13, w2, b13, b2 = (tensor[list(placement.local_experts(rank))] for tensor in whole_weights(dtype))
     if scheme == "none":
         return ExpertWeights(w13=w13, w2=w2, w13_bias=b13, w2_bias=b2)
-    (q13, s13), (q2, s2) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
+    (q13, s13, _), (q2, s2, _) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
     return ExpertWeights(
         w13=q13, w2=q2, w13_scale=s13, w2_scale=s2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme)
     )

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.quant import Quantised, QuantScheme
-from ep_moe.routing import Routing, route, weigh_input
+from ep_moe.routing import BIASED_METHODS, Routing, route, weigh_input
 
 WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
 NEAR = 1e-5  # scores closer than this, but not equal, may change places between float32 and float64
@@ -199,6 +199,26 @@ def test_nan_logits_are_chosen_and_seen(name: str, sign: float) -> None:
     assert routing.topk_weights[1, 0].isnan().item()
     assert torch.equal(routing.topk_ids[::2], clean.topk_ids[::2])
     assert torch.equal(routing.topk_weights[::2], clean.topk_weights[::2])
+
+
+BIASED = [name for name, (config, _, _) in METHODS.items() if config.method in BIASED_METHODS]
+
+
+@pytest.mark.parametrize("others", [0.0, math.inf, -math.inf], ids=["finite", "infinite", "minus_infinite"])
+@pytest.mark.parametrize("expert", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("name", BIASED)
+def test_a_nan_bias_is_seen(name: str, expert: int, others: float) -> None:
+    """Whichever expert has it, and where others that are +inf keep it from being chosen."""
+    config, num_experts, _ = METHODS[name]
+    logits = torch.randn(5, num_experts, generator=torch.Generator().manual_seed(1))
+    bias = torch.full((num_experts,), others)
+    clean = route(logits, config, routing_bias=bias)
+    assert bool(clean.topk_weights.isfinite().all())
+    bias[expert] = math.nan
+    routing = route(logits, config, routing_bias=bias)
+    assert bool(routing.topk_weights.isnan().all())
+    assert all(len(set(row)) == config.num_topk for row in routing.topk_ids.tolist())
+    assert bool(((routing.topk_ids >= 0) & (routing.topk_ids < num_experts)).all())
 
 
 @pytest.mark.parametrize("name", METHODS)

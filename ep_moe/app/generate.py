@@ -6,6 +6,7 @@ from typing import Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
+from ep_moe.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,7 @@ class GenerateConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.prompts or any(not prompt for prompt in self.prompts):
             raise ValueError(f"prompts ({self.prompts}) must be one or more texts, none empty")
         if self.max_new_tokens < 1:

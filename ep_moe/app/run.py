@@ -12,6 +12,7 @@ from typing import Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig, config_dir, read_toml
+from ep_moe.fields import check_fields
 from ep_moe.quant import get_scheme
 from ep_moe.weights import Checkpoint
 
@@ -38,6 +39,7 @@ class RunConfig:
     max_logit_diff: float = 1e-4
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("prompts", "new_tokens"):
             if not getattr(self, name):
                 raise ValueError(f"{name} ({getattr(self, name)}) is empty")

@@ -146,9 +146,11 @@ def quantise_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeigh
     """Quantise unquantised weights; those of a scheme that does not quantise come back as they are. Local."""
     if not scheme.quantised:
         return weights
-    w13, w13_scale = quantise_weight(weights.w13, scheme)
-    w2, w2_scale = quantise_weight(weights.w2, scheme)
-    return dataclasses.replace(weights, scheme=scheme, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
+    fields: dict[str, Any] = {"scheme": scheme}
+    for name in ("w13", "w2"):
+        stored = quantise_weight(getattr(weights, name), scheme)
+        fields |= dict(zip((name, f"{name}_scale", f"{name}_global_scale"), stored, strict=True))
+    return dataclasses.replace(weights, **fields)
 
 
 def drop_parameters(module: ExpertsModule) -> None:
