@@ -121,7 +121,7 @@ def test_the_shipped_model_has_learnt() -> None:
     ("changes", "message"),
     [
         ({"steps": 0}, "steps (0) is less than 1"),
-        ({"minutes": math.nan}, "minutes (nan) is not positive and finite"),
+        ({"minutes": math.nan}, "minutes (nan) must be finite"),
         ({"dropout": 1.0}, "dropout (1.0) is not in [0, 1)"),
     ],
     ids=["steps", "minutes", "dropout"],

@@ -164,7 +164,8 @@ WRONG = {
     "config": (["run", "--config", "no.toml"], "config ('no.toml') is not a file"),
     "window": (["eval", "--window", "4096"], "window (4096) * batch (4) exceeds max_tokens_per_rank (2048)"),
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
-    "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite and not negative"),
+    "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
+    "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must not be negative"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
 }
 

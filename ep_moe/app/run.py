@@ -6,7 +6,6 @@ would be equal.
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,8 @@ class RunConfig:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
         if any(count < 1 for count in self.new_tokens):
             raise ValueError(f"new_tokens ({self.new_tokens}) must all be at least 1")
-        if not 0 < self.max_logit_diff < math.inf:
-            raise ValueError(f"max_logit_diff ({self.max_logit_diff}) must be positive and finite")
+        if self.max_logit_diff <= 0:
+            raise ValueError(f"max_logit_diff ({self.max_logit_diff}) must be positive")
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":

@@ -65,8 +65,8 @@ class TrainConfig:
         check_fields(self)
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps ({self.steps}) is less than 1")
-        if not 0 < self.minutes < math.inf:
-            raise ValueError(f"minutes ({self.minutes}) is not positive and finite")
+        if self.minutes <= 0:
+            raise ValueError(f"minutes ({self.minutes}) is not positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout ({self.dropout}) is not in [0, 1)")
 
