@@ -38,7 +38,7 @@ class HookConfig:
 
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """`refuse_backward` for a module's parameters too: they are read without a graph. Local."""
-    return refuse_backward(run, *inputs, *module.parameters(recurse=False))
+    return refuse_backward(run, (*inputs, *module.parameters(recurse=False)))
 
 
 class ModuleLayer:
