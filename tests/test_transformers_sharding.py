@@ -174,6 +174,28 @@ def test_a_save_that_fails_leaves_no_half_of_a_model(tmp_path: Path, monkeypatch
     assert list((tmp_path / "ours").iterdir()) == []
 
 
+def test_each_layer_is_written_before_the_next_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, events = shard_experts(make_model("mixtral"), EPGroup.single("cpu")), []
+    saving = installing.save_pretrained.__globals__
+    gather, save = saving["_gather"], saving["save_file"]
+
+    def gather_and_tell(group: EPGroup, module: Any, layer: Any) -> Any:
+        events.append(f"gather {layer.tag.number}")
+        return gather(group, module, layer)
+
+    def save_and_tell(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        layers = {name.split(".")[2] for name in tensors}
+        assert len(layers) == 1
+        assert len(tensors) == 3 * 4
+        events.append(f"write {layers.pop()}")
+        save(tensors, path, **options)
+
+    monkeypatch.setitem(saving, "_gather", gather_and_tell)
+    monkeypatch.setitem(saving, "save_file", save_and_tell)
+    model.save_pretrained(tmp_path)
+    assert events == [f"{what} {layer}" for layer in range(3) for what in ("gather", "write")]
+
+
 # All or nothing.
 
 
@@ -294,6 +316,7 @@ def test_every_scheme_shards(scheme: str) -> None:
         shard_experts(model, EPGroup.single("cpu"), scheme=scheme)
         found = experts(x, ids, weights)
     assert model.ep_moe.layers[1].config.intermediate == 64
+    assert [layer.tag.number for layer in model.ep_moe.layers] == [0, 1, 2]
     error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
     assert 1e-4 < error < {"nvfp4": 0.8}.get(scheme, 0.15)  # 1.0 is a lost token; 4 bits twice, of a gated product
 

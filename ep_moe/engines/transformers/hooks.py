@@ -57,11 +57,15 @@ class ModuleLayer:
         module: as long as `serves` is true of it.
         weights: the module's. transport: of the layer, for as many experts as its placement has.
         config: names the implementation and the layout; the router stays transformers' own.
+        index: the layer's number, which ranks compare in each round.
     Errors: ValueError for an activation that is not computed here, and for what does not fit the transport.
     """
 
-    def __init__(self, module: ExpertsModule, weights: ExpertWeights, transport: Transport, config: HookConfig) -> None:
+    def __init__(
+        self, module: ExpertsModule, weights: ExpertWeights, transport: Transport, config: HookConfig, index: int
+    ) -> None:
         self.transport = transport
+        self._index = index
         self._state = state_of(module)
         self._experts = config.experts
         self._config = MoEConfig(
@@ -76,7 +80,7 @@ class ModuleLayer:
         self._layer = layer if are_views(weights, module) else None
 
     def _make(self, weights: ExpertWeights) -> ExpertParallelMoE:
-        return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts)
+        return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts, layer_index=self._index)
 
     def serves(self, module: ExpertsModule) -> bool:
         """True while the module's parameters are the tensors that this was made from. Local, no host sync."""
@@ -103,7 +107,7 @@ class LocalExperts:
         transport = create_transport(
             "local", EPGroup.single(weights.w13.device), Placement.linear(self._num_experts, 1), self._sizes
         )
-        self._layer = ModuleLayer(module, weights, transport, config)
+        self._layer = ModuleLayer(module, weights, transport, config, 0)
 
     def serves(self, module: ExpertsModule, top_k_index: torch.Tensor) -> bool:
         """True while the module's parameters are those that this was made from, and T and K fit. Local."""

@@ -109,11 +109,11 @@ def install(
 
 def _make_layers(parts: Mapping[str, Part], exchange: Transport, experts: str) -> tuple[ExpertParallelMoE, ...]:
     layers = []
-    for name, part in parts.items():
+    for index, (name, part) in enumerate(parts.items()):
         used = getattr(part.module.config, "_experts_implementation", None)
         if used != NAME:
             raise ValueError(f"{name} ({type(part.module).__name__}) keeps experts_implementation {used!r}")
-        layers.append(ExpertParallelMoE(part.config, part.weights(), exchange, experts=experts))
+        layers.append(ExpertParallelMoE(part.config, part.weights(), exchange, experts=experts, layer_index=index))
         drop_parameters(part.module)
         if hasattr(part.module, LOCAL):  # it holds the parameters too
             delattr(part.module, LOCAL)

@@ -52,6 +52,12 @@ class SharedTransports:
     def __init__(self, config: HookConfig) -> None:
         self.config = config
         self._open: dict[tuple[Any, ...], _SharedTransport] = {}
+        self._num_modules = 0
+
+    def number_module(self) -> int:
+        """Count one experts module more; returns its number, the same on ranks that make the same models. Local."""
+        self._num_modules += 1
+        return self._num_modules - 1
 
     def get(
         self, process_group: dist.ProcessGroup, num_experts: int, num_topk: int, like: torch.Tensor
@@ -104,6 +110,7 @@ class MeshExperts:
         self._experts = experts
         self._expert_group, self._batch_group = expert_group, batch_group
         self._transports = transports
+        self._index = transports.number_module()  # its layer is made when it is first called, perhaps out of step
         self._shared: _SharedTransport | None = None
         self._layer: ModuleLayer | None = None
 
@@ -112,7 +119,9 @@ class MeshExperts:
             weights = weights_of(self._experts)
             num_experts = weights.num_local_experts * self._expert_group.size()
             self._shared = self._transports.get(self._expert_group, num_experts, num_topk, weights.w13)
-            self._layer = ModuleLayer(self._experts, weights, self._shared.transport, self._transports.config)
+            self._layer = ModuleLayer(
+                self._experts, weights, self._shared.transport, self._transports.config, self._index
+            )
         return self._layer.layer(self._experts), self._shared
 
     def __call__(
