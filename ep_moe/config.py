@@ -102,7 +102,7 @@ class RoutingConfig:
         num_topk: K, experts per token.
         num_group, topk_group: groups of experts and how many of them stay, method 2 only.
         routed_scaling_factor: multiplies the weights of methods 2 and 7; any other method takes 1.0 alone.
-        norm_topk_prob: False skips the division by the sum, method 6 only.
+        norm_topk_prob: False skips the division by the sum, methods 2 and 6 only.
     """
 
     method: RoutingMethod
@@ -130,8 +130,8 @@ class RoutingConfig:
             f"routed_scaling_factor ({self.routed_scaling_factor}) needs method 2 or 7, got {self.method.value}",
         )
         _require(
-            self.norm_topk_prob or self.method is RoutingMethod.SIGMOID_RENORM,
-            f"norm_topk_prob=False needs routing method 6, got {self.method.value}",
+            self.norm_topk_prob or self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.SIGMOID_RENORM),
+            f"norm_topk_prob=False needs routing method 2 or 6, got {self.method.value}",
         )
         _require(
             self.num_topk == 1 or self.method is not RoutingMethod.LLAMA4,

@@ -119,7 +119,8 @@ def route(
     Methods, numbered as FlashInfer's `RoutingMethodType`, with s = sigmoid(logits), sums over the K chosen:
     0 softmax over all; 1 and 4 softmax over the chosen (the same number as softmax over all divided by its sum);
     2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 within its `topk_group` best groups alone
-    (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20), or s where norm_topk_prob is False.
+    (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2 and 6
+    divide by no sum.
     Softmax and sigmoid keep the order, so methods other than 2 and 7 choose by the logits themselves: rounding makes
     no ties. Equal scores go to the lower expert. A NaN score counts as +inf, so that NaN logits of a token show in its
     output; a NaN in the bias makes the weights of every token NaN. The ids are valid whatever logits and bias are.

@@ -270,6 +270,8 @@ def test_logits_on_two_ranks(family: str, form: str) -> None:
         ("olmoe", {"norm_topk_prob": True}),
         ("glm4_moe", {"n_group": 2, "topk_group": 1}),
         ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+        ("glm4_moe", {"norm_topk_prob": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else "_".join(value) or "plain",
 )
