@@ -22,6 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+MAX_TIMEOUT_SECS = 1e9  # in nanoseconds still within 64 bits, twice
 ALIGNMENT = 16  # hidden and intermediate sizes are multiples of this: one 16-byte access in the narrowest format
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -287,6 +288,10 @@ class GroupConfig:
         _require(
             self.timeout_secs >= 4 * self.heartbeat_secs,
             f"timeout_secs ({self.timeout_secs}) must be at least four heartbeats ({4 * self.heartbeat_secs})",
+        )
+        _require(
+            self.timeout_secs <= MAX_TIMEOUT_SECS,
+            f"timeout_secs ({self.timeout_secs}) must be at most {MAX_TIMEOUT_SECS:g}",
         )
 
 

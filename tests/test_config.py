@@ -112,6 +112,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "engine_layout": (EngineConfig, {"layout": "dense"}, "layout ('dense') is not one of batched, compact, flat"),
     "engine_tokens": (EngineConfig, {"max_tokens_per_rank": 0}, "max_tokens_per_rank (0) must be at least 1"),
     "model": (EngineConfig, {"model": "no/such/folder"}, "model ('no/such/folder') is not a directory of this machine"),
+    "timeout_long": (GroupConfig, {"timeout_secs": 1e300}, "timeout_secs (1e+300) must be at most 1e+09"),
     "timeout_inf": (GroupConfig, {"timeout_secs": math.inf}, "timeout_secs (inf) must be finite"),
 }
 
