@@ -18,6 +18,7 @@ from ep_moe.kernels.exchange import (
     PLACE_BITS,
     REFUSED,
     SCALES,
+    SENT,
     TOO_MANY,
     VALUES,
     WORD_ROWS,
@@ -107,6 +108,7 @@ def announce(
                 tl.store(to, cell)
                 tl.store(to + 1, make_word(epoch, fingerprint))
         tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
+        tl.store(own.state_ptr + SENT, epoch)  # also where the round is off: a settlement must not begin with it
 
 
 @triton.jit

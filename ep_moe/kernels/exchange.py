@@ -29,6 +29,7 @@ VERDICT = tl.constexpr(3)  # of this round: FINE, or why there is nothing to com
 SOURCE_TOKENS = tl.constexpr(4)  # [R], R at most 32
 RESUME = tl.constexpr(40)  # the first round that is exchanged again after a loss, 0 where none is to come
 ACTIVE = tl.constexpr(41)  # a bit for each rank that takes part
+SENT = tl.constexpr(42)  # the last round whose dispatch was sent, or would have been were it not off: the host reads it
 
 # what a cell says above 28 bits of number
 FINE = tl.constexpr(0)  # tokens

@@ -157,12 +157,17 @@ class ExchangeMemory:
         self.abort.zero_()
 
     def begun(self) -> tuple[int, ...]:
-        """The epoch of the last round that each slot has begun, int32. Local, host sync."""
-        return tuple(int(slot.state[device_code.BEGUN.value]) for slot in self.slots)
+        """The epoch of the last round that each slot has begun to send, int32. Local, host sync.
+
+        Ranks agree to resume behind the last of them. A round that was sent and not yet received counts: some of it
+        went to ranks that may be lost, and home would wait for their results.
+        """
+        return tuple(int(slot.state[device_code.SENT.value]) for slot in self.slots)
 
     def catch_up(self, epochs: Sequence[int]) -> None:
         """Let each slot's last round be that of the epoch, int32. Local, on the current stream."""
         for slot, epoch in zip(self.slots, epochs, strict=True):
+            slot.state[device_code.SENT.value] = epoch
             slot.state[device_code.BEGUN.value] = epoch
             slot.state[device_code.DONE.value] = epoch
 
