@@ -21,6 +21,7 @@ from ep_moe.kernels.exchange import (
     OUT_OF_ORDER,
     PLACE_BITS,
     PLACE_MASK,
+    RUNS,
     SCALES,
     SOURCE_TOKENS,
     VALUES,
@@ -429,6 +430,7 @@ def receive(
         tl.debug_barrier()  # all warps have read the state
         tl.store(own.state_ptr + VERDICT, verdict)
         tl.store(own.state_ptr + SOURCE_TOKENS + source, tokens, mask=source < R)
+        tl.store(own.state_ptr + RUNS, 0)
         tl.store(own.state_ptr + BEGUN, epoch)
     if POOLED:
         _fill_unused(own, tokens, receiver, receivers, slots, R, RANKS, K)

@@ -18,6 +18,7 @@ from ep_moe.placement import Placement
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 8
 STATE_WORDS = 64
+_ENDED = device_code.SENT_ONCE.value + device_code.RECEIVED_ONCE.value  # of RUNS: there is nothing to combine
 SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: one float32 for 16 numbers
 
 
@@ -121,9 +122,11 @@ class ExchangeMemory:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        state = zeros(STATE_WORDS)
+        state[device_code.RUNS.value] = _ENDED
         return SlotMemory(
             peers=peers,
-            state=zeros(STATE_WORDS),
+            state=state,
             homes=zeros(config.max_tokens_per_rank),
             waited_ns=zeros(2, num_ranks, dtype=torch.int64),
             rows_seen=zeros(experts, dtype=torch.int64),
@@ -170,6 +173,7 @@ class ExchangeMemory:
             slot.state[device_code.SENT.value] = epoch
             slot.state[device_code.BEGUN.value] = epoch
             slot.state[device_code.DONE.value] = epoch
+            slot.state[device_code.RUNS.value] = _ENDED
 
     def end_waits(self, word: int) -> None:
         """Have all waits of this rank end with an abort word. Local; no call of CUDA's, which may wait for them."""

@@ -316,22 +316,32 @@ class NvlinkTransport(Transport):
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`. Local, on the current stream, no host sync."""
+        """See `Transport.abandon`. Local, on the current stream, no host sync.
+
+        If it fails, for want of memory or at a launch, it may be called again and goes on behind what was launched.
+        """
         self._faults.look()
         call, state = self._slots.stage(slot)
         if state is None:
             return
+        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self._device)
         if call == "dispatch_recv":
             with self._faults.waiting("dispatch", state.round):
                 state.sent = self._exchange.discard(slot, state.sent)
+            self._slots.advance(slot, "dispatch_recv", state)
         if call != "combine_recv":
             self._combine(slot, state, None, send=True, receive=False)
-        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self._device)
+            self._slots.advance(slot, "combine_send", state)
         self._combine(slot, state, None, send=False, receive=True, out=out)
         self._slots.close(slot)
 
     def check(self) -> None:
-        """See `Transport.check`. Host sync, of this rank's whole device."""
+        """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
+
+        Where a rank is lost and the others go on, this is where a rank that only replays graphs agrees with them: no
+        replay does. Until then its kernels give NaN without waiting, and the others wait for its vote, for
+        `timeout_secs` at most.
+        """
         self._faults.check()
 
     def destroy(self) -> None:
