@@ -151,7 +151,7 @@ class ExchangeMemory:
             resume: for each slot the epoch from which on rounds count, int32; 0 where all do.
         Local, on the current stream.
         """
-        bits = sum(1 << rank for rank, alive in enumerate(active) if alive)
+        bits = sum(1 << rank if rank < 31 else -1 << rank for rank, alive in enumerate(active) if alive)  # int32
         for slot, epoch in zip(self.slots, resume, strict=True):
             slot.returned.fill_(0xFF)
             slot.state[device_code.ACTIVE.value] = bits
