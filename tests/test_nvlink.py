@@ -1,11 +1,15 @@
 """Every file of `nvlink/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import apart
 import pytest
 
-FOLDER = Path(__file__).parent / "nvlink"
+TESTS = Path(__file__).parent
+FOLDER = TESTS / "nvlink"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
@@ -32,3 +36,31 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
         assert all(min(count) >= 1 and sum(count) <= num_sms for count in counts)
     assert sum(counts[0]) >= num_sms - 2
     assert Tuning(most_receivers=150).dispatch(4096, 4).senders > 100
+
+
+POLLED = r"""
+import re
+from compile_check.exchange_cases import _round
+from compile_check.stub import compile_only
+from ep_moe.config import Layout
+with compile_only(90) as recorder:
+    _round("words", "fp8_block", Layout.COMPACT, tokens=8).launch()
+for kernel, compiled in recorder.launches:
+    for count in re.findall(r"tt\.load .*isVolatile = true.* : tensor<(\d+)x!tt", compiled.asm["ttir"]):
+        print(kernel.fn.__name__, 32 * compiled.metadata.num_warps, count)
+"""
+
+
+def test_every_warp_judges_the_copies_that_it_uses(tmp_path: Path) -> None:
+    """Words that are polled are held by every warp, or by one: never by two of four, of which one is judged.
+
+    With 7168 columns a token has 56 scales, more than a warp has threads and fewer than a program has.
+    """
+    pytest.importorskip("triton")
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", POLLED]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    polled = [(kernel, int(threads), int(count)) for kernel, threads, count in map(str.split, done.stdout.splitlines())]
+    assert len({kernel for kernel, *_ in polled}) == 2, done.stderr
+    assert [found for found in polled if 32 < found[2] < found[1]] == []
