@@ -1,12 +1,17 @@
 """Every file of `nvlink/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
 
+import dataclasses
+import gc
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import apart
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 FOLDER = TESTS / "nvlink"
@@ -36,6 +41,66 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
         assert all(min(count) >= 1 and sum(count) <= num_sms for count in counts)
     assert sum(counts[0]) >= num_sms - 2
     assert Tuning(most_receivers=150).dispatch(4096, 4).senders > 100
+
+
+@pytest.fixture
+def hopper() -> Any:
+    """The room of an H100 or H200."""
+    pytest.importorskip("triton")
+    from ep_moe.transport.nvlink.room import Room
+
+    return Room(num_sms=132, registers=65536, threads=2048)
+
+
+def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
+    assert [hopper.most_receivers(slots) for slots in (1, 2, 3, 4)] == [300, 150, 100, 75]
+    with pytest.raises(RuntimeError, match=r"num_slots \(301\) exceeds 300, the programs that may wait on this GPU"):
+        hopper.most_receivers(301)
+    # whatever stands on an SM: as many programs as its threads and its registers hold
+    fewer = {"registers": (49152, 2), "threads": (256, 2)}
+    for name, (value, each) in fewer.items():
+        assert dataclasses.replace(hopper, **{name: value}).most_receivers(1) == 100 * each, name
+
+
+def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from ep_moe.transport.nvlink.room import OpenRounds
+
+    stream = [0]
+
+    def rounds_of(receivers: int) -> Any:
+        return OpenRounds(torch.device("cuda", 5), hopper, lambda _: receivers, lambda index: stream[0] + 10 * index)
+
+    decode, prefill = rounds_of(40), rounds_of(264)
+    for used in (decode, prefill, decode):  # in turn
+        stream[0] = 1 - stream[0]
+        used.begin(0, 16)
+        used.end(0)
+    stream[0] = 0
+    decode.begin(0, 16)
+    prefill.begin(0, 16)  # on one stream
+    prefill.end(0)
+    decode.begin(1, 16)
+    stream[0] = 1
+    decode.begin(1, 16)  # 40 and 40, on two
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        prefill.begin(0, 4096)
+        prefill.begin(0, 4096)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(
+        "cuda:5: rounds are open on other streams, whose 40 programs that wait, and 264"
+    )
+    assert caplog.messages[0].endswith(
+        "(300 fit, 99 leave one empty). Ranks that begin them in different orders may wait "
+        "for each other: begin them in one order on all ranks, or set num_sms to at most 99"
+    )
+    del prefill
+    gc.collect()
+    third = rounds_of(240)
+    third.begin(0, 16)
+    assert len(caplog.messages) == 1
+    decode.destroy()
+    third.destroy()
 
 
 POLLED = r"""

@@ -5,10 +5,12 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import triton
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
@@ -23,7 +25,8 @@ from ep_moe.transport.nvlink.launches import Exchange, Sent
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
 from ep_moe.transport.nvlink.plans import kind_of
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_receivers
+from ep_moe.transport.nvlink.room import OpenRounds, Room, most_receivers
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
 
 MOST_RANKS = 32  # a bit for each
@@ -99,13 +102,20 @@ class NvlinkTransport(Transport):
             self._memory,
             rank=group.rank,
             device=group.device,
-            most_receivers=most_receivers(group.device, config),
+            most_receivers=most_receivers(group.device, config.num_slots),
             report=self._faults.report,
             patience=self._faults.patience,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
         self._next_round = 0
+        self._open: OpenRounds | None = None
         if self._device.type == "cuda":
+            self._open = OpenRounds(
+                self._device,
+                Room.of(self._device),
+                functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
+                triton.runtime.driver.active.get_current_stream,
+            )
             self._exchange.compile(config.kinds)
         group.wait_for_all("compile")  # ranks take as long as they do
 
@@ -159,6 +169,7 @@ class NvlinkTransport(Transport):
         self._exchange.send(slot, state.sent)
         self._next_round += 1
         self._slots.advance(slot, "dispatch_send", state)
+        self._note_open(slot, state)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
@@ -223,6 +234,8 @@ class NvlinkTransport(Transport):
             batch = self._exchange.receive(slot, state.sent, send=send)
         self._next_round += send
         self._slots.advance(slot, "dispatch_recv", state)
+        if send:
+            self._note_open(slot, state)
         return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def combine(
@@ -285,7 +298,7 @@ class NvlinkTransport(Transport):
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._device}
             target = torch.empty_strided(shape, (self.config.hidden, 1), **like)
         self._combine(slot, state, y, send=send, receive=True, shared=shared, out=target)
-        self._slots.close(slot)
+        self._close(slot)
         return target if out is None or direct else out.copy_(target)
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -333,7 +346,7 @@ class NvlinkTransport(Transport):
             self._combine(slot, state, None, send=True, receive=False)
             self._slots.advance(slot, "combine_send", state)
         self._combine(slot, state, None, send=False, receive=True, out=out)
-        self._slots.close(slot)
+        self._close(slot)
 
     def check(self) -> None:
         """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
@@ -350,11 +363,22 @@ class NvlinkTransport(Transport):
         Memory that kernels still use after that wait's bound is never freed.
         """
         self._slots = Slots(self.config.num_slots)
+        if self._open is not None:
+            self._open.destroy()
         if self._faults.destroy():
             self._exchange.destroy()
             self._memory.destroy()
         else:
             _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
+
+    def _note_open(self, slot: int, state: _Round) -> None:
+        if self._open is not None:
+            self._open.begin(slot, state.sent.num_tokens)
+
+    def _close(self, slot: int) -> None:
+        self._slots.close(slot)
+        if self._open is not None:
+            self._open.end(slot)
 
     def _combine(
         self,
