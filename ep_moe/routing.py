@@ -27,6 +27,9 @@ class Routing:
 
     def __post_init__(self) -> None:
         ids, weights = self.topk_ids, self.topk_weights
+        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                raise ValueError(f"{name} are of type {type(tensor).__name__}; a dense tensor needed")
         if ids.dim() != 2 or ids.shape[1] < 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"topk_ids are {tuple(ids.shape)} {ids.dtype}; [T, K] int32 or int64 with K >= 1 needed")
         if weights.shape != ids.shape or weights.dtype != torch.float32:

@@ -12,7 +12,7 @@ import triton.language as tl
 from ep_moe.kernels.signals import SPREAD, as_pointer, fence, is_over, make_word
 
 # regions of a rank's memory for one slot, by place in `Links.offsets`
-NEWS = tl.constexpr(0)  # [R, 2 + L] words, by source: its cell, its format, its rows for each expert
+NEWS = tl.constexpr(0)  # [R, HEADER_WORDS + L] words, by source: its cell, format, layer (2), its rows for each expert
 FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token comes here
 ENTRIES = tl.constexpr(2)  # [R, M, 2 * max_topk] int32: experts and places, then weights
 VALUES = tl.constexpr(3)  # [R, M, row] payload
@@ -20,6 +20,8 @@ SCALES = tl.constexpr(4)  # [R, M, G] scales
 WORD_ROWS = tl.constexpr(5)  # [R, word_tokens, words of a row] words
 COMBINE_CELLS = tl.constexpr(6)  # [R] words, by source
 RETURNED = tl.constexpr(7)  # [R, M, H] in the model's dtype, by the rank that computed them
+
+HEADER_WORDS = tl.constexpr(4)  # before the counts of rows
 
 # words of a slot's state, int32, this rank's own
 DONE = tl.constexpr(0)  # the last round that has ended: a dispatch reads it, the combine's end writes it
@@ -43,6 +45,7 @@ BAD_IDS = tl.constexpr(3)  # ids that no rank owns
 MISMATCH = tl.constexpr(4)  # another format
 LOST = tl.constexpr(5)  # a rank did not answer
 OUT_OF_ORDER = tl.constexpr(6)  # a dispatch before the combine of the round before it, or a combine twice
+OTHER_LAYER = tl.constexpr(7)  # another layer, or one of other settings
 
 PLACE_BITS = tl.constexpr(20)  # of a row among those of its source and expert; the local expert stands above
 PLACE_MASK = tl.constexpr(2**20 - 1)
@@ -73,7 +76,7 @@ class Own(NamedTuple):
     local_ids_ptr: Any  # [R * M, K] int32
     pooled_weights_ptr: Any  # [R * M, K] float32
     row_index_ptr: Any  # [R * M * min(K, L)] int32
-    report_ptr: Any  # [2] int64, of the host
+    report_ptr: Any  # [3] int64, of the host
 
 
 @triton.jit
@@ -140,14 +143,15 @@ def pick(vector, index, N: tl.constexpr):
 
 
 @triton.jit
-def report(report_ptr, epoch, verdict, source, value):
+def report(report_ptr, epoch, verdict, source, value, own_value):
     """Tell the host of a round that is off; what was told before and not yet read stays.
 
-    Release at system scope: the host reads the number after the word.
+    Release at system scope: the host reads the numbers after the word.
     """
     told = tl.load(report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
     if tl.max((told != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
         tl.store(report_ptr + 1, value.to(tl.int64))
+        tl.store(report_ptr + 2, own_value.to(tl.int64))
         fence()
         tl.store(report_ptr, make_word(epoch, (verdict << 8 | source).to(tl.int32)))
 

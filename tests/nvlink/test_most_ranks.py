@@ -52,6 +52,7 @@ def group_of(meeting: Meeting, rank: int) -> Any:
         config=GroupConfig(),
         failure=None,
         process_group=None,
+        destroyed=False,
         all_gather_object=lambda word: meeting.gather(rank, word),
         barrier=meeting.barrier.wait,
         wait_for_all=lambda name: meeting.barrier.wait(),

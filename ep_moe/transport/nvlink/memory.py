@@ -43,7 +43,7 @@ class Regions:
         scale_bytes = max(config.hidden // SCALE_SHARE, 16)
         words = (row_bytes + scale_bytes + 8 * config.max_topk) // 4 + 2
         return cls(
-            news=num_ranks * (2 + max_experts) * WORD_BYTES,
+            news=num_ranks * (device_code.HEADER_WORDS.value + max_experts) * WORD_BYTES,
             flags=rows * WORD_BYTES,
             entries=rows * 8 * config.max_topk,
             values=rows * row_bytes,

@@ -10,6 +10,7 @@ import triton
 from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
+_HELD_BYTES = 256  # of a thread's registers, for rows that are added up
 MANY = 2**30  # programs, where nothing limits them
 UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
 
@@ -103,3 +104,8 @@ def awaited_words(row_words: int, most: int, num_warps: int) -> int:
     With fewer, warps would hold the same ones, and each might find another answer to whether they have arrived.
     """
     return max(block_words(row_words, most), 32 * num_warps)
+
+
+def held_words(num_ranks: int, itemsize: int, num_warps: int) -> int:
+    """Columns of a row that a program may load from each rank before it adds them up: a thread keeps them all."""
+    return max(_HELD_BYTES * 32 * num_warps // (itemsize * triton.next_power_of_2(num_ranks)), 1)
