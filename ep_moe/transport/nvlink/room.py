@@ -77,15 +77,7 @@ def most_receivers(device: torch.device, num_slots: int) -> int:
     return Room.of(device).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Open:
-    stream: int
-    num_tokens: int
-    receivers_of: Callable[[int], int]
-
-    @property
-    def receivers(self) -> int:
-        return self.receivers_of(self.num_tokens)
+_Open = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and the receivers of a launch for T tokens
 
 
 class OpenRounds:
@@ -116,7 +108,7 @@ class OpenRounds:
 
     def begin(self, slot: int, num_tokens: int) -> None:
         """Note a round of T tokens whose kernels go to the current stream. Local, no host sync."""
-        begun = _Open(self._current_stream(self._index), num_tokens, self._receivers_of)
+        begun = self._current_stream(self._index), num_tokens, self._receivers_of
         if self._all and not self._warned:
             self._look(slot, begun)
         self._all[id(self), slot] = begun
@@ -131,10 +123,11 @@ class OpenRounds:
 
     def _look(self, slot: int, begun: _Open) -> None:
         own, room = (id(self), slot), self._room
-        others = [found for key, found in list(self._all.items()) if key != own and found.stream != begun.stream]
+        others = [found for key, found in list(self._all.items()) if key != own and found[0] != begun[0]]
         if not others:
             return
-        taken, receivers = sum(found.receivers for found in others), begun.receivers
+        receivers, *theirs = (receivers_of(num_tokens) for _, num_tokens, receivers_of in (begun, *others))
+        taken = sum(theirs)
         if taken <= room.sparing and taken + receivers <= room.places:
             return
         self._warned = True
