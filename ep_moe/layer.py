@@ -4,7 +4,8 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, overload
 
 import torch
@@ -50,11 +51,22 @@ class _NoBackward(torch.autograd.Function):
         raise RuntimeError("expert-parallel layers of ep_moe have no backward pass: they are for inference")
 
 
-def refuse_backward(run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Call `run`; where autograd records an input, a backward pass through the result is a RuntimeError. Local."""
-    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
-        return _NoBackward.apply(run, *inputs)
-    return run()
+def refuse_backward(run: Callable[[], torch.Tensor], inputs: Iterable[Any]) -> torch.Tensor:
+    """Call `run`; if autograd records one of its inputs, a backward pass through the result is a RuntimeError.
+
+    Args:
+        inputs: tensors and parameters that `run` reads, a generator where they are costly to list: outside of grad
+            mode nothing asks for them. What is no tensor is passed over.
+    Local.
+    """
+    if not torch.is_grad_enabled():
+        return run()
+    recorded = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
+    if recorded:
+        return _NoBackward.apply(run, *recorded)
+    result = run()
+    # `run` may have read what nobody listed, as shared experts that are a function do
+    return _NoBackward.apply(result.detach, result) if result.requires_grad else result
 
 
 class ExpertParallelMoE(torch.nn.Module):
@@ -158,7 +170,15 @@ class ExpertParallelMoE(torch.nn.Module):
         def run() -> torch.Tensor:
             return self._run(hidden_states, router, named)
 
-        return refuse_backward(run, hidden_states, *router, *named.values())
+        return refuse_backward(run, self._inputs(hidden_states, *router, *named.values()))
+
+    def _inputs(self, *given: torch.Tensor) -> Iterator[Any]:
+        """Everything that the result depends on: what the caller gave, weights, bias, shared experts' parameters."""
+        yield from given
+        yield from (getattr(self.weights, field.name) for field in dataclasses.fields(self.weights))
+        yield self.routing_bias
+        if isinstance(self.shared_experts, torch.nn.Module):
+            yield from self.shared_experts.parameters()
 
     def _run(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]

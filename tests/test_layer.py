@@ -39,7 +39,7 @@ def local_weights(placement: Placement, rank: int, scheme: str, dtype: torch.dty
     w13, w2, b13, b2 = (tensor[list(placement.local_experts(rank))] for tensor in whole_weights(dtype))
     if scheme == "none":
         return ExpertWeights(w13=w13, w2=w2, w13_bias=b13, w2_bias=b2)
-    (q13, s13), (q2, s2) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
+    (q13, s13, _), (q2, s2, _) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
     return ExpertWeights(
         w13=q13, w2=q2, w13_scale=s13, w2_scale=s2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme)
     )
@@ -379,12 +379,26 @@ def test_a_destroyed_group_computes_nothing(num_ranks: int, name: str) -> None:
             assert f"rank {rank} has left this group" in words
 
 
-def test_backward_is_refused() -> None:
+@pytest.mark.parametrize("trained", ["hidden_states", "logits", "w2", "w13_bias", "routing_bias", "shared", "function"])
+def test_backward_is_refused(trained: str) -> None:
+    """Whatever alone is trained, a loss must not find its gradient missing; the forward's numbers stay."""
     layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = tokens(torch.float32)
-    out = layer(x.requires_grad_(), logits)
+    inputs = dict(zip(("hidden_states", "logits"), tokens(torch.float32), strict=True))
+    shared = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+    layer.shared_experts = shared if trained == "shared" else lambda x: shared(x)
+    layer.routing_bias = torch.zeros(NUM_EXPERTS)
+    expected = layer(*inputs.values())
+    assert not expected.requires_grad
+    target = inputs.get(trained, getattr(layer.weights, trained, None))
+    target = layer.routing_bias if trained == "routing_bias" else shared.weight if target is None else target
+    target.requires_grad_()
+    out = layer(*inputs.values())
+    assert torch.equal(out, expected)
     with pytest.raises(RuntimeError, match="no backward pass"):
         out.sum().backward()
+    assert target.grad is None
+    with torch.no_grad():
+        assert not layer(*inputs.values()).requires_grad
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:

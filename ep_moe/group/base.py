@@ -95,8 +95,8 @@ class EPGroup:
         """Meet the ranks of `env` at its store and make torch's default process group.
 
         Where `env.store_is_hosted` is False (a bare RANK environment, as srun and mpirun give it) rank 0 serves the
-        store. That is the weaker case: if rank 0 dies its store dies too, so that the others know that rank 0 is lost,
-        but no longer agree on anything else.
+        store, at MASTER_ADDR alone if that is an address of its machine. That is the weaker case: if rank 0 dies its
+        store dies too, so that the others know that rank 0 is lost, but no longer agree on anything else.
 
         On CUDA the environment should have TORCH_NCCL_ASYNC_ERROR_HANDLING=0, as `run_rank` sets it: torch's own
         watchdog may otherwise kill this process before it can name the lost rank.

@@ -17,6 +17,13 @@ SHARED_FOLDER = "/dev/shm"
 ALIGNMENT_BYTES = 1024  # of a buffer's size
 
 
+def _open_for_us_alone(path: str, flags: int) -> int:
+    """Open a new file that its owner alone may read and write, whatever the umask."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # a umask can only have taken away what the other ranks need
+    return descriptor
+
+
 def why_unreachable(group: EPGroup) -> str:
     """Say why the ranks of a group cannot map each other's memory; "" where they can. Collective."""
     if group.device.type == "cuda":
@@ -88,7 +95,7 @@ class SymmetricBuffer:
         path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
         error = ""
         try:
-            with open(path, "xb") as file:
+            with open(path, "xb", opener=_open_for_us_alone) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as cause:
             error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"
