@@ -11,6 +11,7 @@ import uuid
 import torch
 
 from ep_moe.group.base import EPGroup
+from ep_moe.group.peer_atomics import has_peer_atomics
 
 SHARED_FOLDER = "/dev/shm"
 ALIGNMENT_BYTES = 1024  # of a buffer's size
@@ -51,6 +52,11 @@ def _why_not(
         return f"{pair} do not see each other's GPU (CUDA_VISIBLE_DEVICES)"
     if not torch.cuda.can_device_access_peer(group.device, visible[theirs]):
         return f"the GPUs of {pair} have no peer access"
+    try:
+        if not has_peer_atomics(visible[mine], visible[theirs]):
+            return f"the GPUs of {pair} have no native atomics between them (as over PCIe)"
+    except RuntimeError as error:  # a reason for all ranks, which wait for this one's
+        return f"whether the GPUs of {pair} have atomics between them is not known: {error}"
     return ""
 
 

@@ -7,7 +7,8 @@ as soon as it arrives, and nothing is fenced.
 
 Rule: a combine cell says that its rank has read all that this round's dispatch brought it; only then may the next
 round's dispatch overwrite that. Rule: nothing here reads what the dispatch brought, only this slot's own copies of it,
-for peers may send the next round as soon as they have all cells. Rule: every rank waits for all cells. Rule: a rank
+for peers may send the next round as soon as they have all cells. Rule: every rank waits for all cells. Rule: a round's
+results are sent once: home has restored all ones by then, and would take them for the next round's. Rule: a rank
 restores all ones before its next dispatch announces itself, which peers wait for before they send results again.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
@@ -32,9 +33,8 @@ from ep_moe.kernels.exchange import (
     SOURCE_TOKENS,
     VERDICT,
     add_waited,
+    begin_combine,
     is_active,
-    is_off,
-    next_epoch,
     pick,
     region,
     report,
@@ -282,7 +282,10 @@ def _combine_kernel(
     epoch = tl.load(own.state_ptr + BEGUN)
     verdict = tl.load(own.state_ptr + VERDICT)
     active = tl.load(own.state_ptr + ACTIVE)
-    over = is_off(links, own, epoch)
+    repeated, over = begin_combine(links, own, epoch, SEND, RECEIVE)
+    nobody = tl.zeros([], tl.int32)
+    if repeated & (pid == 0):
+        report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
     slots = max_tokens_per_rank.to(tl.int64)
     source = tl.arange(0, RANKS)
     if SEND:
@@ -356,11 +359,8 @@ def _combine_kernel(
                 RANK,
                 SHARED,
             )
-            nobody = tl.zeros([], tl.int32)
-            if leads:
+            if leads & (repeated == 0):
                 add_waited(own.waited_ptr, R, RANKS)
-                if next_epoch(tl.load(own.state_ptr + DONE)) != epoch:
-                    report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
                 tl.debug_barrier()  # all warps have read the state
                 if epoch == tl.load(own.state_ptr + RESUME):
                     tl.store(own.state_ptr + RESUME, 0)

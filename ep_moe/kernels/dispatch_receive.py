@@ -24,6 +24,7 @@ from ep_moe.kernels.exchange import (
     OUT_OF_ORDER,
     PLACE_BITS,
     PLACE_MASK,
+    RUNS,
     SCALES,
     SOURCE_TOKENS,
     VALUES,
@@ -54,6 +55,7 @@ from ep_moe.kernels.signals import (
 )
 
 FILLED = tl.constexpr(256)  # slots that are filled at a time
+WARP = tl.constexpr(32)  # threads
 
 
 class Batch(NamedTuple):
@@ -223,8 +225,13 @@ def _take_words(
     """Wait for a block of a token that travels as words, and write it out; returns 0 where the exchange is over.
 
     The words are used where the wait sees them complete: nothing has to be read again.
+
+    Rule: a warp uses only copies that it has judged itself, or has read after all warps agreed. Warps that hold no
+    part of a short tensor of their own hold copies of others' parts. Up to WARP elements every warp has all of them;
+    above that scales are spread over all threads, and entries are read again.
     """
-    column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
+    SPREAD_GROUPS: tl.constexpr = SPREAD if WARP < GROUPS and GROUPS < SPREAD else GROUPS
+    column, group = tl.arange(0, COLUMNS), tl.arange(0, SPREAD_GROUPS)
     word = block * WORDS + tl.arange(0, WORDS)
     start, looks = clock(), tl.zeros([], tl.int64)
     waiting, here = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
@@ -236,7 +243,7 @@ def _take_words(
         needed = tl.max(entry, 0) >= 0  # where no expert here wants the token, its entry alone has come
         late = (column < K) & ((epoch_of(entries) != epoch) | (epoch_of(weights) != epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
-        scale = tl.zeros([GROUPS], batch.out_scale_ptr.dtype.element_ty)
+        scale = tl.zeros([SPREAD_GROUPS], batch.out_scale_ptr.dtype.element_ty)
         if G > 0:
             mask = (group < G) & (block == 0)
             scales = tl.load(row_ptr + 2 * K + VALUE_WORDS + group, mask=mask, other=0, volatile=True)
@@ -246,6 +253,10 @@ def _take_words(
         waiting = agree(late_values | (missing > 0), trouble(links, start, looks, patience))
         looks += 1
         if waiting == 0:
+            if COLUMNS > WARP:
+                entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
+                weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
+                entry = tl.where(column < K, payload_of(entries), -1)
             _write_token(
                 payload_of(values),
                 scale,
@@ -260,7 +271,7 @@ def _take_words(
                 batch,
                 height,
                 G,
-                GROUPS,
+                SPREAD_GROUPS,
                 VALUE_WORDS,
                 K,
                 COLUMNS,
@@ -459,6 +470,7 @@ def receive(
         tl.debug_barrier()  # all warps have read the state
         tl.store(own.state_ptr + VERDICT, verdict)
         tl.store(own.state_ptr + SOURCE_TOKENS + source, tokens, mask=source < R)
+        tl.store(own.state_ptr + RUNS, 0)
         tl.store(own.state_ptr + BEGUN, epoch)
     if POOLED:
         _fill_unused(own, tokens, receiver, receivers, slots, R, RANKS, K)

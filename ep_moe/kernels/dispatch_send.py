@@ -19,6 +19,7 @@ from ep_moe.kernels.exchange import (
     PLACE_BITS,
     REFUSED,
     SCALES,
+    SENT,
     TOO_MANY,
     VALUES,
     WORD_ROWS,
@@ -138,6 +139,7 @@ def announce(
                 tl.store(to + 2, make_word(epoch, layer))
                 tl.store(to + 3, make_word(epoch, settings))
         tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
+        tl.store(own.state_ptr + SENT, epoch)  # also where the round is off: a settlement must not begin with it
 
 
 @triton.jit

@@ -31,6 +31,10 @@ VERDICT = tl.constexpr(3)  # of this round: FINE, or why there is nothing to com
 SOURCE_TOKENS = tl.constexpr(4)  # [R], R at most 32
 RESUME = tl.constexpr(40)  # the first round that is exchanged again after a loss, 0 where none is to come
 ACTIVE = tl.constexpr(41)  # a bit for each rank that takes part
+SENT = tl.constexpr(42)  # the last round whose dispatch was sent, or would have been were it not off: the host reads it
+RUNS = tl.constexpr(43)  # what programs of this round's combine have added up to (`begin_combine`): 0 after a dispatch
+SENT_ONCE = tl.constexpr(1 << 14)  # those of a whole launch that sends; also the most programs of a launch
+RECEIVED_ONCE = tl.constexpr(1 << 29)  # those of one that receives
 
 # what a cell says above 28 bits of number
 FINE = tl.constexpr(0)  # tokens
@@ -99,8 +103,37 @@ def is_off(links, own, epoch):
 
     The same in all warps of all programs of a rank, but for the moment in which a rank gives up.
     """
+    return is_over(links.abort_ptr) | _is_before_resumption(own, epoch)
+
+
+@triton.jit
+def _is_before_resumption(own, epoch):
+    """Whether the ranks have agreed to resume later than with this round."""
     resume = tl.load(own.state_ptr + RESUME)
-    return is_over(links.abort_ptr) | ((resume != 0) & (epoch - resume < 0))
+    return (resume != 0) & (epoch - resume < 0)
+
+
+@triton.jit
+def begin_combine(links, own, epoch, SEND: tl.constexpr, RECEIVE: tl.constexpr):
+    """Return whether a launch of this half of the round's combine has run already, and whether the round is off or so.
+
+    The first is the same in all programs of a launch: each looks, and only then adds its part. A launch adds up to the
+    same, whatever its number of programs: while the first one runs no program finds it complete, and in a second one
+    every program does. Relaxed: nothing else hangs on it. Example: 3 programs that send add 16382, 1 and 1.
+    """
+    UNIT: tl.constexpr = (1 if SEND else 0) + (RECEIVED_ONCE // SENT_ONCE if RECEIVE else 0)
+    everywhere = tl.arange(0, SPREAD) * 0
+    runs = tl.load(own.state_ptr + RUNS + everywhere, volatile=True)
+    abort = tl.load(links.abort_ptr + everywhere, volatile=True)
+    if SEND:
+        complete = (runs & (2 * SENT_ONCE - 1)) >= SENT_ONCE
+    else:
+        complete = runs >= RECEIVED_ONCE
+    found = tl.max((abort != 0).to(tl.int32) + 2 * complete.to(tl.int32), 0)  # now all warps have looked
+    repeated = found >= 2
+    part = tl.where(tl.program_id(0) == 0, SENT_ONCE - tl.num_programs(0) + 1, 1)
+    tl.atomic_add(own.state_ptr + RUNS, part * UNIT, mask=found < 2, sem="relaxed", scope="gpu")
+    return repeated, (found > 0) | _is_before_resumption(own, epoch)
 
 
 @triton.jit

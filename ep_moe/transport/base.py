@@ -105,7 +105,8 @@ class Transport(Protocol):
 
         Args:
             y: the experts' output for `dispatched.batch`; FLAT outputs are weighed and summed already. It may travel
-                as it lies: nobody writes to it before combine_recv has returned.
+                as it lies: nobody writes to it before combine_recv has returned. If it was allocated on another
+                stream than the current one, the caller records that (`Tensor.record_stream`), as for x and routing.
         Errors: ValueError, with the slot as it was, for a y that does not fit the batch. Collective.
         """
         ...
@@ -160,7 +161,11 @@ class Transport(Protocol):
     def check(self) -> None:
         """Wait for the rounds that this rank has begun and ended, and raise what went wrong in them.
 
-        Errors: ValueError for a round that a rank refused, `PeerLostError`. Local, host sync.
+        A rank that replays CUDA graphs and makes no eager call learns of a lost rank here alone. With `on_peer_loss`
+        "mask" it also votes here on who goes on. The others leave out a rank that does not vote within
+        `timeout_secs`, so such a rank calls this more often than that. Rounds that it replays before the vote give NaN.
+        Errors: ValueError for a round that a rank refused, `PeerLostError`. Local, host sync; collective where a rank
+        was lost and others go on.
         """
         ...
 

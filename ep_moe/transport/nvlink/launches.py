@@ -31,11 +31,11 @@ from ep_moe.transport.nvlink.launch import Launch
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned, aligned_rows
 from ep_moe.transport.nvlink.plans import BLOCK_TOKENS, Plan, Planner, distinct_sizes
+from ep_moe.transport.nvlink.room import REGISTERS
 from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
 
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
-_REGISTERS = 168  # of a thread, so that three programs of 4 warps share a processor; fewer spill
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
 _MOST_PLANS = 512
 _MOST_COMPILERS = 8  # threads that compile at a time
@@ -338,7 +338,7 @@ class Exchange:
         return launch
 
     def _options(self, num_warps: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": _REGISTERS}
+        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": REGISTERS}
         return {**options, "launch_pdl": True} if self._early else options
 
     def combine(

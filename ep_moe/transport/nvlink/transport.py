@@ -5,10 +5,12 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import triton
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
@@ -25,7 +27,8 @@ from ep_moe.transport.nvlink.launches import Exchange, Sent
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
 from ep_moe.transport.nvlink.plans import kind_of
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_receivers
+from ep_moe.transport.nvlink.room import OpenRounds, Room, most_receivers
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home, count_rows
 
 MOST_RANKS = 32  # a bit for each
@@ -96,12 +99,19 @@ class NvlinkTransport(Transport):
             self._memory,
             rank=group.rank,
             device=group.device,
-            most_receivers=most_receivers(group.device, config),
+            most_receivers=most_receivers(group.device, config.num_slots),
             report=self._faults.report,
             patience=self._faults.patience,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._open: OpenRounds | None = None
         if self.device.type == "cuda":
+            self._open = OpenRounds(
+                self.device,
+                Room.of(self.device),
+                functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
+                triton.runtime.driver.active.get_current_stream,
+            )
             self._exchange.compile(config.kinds)
         group.wait_for_all("compile")  # ranks take as long as they do
 
@@ -158,6 +168,7 @@ class NvlinkTransport(Transport):
         self._exchange.send(slot, state.sent)
         self.num_rounds += 1
         self._slots.advance(slot, "dispatch_send", state)
+        self._note_open(slot, state)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
@@ -228,6 +239,8 @@ class NvlinkTransport(Transport):
             batch = self._exchange.receive(slot, state.sent, send=send)
         self.num_rounds += send
         self._slots.advance(slot, "dispatch_recv", state)
+        if send:
+            self._note_open(slot, state)
         return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def combine(
@@ -294,7 +307,7 @@ class NvlinkTransport(Transport):
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
             target = torch.empty_strided(shape, (self.config.hidden, 1), **like)
         self._combine(slot, state, y, send=send, receive=True, shared=shared, out=target)
-        self._slots.close(slot)
+        self._close(slot)
         return target if out is None or direct else out.copy_(target)
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -321,26 +334,38 @@ class NvlinkTransport(Transport):
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
             self._exchange.receive(slot, sent, send=True)
+        self._slots.advance(slot, "dispatch_recv", state)  # if the next launch fails, `abandon` goes on here
         self._combine(slot, state, None, send=True, receive=True)
+        self._close(slot)
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`. Local, on the current stream, no host sync."""
+        """See `Transport.abandon`. Local, on the current stream, no host sync.
+
+        If it fails, for want of memory or at a launch, it may be called again and goes on behind what was launched.
+        """
         self._faults.look()
         call, state = self._slots.stage(slot)
         if state is None:
             return
+        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self.device)
         if call == "dispatch_recv":
             with self._faults.waiting("dispatch", state.round):
                 state.sent = self._exchange.discard(slot, state.sent)
+            self._slots.advance(slot, "dispatch_recv", state)
         if call != "combine_recv":
             self._combine(slot, state, None, send=True, receive=False)
-        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self.device)
+            self._slots.advance(slot, "combine_send", state)
         self._combine(slot, state, None, send=False, receive=True, out=out)
-        self._slots.close(slot)
+        self._close(slot)
 
     def check(self) -> None:
-        """See `Transport.check`. Host sync, of this rank's whole device."""
+        """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
+
+        Where a rank is lost and the others go on, this is where a rank that only replays graphs agrees with them: no
+        replay does. Until then its kernels give NaN without waiting, and the others wait for its vote, for
+        `timeout_secs` at most.
+        """
         self._slots.check_open()
         self._faults.check()
 
@@ -350,11 +375,22 @@ class NvlinkTransport(Transport):
         Memory that kernels still use after that wait's bound is never freed.
         """
         self._slots.destroy()
+        if self._open is not None:
+            self._open.destroy()
         if self._faults.destroy():
             self._exchange.destroy()
             self._memory.destroy()
         else:
             _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
+
+    def _note_open(self, slot: int, state: _Round) -> None:
+        if self._open is not None:
+            self._open.begin(slot, state.sent.num_tokens)
+
+    def _close(self, slot: int) -> None:
+        self._slots.close(slot)
+        if self._open is not None:
+            self._open.end(slot)
 
     def _combine(
         self,
