@@ -193,12 +193,22 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
         {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights[:, :1]},
         {"topk_ids": routing.topk_ids + 5, "topk_weights": routing.topk_weights},
         {"router_logits": logits, "topk_ids": routing.topk_ids},
+        {"router_logits": None},
+        {"router_logits": logits.tolist()},
+        {"router_logits": logits.numpy()},
+        {"router_logits": logits.to_sparse()},
+        {"topk_ids": routing.topk_ids, "topk_weights": None},
+        {"hidden_states": None, "router_logits": logits},
+        {"hidden_states": x.tolist(), "router_logits": logits},
+        {"hidden_states": x.numpy(), "router_logits": logits},
+        {"hidden_states": x.to_sparse(), "router_logits": logits},
+        {"hidden_states": x[0, 0], "router_logits": logits},
     ]
     told = []
     for mistake in mistakes:
-        named = mistake if group.rank == 1 else {"router_logits": logits}
+        named = {"hidden_states": x, **(mistake if group.rank == 1 else {"router_logits": logits})}
         try:
-            layer(x, **named)
+            layer(**named)
         except ValueError as error:
             told.append(str(error))
         assert torch.equal(layer(hidden_states=x, router_logits=logits), sound)
@@ -207,8 +217,15 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
 
 def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
     told = launch(mistakes_on_one_rank, num_ranks=3, device="cpu")
-    for number, words in enumerate(["(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10))", "topk_ids"]):
-        assert words in told[1][number]
+    words = [
+        *("(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10)) on rank 1, such as", "topk_ids"),
+        *("router_logits is NoneType None", "router_logits is a list", "router_logits is a ndarray", "sparse_coo"),
+        *("topk_weights is NoneType None", "hidden_states is NoneType None", "hidden_states is a list"),
+        *("hidden_states is a ndarray", "sparse_coo", "hidden_states is ()"),
+    ]
+    assert [len(said) for said in told] == [len(words)] * 3
+    for number, expected_words in enumerate(words):
+        assert expected_words in told[1][number]
         for rank in (0, 2):
             assert "rank 1" in told[rank][number]
 
