@@ -11,6 +11,7 @@ import torch
 
 from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
+from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - the command asks for it
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
