@@ -10,6 +10,7 @@ from ep_moe.testing import TransportCase, check_round, transport_cases
 from ep_moe.testing.transports import check_abandon, check_halves, check_num_tokens, check_refusals, check_slots
 from ep_moe.transport.nvlink import NvlinkTransport
 from nvlink.common import on_ranks, patched
+from nvlink.nans import check_all_ones
 
 FEW = 2  # tokens of a rank at most
 MANY = 6  # of a rank in "many-tokens", of which 4 are counted together
@@ -19,6 +20,7 @@ BESIDE = {
     "abandon": check_abandon,
     "num_tokens": check_num_tokens,
     "halves": check_halves,
+    "all-ones": check_all_ones,
 }
 
 
