@@ -153,8 +153,6 @@ def _engine(options: dict[str, Any], defaults: EngineConfig) -> EngineConfig:
     for name, known in _NAMES.items():
         if name in options and options[name] not in known:
             raise ValueError(f"{name} ({options[name]!r}) is not one of {', '.join(known)}")
-    if (scheme := options.get("scheme", defaults.scheme)) != "auto":
-        get_scheme(scheme)
     if options.get("nproc") is None:
         return dataclasses.replace(defaults, **options | {"nproc": defaults.nproc})
     env = LaunchEnv.from_environ()

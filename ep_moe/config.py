@@ -6,22 +6,23 @@ Letters: T tokens on this rank, H hidden, I intermediate, K top-k, E experts, R 
 
 import dataclasses
 import enum
-import math
 import os
 import sys
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from ep_moe.fields import check_fields, field_types, typed
+from ep_moe.quant import get_scheme
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+MAX_TIMEOUT_SECS = 1e9  # in nanoseconds still within 64 bits, twice
 ALIGNMENT = 16  # hidden and intermediate sizes are multiples of this: one 16-byte access in the narrowest format
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,14 +70,6 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _coerce(enum_type: type[enum.Enum], value: Any, name: str) -> Any:
-    try:
-        return enum_type(value)
-    except ValueError:
-        allowed = ", ".join(str(member.value) for member in enum_type)
-        raise ValueError(f"{name} ({value!r}) is not one of {allowed}") from None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationConfig:
     """Activation between the expert GEMMs.
@@ -91,7 +84,7 @@ class ActivationConfig:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", _coerce(ActivationKind, self.kind, "activation"))
+        check_fields(self)
         plain = self.alpha == 1.0 and self.beta == 0.0 and self.limit is None
         _require(
             plain or self.kind is ActivationKind.SWIGLU,
@@ -110,7 +103,7 @@ class RoutingConfig:
         num_topk: K, experts per token.
         num_group, topk_group: groups of experts and how many of them stay, method 2 only.
         routed_scaling_factor: multiplies the weights of methods 2 and 7; any other method takes 1.0 alone.
-        norm_topk_prob: False skips the division by the sum, method 6 only.
+        norm_topk_prob: False skips the division by the sum, methods 2 and 6 only.
     """
 
     method: RoutingMethod
@@ -121,7 +114,7 @@ class RoutingConfig:
     norm_topk_prob: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", _coerce(RoutingMethod, self.method, "routing method"))
+        check_fields(self)
         _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
         _require(self.num_group >= 1, f"num_group ({self.num_group}) must be at least 1")
         _require(
@@ -132,18 +125,14 @@ class RoutingConfig:
             self.num_group == 1 or self.method is RoutingMethod.DEEPSEEK_V3,
             f"num_group ({self.num_group}) needs routing method 2, got {self.method.value}",
         )
-        _require(
-            math.isfinite(self.routed_scaling_factor),
-            f"routed_scaling_factor ({self.routed_scaling_factor}) must be finite",
-        )
         scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
         _require(
             scales or self.routed_scaling_factor == 1.0,
             f"routed_scaling_factor ({self.routed_scaling_factor}) needs method 2 or 7, got {self.method.value}",
         )
         _require(
-            self.norm_topk_prob or self.method is RoutingMethod.SIGMOID_RENORM,
-            f"norm_topk_prob=False needs routing method 6, got {self.method.value}",
+            self.norm_topk_prob or self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.SIGMOID_RENORM),
+            f"norm_topk_prob=False needs routing method 2 or 6, got {self.method.value}",
         )
         _require(
             self.num_topk == 1 or self.method is not RoutingMethod.LLAMA4,
@@ -176,11 +165,12 @@ class MoEConfig:
     layout: Layout = Layout.COMPACT
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", _coerce(Layout, self.layout, "layout"))
+        check_fields(self)
         for name in ("hidden", "intermediate"):
             size = getattr(self, name)
             _require(size > 0 and size % ALIGNMENT == 0, f"{name} ({size}) must be a positive multiple of {ALIGNMENT}")
         _require(self.num_experts >= 1, f"num_experts ({self.num_experts}) must be at least 1")
+        get_scheme(self.scheme)
         if self.routing is not None:
             k = self.routing.num_topk
             _require(k <= self.num_experts, f"num_topk ({k}) exceeds num_experts ({self.num_experts})")
@@ -199,7 +189,7 @@ class RoundKind:
     """A kind of round that a transport is to be ready for, of any number of tokens.
 
     Args:
-        num_topk: K. scheme: of the payload, a name of `ep_moe.quant.SCHEMES`.
+        num_topk: K. scheme: of the payload, a name that `ep_moe.quant.get_scheme` knows.
         layout: of the batch.
         ids_dtype: of topk_ids, torch.int32 or torch.int64.
         counted: `num_tokens` is given.
@@ -218,7 +208,7 @@ class RoundKind:
     split_combine: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", _coerce(Layout, self.layout, "layout"))
+        check_fields(self)
         _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
         _require(
             self.ids_dtype in (torch.int32, torch.int64),
@@ -228,6 +218,7 @@ class RoundKind:
             self.shared_dtype is None or self.shared_dtype in DTYPES.values(),
             f"shared_dtype ({self.shared_dtype}) is not one of {', '.join(DTYPES)}",
         )
+        get_scheme(self.scheme)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +229,7 @@ class TransportConfig:
         hidden: H of the tokens that travel.
         max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
         dtype: the model's dtype: of tokens that are not quantised, of expert outputs and of the combine wire.
-        num_slots: rounds that may be open at once.
+        num_slots: rounds that may be open at once; they share the GPU's places for programs that wait.
         row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
         max_topk: the most experts of a token, in any round.
         on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and
@@ -260,6 +251,7 @@ class TransportConfig:
     kinds: tuple[RoundKind, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _require(
             self.hidden > 0 and self.hidden % ALIGNMENT == 0,
             f"hidden ({self.hidden}) must be a positive multiple of {ALIGNMENT}",
@@ -291,13 +283,15 @@ class GroupConfig:
     heartbeat_secs: float = 0.5
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        _require(self.heartbeat_secs > 0, f"heartbeat_secs ({self.heartbeat_secs}) must be positive")
         _require(
-            math.isfinite(self.heartbeat_secs) and self.heartbeat_secs > 0,
-            f"heartbeat_secs ({self.heartbeat_secs}) must be positive",
+            self.timeout_secs >= 4 * self.heartbeat_secs,
+            f"timeout_secs ({self.timeout_secs}) must be at least four heartbeats ({4 * self.heartbeat_secs})",
         )
         _require(
-            math.isfinite(self.timeout_secs) and self.timeout_secs >= 4 * self.heartbeat_secs,
-            f"timeout_secs ({self.timeout_secs}) must be at least four heartbeats ({4 * self.heartbeat_secs})",
+            self.timeout_secs <= MAX_TIMEOUT_SECS,
+            f"timeout_secs ({self.timeout_secs}) must be at most {MAX_TIMEOUT_SECS:g}",
         )
 
 
@@ -331,7 +325,7 @@ class EngineConfig:
     timeout_secs: float = 60.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", _coerce(Layout, self.layout, "layout"))
+        check_fields(self)
         _require(self.nproc >= 1, f"nproc ({self.nproc}) must be at least 1")
         _require(self.device in ("auto", "cpu", "cuda"), f"device ({self.device!r}) is not one of auto, cpu, cuda")
         _require(self.dtype in DTYPES, f"dtype ({self.dtype!r}) is not one of {', '.join(DTYPES)}")
@@ -343,6 +337,8 @@ class EngineConfig:
             not self.model or (Path(self.model) / "config.json").is_file(),
             f"model ({self.model!r}) has no config.json, so it is not a Hugging Face checkpoint directory",
         )
+        if self.scheme != "auto":
+            get_scheme(self.scheme)
         GroupConfig(timeout_secs=self.timeout_secs)
 
     @property
@@ -368,6 +364,9 @@ class LaunchEnv:
     master_port: int
     store_is_hosted: bool  # True where the launcher itself serves the store, so that no rank's death takes it away
     restart_count: int = 0  # restarts share one store: what was written there before this one is not to be read again
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "LaunchEnv | None":
@@ -406,13 +405,15 @@ class LaunchEnv:
         )
         restart_count = number("TORCHELASTIC_RESTART_COUNT", 0)
         _require(restart_count >= 0, f"TORCHELASTIC_RESTART_COUNT ({restart_count}) must not be negative")
+        master_port = number("MASTER_PORT")
+        _require(0 <= master_port <= 65535, f"MASTER_PORT ({master_port}) is not in [0, 65535]")
         return cls(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=number("MASTER_PORT"),
+            master_port=master_port,
             store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart_count=restart_count,
         )
@@ -428,37 +429,10 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-
-
-def _from_file(value: Any, wanted: Any, name: str) -> Any:
-    """Turn a value of a file into one of the annotated type `wanted`.
-
-    Errors: ValueError names what was to be set, `name`, its value and what is wanted.
-    """
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
-        [wanted] = set(arguments) - {type(None)}
-        return None if value is None else _from_file(value, wanted, name)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        _require(isinstance(value, list | tuple), f"{name} ({value!r}) is not a list")
-        return tuple(_from_file(element, arguments[0], f"{name}[{index}]") for index, element in enumerate(value))
-    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
-        _require(
-            isinstance(value, str | int) and not isinstance(value, bool), f"{name} ({value!r}) is not a name or number"
-        )
-        return _coerce(wanted, value, name)
-    _require(wanted in _PLAIN, f"{name} ({value!r}) cannot be set from a file")
-    if wanted is float and type(value) is int:
-        return float(value)
-    _require(type(value) is wanted, f"{name} ({value!r}) is not {_PLAIN[wanted]}")
-    return value
-
-
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
     """Build a flat config dataclass from a mapping: of numbers, texts, enums, tuples of them, and None in their place.
 
-    Errors: ValueError names `source` and the key that is unknown, missing or not of the annotated type.
+    Errors: ValueError names `source` and the key that is unknown, missing, not of the annotated type or out of range.
     """
     fields = {field.name: field for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
@@ -469,8 +443,12 @@ def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: s
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     _require(not missing, f"{source}: missing key {', '.join(missing)}")
-    wanted = typing.get_type_hints(config_type)
-    return config_type(**{name: _from_file(value, wanted[name], f"{source}: {name}") for name, value in values.items()})
+    wanted = field_types(config_type)
+    given = {name: typed(value, wanted[name], f"{source}: {name}") for name, value in values.items()}
+    try:
+        return config_type(**given)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config:
@@ -481,7 +459,9 @@ def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config
     with open(path, "rb") as file:
         try:
             content = tomllib.load(file)
-        except tomllib.TOMLDecodeError as error:
+        except RecursionError:
+            raise ValueError(f"{path}: nested too deep to be read") from None
+        except ValueError as error:  # not TOML, or not UTF-8
             raise ValueError(f"{path}: {error}") from None
     _require(isinstance(content.get(table), dict), f"{path}: no table [{table}]")
     return from_mapping(config_type, content[table], f"{path} [{table}]")

@@ -7,14 +7,12 @@ a death through it. Ranks are forked by a server that has torch loaded, so that 
 import contextlib
 import ctypes
 import dataclasses
-import datetime
 import json
 import multiprocessing
 import os
 import pickle
 import pkgutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
-from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, STILL_THERE, EPGroup, PeerLostError
+from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, STILL_THERE, EPGroup, PeerLostError, serve_store
 
 # The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process and name
 # none. The last is a quarter of the time that the watchdog sleeps after an error, in which the process cannot end.
@@ -40,6 +38,7 @@ NCCL_DEFAULTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
 }
+HOST = "127.0.0.1"  # all ranks are on this machine
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
 EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
@@ -168,7 +167,7 @@ def launch(
         raise ValueError(f"num_ranks ({num_ranks}) must be at least 1")
     if grace_secs < 0:
         raise ValueError(f"grace_secs ({grace_secs}) must not be negative")
-    store = _serve_store(config)
+    store = serve_store(HOST, 0, config.timeout_secs)
     ranks = _Ranks(store, grace_secs)
     with _terminable():
         try:
@@ -218,7 +217,7 @@ class _Ranks:
                 "WORLD_SIZE": num_ranks,
                 "LOCAL_RANK": rank,
                 "LOCAL_WORLD_SIZE": num_ranks,
-                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_ADDR": HOST,
                 "MASTER_PORT": self._store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,
                 "TORCHELASTIC_RESTART_COUNT": 0,
@@ -355,22 +354,6 @@ def _describe(error: BaseException) -> _Failure:
         message=str(error),
         traceback_text="".join(traceback.format_exception(error)),
         lost=error.copy() if isinstance(error, PeerLostError) else None,
-    )
-
-
-def _serve_store(config: GroupConfig) -> dist.TCPStore:
-    # torch would listen on every interface; all ranks are on this machine
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=config.timeout_secs),
-        master_listen_fd=listener.detach(),
     )
 
 

@@ -4,17 +4,21 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, overload
 
 import torch
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts import Experts, create_experts
+from ep_moe.group import PeerLostError
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, get_scheme, quantise
 from ep_moe.routing import Routing, route, weigh_input
 from ep_moe.transport import Transport
+from ep_moe.transport.layer_tag import LayerTag
+from ep_moe.transport.rounds import check_tensor
 from ep_moe.weights import ExpertWeights
 
 
@@ -47,11 +51,22 @@ class _NoBackward(torch.autograd.Function):
         raise RuntimeError("expert-parallel layers of ep_moe have no backward pass: they are for inference")
 
 
-def refuse_backward(run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Call `run`; where autograd records an input, a backward pass through the result is a RuntimeError. Local."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        return _NoBackward.apply(run, *inputs)
-    return run()
+def refuse_backward(run: Callable[[], torch.Tensor], inputs: Iterable[Any]) -> torch.Tensor:
+    """Call `run`; if autograd records one of its inputs, a backward pass through the result is a RuntimeError.
+
+    Args:
+        inputs: tensors and parameters that `run` reads, a generator where they are costly to list: outside of grad
+            mode nothing asks for them. What is no tensor is passed over.
+    Local.
+    """
+    if not torch.is_grad_enabled():
+        return run()
+    recorded = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
+    if recorded:
+        return _NoBackward.apply(run, *recorded)
+    result = run()
+    # `run` may have read what nobody listed, as shared experts that are a function do
+    return _NoBackward.apply(result.detach, result) if result.requires_grad else result
 
 
 class ExpertParallelMoE(torch.nn.Module):
@@ -67,9 +82,12 @@ class ExpertParallelMoE(torch.nn.Module):
         experts: name of the implementation, "auto" picks by device.
         routing_bias: [E], for the routing methods that take one.
         shared_experts: called with hidden_states [T, H] while the tokens travel; its output is added in float32.
+        layer_index: the layer's number in its model, the same on every rank; without it layers count in the order in
+            which they are made for a transport. Ranks that are in different layers, or have made a layer with another
+            intermediate size, activation or placement, get a ValueError that names them in the first such round.
         phases: told when each phase begins and ends.
 
-    Errors: ValueError where config, weights and transport do not fit each other.
+    Errors: ValueError where config, weights and transport do not fit each other, or for a bad `layer_index`.
     """
 
     def __init__(
@@ -82,6 +100,7 @@ class ExpertParallelMoE(torch.nn.Module):
         experts: str = "auto",
         routing_bias: torch.Tensor | None = None,
         shared_experts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        layer_index: int | None = None,
         phases: Phases | None = None,
     ) -> None:
         super().__init__()
@@ -95,6 +114,10 @@ class ExpertParallelMoE(torch.nn.Module):
         self.shared_experts = shared_experts
         self.phases: Phases = _Unwatched() if phases is None else phases
         self._check()
+        number = transport.number_layer() if layer_index is None else layer_index
+        if type(number) is not int or number < 0:
+            raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
+        self.tag = LayerTag.of(number, config, self.placement)
 
     def _check(self) -> None:
         config, weights, transport = self.config, self.weights, self.transport
@@ -138,50 +161,92 @@ class ExpertParallelMoE(torch.nn.Module):
         Returns: [T, H] in the transport's dtype.
         Errors: ValueError on every rank for bad input on one, and the next call works; a transport that does not wait
         for the others (`nvlink`) raises it there in its `check`, and the result is NaN. `PeerLostError` for a rank that
-        does not answer. Where this rank's experts fail, the other ranks get NaN for what they owed to them. There is
-        no backward pass: it raises RuntimeError.
+        does not answer. Where this rank fails in any other way, for want of memory for example, it raises that, the
+        other ranks get NaN for the tokens that they sent here, and the next call works. RuntimeError once the transport
+        or its group is destroyed. There is no backward pass: it raises RuntimeError.
         Collective: every rank calls it the same number of times, with zero tokens too.
         """
 
         def run() -> torch.Tensor:
             return self._run(hidden_states, router, named)
 
-        return refuse_backward(run, hidden_states, *router, *named.values())
+        return refuse_backward(run, self._inputs(hidden_states, *router, *named.values()))
+
+    def _inputs(self, *given: torch.Tensor) -> Iterator[Any]:
+        """Everything that the result depends on: what the caller gave, weights, bias, shared experts' parameters."""
+        yield from given
+        yield from (getattr(self.weights, field.name) for field in dataclasses.fields(self.weights))
+        yield self.routing_bias
+        if isinstance(self.shared_experts, torch.nn.Module):
+            yield from self.shared_experts.parameters()
 
     def _run(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        transport = self.transport
-        with self.phases.phase("route"):
-            try:
-                x, routing = self._prepare(hidden_states, router, named)
-            except ValueError as error:
-                transport.refuse(error)
-        shared = dispatched = None
-        with self.phases.phase("dispatch"):
-            if self.shared_experts is None:
-                dispatched = transport.dispatch(x, routing, layout=self.config.layout, scheme=self.scheme)
-            else:
-                transport.dispatch_send(x, routing, layout=self.config.layout, scheme=self.scheme)
+        transport, begun = self.transport, self.transport.num_rounds
         try:
-            if dispatched is None:
-                assert self.shared_experts is not None
-                with self.phases.phase("shared"):
-                    shared = self.shared_experts(hidden_states)
-                with self.phases.phase("dispatch"):
-                    dispatched = transport.dispatch_recv()
-            with self.phases.phase("experts"):
-                y = self.experts(dispatched.batch, self.weights)
-            with self.phases.phase("combine"):
-                return transport.combine(y, dispatched, shared=shared)
-        except Exception:
-            transport.abandon()
+            with self.phases.phase("route"):
+                x, routing = self._prepare_or_refuse(hidden_states, router, named)
+            return self._exchange(hidden_states, x, routing)
+        except PeerLostError:
             raise
+        except Exception:
+            if transport.num_rounds != begun:
+                transport.abandon()
+            else:
+                self._sit_out(router, named)
+            raise
+
+    def _exchange(self, hidden_states: torch.Tensor, x: torch.Tensor | Quantised, routing: Routing) -> torch.Tensor:
+        """Dispatch, experts, combine."""
+        transport, shared = self.transport, None
+        how: dict[str, Any] = {"layout": self.config.layout, "scheme": self.scheme, "layer": self.tag}
+        if self.shared_experts is None:
+            with self.phases.phase("dispatch"):
+                dispatched = transport.dispatch(x, routing, **how)
+        else:
+            with self.phases.phase("dispatch"):
+                transport.dispatch_send(x, routing, **how)
+            with self.phases.phase("shared"):
+                shared = self.shared_experts(hidden_states)
+            with self.phases.phase("dispatch"):
+                dispatched = transport.dispatch_recv()
+        with self.phases.phase("experts"):
+            y = self.experts(dispatched.batch, self.weights)
+        with self.phases.phase("combine"):
+            return transport.combine(y, dispatched, shared=shared)
+
+    def _sit_out(self, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
+        """Join the round that this rank cannot take its tokens to: the others wait for it."""
+        ids = named["topk_ids"] if "topk_ids" in named else router[0] if len(router) == 2 else None
+        if ids is not None:
+            num_topk = ids.shape[1]
+        else:
+            assert self.config.routing is not None  # else there was no way to route: refused
+            num_topk = self.config.routing.num_topk
+        self.transport.sit_out(num_topk=num_topk, scheme=self.scheme, layer=self.tag)
+
+    def _prepare_or_refuse(
+        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | Quantised, Routing]:
+        try:
+            return self._prepare(hidden_states, router, named)
+        except ValueError as error:
+            self.transport.refuse(error)
 
     def _prepare(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor | Quantised, Routing]:
         """What the transport gets: tokens, weighed or quantised where the layer asks for it, and physical ids."""
+        rank = self.transport.rank
+        names = ("router_logits",) if len(router) == 1 else ("topk_ids", "topk_weights")
+        given = {"hidden_states": hidden_states, **dict(zip(names, router, strict=False)), **named}
+        for name, tensor in given.items():
+            check_tensor(tensor, name, rank)
+        if hidden_states.dim() != 2:
+            raise ValueError(
+                f"hidden_states is {tuple(hidden_states.shape)} on rank {rank}, expected [num_tokens, hidden]"
+            )
         routing = self._route(hidden_states, router, named)
         x: torch.Tensor | Quantised = hidden_states
         if self.config.apply_router_weight_on_input:

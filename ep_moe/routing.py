@@ -4,6 +4,7 @@ Letters: T tokens on this rank, E experts, K top-k, H hidden.
 """
 
 import dataclasses
+import math
 
 import torch
 
@@ -27,6 +28,9 @@ class Routing:
 
     def __post_init__(self) -> None:
         ids, weights = self.topk_ids, self.topk_weights
+        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                raise ValueError(f"{name} are of type {type(tensor).__name__}; a dense tensor needed")
         if ids.dim() != 2 or ids.shape[1] < 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"topk_ids are {tuple(ids.shape)} {ids.dtype}; [T, K] int32 or int64 with K >= 1 needed")
         if weights.shape != ids.shape or weights.dtype != torch.float32:
@@ -49,21 +53,20 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return torch.sort(keys, dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def _choose_biased(scores: torch.Tensor, bias: torch.Tensor | None, config: RoutingConfig) -> torch.Tensor:
-    """Return the ids [T, K] int64 of the largest scores + bias, for method 2 within the best groups alone.
+def _choose_biased(choice: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
+    """Return the ids [T, K] int64 of the largest `choice` [T, E], for method 2 within the best groups alone.
 
     A group scores the sum of its two largest (its only one where it has one). The experts of the chosen groups are
     gathered, not the others masked: no score, -inf included, then lets an expert of another group in.
     """
-    choice = scores if bias is None else scores + bias.float()
     if config.num_group == 1:
         return _largest(choice, config.num_topk)
-    num_tokens, num_experts = scores.shape
+    num_tokens, num_experts = choice.shape
     group_size = num_experts // config.num_group
     grouped = choice.reshape(num_tokens, config.num_group, group_size)
     group_score = grouped.topk(min(2, group_size), dim=2).values.sum(2)
     groups = _largest(group_score, config.topk_group).sort(1).values
-    member = torch.arange(group_size, device=scores.device)
+    member = torch.arange(group_size, device=choice.device)
     candidates = (groups.unsqueeze(2) * group_size + member).reshape(num_tokens, config.topk_group * group_size)
     return candidates.gather(1, _largest(choice.gather(1, candidates), config.num_topk))
 
@@ -116,10 +119,11 @@ def route(
     Methods, numbered as FlashInfer's `RoutingMethodType`, with s = sigmoid(logits), sums over the K chosen:
     0 softmax over all; 1 and 4 softmax over the chosen (the same number as softmax over all divided by its sum);
     2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 within its `topk_group` best groups alone
-    (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20), or s where norm_topk_prob is False.
+    (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2 and 6
+    divide by no sum.
     Softmax and sigmoid keep the order, so methods other than 2 and 7 choose by the logits themselves: rounding makes
     no ties. Equal scores go to the lower expert. A NaN score counts as +inf, so that NaN logits of a token show in its
-    output; the ids are valid whatever the logits are.
+    output; a NaN in the bias makes the weights of every token NaN. The ids are valid whatever logits and bias are.
 
     Args:
         router_logits: [T, E], any float dtype.
@@ -134,8 +138,10 @@ def route(
     logits, method = router_logits.float(), config.method
     if method in BIASED_METHODS:
         scores = torch.sigmoid(logits)
-        ids = _choose_biased(scores, routing_bias, config)
-        weights = scores.gather(1, ids)
+        choice = scores if routing_bias is None else scores + routing_bias.float()
+        ids = _choose_biased(choice, config)
+        # the weights are of the scores alone: without this a NaN in the bias would choose experts and leave no trace
+        weights = scores.gather(1, ids).masked_fill(choice.isnan().any(1, keepdim=True), math.nan)
     else:
         ids = _largest(logits, config.num_topk)
         weights = _weights_of(logits, ids, method)

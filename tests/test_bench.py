@@ -435,7 +435,7 @@ def test_presets_have_the_sizes_of_the_models(name: str) -> None:
     config = LayerBenchConfig(preset=name).moe(EngineConfig(scheme="fp8_block"))
     assert config.routing is not None
     assert (config.hidden, config.intermediate, config.num_experts, config.routing.num_topk) == PUBLISHED[name]
-    config = LayerBenchConfig(preset=name, hidden=64, num_topk=1).moe(EngineConfig())
+    config = LayerBenchConfig(preset=name, hidden=64, num_topk=1).moe(EngineConfig(scheme="none"))
     assert config.routing is not None
     assert (config.hidden, config.intermediate, config.routing.num_topk) == (64, PUBLISHED[name][1], 1)
     if name in MODEL_PRESETS:

@@ -138,8 +138,8 @@ WRONG_CONFIGS = {
     "numbers": ("prompts = [1, 2]\nnew_tokens = [6]", "prompts[0] (1) is not a text"),
     "new_tokens": ('prompts = ["Blessed"]\nnew_tokens = 64', "new_tokens (64) is not a list"),
     "missing": ('prompts = ["Blessed"]', "missing key new_tokens"),
-    "nan": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = nan', "max_logit_diff (nan) must be positive"),
-    "inf": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = inf', "max_logit_diff (inf) must be positive"),
+    "nan": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = nan', "max_logit_diff (nan) must be finite"),
+    "inf": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = inf', "max_logit_diff (inf) must be finite"),
     "zero": ('prompts = ["a"]\nnew_tokens = [1]\nmax_logit_diff = 0', "max_logit_diff (0.0) must be positive"),
 }
 
@@ -164,7 +164,8 @@ WRONG = {
     "config": (["run", "--config", "no.toml"], "config ('no.toml') is not a file"),
     "window": (["eval", "--window", "4096"], "window (4096) * batch (4) exceeds max_tokens_per_rank (2048)"),
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
-    "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite and not negative"),
+    "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
+    "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must not be negative"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
 }
 

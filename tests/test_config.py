@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import re
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def transport(**changes: Any) -> TransportConfig:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "method_9": (routing, {"method": 9}, "routing method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
+    "method_9": (routing, {"method": 9}, "method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
     "kind_ids": (RoundKind, {"num_topk": 1, "ids_dtype": torch.int16}, "ids_dtype (torch.int16) is not torch.int32"),
     "kind_shared": (RoundKind, {"num_topk": 1, "shared_dtype": torch.int8}, "shared_dtype (torch.int8) is not one of"),
     "kind_layout": (RoundKind, {"num_topk": 1, "layout": "packed"}, "layout ('packed') is not one of"),
@@ -54,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"max_topk": 4, "kinds": (RoundKind(num_topk=5),)},
         "num_topk (5) of a kind exceeds max_topk (4)",
     ),
-    "method_name": (routing, {"method": "best"}, "routing method ('best') is not one of 0"),
+    "method_name": (routing, {"method": "best"}, "method ('best') is not one of 0"),
     "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),
     "group_0": (routing, {"method": 2, "num_group": 0}, "num_group (0) must be at least 1"),
     "topk_group_0": (routing, {"method": 2, "topk_group": 0}, "topk_group (0) must be in [1, num_group (1)]"),
@@ -74,9 +76,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"method": 2, "routed_scaling_factor": math.nan},
         "routed_scaling_factor (nan) must be finite",
     ),
-    "norm_method": (routing, {"norm_topk_prob": False}, "norm_topk_prob=False needs routing method 6, got 1"),
+    "norm_method": (routing, {"norm_topk_prob": False}, "norm_topk_prob=False needs routing method 2 or 6, got 1"),
     "llama4_topk": (routing, {"method": 3}, "routing method 3 takes num_topk 1, got 2"),
-    "activation": (ActivationConfig, {"kind": "tanh"}, "activation ('tanh') is not one of silu, gelu, swiglu, relu2"),
+    "activation": (ActivationConfig, {"kind": "tanh"}, "kind ('tanh') is not one of silu, gelu, swiglu, relu2"),
     "alpha": (ActivationConfig, {"alpha": 1.7}, "alpha (1.7), beta (0.0) and limit (None) belong to 'swiglu'"),
     "beta": (ActivationConfig, {"kind": "gelu", "beta": 1.0}, "beta (1.0) and limit (None) belong to 'swiglu', not"),
     "limit": (ActivationConfig, {"kind": "relu2", "limit": 7.0}, "limit (7.0) belong to 'swiglu', not to 'relu2'"),
@@ -102,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "slots": (transport, {"num_slots": 0}, "num_slots (0) must be at least 1"),
     "row_alignment": (transport, {"row_alignment": 0}, "row_alignment (0) must be at least 1"),
     "heartbeat": (GroupConfig, {"heartbeat_secs": 0.0}, "heartbeat_secs (0.0) must be positive"),
-    "heartbeat_nan": (GroupConfig, {"heartbeat_secs": math.nan}, "heartbeat_secs (nan) must be positive"),
+    "heartbeat_nan": (GroupConfig, {"heartbeat_secs": math.nan}, "heartbeat_secs (nan) must be finite"),
     "timeout": (GroupConfig, {"timeout_secs": 1.9}, "timeout_secs (1.9) must be at least four heartbeats (2.0)"),
     "nproc": (EngineConfig, {"nproc": 0}, "nproc (0) must be at least 1"),
     "device": (EngineConfig, {"device": "tpu"}, "device ('tpu') is not one of auto, cpu, cuda"),
@@ -110,7 +112,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "engine_layout": (EngineConfig, {"layout": "dense"}, "layout ('dense') is not one of batched, compact, flat"),
     "engine_tokens": (EngineConfig, {"max_tokens_per_rank": 0}, "max_tokens_per_rank (0) must be at least 1"),
     "model": (EngineConfig, {"model": "no/such/folder"}, "model ('no/such/folder') is not a directory of this machine"),
-    "timeout_inf": (GroupConfig, {"timeout_secs": math.inf}, "timeout_secs (inf) must be at least four heartbeats"),
+    "timeout_long": (GroupConfig, {"timeout_secs": 1e300}, "timeout_secs (1e+300) must be at most 1e+09"),
+    "timeout_inf": (GroupConfig, {"timeout_secs": math.inf}, "timeout_secs (inf) must be finite"),
 }
 
 
@@ -120,10 +123,82 @@ def test_refused(make: Callable[..., Any], changes: dict[str, Any], message: str
         make(**changes)
 
 
+VALID: dict[type, dict[str, Any]] = {
+    ActivationConfig: {"kind": "swiglu"},
+    RoutingConfig: {"method": 2, "num_topk": 2},
+    MoEConfig: MOE,
+    RoundKind: {"num_topk": 2},
+    TransportConfig: TRANSPORT,
+    GroupConfig: {},
+    EngineConfig: {},
+    LaunchEnv: {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_addr": "a"}
+    | {"master_port": 1, "store_is_hosted": True},
+}
+NO_VALUES = (None, "a", 2.5, True, math.nan, math.inf, [1], {}, b"a", torch.ones(1), object())
+WHAT_FITS: dict[Any, tuple[Any, ...]] = {  # of NO_VALUES, by a field's type; what is out of range is refused as well
+    int: (),
+    float: (2.5,),
+    bool: (True,),
+    str: ("a",),
+    tuple[RoundKind, ...]: (),
+    RoutingConfig | None: (None,),
+    float | None: (None, 2.5),
+    torch.dtype | None: (None,),
+}
+
+
+@pytest.mark.parametrize("config_type", VALID, ids=lambda config_type: config_type.__name__)
+def test_every_field_refuses_what_is_not_of_its_type(config_type: type) -> None:
+    config_type(**VALID[config_type])
+    for name, wanted in typing.get_type_hints(config_type).items():
+        for value in NO_VALUES:
+            if any(value is fitting for fitting in WHAT_FITS.get(wanted, ())):
+                continue
+            with pytest.raises(ValueError, match=rf"^{name}(\[0\])? \("):
+                config_type(**{**VALID[config_type], name: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda scheme: moe(scheme=scheme), "scheme"),
+        (lambda scheme: RoundKind(num_topk=1, scheme=scheme), "scheme"),
+        (lambda scheme: EngineConfig(scheme=scheme), "scheme"),
+    ],
+    ids=["layer", "round", "engine"],
+)
+def test_a_scheme_is_known_when_a_config_is_made(make: Callable[[str], Any], field: str) -> None:
+    for scheme in ("none", "nvfp4", "fp8_block_64x32"):
+        assert getattr(make(scheme), field) == scheme
+    with pytest.raises(ValueError, match=r"^scheme \('fp7'\) is not one of none, fp8_tensor"):
+        make("fp7")
+    with pytest.raises(ValueError, match=r"block size \(40\) must be a positive multiple of 16"):
+        make("fp8_block_64x40")
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    config = moe(hidden=np.int64(64), routing=routing(method=2, routed_scaling_factor=2))
+    assert (config.hidden, type(config.hidden)) == (64, int)
+    assert config.routing is not None
+    assert repr(config.routing.routed_scaling_factor) == "2.0"
+    assert transport(kinds=[RoundKind(num_topk=1)]).kinds == (RoundKind(num_topk=1),)
+
+
+def test_long_and_deep_values_are_cut_short_in_errors() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, "x" * 10**6):
+        with pytest.raises(ValueError, match="^hidden ") as caught:
+            moe(hidden=value)
+        assert len(str(caught.value)) < 300
+
+
 ACCEPTED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "groups": (routing, {"method": 2, "num_group": 4, "topk_group": 4, "routed_scaling_factor": 2.5}),
     "scale_7": (routing, {"method": 7, "routed_scaling_factor": 0.5}),
     "no_norm_6": (routing, {"method": 6, "norm_topk_prob": False}),
+    "no_norm_2": (routing, {"method": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5}),
     "llama4": (routing, {"method": 3, "num_topk": 1}),
     "gpt_oss": (ActivationConfig, {"kind": "swiglu", "alpha": 1.702, "beta": 1.0, "limit": 7.0}),
     "every_expert": (moe, {"routing": routing(num_topk=6)}),
@@ -274,6 +349,13 @@ def test_read_toml_errors(tmp_path: Path) -> None:
     path.write_text("[layer]\nhidden = = 48\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*line 2"):
         read_toml(MoEConfig, path, "layer")
+    for content, words in ((b"\xff", "can't decode byte 0xff"), (b"a = " + b"[" * 100_000, "nested too deep")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"{path}: ") + f".*{words}"):
+            read_toml(MoEConfig, path, "layer")
+    path.write_text("[layer]\nhidden = 40\nintermediate = 32\nnum_experts = 6\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path} [layer]: hidden (40) must be a positive multiple of 16")):
+        read_toml(MoEConfig, path, "layer")
     with pytest.raises(FileNotFoundError, match=r"absent\.toml"):
         read_toml(MoEConfig, tmp_path / "absent.toml", "layer")
 
@@ -344,6 +426,7 @@ def test_launch_env_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK (0) is not in [0, WORLD_SIZE (0))"),
         ({"WORLD_SIZE": None}, "environment variable WORLD_SIZE (None) is not a number, although RANK is set"),
         ({"MASTER_PORT": None}, "environment variable MASTER_PORT (None) is not a number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT (65536) is not in [0, 65535]"),
         ({"MASTER_PORT": "port"}, "environment variable MASTER_PORT ('port') is not a number"),
         ({"LOCAL_RANK": "one"}, "environment variable LOCAL_RANK ('one') is not a number"),
         ({"LOCAL_WORLD_SIZE": "4.0"}, "environment variable LOCAL_WORLD_SIZE ('4.0') is not a number"),

@@ -77,8 +77,8 @@ def make_case(
     w2 = normal(EXPERT_COUNT, HIDDEN, INTERMEDIATE) * growing / INTERMEDIATE**0.5
     fields: dict[str, torch.Tensor | None] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
     if scheme.quantised:
-        fields["w13"], fields["w13_scale"] = quantise_weight(w13, scheme)
-        fields["w2"], fields["w2_scale"] = quantise_weight(w2, scheme)
+        fields["w13"], fields["w13_scale"], fields["w13_global_scale"] = quantise_weight(w13, scheme)
+        fields["w2"], fields["w2_scale"], fields["w2_global_scale"] = quantise_weight(w2, scheme)
     if biased:
         fields["w13_bias"], fields["w2_bias"] = (
             normal(EXPERT_COUNT, width).to(dtype),
@@ -168,8 +168,8 @@ def reference_e4m3(x: np.ndarray) -> np.ndarray:
     return np.round(x / step) * step
 
 
-def reference_group(x: np.ndarray, amax: float, name: str) -> np.ndarray:
-    """Quantise and dequantise numbers whose group, or more, has the largest magnitude `amax`."""
+def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.ndarray:
+    """Quantise and dequantise numbers whose group, or more, has the largest magnitude `amax`; `second` is of nvfp4."""
     if name == "int8_token":
         scale = max(amax, 1e-10) / 127
         return np.clip(np.round(x / scale), -127, 127) * scale
@@ -177,7 +177,7 @@ def reference_group(x: np.ndarray, amax: float, name: str) -> np.ndarray:
         scale = 2.0 ** (np.floor(np.log2(amax)) - 8)
         return reference_e4m3(x / scale) * scale
     if name == "nvfp4":
-        scale = float(reference_e4m3(np.array(amax / 6)))
+        scale = second * float(reference_e4m3(np.array(amax / second / 6)))
         ratio = np.clip(x / scale, -6, 6)
         step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(ratio), 1))) - 1)
         return np.round(ratio / step) * step * scale
@@ -196,7 +196,8 @@ def reference_requantise(inner: np.ndarray, scheme: QuantScheme, static: float |
             shared = inner if scheme.activation == "tensor" else inner[row, first : first + group]
             mine, place = inner[row, first : first + group], np.s_[row, first : first + group]
             if static is None:
-                result[place] = reference_group(mine, np.abs(shared).max(), scheme.name)
+                second = np.abs(inner[row]).max() / 2688
+                result[place] = reference_group(mine, np.abs(shared).max(), scheme.name, second)
             else:
                 result[place] = reference_e4m3(mine / static) * static
     return result
@@ -214,9 +215,13 @@ def stored_numbers(values: torch.Tensor, scheme: QuantScheme) -> np.ndarray:
     return numbers
 
 
-def reference_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> np.ndarray:
+def reference_weight(
+    values: torch.Tensor, scale: torch.Tensor | None, second: torch.Tensor | None, scheme: QuantScheme
+) -> np.ndarray:
     """One expert's matrix in float64."""
     real = stored_numbers(values, scheme)
+    if second is not None:
+        real *= second.item()
     if scale is not None:
         s = scale.float().double().numpy()
         for n in range(real.shape[0]):
@@ -232,8 +237,11 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
     x = stored_numbers(case.rows.x, scheme)
     for expert in range(EXPERT_COUNT):
         w13, w2 = (
-            reference_weight(values[expert], None if scale is None else scale[expert], scheme)
-            for values, scale in ((w.w13, w.w13_scale), (w.w2, w.w2_scale))
+            reference_weight(values[expert], *(None if s is None else s[expert] for s in scales), scheme)
+            for values, *scales in (
+                (w.w13, w.w13_scale, w.w13_global_scale),
+                (w.w2, w.w2_scale, w.w2_global_scale),
+            )
         )
         b13, b2 = (0.0 if b is None else b[expert].double().numpy() for b in (w.w13_bias, w.w2_bias))
         inner = []
@@ -395,10 +403,39 @@ def test_no_tokens(num_rows: int, scheme: str, layout: Layout) -> None:
     torch.testing.assert_close(y, untouched, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("std", [1.0, 0.003, 1e-5, 100.0])
+def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
+    """Weights of that standard deviation, quantised, beside the same in float: what 4 bits cost."""
+    random, scheme = torch.Generator().manual_seed(4), get_scheme("nvfp4")
+    w13, w2 = (torch.randn(2, *shape, generator=random) * std for shape in ((160, HIDDEN), (HIDDEN, 80)))
+    stored = [quantise_weight(w, scheme) for w in (w13, w2)]
+    names = (f"{name}{suffix}" for name in ("w13", "w2") for suffix in ("", "_scale", "_global_scale"))
+    fields = dict(zip(names, (part for parts in stored for part in parts), strict=True))
+    x = torch.randn(24, HIDDEN, generator=random)
+    payload = quantise(x, scheme)
+    batch = Compact(
+        x=payload.values,
+        scale=payload.scale,
+        scheme=scheme,
+        dtype=torch.float32,
+        expert_row_start=torch.tensor([0, 12], dtype=torch.int32),
+        expert_num_tokens=torch.tensor([12, 12], dtype=torch.int32),
+        row_index=None,
+        expected_rows=12,
+    )
+    y = ReferenceExperts(SILU)(batch, ExpertWeights(scheme=scheme, **fields)).double()
+    rows = x.unflatten(0, (2, 12)).double()
+    gate, up = (rows @ w13.double().mT).chunk(2, dim=-1)
+    expected = ((gate * torch.sigmoid(gate) * up) @ w2.double().mT).flatten(0, 1)
+    error = (y - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < 0.35
+    assert 0.1 < error.median() < 0.25
+
+
 def test_saturation_and_ties_of_the_requantised_intermediate() -> None:
     """Identity matrices pass x through; what remains is rounding to e4m3 under each expert's own static scale."""
     scheme = get_scheme("fp8_tensor")
-    eye, scale = quantise_weight(torch.eye(16).expand(2, 16, 16), scheme)
+    eye, scale, _ = quantise_weight(torch.eye(16).expand(2, 16, 16), scheme)
     weights = ExpertWeights(
         w13=eye, w2=eye, w13_scale=scale, w2_scale=scale, scheme=scheme, w2_input_scale=torch.tensor([1.0, 0.25])
     )
@@ -512,6 +549,9 @@ def _weights(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWei
         ("fp8_block", _batch(scale=None), ("scale", "missing", "'fp8_block'")),
         ("fp8_block", _weights(w2=torch.ones(4, 144, 80)), ("w2", "float32", "float8_e4m3fn")),
         ("mxfp8", _weights(w2_scale=torch.ones(4, 144, 3)), ("w2_scale", "float32", "float8_e8m0fnu")),
+        ("nvfp4", _weights(w2_global_scale=None), ("w2_global_scale is missing", "'nvfp4'", "(4,)")),
+        ("nvfp4", _weights(w13_global_scale=torch.ones(1)), ("w13_global_scale", "(1,)", "(4,)")),
+        ("mxfp8", _weights(w13_global_scale=torch.ones(4)), ("w13 has a global scale (4,)", "'mxfp8'")),
         ("nvfp4", _weights(w2=torch.ones(4, 144, 80).byte()), ("w2", "(4, 144, 80)", "(4, 144, 40)")),
     ],
 )

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -269,6 +270,8 @@ def test_logits_on_two_ranks(family: str, form: str) -> None:
         ("olmoe", {"norm_topk_prob": True}),
         ("glm4_moe", {"n_group": 2, "topk_group": 1}),
         ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+        ("glm4_moe", {"norm_topk_prob": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else "_".join(value) or "plain",
 )
@@ -350,6 +353,79 @@ def test_published_sizes_and_routing(name: str) -> None:
         routing=RoutingConfig(**routing),
         activation=ActivationConfig(**activation),
     )
+
+
+READ = {  # the keys of config.json that these models' experts are read by, and what fits them besides
+    **dict.fromkeys(("hidden_size", "num_experts_per_tok", "n_group", "topk_group", "num_hidden_layers"), int),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_nextn_predict_layers"), int),
+    **dict.fromkeys(("routed_scaling_factor", "swiglu_limit", "swiglu_alpha"), float),
+    "norm_topk_prob": bool,
+    "hidden_act": str,
+    "dtype": str,
+    "torch_dtype": str,
+}
+MORE = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_values_of_another_type_are_named(name: str, tmp_path: Path) -> None:
+    """A text, 4.0, a list, an object or true in the place of a number, and so on; also NaN, which Python's JSON has."""
+    config, path = PUBLISHED[name][0] | MORE, tmp_path / "config.json"
+    save_file({}, tmp_path / "model.safetensors")
+    family = FAMILIES[config["model_type"]]
+    read = {key: kind for key, kind in READ.items() if key in config} | {family.intermediate: int}
+    if family.activation is FAMILIES["gpt_oss"].activation:
+        del read["hidden_act"]  # which says something else there
+    path.write_text(json.dumps(config))
+    Checkpoint.open(tmp_path)
+    tried = 0
+    for key, kind in read.items():
+        for value in ("4", 4.0, [4], {"a": 4}, True, float("nan")):
+            if type(value) is kind and value == value:
+                continue
+            path.write_text(json.dumps(config | {key: value}))
+            with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: {key} \({re.escape(repr(value))}\) "):
+                Checkpoint.open(tmp_path)
+            tried += 1
+    assert tried >= 5 * len(read)
+    for value in (["qwen3_moe"], {}, None, 3):
+        path.write_text(json.dumps(config | {"model_type": value}))
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: model_type \(.*\) is not one of qwen3_moe"):
+            Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 40}, "hidden (40) must be a positive multiple of 16; hidden is its hidden_size"),
+        ({"n_routed_experts": 0}, "num_experts (0) must be at least 1; num_experts is its n_routed_experts"),
+        ({"num_experts_per_tok": 0}, "num_topk (0) must be at least 1; num_topk is its num_experts_per_tok"),
+        ({"topk_group": 9}, "topk_group (9) must be in [1, num_group (8)]; num_group is its n_group"),
+        (
+            {"n_group": 7},
+            "num_experts (256) is not a multiple of num_group (7); num_experts is its n_routed_experts; "
+            "num_group is its n_group",
+        ),
+        ({"hidden_act": "relu6"}, "hidden_act ('relu6') is not one of silu, swish, gelu"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_out_of_range_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED["DeepSeek-V3"][0] | changes))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {message}')}$"):
+        moe_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "3", '"x"', "[" * 100_000], ids=["list", "null", "number", "text", "deep"]
+)
+def test_a_generation_config_that_is_no_object_is_named(content: str) -> None:
+    directory = new_directory()
+    shutil.copytree(directory_of("olmoe", "published"), directory, dirs_exist_ok=True)
+    (directory / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(directory / "generation_config.json"))):
+        from_pretrained(directory, EPGroup.single("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

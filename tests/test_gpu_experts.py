@@ -53,7 +53,7 @@ def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
         for expert in range(model.experts):
             w = torch.randn(rows, columns, generator=random, device="cuda") * (0.5 + expert / model.experts)
             w *= columns**-0.5
-            made.append(quantise_weight(w, scheme) if scheme.quantised else (w.bfloat16(), w.new_zeros(0)))
+            made.append(quantise_weight(w, scheme)[:2] if scheme.quantised else (w.bfloat16(), w.new_zeros(0)))
         values, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
         return values, scales if scheme.quantised else None
 

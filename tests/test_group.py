@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
-from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.group import EPGroup, PeerLostError, store
 from ep_moe.launch import RankFailedError, launch, run_rank
 
 CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.2)
@@ -310,12 +310,26 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
         assert re.match(pattern, message), message
 
 
-def bare_rank(rank: int, num_ranks: int, port: int, folder: str, victim: int) -> None:
+def bare_rank(rank: int, num_ranks: int, port: int, target: Any, *args: Any) -> None:
     """A rank as srun starts it: nobody hosts the store, and nobody sees it die."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port)}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     torch.set_num_threads(1)
-    run_rank(bare_target, folder, victim, config=CONFIG, device="cpu")
+    run_rank(target, *args, config=CONFIG, device="cpu")
+
+
+def start_bare_ranks(num_ranks: int, target: Any, *args: Any) -> list[int | None]:
+    """Run ranks that no launcher has started; returns their exit codes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=bare_rank, args=(r, num_ranks, port, target, *args)) for r in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    return [process.exitcode for process in ranks]
 
 
 def bare_target(group: EPGroup, folder: str, victim: int) -> None:
@@ -332,20 +346,80 @@ def bare_target(group: EPGroup, folder: str, victim: int) -> None:
     record(folder, group.rank, "done")
 
 
+def look_for_the_store(group: EPGroup, folder: str) -> None:
+    """Whether the store can be reached where the ranks meet, and at another address of this machine."""
+    reached = []
+    for address in ("127.0.0.1", "127.0.0.2"):
+        with socket.socket() as client:
+            reached.append(client.connect_ex((address, int(os.environ["MASTER_PORT"]))) == 0)
+    group.barrier()
+    record(folder, group.rank, reached)
+    if group.rank != 0:
+        time.sleep(1.0)
+
+
+def test_the_store_of_rank_0_listens_where_the_ranks_meet_alone(tmp_path: Path) -> None:
+    start_bare_ranks(2, look_for_the_store, str(tmp_path))
+    assert recorded(tmp_path) == dict.fromkeys(range(2), [True, False])
+
+
+def resolve_to(*addresses: str) -> Any:
+    families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses]
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> list[tuple[Any, ...]]:
+        places = zip(families, addresses, strict=True)
+        return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for family, address in places]
+
+    return getaddrinfo
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "expected"),
+    [
+        ("127.0.0.3", None, "127.0.0.3"),
+        ("localhost", ("127.0.0.1",), "127.0.0.1"),
+        ("node0", ("198.51.100.7", "127.0.0.1"), None),  # as /etc/hosts may have it: others resolve it otherwise
+        ("node0", ("127.0.1.1",), None),
+        ("gateway", ("198.51.100.7",), None),
+        ("node0", ("2001:db8::7", "0.0.0.0"), "0.0.0.0"),  # stands for an address of this machine
+        ("no-such-host.invalid", None, None),
+    ],
+    ids=["address", "localhost", "both", "loopback", "elsewhere", "ipv4_first", "unknown"],
+)
+def test_where_a_store_listens(
+    host: str,
+    addresses: tuple[str, ...] | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if addresses is not None:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve_to(*addresses))
+    listener = store.listen(host, 0)
+    if listener is None:
+        assert expected is None
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{host} is no address of this machine: the store listens on every interface, port 0"
+        ]
+        return
+    with listener:
+        assert listener.getsockname()[0] == expected
+        assert caplog.records == []
+
+
+def test_a_port_in_use_is_named() -> None:
+    with store.listen("127.0.0.1", 0) as listener:  # type: ignore[union-attr]
+        port = listener.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"the store cannot listen at 127.0.0.1, port {port}: .*in use"):
+            store.listen("127.0.0.1", port)
+
+
 @pytest.mark.parametrize(
     ("victim", "outcomes"),
     [(-1, dict.fromkeys(range(3), "done")), (0, {1: (0,), 2: (0,)}), (1, {0: (1,), 2: (1,)})],
     ids=["none", "store", "other"],
 )
 def test_without_a_launcher_the_beats_tell(tmp_path: Path, victim: int, outcomes: dict[int, Any]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=bare_rank, args=(r, 3, port, str(tmp_path), victim)) for r in range(3)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
+    codes = start_bare_ranks(3, bare_target, str(tmp_path), victim)
     assert recorded(tmp_path) == outcomes
-    assert [process.exitcode for process in ranks] == [-9 if rank == victim else 0 for rank in range(3)]
+    assert codes == [-9 if rank == victim else 0 for rank in range(3)]

@@ -1,9 +1,12 @@
 """The layer: EP over n ranks equals EP over one, and both equal a plain loop over tokens; faults in mid-run."""
 
+import contextlib
 import dataclasses
 import os
+import pkgutil
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +39,7 @@ def local_weights(placement: Placement, rank: int, scheme: str, dtype: torch.dty
     w13, w2, b13, b2 = (tensor[list(placement.local_experts(rank))] for tensor in whole_weights(dtype))
     if scheme == "none":
         return ExpertWeights(w13=w13, w2=w2, w13_bias=b13, w2_bias=b2)
-    (q13, s13), (q2, s2) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
+    (q13, s13, _), (q2, s2, _) = (quantise_weight(w, get_scheme(scheme)) for w in (w13, w2))
     return ExpertWeights(
         w13=q13, w2=q2, w13_scale=s13, w2_scale=s2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme)
     )
@@ -234,12 +237,168 @@ def test_failing_experts_give_the_others_nan_and_the_next_call_works() -> None:
     assert launch(fail_on_one_rank, num_ranks=3, device="cpu") == [(True, True)] * 3
 
 
-def test_backward_is_refused() -> None:
+FAILING = {
+    "route": ("ep_moe.layer.route", False),
+    "before-the-header": ("ep_moe.transport.collective.plan_send", False),
+    "shared-experts-before-the-header": ("ep_moe.transport.collective.plan_send", True),
+    "received": ("ep_moe.transport.collective.pack", False),
+}
+
+
+def fail_before_tokens_are_sent(group: EPGroup, where: str, shared: bool) -> tuple[bool, bool]:
+    """Rank 1 has no memory in one function: is the others' result NaN where its experts are missing, the next right?"""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    layer.shared_experts = layer.shared_experts if shared else None
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    sound = layer(x, logits)
+    if group.rank == 1:
+        effects = [torch.OutOfMemoryError("no memory"), mock.DEFAULT]  # once
+        failing = mock.patch(where, side_effect=effects, wraps=pkgutil.resolve_name(where))
+        with failing, pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            layer(x, logits)
+        spoilt = True
+    else:
+        ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
+        first, last = layer.placement.starts[1:3]
+        needs_rank_1 = ((ids >= first) & (ids < last)).any(1)
+        found = layer(x, logits)
+        spoilt = torch.equal(found.isnan().all(1), needs_rank_1)
+        rest = ~needs_rank_1  # of other bits, for rank 1's tokens are not in the batch
+        assert worst_row_error(found[rest], sound[rest]) < ROW_ERROR_LIMITS["float32"]
+    return spoilt, torch.equal(layer(x, logits), sound)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_dispatch_that_fails_costs_the_others_what_they_sent_there(name: str) -> None:
+    config = GroupConfig(timeout_secs=20)
+    told = launch(fail_before_tokens_are_sent, *FAILING[name], num_ranks=3, config=config, device="cpu")
+    assert told == [(True, True)] * 3
+
+
+def fail_after_the_header(group: EPGroup) -> tuple[str, float]:
+    """Rank 1 has no memory for what the headers have announced: what each rank raises, and how soon."""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer(x, logits)
+    no_memory = mock.patch("ep_moe.transport.wire.RowFormat.write", side_effect=torch.OutOfMemoryError("no memory"))
+    start = time.monotonic()
+    with no_memory if group.rank == 1 else contextlib.nullcontext(), pytest.raises(RuntimeError) as caught:
+        layer(x, logits)
+    took_secs = time.monotonic() - start
+    with pytest.raises(PeerLostError, match="rank 1 failed: OutOfMemoryError: no memory"):
+        layer(x, logits)
+    return f"{type(caught.value).__name__}: {caught.value}", took_secs
+
+
+def test_a_rank_without_memory_for_announced_rows_tells_the_others() -> None:
+    config = GroupConfig(timeout_secs=30, heartbeat_secs=0.2)
+    told = launch(fail_after_the_header, num_ranks=3, config=config, device="cpu")
+    assert told[1][0] == "OutOfMemoryError: no memory"
+    for words, secs in (told[0], told[2]):
+        assert words.startswith("PeerLostError: rank 1 failed: OutOfMemoryError: no memory")
+        assert secs < 10
+
+
+def call_out_of_step(group: EPGroup) -> list[str]:
+    """Two layers, which rank 0 calls in the other order; then one that rank 0 has made differently."""
+    first = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    second = ExpertParallelMoE(first.config, first.weights, first.transport, routing_bias=first.routing_bias)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    sound, told = first(x, logits), []
+    for layer in (second, first) if group.rank == 0 else (first, second):
+        with pytest.raises(ValueError) as caught:
+            layer(x, logits)
+        told.append(str(caught.value))
+    activation = ActivationConfig(kind="gelu") if group.rank == 0 else first.config.activation
+    config = dataclasses.replace(first.config, activation=activation)
+    odd = ExpertParallelMoE(config, first.weights, first.transport, layer_index=7)
+    with pytest.raises(ValueError) as caught:
+        odd(x, logits)
+    assert torch.equal(first(x, logits), sound)
+    return [*told, str(caught.value)]
+
+
+def test_ranks_in_different_layers_read_who_is_where() -> None:
+    told = launch(call_out_of_step, num_ranks=3, device="cpu")
+    for number, (own, others) in enumerate([(1, 0), (0, 1)]):
+        assert f"rank 0 is in layer {own}, rank 1 in layer {others}" in told[0][number]
+        for rank in (1, 2):
+            assert f"rank {rank} is in layer {others}, rank 0 in layer {own}" in told[rank][number]
+    assert "rank 2 and rank 0 have made layer 7 with different settings: activation (found in round" in told[2][2]
+
+
+def test_a_layer_number_is_one() -> None:
     layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
-    x, logits = tokens(torch.float32)
-    out = layer(x.requires_grad_(), logits)
+    for number in (-1, 1.0, True):
+        with pytest.raises(ValueError, match=rf"layer_index \({number}\) must be an int of at least 0"):
+            ExpertParallelMoE(layer.config, layer.weights, layer.transport, layer_index=number)
+
+
+def call_after_the_end(group: EPGroup, name: str) -> list[str]:
+    """What a layer, its transport and its group say once the group is destroyed."""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    assert type(layer.transport).__name__ == name
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    layer(x, logits)
+    options = {"layout": Layout.COMPACT, "scheme": get_scheme("none")}
+    routing = Routing(topk_ids=route(logits, ROUTING).topk_ids, topk_weights=torch.ones(x.shape[0], NUM_TOPK))
+    dispatched = layer.transport.dispatch(x, routing, **options)
+    y = torch.zeros(dispatched.batch.output_shape)
+    group.barrier()
+    group.destroy()
+    calls = [
+        lambda: layer(x, logits),
+        lambda: layer.transport.combine(y, dispatched),
+        layer.transport.abandon,
+        layer.transport.check,
+        lambda: create_transport("auto", group, layer.placement, layer.transport.config),
+        group.barrier,
+        lambda: group.all_gather_object(1),
+        lambda: group.all_reduce_sum(torch.ones(1)),
+        lambda: group.wait_for_all("load"),
+        group.connect_store,
+        group.check,
+    ]
+    told = []
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except RuntimeError as error:
+            told.append(str(error))
+        else:
+            told.append(f"call {number} raised nothing")
+    layer.transport.destroy()
+    group.destroy()
+    return told
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(1, "LocalTransport"), (2, "CollectiveTransport")])
+def test_a_destroyed_group_computes_nothing(num_ranks: int, name: str) -> None:
+    for rank, told in enumerate(launch(call_after_the_end, name, num_ranks=num_ranks, device="cpu")):
+        for words in told:
+            assert f"rank {rank} has left this group" in words
+
+
+@pytest.mark.parametrize("trained", ["hidden_states", "logits", "w2", "w13_bias", "routing_bias", "shared", "function"])
+def test_backward_is_refused(trained: str) -> None:
+    """Whatever alone is trained, a loss must not find its gradient missing; the forward's numbers stay."""
+    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
+    inputs = dict(zip(("hidden_states", "logits"), tokens(torch.float32), strict=True))
+    shared = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+    layer.shared_experts = shared if trained == "shared" else lambda x: shared(x)
+    layer.routing_bias = torch.zeros(NUM_EXPERTS)
+    expected = layer(*inputs.values())
+    assert not expected.requires_grad
+    target = inputs.get(trained, getattr(layer.weights, trained, None))
+    target = layer.routing_bias if trained == "routing_bias" else shared.weight if target is None else target
+    target.requires_grad_()
+    out = layer(*inputs.values())
+    assert torch.equal(out, expected)
     with pytest.raises(RuntimeError, match="no backward pass"):
         out.sum().backward()
+    assert target.grad is None
+    with torch.no_grad():
+        assert not layer(*inputs.values()).requires_grad
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
@@ -251,7 +410,8 @@ def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
     try:
         for step in range(1000):
             if step == 5 and group.rank == victim:
-                layer.transport.dispatch_send(x, routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
+                options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "layer": layer.tag}
+                layer.transport.dispatch_send(x, routing, **options)
                 os.kill(os.getpid(), how)
             start = time.monotonic()
             layer(x, logits)

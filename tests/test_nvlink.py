@@ -1,11 +1,20 @@
 """Every file of `nvlink/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
 
+import dataclasses
+import gc
+import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import apart
 import pytest
+import torch
 
-FOLDER = Path(__file__).parent / "nvlink"
+TESTS = Path(__file__).parent
+FOLDER = TESTS / "nvlink"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
@@ -32,3 +41,91 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
         assert all(min(count) >= 1 and sum(count) <= num_sms for count in counts)
     assert sum(counts[0]) >= num_sms - 2
     assert Tuning(most_receivers=150).dispatch(4096, 4).senders > 100
+
+
+@pytest.fixture
+def hopper() -> Any:
+    """The room of an H100 or H200."""
+    pytest.importorskip("triton")
+    from ep_moe.transport.nvlink.room import Room
+
+    return Room(num_sms=132, registers=65536, threads=2048)
+
+
+def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
+    assert [hopper.most_receivers(slots) for slots in (1, 2, 3, 4)] == [300, 150, 100, 75]
+    with pytest.raises(RuntimeError, match=r"num_slots \(301\) exceeds 300, the programs that may wait on this GPU"):
+        hopper.most_receivers(301)
+    # whatever stands on an SM: as many programs as its threads and its registers hold
+    fewer = {"registers": (49152, 2), "threads": (256, 2)}
+    for name, (value, each) in fewer.items():
+        assert dataclasses.replace(hopper, **{name: value}).most_receivers(1) == 100 * each, name
+
+
+def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from ep_moe.transport.nvlink.room import OpenRounds
+
+    stream = [0]
+
+    def rounds_of(receivers: int) -> Any:
+        return OpenRounds(torch.device("cuda", 5), hopper, lambda _: receivers, lambda index: stream[0] + 10 * index)
+
+    decode, prefill = rounds_of(40), rounds_of(264)
+    for used in (decode, prefill, decode):  # in turn
+        stream[0] = 1 - stream[0]
+        used.begin(0, 16)
+        used.end(0)
+    stream[0] = 0
+    decode.begin(0, 16)
+    prefill.begin(0, 16)  # on one stream
+    prefill.end(0)
+    decode.begin(1, 16)
+    stream[0] = 1
+    decode.begin(1, 16)  # 40 and 40, on two
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        prefill.begin(0, 4096)
+        prefill.begin(0, 4096)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(
+        "cuda:5: rounds are open on other streams, whose 40 programs that wait, and 264"
+    )
+    assert caplog.messages[0].endswith(
+        "(300 fit, 99 leave one empty). Ranks that begin them in different orders may wait "
+        "for each other: begin them in one order on all ranks, or set num_sms to at most 99"
+    )
+    del prefill
+    gc.collect()
+    third = rounds_of(240)
+    third.begin(0, 16)
+    assert len(caplog.messages) == 1
+    decode.destroy()
+    third.destroy()
+
+
+POLLED = r"""
+import re
+from compile_check.exchange_cases import _round
+from compile_check.stub import compile_only
+from ep_moe.config import Layout
+with compile_only(90) as recorder:
+    _round("words", "fp8_block", Layout.COMPACT, tokens=8).launch()
+for kernel, compiled in recorder.launches:
+    for count in re.findall(r"tt\.load .*isVolatile = true.* : tensor<(\d+)x!tt", compiled.asm["ttir"]):
+        print(kernel.fn.__name__, 32 * compiled.metadata.num_warps, count)
+"""
+
+
+def test_every_warp_judges_the_copies_that_it_uses(tmp_path: Path) -> None:
+    """Words that are polled are held by every warp, or by one: never by two of four, of which one is judged.
+
+    With 7168 columns a token has 56 scales, more than a warp has threads and fewer than a program has.
+    """
+    pytest.importorskip("triton")
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", POLLED]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    polled = [(kernel, int(threads), int(count)) for kernel, threads, count in map(str.split, done.stdout.splitlines())]
+    assert len({kernel for kernel, *_ in polled}) == 2, done.stderr
+    assert [found for found in polled if 32 < found[2] < found[1]] == []

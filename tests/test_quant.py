@@ -17,6 +17,7 @@ from ep_moe.quant import (
     payload_bytes,
     quantise,
     quantise_weight,
+    round_trip,
 )
 
 QUANTISED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_block_ue8m0", "int8_token"]
@@ -229,7 +230,8 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
         torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(rows))
         * torch.tensor([1, 9, 0.01])[:, None, None]
     )
-    values, scale = quantise_weight(weight.bfloat16(), scheme)
+    values, scale, global_scale = quantise_weight(weight.bfloat16(), scheme)
+    assert global_scale is None
     real = dequantise_weight(values, scale, scheme)
     tile = _tile_of_weights(name, rows, columns)
     shapes = {
@@ -247,14 +249,20 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
             assert real[expert, n, k].item() == expected
     alone = quantise_weight(weight[1].bfloat16(), scheme)
     assert torch.equal(alone[0].view(torch.uint8), values[1].view(torch.uint8))
-    assert torch.equal(dequantise_weight(*alone, scheme), real[1])
+    assert torch.equal(dequantise_weight(*alone[:2], scheme), real[1])
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; ties go to the even one
 
 
-def _micro_reference(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of x [N, K] float32, one a number, the byte of each group's scale, and the numbers that they mean."""
+def _micro_reference(
+    x: np.ndarray, name: str, second: np.float32 | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of x [N, K] float32, one a number, the byte of each group's scale, and the numbers that they mean.
+
+    `second` is the second scale of "nvfp4", None for rows that carry none.
+    """
+    second = np.float32(1) if second is None else second
     group = _tile_of_activations(name, 1, 1)[1]
     codes, real = np.zeros(x.shape, np.uint8), np.zeros(x.shape, np.float32)
     bytes_ = np.zeros((x.shape[0], math.ceil(x.shape[1] / group)), np.uint8)
@@ -268,16 +276,19 @@ def _micro_reference(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, 
             codes[place] = _nearest_code(np.clip(x[place] / scale, -448, 448))
             real[place] = VALUES[codes[place]] * scale
             continue
-        bytes_[i, j] = _nearest_code(np.clip(amax / np.float32(6), 0, 448))
+        bytes_[i, j] = _nearest_code(np.clip(amax / second / np.float32(6), 0, 448))
         scale = np.float32(VALUES[bytes_[i, j]])
+        if np.isnan(scale):  # e2m1 has no NaN, so the codes are 0
+            real[place] = math.nan
+            continue
         for k in range(*place[1].indices(x.shape[1])):
-            ratio = abs(x[i, k] / scale) if scale else 0.0
+            ratio = abs(x[i, k] / (scale * second)) if scale else 0.0
             distance = np.abs(E2M1 - min(ratio, 6))
             nearest = [code for code in range(8) if distance[code] == distance.min()]
             magnitude = nearest[0] if len(nearest) == 1 or nearest[0] % 2 == 0 else nearest[1]
             negative = bool(np.signbit(x[i, k])) and bool(scale)
             codes[i, k] = magnitude + 8 * negative
-            real[i, k] = np.float32(-1 if negative else 1) * np.float32(E2M1[magnitude]) * scale
+            real[i, k] = np.float32(-1 if negative else 1) * np.float32(E2M1[magnitude]) * scale * second
     return codes, bytes_, real
 
 
@@ -304,11 +315,80 @@ def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtyp
     np.testing.assert_array_equal(dequantise(result).numpy(), real)
     assert result.scale.stride() == (1, 9)
     assert result.values.is_contiguous()
-    values, weight_scale = quantise_weight(torch.stack([x, x.flip(0)]), scheme)
-    assert weight_scale.shape == (2, 9, scheme.num_groups(width))
-    np.testing.assert_array_equal(_micro_codes(values[1], name), codes[::-1])
-    np.testing.assert_array_equal(_codes(weight_scale[1]), scales[::-1])
-    np.testing.assert_array_equal(dequantise_weight(values, weight_scale, scheme)[0].numpy(), real)
+    if name == "mxfp8":
+        values, weight_scale, _ = quantise_weight(torch.stack([x, x.flip(0)]), scheme)
+        assert weight_scale.shape == (2, 9, scheme.num_groups(width))
+        np.testing.assert_array_equal(_micro_codes(values[1], name), codes[::-1])
+        np.testing.assert_array_equal(_codes(weight_scale[1]), scales[::-1])
+        np.testing.assert_array_equal(dequantise_weight(values, weight_scale, scheme)[0].numpy(), real)
+
+
+def _second_scale(x: np.ndarray) -> np.float32:
+    """That of rows which share it: the largest group gets the scale 448 for 6; groups with a NaN do not count."""
+    rows = x.reshape(-1, x.shape[-1])
+    groups = [np.abs(rows[:, first : first + 16]).max(axis=1) for first in range(0, x.shape[-1], 16)]
+    largest = max(amax for group in groups for amax in group if np.isfinite(amax))
+    return max(largest, np.float32(1e-10)) / np.float32(2688)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [144, 48, 24])
+def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.dtype) -> None:
+    """Of weights one for each matrix, of rows that do not travel one for each row."""
+    scheme, random = SCHEMES["nvfp4"], torch.Generator().manual_seed(width)
+    stds = torch.tensor([1.0, 3e-3, 1e-5, 100.0, 1e-13, 0.0, 1e35])
+    weight = (torch.randn(7, 9, width, generator=random) * stds[:, None, None]).to(dtype)
+    weight[:, 4] *= 2**-16  # groups that lose bits, or all
+    weight[1, 2, 3] = math.nan
+    values, scale, second = quantise_weight(weight, scheme)
+    assert second is not None
+    assert (second.shape, second.dtype) == ((7,), torch.float32)
+    real = dequantise_weight(values, scale, scheme, second)
+    rows = weight.flatten(0, 1)
+    trips = round_trip(rows, scheme).numpy()
+    for expert, matrix in enumerate(weight.float().numpy()):
+        expected_second = _second_scale(matrix)
+        codes, scales, expected = _micro_reference(matrix, "nvfp4", expected_second)
+        assert second[expert].item() == expected_second
+        np.testing.assert_array_equal(_codes(scale[expert]), scales)
+        signless = np.where(np.isnan(expected), 7, 15)
+        np.testing.assert_array_equal(_micro_codes(values[expert], "nvfp4") & signless, codes)
+        np.testing.assert_array_equal(real[expert].numpy(), expected)
+    for row, trip in zip(rows.float().numpy(), trips, strict=True):
+        np.testing.assert_array_equal(trip, _micro_reference(row[None], "nvfp4", _second_scale(row))[2][0])
+    with pytest.raises(ValueError, match=r"global scale is None, scheme 'nvfp4' needs \(\(7,\), torch.float32\)"):
+        dequantise_weight(values, scale, scheme)
+
+
+def _worst_row(found: torch.Tensor, x: torch.Tensor) -> float:
+    error = (found.double() - x.double()).norm(dim=-1) / x.double().norm(dim=-1)
+    return error.max().item()
+
+
+def test_small_and_large_weights_keep_the_error_of_the_format() -> None:
+    """The worst row's relative error of "nvfp4" weights, and of rows that do not travel, is the same for every size."""
+    scheme, x = SCHEMES["nvfp4"], torch.randn(2, 48, 256, generator=torch.Generator().manual_seed(5))
+    for std in (1.0, 0.003, 0.001, 1e-5, 100.0):
+        values, scale, second = quantise_weight(x * std, scheme)
+        assert 0.09 < _worst_row(dequantise_weight(values, scale, scheme, second), x * std) < 0.115
+        assert 0.09 < _worst_row(round_trip(x[0] * std, scheme), x[0] * std) < 0.115
+
+
+def test_the_range_of_a_row_that_carries_no_second_scale() -> None:
+    """Groups whose largest is within [6 * 2^-6, 2688] keep the error of "nvfp4"; below bits are lost, then all."""
+    scheme, x = SCHEMES["nvfp4"], torch.randn(48, 256, generator=torch.Generator().manual_seed(6))
+    largest = x.unflatten(1, (16, 16)).abs().amax(2)
+
+    def error(factor: float) -> float:
+        return _worst_row(dequantise(quantise(x * factor, scheme)), x * factor)
+
+    lowest, highest = 6 * 2**-6 / largest.min().item(), 2688 / largest.max().item()
+    for factor in (lowest, 1.0, 0.99999 * highest):
+        assert 0.09 < error(factor) < 0.115
+    assert error(lowest / 10) > 0.13
+    assert error(highest * 2) > 0.2
+    gone = 0.99 * 6 * 2**-10 / largest.max().item()
+    assert not dequantise(quantise(x * gone, scheme)).any()
 
 
 def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
@@ -400,6 +480,7 @@ def test_unknown_schemes(name: str, words: tuple[str, ...]) -> None:
 
 X = torch.ones(4, 144)
 FP8 = quantise(X, SCHEMES["fp8_block"])
+ONE = torch.tensor(1.0)
 FP4 = quantise(X, SCHEMES["nvfp4"])
 
 
@@ -428,7 +509,11 @@ FP4 = quantise(X, SCHEMES["nvfp4"])
         (lambda: quantise_weight(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
         (lambda: quantise(X, SCHEMES["mxfp8"], static_scale=torch.ones(1)), ("'mxfp8'", "static_scale")),
         (lambda: dequantise_rows(FP8.values, FP8.scale, SCHEMES["mxfp8"]), ("torch.float32", "(4, 5)", "e8m0fnu")),
-        (lambda: dequantise_weight(FP4.values, FP4.scale[:, 1:], FP4.scheme), ("(4, 8)", "(4, 9)")),
+        (lambda: dequantise_weight(FP4.values, FP4.scale[:, 1:], FP4.scheme, ONE), ("(4, 8)", "(4, 9)")),
+        (lambda: dequantise_weight(X, None, SCHEMES["none"], ONE), ("global scale", "'none'", "None")),
+        (lambda: dequantise_weight(FP4.values, FP4.scale, FP4.scheme, torch.ones(1)), ("(1,)", "((), torch.float32)")),
+        (lambda: round_trip(X[0], SCHEMES["nvfp4"]), ("(144,)", "2 dimensions")),
+        (lambda: round_trip(X, SCHEMES["nvfp4"], static_scale=torch.ones(1)), ("'nvfp4'", "static_scale")),
         (lambda: Quantised(values=FP4.values, scale=FP4.scale.float(), scheme=FP4.scheme), ("(4, 9)", "e4m3fn")),
     ],
 )

@@ -1,5 +1,6 @@
 """Routing methods against float64 loops, worked examples, and the routers of transformers."""
 
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.quant import Quantised, QuantScheme
-from ep_moe.routing import Routing, route, weigh_input
+from ep_moe.routing import BIASED_METHODS, Routing, route, weigh_input
 
 WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
 NEAR = 1e-5  # scores closer than this, but not equal, may change places between float32 and float64
@@ -40,6 +41,11 @@ METHODS: dict[str, tuple[RoutingConfig, int, bool]] = {
     "2_groups": (configured(2, num_topk=5, num_group=5, topk_group=2, routed_scaling_factor=1.8), 35, False),
     "2_groups_of_one": (configured(2, num_topk=3, num_group=12, topk_group=6), 12, True),
     "2_all_of_the_groups": (configured(2, num_topk=6, num_group=4, topk_group=2), 12, True),
+    "2_no_norm": (
+        configured(2, num_topk=5, num_group=5, topk_group=2, routed_scaling_factor=1.8, norm_topk_prob=False),
+        35,
+        True,
+    ),
     "2_one_group": (configured(2, num_topk=8, routed_scaling_factor=2.446), 48, True),
     "2_beyond_flashinfer": (configured(2, num_topk=24, num_group=8, topk_group=6), 64, True),
     "3_llama4": (configured(3, num_topk=1), 16, False),
@@ -95,7 +101,7 @@ def reference(
     weights = [scores[expert] for expert in ids]
     if method == 1:
         weights = softmax(weights)
-    if method in (2, 4, 7) or (method == 6 and config.norm_topk_prob):
+    if method in (4, 7) or (method in (2, 6) and config.norm_topk_prob):
         weights = [weight / (math.fsum(weights) + 1e-20) for weight in weights]
     if method in (2, 7):
         weights = [weight * config.routed_scaling_factor for weight in weights]
@@ -199,6 +205,26 @@ def test_nan_logits_are_chosen_and_seen(name: str, sign: float) -> None:
     assert routing.topk_weights[1, 0].isnan().item()
     assert torch.equal(routing.topk_ids[::2], clean.topk_ids[::2])
     assert torch.equal(routing.topk_weights[::2], clean.topk_weights[::2])
+
+
+BIASED = [name for name, (config, _, _) in METHODS.items() if config.method in BIASED_METHODS]
+
+
+@pytest.mark.parametrize("others", [0.0, math.inf, -math.inf], ids=["finite", "infinite", "minus_infinite"])
+@pytest.mark.parametrize("expert", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("name", BIASED)
+def test_a_nan_bias_is_seen(name: str, expert: int, others: float) -> None:
+    """Whichever expert has it, and where others that are +inf keep it from being chosen."""
+    config, num_experts, _ = METHODS[name]
+    logits = torch.randn(5, num_experts, generator=torch.Generator().manual_seed(1))
+    bias = torch.full((num_experts,), others)
+    clean = route(logits, config, routing_bias=bias)
+    assert bool(clean.topk_weights.isfinite().all())
+    bias[expert] = math.nan
+    routing = route(logits, config, routing_bias=bias)
+    assert bool(routing.topk_weights.isnan().all())
+    assert all(len(set(row)) == config.num_topk for row in routing.topk_ids.tolist())
+    assert bool(((routing.topk_ids >= 0) & (routing.topk_ids < num_experts)).all())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -305,8 +331,8 @@ def of_router(router: torch.nn.Module, logits: torch.Tensor, *more: torch.Tensor
     return ids, weights
 
 
-def deepseek(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    router = DeepseekV3TopkRouter(HF)
+def deepseek(logits: torch.Tensor, bias: torch.Tensor, norm: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    router = DeepseekV3TopkRouter(SimpleNamespace(**{**vars(HF), "norm_topk_prob": norm}))
     router.e_score_correction_bias.data = bias
     return of_router(router, logits)
 
@@ -335,12 +361,17 @@ def llama4(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torc
             configured(2, num_topk=6, num_group=8, topk_group=3, routed_scaling_factor=2.5),
             True,
         ),
+        (
+            functools.partial(deepseek, norm=False),
+            configured(2, num_topk=6, num_group=8, topk_group=3, routed_scaling_factor=2.5, norm_topk_prob=False),
+            True,
+        ),
         (lambda x, _: of_router(MixtralTopKRouter(HF), x), configured(1, num_topk=6), False),
         (lambda x, bias: of_router(MiniMaxM2TopKRouter(HF), x, bias), configured(7, num_topk=6), True),
         (lambda x, _: of_router(GptOssTopKRouter(HF), x), configured(1, num_topk=6), False),
         (llama4, configured(3, num_topk=1), False),
     ],
-    ids=["qwen3", "qwen3_no_norm", "deepseek_v3", "mixtral", "minimax_m2", "gpt_oss", "llama4"],
+    ids=["qwen3", "qwen3_no_norm", "deepseek_v3", "deepseek_no_norm", "mixtral", "minimax_m2", "gpt_oss", "llama4"],
 )
 def test_routers_of_transformers(
     router: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],

@@ -14,7 +14,7 @@ else:
 PACKAGE = Path(__file__).parent.parent / "ep_moe"
 
 FLOORS = [
-    {"config", "quant", "kernels"},
+    {"config", "fields", "quant", "kernels"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"layer", "functional", "testing"},

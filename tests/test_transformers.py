@@ -19,7 +19,14 @@ from transformers.utils import is_accelerate_available
 
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig, Layout, RoundKind
-from ep_moe.engines.transformers import distributed_config, from_pretrained, parallel, register, shard_experts
+from ep_moe.engines.transformers import (
+    architectures,
+    distributed_config,
+    from_pretrained,
+    parallel,
+    register,
+    shard_experts,
+)
 from ep_moe.engines.transformers.experts import activation_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
@@ -47,10 +54,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"moe_intermediate_size": 16, "num_experts": 8, "mlp_only_layers": [1], "tie_word_embeddings": True},
     ),
+    "qwen3_moe_wide": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 16, "num_experts": 48, "num_experts_per_tok": 40, "norm_topk_prob": True},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "layer_types": ["full_attention"] * 3}),
 }
-LOADABLE = ("qwen3_moe", "qwen3_moe_tied", "mixtral")
+LOADABLE = ("qwen3_moe", "qwen3_moe_tied", "qwen3_moe_wide", "mixtral")
 LOGITS_LIMIT = 1e-5
 
 
@@ -495,6 +506,22 @@ def hook_on_rank(group: EPGroup, directory: Path) -> dict[str, Any]:
     return found
 
 
+def swapped_on_rank(group: EPGroup, directory: Path) -> tuple[str, float]:
+    """Ranks call two layers of a new model, that of rank 1 in the other order; then the model as it should be."""
+    config = distributed_config(AutoConfig.from_pretrained(directory), group.num_ranks)
+    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=config, dtype=torch.float32).eval()
+    x, ids, weights = expert_inputs()
+    said = ""
+    for index in (0, 1) if group.rank == 0 else (1, 0):
+        try:
+            model.model.layers[index].mlp.experts(x, ids, weights)
+        except ValueError as error:
+            said = str(error)
+    logits = logits_of(model, token_ids(3, rows=1))
+    logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+    return said, float((logits - logits_of(load_whole(directory), token_ids(3, rows=1))).abs().max())
+
+
 def later_model_on_rank(group: EPGroup, directory: Path) -> int:
     """How many transports another model of the same shape opens; rank 1 has collected the first one, rank 0 has not."""
     opened = []
@@ -519,6 +546,19 @@ def data_parallel_hook_on_rank(group: EPGroup, directory: Path) -> torch.Tensor:
     return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
 
 
+def out_of_step_on_rank(group: EPGroup, directory: Path) -> str:
+    """What is said of Mixtral, were it a model that cannot be kept in step, with batches of their own."""
+    known = architectures.EXPERTS_OUT_OF_STEP
+    architectures.EXPERTS_OUT_OF_STEP = (*known, "MixtralExperts")
+    try:
+        data_parallel_hook_on_rank(group, directory)
+    except ValueError as error:
+        return str(error)
+    finally:
+        architectures.EXPERTS_OUT_OF_STEP = known
+    return ""
+
+
 def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, Any]:
     """Everything that two ranks do, so that they start once."""
     torch.set_num_threads(1)
@@ -537,9 +577,12 @@ def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, Any]:
     found["too_long"] = too_long_on_rank(group, mixtral)
     if HAS_HOOK:
         found["hook"] = hook_on_rank(group, mixtral)
+        found["wide_hook"] = hook_on_rank(group, directories["qwen3_moe_wide"])
         found["later_model"] = later_model_on_rank(group, mixtral)
+        found["swapped"] = swapped_on_rank(group, mixtral)
     if HAS_HOOK and NEW:
         found["data_parallel_hook"] = data_parallel_hook_on_rank(group, mixtral)
+        found["out_of_step"] = out_of_step_on_rank(group, mixtral)
     return found
 
 
@@ -589,14 +632,24 @@ def test_too_many_tokens_on_one_rank_are_an_error_on_all() -> None:
 
 
 @pytest.mark.skipif(not HAS_HOOK, reason="needs transformers 5.17, 5.18 or 5.23 and accelerate")
-def test_hook_of_transformers_own_expert_parallelism() -> None:
-    whole = load_whole(directory_of("mixtral"))
+@pytest.mark.parametrize(("name", "key", "num_experts"), [("mixtral", "hook", 2), ("qwen3_moe_wide", "wide_hook", 24)])
+def test_hook_of_transformers_own_expert_parallelism(name: str, key: str, num_experts: int) -> None:
+    whole = load_whole(directory_of(name))
     for found in two_ranks():
-        hook = found["hook"]
-        assert hook["experts"] == 2
+        hook = found[key]
+        assert hook["experts"] == num_experts
         for length in (7, 1):
             expected = logits_of(whole, token_ids(3, rows=1, length=length))
             assert (hook[f"logits{length}"] - expected).abs().max() < LOGITS_LIMIT
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs transformers 5.17, 5.18 or 5.23 and accelerate")
+def test_the_hook_names_ranks_out_of_step() -> None:
+    """Layers that are made in the first call are numbered in the model's order, not in that of the calls."""
+    for found in two_ranks():
+        message, difference = found["swapped"]
+        assert "ranks are out of step" in message
+        assert difference < LOGITS_LIMIT
 
 
 @pytest.mark.skipif(not HAS_HOOK, reason="needs transformers 5.17, 5.18 or 5.23 and accelerate")
@@ -610,6 +663,7 @@ def test_hook_with_batches_of_their_own() -> None:
     for rank, found in enumerate(two_ranks()):
         expected = logits_of(whole, rank_ids(rank))
         assert (found["data_parallel_hook"] - expected).abs().max() < LOGITS_LIMIT
+        assert "MixtralExperts cannot be kept in step on ranks with batches of their own" in found["out_of_step"]
 
 
 # Registration.

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -200,13 +201,13 @@ def test_an_opened_checkpoint_is_a_source_and_config_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, "qwen3_moe")
-    read_text, reads = Path.read_text, []
+    read_bytes, reads = Path.read_bytes, []
 
-    def recording(self, *args, **kwargs):
+    def recording(self):
         reads.append(self.name)
-        return read_text(self, *args, **kwargs)
+        return read_bytes(self)
 
-    monkeypatch.setattr(Path, "read_text", recording)
+    monkeypatch.setattr(Path, "read_bytes", recording)
     checkpoint = Checkpoint.open(tmp_path)
     assert sorted(reads) == ["config.json", "model.safetensors.index.json"]
     placement = Placement.linear(5, 2)
@@ -231,13 +232,16 @@ def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str)
     tensors = write_checkpoint(tmp_path, "mixtral")
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1, scheme=scheme)[2]
     w13, w2 = expected_layer(tensors, "mixtral", 2, [3, 4])
-    for slot in range(2):
-        for matrix, values, scale in ((w13, weights.w13, weights.w13_scale), (w2, weights.w2, weights.w2_scale)):
-            expected_values, expected_scale = quantise_weight(matrix[slot], SCHEMES[scheme])
-            assert torch.equal(values[slot].view(torch.uint8), expected_values.view(torch.uint8))
-            assert torch.equal(scale[slot], expected_scale)
+    for field, matrices in (("w13", w13), ("w2", w2)):
+        found = [getattr(weights, f"{field}{suffix}") for suffix in ("", "_scale", "_global_scale")]
+        assert (found[2] is not None) == (scheme == "nvfp4")
+        for slot, matrix in enumerate(matrices):
+            for stacked, alone in zip(found, quantise_weight(matrix, SCHEMES[scheme]), strict=True):
+                if alone is not None:
+                    assert_same_bits(stacked[slot], alone, field)
     nothing = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 6), 5, scheme=scheme)[2]
     assert nothing.w13_scale.shape == (0, *weights.w13_scale.shape[1:])
+    assert nothing.w13_global_scale is None or nothing.w13_global_scale.shape == (0,)
 
 
 # fp8 on disk: per expert, or stacked as transformers keeps it.
@@ -351,7 +355,7 @@ def test_fp8_becomes_another_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found.w13_scale is None
     for scheme in (SCHEMES["fp8_token"], get_scheme("fp8_block_32x32")):
         found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme=scheme.name)[2]
-        values, scale = quantise_weight(w13, scheme)
+        values, scale, _ = quantise_weight(w13, scheme)
         assert_same_bits(found.w13, values, scheme.name)
         assert torch.equal(found.w13_scale, scale)
         assert found.w2.dtype == torch.float8_e4m3fn
@@ -571,6 +575,98 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, damage: object, fragments
             ExpertWeights.from_pretrained(tmp_path, placement, rank)
         for fragment in fragments:
             assert fragment in str(caught.value)
+
+
+MALFORMED = {
+    "empty": b"",
+    "cut_short": b'{"model_type": "qwen3_moe"',
+    "list": b"[]",
+    "null": b"null",
+    "number": b"3",
+    "text": b'"model"',
+    "deep": b'{"a": ' + b"[" * 100_000,
+    "not_utf8": b'{"model_type": "\xff"}',
+    "utf16": json.dumps({"model_type": "qwen3_moe"}).encode("utf-16"),
+    "digits": b'{"hidden_size": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize(
+    "file_name", ["config.json", "model.safetensors.index.json", "model-00002-of-00003.safetensors"]
+)
+def test_a_file_without_a_json_object_is_named(tmp_path: Path, file_name: str, content: bytes) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    header = struct.pack("<Q", len(content)) if file_name.endswith("safetensors") else b""
+    (tmp_path / file_name).write_bytes(header + content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / file_name))}") as caught:
+        Checkpoint.open(tmp_path)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda index: index.pop("weight_map"), "weight_map (None) is not a JSON object"),
+        (lambda index: index.update(weight_map=["a"]), "weight_map (['a']) is not a JSON object"),
+        (lambda index: index["weight_map"].update({BROKEN: 3}), f"weight_map: {BROKEN} (3) is not a text"),
+        (lambda index: index["weight_map"].update({BROKEN: None}), f"weight_map: {BROKEN} (None) is not a text"),
+        (lambda index: index["weight_map"].update({BROKEN: "a\0b"}), "names 'a\\x00b', which is not there"),
+        (lambda index: index["weight_map"].update({BROKEN: "a" * 5000}), "aaa..., which is not there"),
+        (lambda index: index["weight_map"].update({BROKEN: ""}), "names '', which is not there"),
+    ],
+    ids=["missing", "list", "number", "null", "no_name", "long_name", "empty"],
+)
+def test_an_index_of_other_types_is_told(tmp_path: Path, edit: object, words: str) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=re.escape(str(path)) + ".*" + re.escape(words)):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["parent", "within", "absolute"])
+def test_an_index_names_no_file_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Even where the file is there and holds the tensor."""
+    folder, outside = tmp_path / "model", tmp_path / "secret.safetensors"
+    folder.mkdir()
+    tensors = write_checkpoint(folder, "qwen3_moe")
+    _replace(folder, BROKEN, None)
+    save_file({BROKEN: tensors[BROKEN]}, outside)
+    names = {"parent": "../secret.safetensors", "within": "a/../../secret.safetensors", "absolute": str(outside)}
+    _edit_index(folder, lambda weight_map: weight_map.update({BROKEN: names[form]}))
+    monkeypatch.setattr(storage, "read_header", lambda path: pytest.fail(f"{path} is read"))
+    words = f"{folder}/model.safetensors.index.json: weight_map: {BROKEN} ('{names[form]}') is not in the checkpoint's"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Checkpoint.open(folder)
+
+
+def test_links_and_folders_within_a_checkpoint(tmp_path: Path) -> None:
+    """Hugging Face's cache keeps links in a snapshot's folder, and the files in another."""
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    tensors = write_checkpoint(snapshot, "mixtral")
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("..", "..", "blobs", str(number)))
+    (snapshot / "part").mkdir()
+    first = "model-00001-of-00003.safetensors"
+    (snapshot / first).rename(snapshot / "part" / first)
+    target = (snapshot / "part" / first).readlink()
+    (snapshot / "part" / first).unlink()
+    (snapshot / "part" / first).symlink_to(Path("..") / target)
+    _edit_index(
+        snapshot,
+        lambda weight_map: weight_map.update({k: f"part/{first}" for k, v in weight_map.items() if v == first}),
+    )
+    weights = ExpertWeights.from_pretrained(snapshot, Placement.linear(5, 1), 0)
+    for layer, found in weights.items():
+        w13, w2 = expected_layer(tensors, "mixtral", layer, list(range(5)))
+        assert torch.equal(found.w13, w13)
+        assert torch.equal(found.w2, w2)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

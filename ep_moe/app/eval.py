@@ -10,6 +10,7 @@ from typing import Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
+from ep_moe.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class EvalConfig:
     whole: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.text and not Path(self.text).is_file():
             raise ValueError(f"text ({self.text!r}) is not a file")
         for name, least in (("max_bytes", 0), ("window", 2), ("batch", 1)):

@@ -1,11 +1,11 @@
 """`ep-moe generate`: text from prompts, the prompts spread over the ranks."""
 
 import dataclasses
-import math
 from typing import Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
+from ep_moe.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +27,13 @@ class GenerateConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.prompts or any(not prompt for prompt in self.prompts):
             raise ValueError(f"prompts ({self.prompts}) must be one or more texts, none empty")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature ({self.temperature}) must be finite and not negative")
+        if self.temperature < 0:
+            raise ValueError(f"temperature ({self.temperature}) must not be negative")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
         if self.top_p < 1 and self.temperature == 0:

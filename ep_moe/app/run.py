@@ -6,12 +6,12 @@ would be equal.
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig, config_dir, read_toml
+from ep_moe.fields import check_fields
 from ep_moe.quant import get_scheme
 from ep_moe.weights import Checkpoint
 
@@ -38,6 +38,7 @@ class RunConfig:
     max_logit_diff: float = 1e-4
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("prompts", "new_tokens"):
             if not getattr(self, name):
                 raise ValueError(f"{name} ({getattr(self, name)}) is empty")
@@ -48,8 +49,8 @@ class RunConfig:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
         if any(count < 1 for count in self.new_tokens):
             raise ValueError(f"new_tokens ({self.new_tokens}) must all be at least 1")
-        if not 0 < self.max_logit_diff < math.inf:
-            raise ValueError(f"max_logit_diff ({self.max_logit_diff}) must be positive and finite")
+        if self.max_logit_diff <= 0:
+            raise ValueError(f"max_logit_diff ({self.max_logit_diff}) must be positive")
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":

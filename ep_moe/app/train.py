@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from ep_moe.app import text
+from ep_moe.fields import check_fields
 
 Model: TypeAlias = Any  # a Qwen3MoeForCausalLM; its own annotations do not pass a type checker
 
@@ -61,10 +62,11 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps ({self.steps}) is less than 1")
-        if not 0 < self.minutes < math.inf:
-            raise ValueError(f"minutes ({self.minutes}) is not positive and finite")
+        if self.minutes <= 0:
+            raise ValueError(f"minutes ({self.minutes}) is not positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout ({self.dropout}) is not in [0, 1)")
 

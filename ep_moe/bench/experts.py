@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, MoEConfig
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, dequantise, dequantise_weight, quantise, quantise_weight
+from ep_moe.quant import QuantScheme, dequantise, dequantise_weight, quantise, quantise_weight, round_trip
 from ep_moe.weights import ExpertWeights
 
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
@@ -82,8 +82,10 @@ def _stored(expert: Expert, scheme: QuantScheme) -> dict[str, torch.Tensor]:
     """One expert's tensors by the names that ExpertWeights has for them."""
     stored = {"w13": expert.w13, "w2": expert.w2}
     if scheme.quantised:
-        stored["w13"], stored["w13_scale"] = quantise_weight(expert.w13, scheme)
-        stored["w2"], stored["w2_scale"] = quantise_weight(expert.w2, scheme)
+        for name in ("w13", "w2"):
+            stored[name], stored[f"{name}_scale"], global_scale = quantise_weight(stored[name], scheme)
+            if global_scale is not None:
+                stored[f"{name}_global_scale"] = global_scale
     for name in ("w13_bias", "w2_bias"):
         tensor = getattr(expert, name)
         if tensor is not None:
@@ -96,14 +98,16 @@ def _static_scale(amax: float, scheme: QuantScheme, shape: tuple[int, ...], **op
     return torch.full(shape, amax / torch.finfo(scheme.dtype).max, **options)
 
 
-def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float) -> torch.Tensor:
+def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float, *, travels: bool) -> torch.Tensor:
     """Rows [n, .] as the second party sees them, in float32: quantised and back, or rounded to the model's dtype."""
     if not scheme.quantised:
         return x.to(dtype).float()
     static = None
     if scheme.activation == "tensor":
         static = _static_scale(amax, scheme, (1,), dtype=torch.float32, device=x.device)
-    return dequantise(quantise(x, scheme, static_scale=static))
+    if travels:
+        return dequantise(quantise(x, scheme, static_scale=static))
+    return round_trip(x, scheme, static_scale=static)
 
 
 def expected_output(
@@ -125,16 +129,19 @@ def expected_output(
         make_expert: makes the unquantised expert of a logical id, in x's dtype.
     Returns: [n, H] float32. Local, host sync.
     """
-    tokens = _rounded(x, scheme, x.dtype, TOKEN_AMAX)
+    tokens = _rounded(x, scheme, x.dtype, TOKEN_AMAX, travels=True)
     total = torch.zeros_like(tokens)
     for index in torch.unique(topk_ids[topk_ids >= 0]).tolist():
         row, column = torch.nonzero(topk_ids == index, as_tuple=True)
         stored = _stored(make_expert(index), scheme)
-        w13, w2 = (dequantise_weight(stored[name], stored.get(f"{name}_scale"), scheme) for name in ("w13", "w2"))
+        w13, w2 = (
+            dequantise_weight(stored[name], stored.get(f"{name}_scale"), scheme, stored.get(f"{name}_global_scale"))
+            for name in ("w13", "w2")
+        )
         first = tokens[row] @ w13.t()
         if "w13_bias" in stored:
             first += stored["w13_bias"].float()
-        inner = _rounded(apply_activation(first, activation), scheme, x.dtype, INNER_AMAX)
+        inner = _rounded(apply_activation(first, activation), scheme, x.dtype, INNER_AMAX, travels=False)
         second = inner @ w2.t()
         if "w2_bias" in stored:
             second += stored["w2_bias"].float()

@@ -19,6 +19,7 @@ from ep_moe.bench.records import report_outcome
 from ep_moe.bench.timing import Captured, PhaseTimes, capture, slowest, time_calls
 from ep_moe.config import EngineConfig, MoEConfig, RoutingMethod, TransportConfig
 from ep_moe.experts import EXPERTS
+from ep_moe.fields import check_fields
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, Phases
 from ep_moe.placement import Placement, create_placement
@@ -63,6 +64,7 @@ class LayerBenchConfig:
     graph: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.preset not in LAYER_PRESETS:
             raise ValueError(f"preset ({self.preset!r}) is not one of {', '.join(LAYER_PRESETS)}")
         if self.routing not in ROUTINGS:

@@ -19,6 +19,7 @@ from ep_moe.bench.records import report_outcome
 from ep_moe.bench.timing import Captured, capture, slowest, time_calls
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.experts import EXPERTS, create_experts
+from ep_moe.fields import check_fields
 from ep_moe.group import EPGroup
 from ep_moe.layout import Packed, TokenRows, pack
 from ep_moe.quant import QuantScheme, get_scheme, quantise
@@ -51,6 +52,7 @@ class ExpertsBenchConfig:
     sample_experts: int = 8
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.preset not in LAYER_PRESETS:
             raise ValueError(f"preset ({self.preset!r}) is not one of {', '.join(LAYER_PRESETS)}")
         if not self.rows or min(self.rows) < 1:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from ep_moe.bench.presets import MODEL_PRESETS
+from ep_moe.fields import check_fields
 
 CHECKED_TOKENS = 64  # of each rank, that each MoE block is shown for the check
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
@@ -32,6 +33,7 @@ class ModelBenchConfig:
     hook: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.preset not in MODEL_PRESETS:
             raise ValueError(f"preset ({self.preset!r}) is not one of {', '.join(MODEL_PRESETS)}")
         if self.baseline_experts not in EXPERTS_IMPLEMENTATIONS:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ep_moe.weights.json_files import parse_object
+
 UNITS = (
     ("_us", "us"),
     ("_ms", "ms"),
@@ -126,13 +128,7 @@ class Record:
     @classmethod
     def from_line(cls, line: str, source: str) -> "Record":
         """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{source}: not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{source}: {type(content).__name__}, not a JSON object")
-        content = _unflatten(content, source)
+        content = _unflatten(parse_object(line.encode(), source), source)
         _check_names(content, required=FIELDS, optional=(), source=source)
         try:
             return cls(**content)

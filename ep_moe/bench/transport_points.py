@@ -11,6 +11,7 @@ import torch
 
 from ep_moe.bench.round_check import ROUTINGS
 from ep_moe.config import Layout, TransportConfig
+from ep_moe.fields import check_fields
 from ep_moe.quant import get_scheme, payload_bytes
 from ep_moe.transport import TRANSPORTS
 
@@ -40,6 +41,7 @@ class TransportPoint:
     num_sms: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.tokens < 1:
             raise ValueError(f"tokens ({self.tokens}) must be at least 1")
         if not 1 <= self.num_topk <= self.num_experts:
@@ -112,6 +114,7 @@ class TransportBenchConfig:
     repeats: int = 20
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("tokens", "layouts", "payloads", "transports"):
             if not getattr(self, name):
                 raise ValueError(f"{name} (()) must be one or more")

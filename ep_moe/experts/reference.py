@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import as_bytes, dequantise, dequantise_rows, dequantise_weight, quantise, weight_scale_shape
+from ep_moe.quant import QuantScheme, as_bytes, dequantise_rows, dequantise_weight, round_trip, weight_scale_shape
 from ep_moe.weights import ExpertWeights
 
 
@@ -73,6 +73,10 @@ def check_fit(
         for name, scale in (("batch", batch.scale), ("w13", weights.w13_scale), ("w2", weights.w2_scale)):
             if scale is not None:
                 raise ValueError(f"{name} has a scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
+    if not scheme.weight_global_scale:
+        for name, scale in (("w13", weights.w13_global_scale), ("w2", weights.w2_global_scale)):
+            if scale is not None:
+                raise ValueError(f"{name} has a global scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
     needed = _needed(batch, weights, activation)
     if out is not None:
         needed["out"] = (out, batch.output_shape, batch.dtype)
@@ -108,6 +112,9 @@ def _needed(
         needed["scale"] = (batch.scale, (*x_lead, scheme.num_groups(hidden)), scheme.scale_dtype)
         needed["w13_scale"] = (weights.w13_scale, w13_scale_shape, scheme.scale_dtype)
         needed["w2_scale"] = (weights.w2_scale, w2_scale_shape, scheme.scale_dtype)
+    if scheme.weight_global_scale:
+        needed["w13_global_scale"] = (weights.w13_global_scale, (experts,), torch.float32)
+        needed["w2_global_scale"] = (weights.w2_global_scale, (experts,), torch.float32)
     if weights.w13_bias is not None:
         needed["w13_bias"] = (weights.w13_bias, (experts, width), None)
     if weights.w2_bias is not None:
@@ -128,7 +135,8 @@ class ReferenceExperts:
 
     Tokens and weights are dequantised to float32; w13 @ x + b13 and the activation stay in float32; the intermediate
     is then rounded to the model's dtype, or requantised where the scheme quantises; w2 @ . + b2 is rounded to the
-    model's dtype. Where the scheme scales activations per tensor, the intermediate's tensor is one expert's rows.
+    model's dtype. Where the scheme scales activations per tensor, the intermediate's tensor is one expert's rows; where
+    its weights have a global scale, each row of the intermediate has one too (`ep_moe.quant.round_trip`).
     FLAT rows are rounded too before they are weighed and summed, so the bits are those of COMPACT.
 
     Args:
@@ -167,20 +175,31 @@ class ReferenceExperts:
     def _expert(self, x: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, expert: int) -> torch.Tensor:
         """One expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
         scheme = weights.scheme
-        w13_scale, w2_scale = (None if s is None else s[expert] for s in (weights.w13_scale, weights.w2_scale))
-        first = x @ dequantise_weight(weights.w13[expert], w13_scale, scheme).t()
+        first = x @ _matrix(weights.w13, weights.w13_scale, weights.w13_global_scale, scheme, expert).t()
         if weights.w13_bias is not None:
             first += weights.w13_bias[expert].float()
         inner = apply_activation(first, self.activation)
         if scheme.quantised:
             static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]
-            inner = dequantise(quantise(inner, scheme, static_scale=static))
+            inner = round_trip(inner, scheme, static_scale=static)
         else:
             inner = inner.to(batch.dtype).float()
-        second = inner @ dequantise_weight(weights.w2[expert], w2_scale, scheme).t()
+        second = inner @ _matrix(weights.w2, weights.w2_scale, weights.w2_global_scale, scheme, expert).t()
         if weights.w2_bias is not None:
             second += weights.w2_bias[expert].float()
         return second
+
+
+def _matrix(
+    values: torch.Tensor,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    scheme: QuantScheme,
+    expert: int,
+) -> torch.Tensor:
+    """One expert's matrix of a stack, float32."""
+    scale, global_scale = (None if s is None else s[expert] for s in (scale, global_scale))
+    return dequantise_weight(values[expert], scale, scheme, global_scale)
 
 
 def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:

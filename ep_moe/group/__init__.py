@@ -7,6 +7,7 @@ The first rank that knows writes it into the store and all others take it over: 
 
 from ep_moe.group.base import DEFAULT_CONFIG, EPGroup
 from ep_moe.group.errors import STILL_THERE, PeerLostError
+from ep_moe.group.store import serve_store
 from ep_moe.group.watch import DEATHS_KEY
 
-__all__ = ["DEATHS_KEY", "DEFAULT_CONFIG", "STILL_THERE", "EPGroup", "PeerLostError"]
+__all__ = ["DEATHS_KEY", "DEFAULT_CONFIG", "STILL_THERE", "EPGroup", "PeerLostError", "serve_store"]

@@ -95,8 +95,8 @@ class EPGroup:
         """Meet the ranks of `env` at its store and make torch's default process group.
 
         Where `env.store_is_hosted` is False (a bare RANK environment, as srun and mpirun give it) rank 0 serves the
-        store. That is the weaker case: if rank 0 dies its store dies too, so that the others know that rank 0 is lost,
-        but no longer agree on anything else.
+        store, at MASTER_ADDR alone if that is an address of its machine. That is the weaker case: if rank 0 dies its
+        store dies too, so that the others know that rank 0 is lost, but no longer agree on anything else.
 
         On CUDA the environment should have TORCH_NCCL_ASYNC_ERROR_HANDLING=0, as `run_rank` sets it: torch's own
         watchdog may otherwise kill this process before it can name the lost rank.
@@ -174,6 +174,7 @@ class EPGroup:
         Errors: PeerLostError names the ranks to blame within timeout_secs (plus about a second), at once where the
         group has failed before. Collective, host sync.
         """
+        self.check_open()
         if self._waits is None:
             work.synchronize() if isinstance(work, torch.cuda.Event) else work.wait()
         else:
@@ -191,6 +192,7 @@ class EPGroup:
             phase, round: as in `wait`; a round that is not given is counted.
         Errors: PeerLostError instead of the RuntimeError that a lost rank caused. Host sync on CUDA.
         """
+        self.check_open()
         if self._waits is None:
             yield
             return
@@ -205,9 +207,20 @@ class EPGroup:
         return error if self._waits is None else self._waits.explain(error)
 
     def check(self) -> None:
-        """Raise the PeerLostError of a group that has failed. Local, no host sync."""
+        """Raise the PeerLostError of a group that has failed; RuntimeError once it is destroyed. Local, no sync."""
+        self.check_open()
         if self._waits is not None:
             self._waits.check()
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether `destroy` was called: every call that needs the other ranks is a RuntimeError from then on."""
+        return self._destroyed
+
+    def check_open(self) -> None:
+        """Raise RuntimeError once the group is destroyed. Local."""
+        if self._destroyed:
+            raise RuntimeError(f"rank {self.rank} has left this group: destroy() was called, or its `with` block ended")
 
     @contextlib.contextmanager
     def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
@@ -258,6 +271,7 @@ class EPGroup:
         Every rank connects in the same order: the nth connections of all ranks see the same keys, and no others.
         Errors: RuntimeError where the store does not answer. Local.
         """
+        self.check_open()
         self._stores += 1
         return dist.HashStore() if self._watch is None else self._watch.connect_store(f"store/{self._stores}")
 
@@ -284,6 +298,7 @@ class EPGroup:
         Errors: PeerLostError names the ranks that die, fail, leave, or stop beating for timeout_secs. Collective; no
         device sync.
         """
+        self.check_open()
         if self._waits is not None:
             self._waits.wait_for_all(phase, self._next_round(phase))
 
@@ -293,6 +308,7 @@ class EPGroup:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. Errors: PeerLostError. Collective, host sync."""
+        self.check_open()
         if self.process_group is None:
             return [obj]
         data = bytearray(pickle.dumps(obj))
@@ -312,6 +328,7 @@ class EPGroup:
         return torch.stack(rows)
 
     def _all_reduce(self, tensor: torch.Tensor, phase: str) -> torch.Tensor:
+        self.check_open()
         if self.process_group is None:
             return tensor
         round_ = self._next_round(phase)
@@ -326,6 +343,7 @@ class EPGroup:
     def destroy(self) -> None:
         """Leave the group, and end the world that `connect` made; calling it twice is fine.
 
+        What was made with the group raises RuntimeError from then on; it can still be destroyed.
         Local, but for rank 0 where it serves the store: it stays until the others have left, at most timeout_secs.
         """
         if self._destroyed:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.config import GroupConfig, LaunchEnv
+from ep_moe.group.store import serve_store
 from ep_moe.group.watch import Watch
 
 JOIN_SECS = 60.0  # ranks start at different speeds: joining gets at least this long, however short the timeout
@@ -40,14 +41,11 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
     The keys in the store carry the restart count, so that a failure before a restart is not read again. Collective.
     """
     patience = max(config.timeout_secs, JOIN_SECS)
-    hosts_store = not env.store_is_hosted and env.rank == 0
-    store = dist.TCPStore(
-        env.master_addr,
-        env.master_port,
-        is_master=hosts_store,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=patience),
-    )
+    if env.rank == 0 and not env.store_is_hosted:
+        store = serve_store(env.master_addr, env.master_port, patience)
+    else:
+        timeout = datetime.timedelta(seconds=patience)
+        store = dist.TCPStore(env.master_addr, env.master_port, wait_for_workers=False, timeout=timeout)
     key = f"ep_moe/world/{env.restart_count}"
     watch = Watch(
         dist.PrefixStore(f"{key}/watch", store),

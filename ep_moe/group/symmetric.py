@@ -11,9 +11,17 @@ import uuid
 import torch
 
 from ep_moe.group.base import EPGroup
+from ep_moe.group.peer_atomics import has_peer_atomics
 
 SHARED_FOLDER = "/dev/shm"
 ALIGNMENT_BYTES = 1024  # of a buffer's size
+
+
+def _open_for_us_alone(path: str, flags: int) -> int:
+    """Open a new file that its owner alone may read and write, whatever the umask."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # a umask can only have taken away what the other ranks need
+    return descriptor
 
 
 def why_unreachable(group: EPGroup) -> str:
@@ -44,6 +52,11 @@ def _why_not(
         return f"{pair} do not see each other's GPU (CUDA_VISIBLE_DEVICES)"
     if not torch.cuda.can_device_access_peer(group.device, visible[theirs]):
         return f"the GPUs of {pair} have no peer access"
+    try:
+        if not has_peer_atomics(visible[mine], visible[theirs]):
+            return f"the GPUs of {pair} have no native atomics between them (as over PCIe)"
+    except RuntimeError as error:  # a reason for all ranks, which wait for this one's
+        return f"whether the GPUs of {pair} have atomics between them is not known: {error}"
     return ""
 
 
@@ -82,7 +95,7 @@ class SymmetricBuffer:
         path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
         error = ""
         try:
-            with open(path, "xb") as file:
+            with open(path, "xb", opener=_open_for_us_alone) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as cause:
             error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"

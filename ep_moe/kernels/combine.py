@@ -7,7 +7,8 @@ as soon as it arrives, and nothing is fenced.
 
 Rule: a combine cell says that its rank has read all that this round's dispatch brought it; only then may the next
 round's dispatch overwrite that. Rule: nothing here reads what the dispatch brought, only this slot's own copies of it,
-for peers may send the next round as soon as they have all cells. Rule: every rank waits for all cells. Rule: a rank
+for peers may send the next round as soon as they have all cells. Rule: every rank waits for all cells. Rule: a round's
+results are sent once: home has restored all ones by then, and would take them for the next round's. Rule: a rank
 restores all ones before its next dispatch announces itself, which peers wait for before they send results again.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
@@ -32,9 +33,8 @@ from ep_moe.kernels.exchange import (
     SOURCE_TOKENS,
     VERDICT,
     add_waited,
+    begin_combine,
     is_active,
-    is_off,
-    next_epoch,
     pick,
     region,
     report,
@@ -43,9 +43,9 @@ from ep_moe.kernels.numerics import round_to
 from ep_moe.kernels.signals import (
     COMBINE,
     IMPATIENT,
+    LATE,
     OVER,
     SPREAD,
-    agree,
     clock,
     give_up,
     is_over,
@@ -144,6 +144,17 @@ def _return_rows(
 
 
 @triton.jit
+def _load_rows(returned_ptr, homes, slots, token, column, inside, H: tl.constexpr, R: tl.constexpr):
+    """A block of a token's row from each rank that it went to, as bits; zeros for the others."""
+    rows = tl.tuple([])
+    for r in tl.static_range(R):
+        row_ptr = returned_ptr + (r * slots + token) * H
+        sent = inside & (((homes >> r) & 1) > 0)
+        rows = rows + tl.tuple([tl.load(row_ptr + column, mask=sent, other=0, volatile=True)])
+    return rows
+
+
+@triton.jit
 def _sum_rows(
     links,
     own,
@@ -175,47 +186,53 @@ def _sum_rows(
     EMPTY: tl.constexpr = 0xFFFFFFFF if dtype.primitive_bitwidth == 32 else 0xFFFF
     returned_ptr = region(links.bases[RANK], links, RETURNED, BITS)
     rank = tl.arange(0, SPREAD)
-    for i in range(receiver, num_tokens * BLOCKS, receivers):
+    items = num_tokens * BLOCKS
+    homes = tl.load(own.homes_ptr + receiver // BLOCKS, mask=receiver < items, other=0)
+    for i in range(receiver, items, receivers):
+        next_i = i + receivers  # whose ranks are read while this item's rows are awaited
+        next_homes = tl.load(own.homes_ptr + next_i // BLOCKS, mask=next_i < items, other=0)
         token = (i // BLOCKS) + tl.zeros([], tl.int64)
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         inside = column < H
-        homes = tl.load(own.homes_ptr + token)
         sent_by = (rank < R) & (((homes >> (rank & 31)) & 1) > 0)
-        last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # looked at first, not to read all in vain
+        last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # polled while waiting, not to read all in vain
         start, looks = clock(), tl.zeros([], tl.int64)
         waiting = alive
         while waiting > 0:
-            probe = tl.load(returned_ptr + (rank * slots + token) * H + last, mask=sent_by, other=0, volatile=True)
-            late = sent_by & (probe == EMPTY)
-            suspect = tl.max(tl.where(late, rank, 0), 0)
-            waiting = agree(late, trouble(links, start, looks, patience))
+            rows = _load_rows(returned_ptr, homes, slots, token, column, inside, H, R)
+            tl.debug_barrier()  # all loads are issued before the first comparison, for which the compiler would wait
+            missing = tl.zeros([BLOCK], tl.int32)
+            for r in tl.static_range(R):
+                missing = tl.where(rows[r] == EMPTY, r + 1, missing)
+            waiting = tl.max(missing, 0)  # the same in all warps: each holds columns of its own
             if waiting == 0:
                 total = tl.zeros([BLOCK], tl.float32)
-                missing = tl.zeros([BLOCK], tl.int32) - 1
+                for r in tl.static_range(R):
+                    total = total + rows[r].to(dtype, bitcast=True).to(tl.float32)
+                if SHARED:
+                    shared_row_ptr = shared_ptr + token * shared_stride * UNIT
+                    total = total + tl.load(shared_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
+                tl.store(out_ptr + token * out_stride * UNIT + column, round_to(total, dtype), mask=inside)
                 for r in tl.static_range(R):
                     row_ptr = returned_ptr + (r * slots + token) * H
                     sent = inside & (((homes >> r) & 1) > 0)
-                    bits = tl.load(row_ptr + column, mask=sent, other=0, volatile=True)
-                    missing = tl.where(bits == EMPTY, r, missing)
-                    total = total + bits.to(dtype, bitcast=True).to(tl.float32)
-                suspect = tl.maximum(tl.max(missing, 0), 0)
-                waiting = agree(missing >= 0, trouble(links, start, looks, patience))
-                if waiting == 0:
-                    if SHARED:
-                        shared_row_ptr = shared_ptr + token * shared_stride * UNIT
-                        total = total + tl.load(shared_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
-                    tl.store(out_ptr + token * out_stride * UNIT + column, round_to(total, dtype), mask=inside)
-                    for r in tl.static_range(R):
-                        row_ptr = returned_ptr + (r * slots + token) * H
-                        sent = inside & (((homes >> r) & 1) > 0)
-                        tl.store(row_ptr + column, tl.full([BLOCK], EMPTY, BITS), mask=sent)
-            looks += 1
-            if waiting >= OVER:
-                if waiting >= IMPATIENT:
-                    give_up(links, COMBINE, epoch, suspect, R)
-                waiting, alive = waiting * 0, alive * 0
-            elif waiting > 0:
-                pause()
+                    tl.store(row_ptr + column, tl.full([BLOCK], EMPTY, BITS), mask=sent)
+            else:
+                suspect, found = waiting - 1, tl.full([], LATE, tl.int32)
+                while found == LATE:
+                    pause()
+                    probe_ptr = returned_ptr + (rank * slots + token) * H + last
+                    late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
+                    # a rank's last column may come before its others: what ends a wait counts without a late one too
+                    found = tl.max(tl.where(late, LATE, 0) | trouble(links, start, looks, patience), 0)
+                    late_rank = tl.max(tl.where(late, rank, -1), 0)
+                    suspect = tl.where(late_rank >= 0, late_rank, suspect)
+                    looks += 1
+                if found >= OVER:
+                    if found >= IMPATIENT:
+                        give_up(links, COMBINE, epoch, suspect, R)
+                    waiting, alive = waiting * 0, alive * 0
+        homes = next_homes
         if alive == 0:
             lost = tl.full([BLOCK], float("nan"), tl.float32)
             tl.store(out_ptr + token * out_stride * UNIT + column, round_to(lost, dtype), mask=inside)
@@ -265,7 +282,10 @@ def _combine_kernel(
     epoch = tl.load(own.state_ptr + BEGUN)
     verdict = tl.load(own.state_ptr + VERDICT)
     active = tl.load(own.state_ptr + ACTIVE)
-    over = is_off(links, own, epoch)
+    repeated, over = begin_combine(links, own, epoch, SEND, RECEIVE)
+    nobody = tl.zeros([], tl.int32)
+    if repeated & (pid == 0):
+        report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
     slots = max_tokens_per_rank.to(tl.int64)
     source = tl.arange(0, RANKS)
     if SEND:
@@ -339,11 +359,8 @@ def _combine_kernel(
                 RANK,
                 SHARED,
             )
-            nobody = tl.zeros([], tl.int32)
-            if leads:
+            if leads & (repeated == 0):
                 add_waited(own.waited_ptr, R, RANKS)
-                if next_epoch(tl.load(own.state_ptr + DONE)) != epoch:
-                    report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody)
                 tl.debug_barrier()  # all warps have read the state
                 if epoch == tl.load(own.state_ptr + RESUME):
                     tl.store(own.state_ptr + RESUME, 0)
@@ -351,4 +368,4 @@ def _combine_kernel(
             if alive == 0:
                 if is_over(links.abort_ptr):
                     abort = tl.load(links.abort_ptr, volatile=True)
-                    report(own.report_ptr, epoch, nobody + LOST, nobody, payload_of(abort))
+                    report(own.report_ptr, epoch, nobody + LOST, nobody, payload_of(abort), nobody)

@@ -5,8 +5,8 @@ receivers wait. Send and receive may be one launch or two, of any numbers of pro
 the senders of their launch, or come after them.
 
 What a rank tells every rank in a round, first of all: a cell (its number of tokens, or why it refuses), the format of
-its payload, and how many rows each expert gets from it. These are words (see `signals`): they need no fence, and the
-receiver can compute where every row goes before the first row is there.
+its payload, which layer the round is of, and how many rows each expert gets from it. These are words (see `signals`):
+they need no fence, and the receiver can compute where every row goes before the first row is there.
 
 A rank with at most `word_tokens` tokens sends them as words too, one for each 32 bits of payload: twice the bytes, but
 no fence and no flag. Else a token is a row, stored plainly, and a flag word.
@@ -48,6 +48,8 @@ from ep_moe.kernels.signals import wait_for_launch
         "scale_group_stride",
         "ids_stride",
         "weights_stride",
+        "layer",
+        "settings",
         "patience",
     ]
 )
@@ -74,6 +76,8 @@ def _dispatch_kernel(
     scale_group_stride,
     ids_stride,
     weights_stride,
+    layer,  # this round's, two words of 32 bits that ranks compare
+    settings,
     patience,
     H: tl.constexpr,  # numbers of a row of x where QUANTISE, else its words
     GROUP: tl.constexpr,  # numbers that share a scale, where QUANTISE
@@ -140,6 +144,8 @@ def _dispatch_kernel(
                 over == 0,
                 active,
                 fingerprint,
+                layer,
+                settings,
                 refusal,
                 R,
                 RANK,
@@ -238,6 +244,8 @@ def _dispatch_kernel(
                 height,
                 alignment,
                 fingerprint,
+                layer,
+                settings,
                 epoch,
                 over,
                 active,

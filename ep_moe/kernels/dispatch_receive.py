@@ -10,17 +10,21 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange import (
+    BAD_IDS,
     BEGUN,
     DONE,
     ENTRIES,
     FINE,
     FLAGS,
+    HEADER_WORDS,
     LOST,
     MISMATCH,
     NEWS,
+    OTHER_LAYER,
     OUT_OF_ORDER,
     PLACE_BITS,
     PLACE_MASK,
+    RUNS,
     SCALES,
     SOURCE_TOKENS,
     VALUES,
@@ -42,6 +46,7 @@ from ep_moe.kernels.signals import (
     clock,
     epoch_of,
     give_up,
+    make_word,
     pause,
     payload_of,
     trouble,
@@ -50,6 +55,7 @@ from ep_moe.kernels.signals import (
 )
 
 FILLED = tl.constexpr(256)  # slots that are filled at a time
+WARP = tl.constexpr(32)  # threads
 
 
 class Batch(NamedTuple):
@@ -60,20 +66,41 @@ class Batch(NamedTuple):
 
 
 @triton.jit
-def _judge(cells, formats, fingerprint, is_source, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Return why a round is off, FINE where it is not, the rank that it is due to, and the number that belongs to it.
+def _judge(
+    header_ptr,
+    stride,
+    fingerprint,
+    layer,
+    settings,
+    is_source,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Return why a round is off, FINE where it is not, the rank that it is due to, and the int64 that belongs to it.
 
     This rank's own mistake comes first: its host has raised it already. The number of a mismatch has a bit for each
-    rank whose format is not this one's.
+    rank whose format is not this one's; that of bad ids is one of them above their count; that of another layer is the
+    other rank's `settings` above its `layer`.
     """
     source = tl.arange(0, RANKS)
-    said = payload_of(cells)
+    row_ptr, known = header_ptr + source * stride, source < R
+    said = payload_of(tl.load(row_ptr, mask=known, other=0, volatile=True))
+    formats = payload_of(tl.load(row_ptr + 1, mask=known, other=0, volatile=True))
+    layers = payload_of(tl.load(row_ptr + 2, mask=known, other=0, volatile=True))
+    others = payload_of(tl.load(row_ptr + 3, mask=known, other=0, volatile=True))
     kind = tl.where(is_source, (said >> 28) & 7, FINE)
-    odd = is_source & (kind == FINE) & (payload_of(formats) != fingerprint)
+    compared = is_source & (kind == FINE)
+    odd = compared & (formats != fingerprint)
     kind = tl.where(odd, MISMATCH, kind)
+    kind = tl.where(compared & ((layers != layer) | (others != settings)), OTHER_LAYER, kind)
     guilty = tl.where(pick(kind, RANK, RANKS) != FINE, RANK, tl.min(tl.where(kind != FINE, source, RANKS), 0))
     verdict, number = pick(kind, guilty, RANKS), pick(said & 0xFFFFFFF, guilty, RANKS)
-    return verdict, guilty, tl.where(verdict == MISMATCH, tl.sum(odd.to(tl.int32) << source, 0), number)
+    bad_id = pick(formats, guilty, RANKS).to(tl.int64) << 32
+    number = tl.where(verdict == MISMATCH, tl.sum(odd.to(tl.int32) << source, 0), number).to(tl.int64)
+    tag = make_word(pick(others, guilty, RANKS), pick(layers, guilty, RANKS))
+    number = tl.where(verdict == BAD_IDS, number | bad_id, number)
+    return verdict, guilty, tl.where(verdict == OTHER_LAYER, tag, number)
 
 
 @triton.jit
@@ -97,7 +124,7 @@ def _place_experts(
     """
     source, expert = tl.arange(0, RANKS), tl.arange(0, EXPERTS)
     inside = ((source < R) & is_active(active, source))[:, None] & (expert < num_experts)[None, :]
-    count_ptrs = news_ptr + source[:, None] * (L + 2) + 2 + expert[None, :]
+    count_ptrs = news_ptr + source[:, None] * (L + HEADER_WORDS) + HEADER_WORDS + expert[None, :]
     count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
     total = tl.sum(count, 0)
     if BATCHED:
@@ -198,8 +225,13 @@ def _take_words(
     """Wait for a block of a token that travels as words, and write it out; returns 0 where the exchange is over.
 
     The words are used where the wait sees them complete: nothing has to be read again.
+
+    Rule: a warp uses only copies that it has judged itself, or has read after all warps agreed. Warps that hold no
+    part of a short tensor of their own hold copies of others' parts. Up to WARP elements every warp has all of them;
+    above that scales are spread over all threads, and entries are read again.
     """
-    column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
+    SPREAD_GROUPS: tl.constexpr = SPREAD if WARP < GROUPS and GROUPS < SPREAD else GROUPS
+    column, group = tl.arange(0, COLUMNS), tl.arange(0, SPREAD_GROUPS)
     word = block * WORDS + tl.arange(0, WORDS)
     start, looks = clock(), tl.zeros([], tl.int64)
     waiting, here = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
@@ -211,7 +243,7 @@ def _take_words(
         needed = tl.max(entry, 0) >= 0  # where no expert here wants the token, its entry alone has come
         late = (column < K) & ((epoch_of(entries) != epoch) | (epoch_of(weights) != epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
-        scale = tl.zeros([GROUPS], batch.out_scale_ptr.dtype.element_ty)
+        scale = tl.zeros([SPREAD_GROUPS], batch.out_scale_ptr.dtype.element_ty)
         if G > 0:
             mask = (group < G) & (block == 0)
             scales = tl.load(row_ptr + 2 * K + VALUE_WORDS + group, mask=mask, other=0, volatile=True)
@@ -221,6 +253,10 @@ def _take_words(
         waiting = agree(late_values | (missing > 0), trouble(links, start, looks, patience))
         looks += 1
         if waiting == 0:
+            if COLUMNS > WARP:
+                entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
+                weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
+                entry = tl.where(column < K, payload_of(entries), -1)
             _write_token(
                 payload_of(values),
                 scale,
@@ -235,7 +271,7 @@ def _take_words(
                 batch,
                 height,
                 G,
-                GROUPS,
+                SPREAD_GROUPS,
                 VALUE_WORDS,
                 K,
                 COLUMNS,
@@ -284,9 +320,6 @@ def _take_row(
     flag_ptr = region(base, links, FLAGS, tl.int64) + slot
     present = wait_for_flag(flag_ptr, source, epoch, links, patience, DISPATCH, R)
     if present > 0:
-        entry_ptr = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
-        entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
-        weight = tl.load(entry_ptr + K + column, mask=column < K, other=0).to(tl.float32, bitcast=True)
         values, scale = word, group
         if not POOLED:
             from_ptr = region(base, links, VALUES, tl.int32) + slot * VALUE_WORDS
@@ -294,6 +327,10 @@ def _take_row(
         if G > 0:
             scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty) + slot * G
             scale = tl.load(scale_ptr + group, mask=group < G)
+        tl.debug_barrier()  # the long loads are issued first: what is computed of the entry would hold them up
+        entry_ptr = region(base, links, ENTRIES, tl.int32) + slot * ENTRY
+        entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
+        weight = tl.load(entry_ptr + K + column, mask=column < K, other=0).to(tl.float32, bitcast=True)
         _write_token(
             values,
             scale,
@@ -353,6 +390,8 @@ def receive(
     height,
     alignment,
     fingerprint,
+    layer,
+    settings,
     epoch,
     over,
     active,
@@ -370,7 +409,7 @@ def receive(
     COLUMNS: tl.constexpr,
     L: tl.constexpr,
     EXPERTS: tl.constexpr,
-    NEWS_WORDS: tl.constexpr,  # L + 2 rounded up
+    NEWS_WORDS: tl.constexpr,  # HEADER_WORDS + L rounded up
     BATCHED: tl.constexpr,
     POOLED: tl.constexpr,
     WORDY: tl.constexpr,  # words may travel
@@ -391,14 +430,15 @@ def receive(
     news_ptr = region(base, links, NEWS, tl.int64)
     if leads:
         tl.store(own.waited_ptr + source, tl.zeros([RANKS], tl.int64), mask=source < R)
-    verdict, guilty, value = tl.zeros([], tl.int32) + LOST, tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    verdict, guilty, value = tl.zeros([], tl.int32) + LOST, tl.zeros([], tl.int32), tl.zeros([], tl.int64)
     arrived = tl.zeros([], tl.int32)
     if over == 0:
         word = tl.arange(0, SPREAD_NEWS)
+        writer, place = word // NEWS_WORDS, word % NEWS_WORDS
         arrived = wait_for_words(
-            news_ptr + word // NEWS_WORDS * (L + 2) + word % NEWS_WORDS,
-            (word // NEWS_WORDS < R) & (word % NEWS_WORDS < num_experts + 2) & is_active(active, word // NEWS_WORDS),
-            word // NEWS_WORDS,
+            news_ptr + writer * (L + HEADER_WORDS) + place,
+            (writer < R) & (place < num_experts + HEADER_WORDS) & is_active(active, writer),
+            writer,
             epoch,
             links,
             patience,
@@ -410,10 +450,11 @@ def receive(
     first_rows = _place_experts(
         news_ptr, own, num_experts, height, alignment, leads & (arrived > 0), active, R, RANKS, L, EXPERTS, BATCHED
     )
-    cells = tl.load(news_ptr + source * (L + 2), mask=source < R, other=0, volatile=True)
+    cells = tl.load(news_ptr + source * (L + HEADER_WORDS), mask=source < R, other=0, volatile=True)
     if arrived > 0:
-        formats = tl.load(news_ptr + source * (L + 2) + 1, mask=source < R, other=0, volatile=True)
-        verdict, guilty, value = _judge(cells, formats, fingerprint, is_source, RANK, RANKS)
+        verdict, guilty, value = _judge(
+            news_ptr, L + HEADER_WORDS, fingerprint, layer, settings, is_source, R, RANK, RANKS
+        )
     tokens = tl.where(is_source & (verdict == FINE), payload_of(cells) & 0xFFFFFFF, 0)
     if leads:
         if verdict != FINE:
@@ -421,14 +462,15 @@ def receive(
             tl.store(own.num_rows_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=expert < num_experts)
             tl.store(own.row_start_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=expert < num_experts)
             if verdict == LOST:
-                value = payload_of(tl.load(links.abort_ptr, volatile=True))
-            report(own.report_ptr, epoch, verdict, guilty, value)
+                value = payload_of(tl.load(links.abort_ptr, volatile=True)).to(tl.int64)
+            report(own.report_ptr, epoch, verdict, guilty, value, make_word(settings, layer))
         if tl.load(own.state_ptr + BEGUN) != tl.load(own.state_ptr + DONE):
-            report(own.report_ptr, epoch, tl.zeros([], tl.int32) + OUT_OF_ORDER, guilty * 0, value * 0)
+            report(own.report_ptr, epoch, tl.zeros([], tl.int32) + OUT_OF_ORDER, guilty * 0, value * 0, value * 0)
         add_waited(own.waited_ptr, R, RANKS)
         tl.debug_barrier()  # all warps have read the state
         tl.store(own.state_ptr + VERDICT, verdict)
         tl.store(own.state_ptr + SOURCE_TOKENS + source, tokens, mask=source < R)
+        tl.store(own.state_ptr + RUNS, 0)
         tl.store(own.state_ptr + BEGUN, epoch)
     if POOLED:
         _fill_unused(own, tokens, receiver, receivers, slots, R, RANKS, K)

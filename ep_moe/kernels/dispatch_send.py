@@ -13,18 +13,30 @@ from ep_moe.kernels.exchange import (
     ENTRIES,
     FINE,
     FLAGS,
+    HEADER_WORDS,
     NEWS,
     OWN_TOKENS,
     PLACE_BITS,
     REFUSED,
     SCALES,
+    SENT,
     TOO_MANY,
     VALUES,
     WORD_ROWS,
     is_active,
     region,
 )
-from ep_moe.kernels.numerics import INT8_MAX, absmax, divide_rows, e4m3_scale, tile_scale, to_e4m3, to_int8
+from ep_moe.kernels.numerics import (
+    INT8_MAX,
+    INT32_MIN,
+    absmax,
+    clamp_to_int32,
+    divide_rows,
+    e4m3_scale,
+    tile_scale,
+    to_e4m3,
+    to_int8,
+)
 from ep_moe.kernels.signals import fence, make_word
 
 
@@ -37,6 +49,19 @@ class Tokens(NamedTuple):
     weights_ptr: Any  # [T, K] float32, rows `weights_stride` apart
     num_tokens_ptr: Any  # [1] int32, where COUNTED
     block_counts_ptr: Any  # [B + 1, P + 1] int32 of `_sum_blocks_kernel`, where PLANNED
+
+
+@triton.jit
+def _find_bad_id(tokens, present, num_physical, ids_stride, K: tl.constexpr, TOKENS: tl.constexpr):
+    """The largest of the ids that no rank owns, cut to int32."""
+    found = tl.zeros([TOKENS], tl.int32) + INT32_MIN
+    for first in range(0, present, TOKENS):
+        token = first + tl.arange(0, TOKENS).to(tl.int64)
+        for k in tl.static_range(K):
+            ids = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
+            bad = (ids < -1) | (ids >= num_physical)
+            found = tl.maximum(found, tl.where(bad, clamp_to_int32(ids), INT32_MIN))
+    return tl.max(found, 0)
 
 
 @triton.jit
@@ -56,6 +81,8 @@ def announce(
     enabled,
     active,
     fingerprint,
+    layer,
+    settings,
     refusal,
     R: tl.constexpr,
     RANK: tl.constexpr,
@@ -66,7 +93,7 @@ def announce(
     EXPERTS: tl.constexpr,  # that are announced at a time
     PLANNED: tl.constexpr,
 ):
-    """Tell every rank this rank's cell, format and counts.
+    """Tell every rank this rank's cell, format, layer and counts.
 
     Rule: all of it goes out in every round, also where a cell says that the round is off, for all is waited for.
     """
@@ -84,7 +111,8 @@ def announce(
             count = tl.sum(hit, 0)
         word = make_word(tl.zeros([EXPERTS], tl.int32) + epoch, count)
         for r in tl.static_range(R):
-            to = region(links.bases[r], links, NEWS, tl.int64) + (RANK * (L + 2) + 2 + expert - STARTS[r])
+            to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + HEADER_WORDS)
+            to += HEADER_WORDS + expert - STARTS[r]
             theirs = (expert >= STARTS[r]) & (expert < STARTS[r + 1])
             tl.store(to, word, mask=theirs & enabled & is_active(active, r))
     if announcer == 0:
@@ -101,12 +129,17 @@ def announce(
         kind = tl.where(refusal > 0, REFUSED, kind)
         value = tl.minimum(tl.where(kind == BAD_IDS, bad, num_tokens) & 0x7FFFFFFF, 0xFFFFFFF)  # of 28 bits
         cell = make_word(epoch, kind << 28 | value)
+        if kind == BAD_IDS:  # there is no payload: its place takes one of the ids
+            fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, K, TOKENS)
         for r in tl.static_range(R):
             if enabled & is_active(active, r):
-                to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + 2)
+                to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + HEADER_WORDS)
                 tl.store(to, cell)
                 tl.store(to + 1, make_word(epoch, fingerprint))
+                tl.store(to + 2, make_word(epoch, layer))
+                tl.store(to + 3, make_word(epoch, settings))
         tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
+        tl.store(own.state_ptr + SENT, epoch)  # also where the round is off: a settlement must not begin with it
 
 
 @triton.jit
@@ -291,6 +324,7 @@ def send_rows(
             token = (chunk * FENCED + i) + tl.zeros([], tl.int64)
             if token < present:
                 loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)
+                tl.debug_barrier()  # the payload is on its way before the routing's arithmetic begins
                 ids, weights, place = _read_routing(
                     tokens, token, num_physical, ids_stride, weights_stride, K, COLUMNS, TOKENS, PLANNED
                 )

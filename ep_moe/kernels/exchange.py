@@ -12,7 +12,7 @@ import triton.language as tl
 from ep_moe.kernels.signals import SPREAD, as_pointer, fence, is_over, make_word
 
 # regions of a rank's memory for one slot, by place in `Links.offsets`
-NEWS = tl.constexpr(0)  # [R, 2 + L] words, by source: its cell, its format, its rows for each expert
+NEWS = tl.constexpr(0)  # [R, HEADER_WORDS + L] words, by source: its cell, format, layer (2), its rows for each expert
 FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token comes here
 ENTRIES = tl.constexpr(2)  # [R, M, 2 * max_topk] int32: experts and places, then weights
 VALUES = tl.constexpr(3)  # [R, M, row] payload
@@ -20,6 +20,8 @@ SCALES = tl.constexpr(4)  # [R, M, G] scales
 WORD_ROWS = tl.constexpr(5)  # [R, word_tokens, words of a row] words
 COMBINE_CELLS = tl.constexpr(6)  # [R] words, by source
 RETURNED = tl.constexpr(7)  # [R, M, H] in the model's dtype, by the rank that computed them
+
+HEADER_WORDS = tl.constexpr(4)  # before the counts of rows
 
 # words of a slot's state, int32, this rank's own
 DONE = tl.constexpr(0)  # the last round that has ended: a dispatch reads it, the combine's end writes it
@@ -29,6 +31,10 @@ VERDICT = tl.constexpr(3)  # of this round: FINE, or why there is nothing to com
 SOURCE_TOKENS = tl.constexpr(4)  # [R], R at most 32
 RESUME = tl.constexpr(40)  # the first round that is exchanged again after a loss, 0 where none is to come
 ACTIVE = tl.constexpr(41)  # a bit for each rank that takes part
+SENT = tl.constexpr(42)  # the last round whose dispatch was sent, or would have been were it not off: the host reads it
+RUNS = tl.constexpr(43)  # what programs of this round's combine have added up to (`begin_combine`): 0 after a dispatch
+SENT_ONCE = tl.constexpr(1 << 14)  # those of a whole launch that sends; also the most programs of a launch
+RECEIVED_ONCE = tl.constexpr(1 << 29)  # those of one that receives
 
 # what a cell says above 28 bits of number
 FINE = tl.constexpr(0)  # tokens
@@ -39,6 +45,7 @@ BAD_IDS = tl.constexpr(3)  # ids that no rank owns
 MISMATCH = tl.constexpr(4)  # another format
 LOST = tl.constexpr(5)  # a rank did not answer
 OUT_OF_ORDER = tl.constexpr(6)  # a dispatch before the combine of the round before it, or a combine twice
+OTHER_LAYER = tl.constexpr(7)  # another layer, or one of other settings
 
 PLACE_BITS = tl.constexpr(20)  # of a row among those of its source and expert; the local expert stands above
 PLACE_MASK = tl.constexpr(2**20 - 1)
@@ -69,7 +76,7 @@ class Own(NamedTuple):
     local_ids_ptr: Any  # [R * M, K] int32
     pooled_weights_ptr: Any  # [R * M, K] float32
     row_index_ptr: Any  # [R * M * min(K, L)] int32
-    report_ptr: Any  # [2] int64, of the host
+    report_ptr: Any  # [3] int64, of the host
 
 
 @triton.jit
@@ -96,8 +103,37 @@ def is_off(links, own, epoch):
 
     The same in all warps of all programs of a rank, but for the moment in which a rank gives up.
     """
+    return is_over(links.abort_ptr) | _is_before_resumption(own, epoch)
+
+
+@triton.jit
+def _is_before_resumption(own, epoch):
+    """Whether the ranks have agreed to resume later than with this round."""
     resume = tl.load(own.state_ptr + RESUME)
-    return is_over(links.abort_ptr) | ((resume != 0) & (epoch - resume < 0))
+    return (resume != 0) & (epoch - resume < 0)
+
+
+@triton.jit
+def begin_combine(links, own, epoch, SEND: tl.constexpr, RECEIVE: tl.constexpr):
+    """Return whether a launch of this half of the round's combine has run already, and whether the round is off or so.
+
+    The first is the same in all programs of a launch: each looks, and only then adds its part. A launch adds up to the
+    same, whatever its number of programs: while the first one runs no program finds it complete, and in a second one
+    every program does. Relaxed: nothing else hangs on it. Example: 3 programs that send add 16382, 1 and 1.
+    """
+    UNIT: tl.constexpr = (1 if SEND else 0) + (RECEIVED_ONCE // SENT_ONCE if RECEIVE else 0)
+    everywhere = tl.arange(0, SPREAD) * 0
+    runs = tl.load(own.state_ptr + RUNS + everywhere, volatile=True)
+    abort = tl.load(links.abort_ptr + everywhere, volatile=True)
+    if SEND:
+        complete = (runs & (2 * SENT_ONCE - 1)) >= SENT_ONCE
+    else:
+        complete = runs >= RECEIVED_ONCE
+    found = tl.max((abort != 0).to(tl.int32) + 2 * complete.to(tl.int32), 0)  # now all warps have looked
+    repeated = found >= 2
+    part = tl.where(tl.program_id(0) == 0, SENT_ONCE - tl.num_programs(0) + 1, 1)
+    tl.atomic_add(own.state_ptr + RUNS, part * UNIT, mask=found < 2, sem="relaxed", scope="gpu")
+    return repeated, (found > 0) | _is_before_resumption(own, epoch)
 
 
 @triton.jit
@@ -107,14 +143,15 @@ def pick(vector, index, N: tl.constexpr):
 
 
 @triton.jit
-def report(report_ptr, epoch, verdict, source, value):
+def report(report_ptr, epoch, verdict, source, value, own_value):
     """Tell the host of a round that is off; what was told before and not yet read stays.
 
-    Release at system scope: the host reads the number after the word.
+    Release at system scope: the host reads the numbers after the word.
     """
     told = tl.load(report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
     if tl.max((told != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
         tl.store(report_ptr + 1, value.to(tl.int64))
+        tl.store(report_ptr + 2, own_value.to(tl.int64))
         fence()
         tl.store(report_ptr, make_word(epoch, (verdict << 8 | source).to(tl.int32)))
 

@@ -11,9 +11,16 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.scaled, and INT8_MAX and MIN_AMAX
 INT8_MAX = tl.constexpr(127.0)
 MIN_AMAX = tl.constexpr(1e-10)
+INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
 INTEGER_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # here float32 counts in steps of 1
 E4M3_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # here float32 counts in steps of 2^-9, as e4m3 near 0
+
+
+@triton.jit
+def clamp_to_int32(x):
+    """The int32 nearest to an int32 or int64."""
+    return tl.minimum(tl.maximum(x, INT32_MIN), INT32_MAX).to(tl.int32)
 
 
 @triton.jit

@@ -6,13 +6,15 @@ Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks o
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.numerics import INT32_MIN, clamp_to_int32
+
 
 @triton.jit(do_not_specialize=["num_tokens", "num_physical", "ids_stride"])
 def _find_destinations_kernel(
     ids_ptr,  # [T, K] int32 or int64, physical expert, rows `ids_stride` apart
     owner_ptr,  # [P] int32, the rank of each physical expert
     place_ptr,  # [T, R] int32, out: the token's place among those of its block that go to the rank, -1 none
-    counts_ptr,  # [2 * B * R + B] int32, out: tokens [B, R], pairs (token, expert) [B, R], bad ids [B]
+    counts_ptr,  # [2 * B * R + 2 * B] int32, out: tokens and (token, expert) pairs [B, R], bad ids and one of them [B]
     num_tokens,
     num_physical,
     ids_stride,
@@ -30,6 +32,7 @@ def _find_destinations_kernel(
     inside = is_token[:, None] & (column < K)
     ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
     bad = (ids < -1) | (ids >= num_physical)
+    bad_id = tl.where(bad, clamp_to_int32(ids), INT32_MIN)
     ids = tl.where(bad, -1, ids).to(tl.int32)  # half the registers
     pairs = tl.zeros([TOKENS, RANKS], tl.int32)
     for k in range(K):
@@ -44,17 +47,21 @@ def _find_destinations_kernel(
     to = tl.arange(0, RANKS)
     tl.store(counts_ptr + block * R + to, tl.sum(goes, 0), mask=to < R)
     tl.store(counts_ptr + (blocks + block) * R + to, tl.sum(pairs, 0), mask=to < R)
-    tl.store(counts_ptr + blocks.to(tl.int64) * R * 2 + block, tl.sum(tl.sum(bad.to(tl.int32), 1), 0))
+    bad_ptr = counts_ptr + blocks.to(tl.int64) * R * 2 + block
+    tl.store(bad_ptr, tl.sum(tl.sum(bad.to(tl.int32), 1), 0))
+    tl.store(bad_ptr + blocks, tl.max(tl.max(bad_id, 1), 0))
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens", "layer", "settings"])
 def _write_header_kernel(
-    counts_ptr,  # [2 * B * R + B] int32, as `_find_destinations_kernel` leaves it
+    counts_ptr,  # [2 * B * R + 2 * B] int32, as `_find_destinations_kernel` leaves it
     block_start_ptr,  # [B, R] int32, out: the first row of the send buffer that a block's tokens for a rank take
-    header_ptr,  # [R, WORDS] int64, out: tokens, T, 0, bad ids, format, pairs
+    header_ptr,  # [R, WORDS] int64, out: tokens, T, 0, bad ids, format, pairs, a bad id, layer (2)
     num_blocks,
     num_tokens,
     fingerprint: tl.int64,
+    layer,
+    settings,
     R: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCKS: tl.constexpr,  # that are summed at a time
@@ -66,6 +73,7 @@ def _write_header_kernel(
     tokens = tl.zeros([RANKS], tl.int32)
     pairs = tl.zeros([RANKS], tl.int32)
     bad = tl.zeros([BLOCKS], tl.int32)
+    bad_id = tl.zeros([BLOCKS], tl.int32) + INT32_MIN
     for start in range(0, num_blocks, BLOCKS):
         block = (start + index).to(tl.int64)
         inside = (block < num_blocks)[:, None] & (rank < R)[None, :]
@@ -73,6 +81,7 @@ def _write_header_kernel(
         tokens += tl.sum(tl.load(counts_ptr + place, mask=inside, other=0), 0)
         pairs += tl.sum(tl.load(counts_ptr + num_blocks * R + place, mask=inside, other=0), 0)
         bad += tl.load(bad_ptr + block, mask=block < num_blocks, other=0)
+        bad_id = tl.maximum(bad_id, tl.load(bad_ptr + num_blocks + block, mask=block < num_blocks, other=INT32_MIN))
     row = tl.cumsum(tokens, 0) - tokens
     for start in range(0, num_blocks, BLOCKS):
         block = (start + index).to(tl.int64)
@@ -89,6 +98,9 @@ def _write_header_kernel(
     tl.store(word_ptr + 3, zero + tl.sum(bad, 0), mask=rank < R)
     tl.store(word_ptr + 4, zero + fingerprint, mask=rank < R)
     tl.store(word_ptr + 5, pairs.to(tl.int64), mask=rank < R)
+    tl.store(word_ptr + 6, zero + tl.where(tl.sum(bad, 0) > 0, tl.max(bad_id, 0), 0), mask=rank < R)
+    tl.store(word_ptr + 7, zero + layer, mask=rank < R)
+    tl.store(word_ptr + 8, zero + settings, mask=rank < R)
 
 
 @triton.jit(do_not_specialize=["x_stride", "scale_token_stride", "scale_group_stride", "ids_stride", "weights_stride"])

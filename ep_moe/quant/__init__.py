@@ -14,6 +14,7 @@ from ep_moe.quant.formats import (
     payload_bytes,
     quantise,
     quantise_weight,
+    round_trip,
     weight_scale_shape,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "payload_bytes",
     "quantise",
     "quantise_weight",
+    "round_trip",
     "weight_scale_shape",
 ]

@@ -18,7 +18,7 @@ WeightGranularity = Literal["none", "tensor", "channel", "block"]
 class QuantScheme:
     """One number format of expert weights and of the tokens that reach them.
 
-    Real value = stored value * scale.
+    Real value = stored value * scale, of a weight with a second scale (stored value * scale) * second scale.
 
     Args:
         name: what configs and the command line call it.
@@ -30,6 +30,8 @@ class QuantScheme:
         scale_dtype: of the scales.
         power_of_two: every scale is a power of two.
         packed: numbers of a row in one stored value.
+        weight_global_scale: weights have a second scale, float32, one for each matrix, that multiplies them: modelopt's
+            `weight_scale_2`, the reciprocal of compressed-tensors' `weight_global_scale`.
     """
 
     name: str
@@ -40,6 +42,7 @@ class QuantScheme:
     scale_dtype: torch.dtype = torch.float32
     power_of_two: bool = False
     packed: int = 1
+    weight_global_scale: bool = False
 
     @property
     def quantised(self) -> bool:

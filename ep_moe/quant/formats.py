@@ -58,11 +58,30 @@ def _require_stored(
         )
 
 
+def _require_global_scale(global_scale: torch.Tensor | None, shape: tuple[int, ...], scheme: QuantScheme) -> None:
+    """Check that there is a global scale of `shape` where the scheme has them, and none elsewhere."""
+    found = None if global_scale is None else (tuple(global_scale.shape), global_scale.dtype)
+    needed = (shape, torch.float32) if scheme.weight_global_scale else None
+    if found != needed:
+        raise ValueError(f"global scale is {found}, scheme '{scheme.name}' needs {needed}")
+
+
+def _check_rows(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> None:
+    _require_floats("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x {tuple(x.shape)} must have 2 dimensions")
+    if static_scale is not None and scheme.activation != "tensor":
+        raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
+    if static_scale is not None and static_scale.numel() != 1:
+        raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
+
+
 def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantised:
     """Quantise activations in float32 arithmetic; values are rounded to nearest even.
 
     fp8 and int8 take scale = max(amax, 1e-10) / 448 or / 127, "fp8_block_ue8m0" the next power of two;
-    `ep_moe.quant.scaled` has the rule, and `ep_moe.quant.micro` that of "mxfp8" and "nvfp4".
+    `ep_moe.quant.scaled` has the rule, and `ep_moe.quant.micro` that of "mxfp8" and "nvfp4", and for which magnitudes a
+    row of "nvfp4", which carries no second scale, is right: groups of 16 whose largest is in [0.094, 2688].
 
     A row of zeros gives zeros. What is not finite is not hidden: dequantised, a NaN or infinity makes NaN of all that
     shares its scale. Under a static scale a NaN stays one NaN and what exceeds 448 * scale saturates, infinity too.
@@ -78,13 +97,7 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
     Errors: ValueError for another dtype or shape, a scheme that is not quantised or takes no static scale. Local.
     """
     family = _family(scheme)
-    _require_floats("x", x)
-    if x.dim() != 2:
-        raise ValueError(f"x {tuple(x.shape)} must have 2 dimensions")
-    if static_scale is not None and scheme.activation != "tensor":
-        raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
-    if static_scale is not None and static_scale.numel() != 1:
-        raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
+    _check_rows(x, scheme, static_scale)
     if family is scaled and x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
         # only here is Triton imported, which is for Linux alone and takes time
         from ep_moe.quant import triton
@@ -114,6 +127,21 @@ def dequantise_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: Qu
     return _family(scheme).dequantise_rows(values, scale, scheme)
 
 
+def round_trip(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantise rows that do not travel, such as the intermediate between the GEMMs, and dequantise them.
+
+    As `dequantise(quantise(x))`, but where weights have a second scale each row gets one too, by the same rule: so rows
+    of any magnitude keep the format's own error.
+
+    Args and errors: as of `quantise`.
+    Returns: [T, H] float32. Local.
+    """
+    if not scheme.weight_global_scale:
+        return dequantise(quantise(x, scheme, static_scale=static_scale))
+    _check_rows(x, scheme, static_scale)
+    return micro.round_trip(x, scheme)
+
+
 def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int, ...]:
     """The shape of a weight's scales, for a weight of `shape` [..., N, K], stored as [..., N, V].
 
@@ -124,13 +152,16 @@ def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int
     return scheme.weight_scale_shape(shape)
 
 
-def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_weight(
+    weight: torch.Tensor, scheme: QuantScheme
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantise weights by the rule of `quantise`; every leading index, an expert, has scales of its own.
 
     Args:
         weight: [..., N, K] float32, bfloat16 or float16.
         scheme: any that is quantised.
-    Returns: values [..., N, V] and scale of `weight_scale_shape` in the scheme's scale dtype.
+    Returns: values [..., N, V]; scale of `weight_scale_shape` in the scheme's scale dtype; global scale [...] float32
+        where the scheme has `weight_global_scale`, else None.
     Errors: ValueError for another dtype or shape, or a scheme that is not quantised. Local.
     """
     family = _family(scheme)
@@ -140,21 +171,26 @@ def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Te
     return family.quantise_weight(weight, scheme)
 
 
-def dequantise_weight(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
-    """Turn weights back into float32: stored value * scale, one multiplication.
+def dequantise_weight(
+    values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme, global_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Turn weights back into float32: stored value * scale, times the global scale where the scheme has one.
 
     Args:
         values: [..., N, V] as the scheme stores them; [..., N, K] in the model's dtype under a scheme that is not
             quantised.
         scale: of `weight_scale_shape` in the scheme's scale dtype; None under a scheme that is not quantised.
+        global_scale: [...] float32 where the scheme has `weight_global_scale`, else None.
     Returns: [..., N, K] float32; `values` itself where it is float32 already.
     Errors: ValueError where values and scale do not fit each other and the scheme. Local.
     """
+    _require_global_scale(global_scale, tuple(values.shape[:-2]), scheme)
     if not scheme.quantised:
         return values.float()
     shape = (*values.shape[:-1], scheme.row_width(values.shape[-1]))
     _require_stored(values, scale, scheme.weight_scale_shape(shape), scheme)
-    return _family(scheme).dequantise_weight(values, scale, scheme)
+    real = _family(scheme).dequantise_weight(values, scale, scheme)
+    return real if global_scale is None else real.mul_(global_scale[..., None, None])
 
 
 def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:

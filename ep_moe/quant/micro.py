@@ -9,10 +9,14 @@ where 8 is the exponent of 448. floor(log2(.)) is read from the bits of amax, so
 scale is below 2^-127, which a group of zeros has too. A group whose amax is NaN or infinite gets the scale NaN.
 
 "nvfp4", after NVIDIA's description of its Blackwell format: groups of 16, values e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a
-sign), two in a byte, the first in the low four bits, scale e4m3; the second scale, of the whole tensor, is 1:
-    scale = e4m3(min(amax / 6, 448)), value = e2m1(x / scale)
-Beyond 6 a value saturates. A group whose scale rounds to 0 (amax <= 6 * 2^-10) is zeros. A group whose amax is NaN or
-infinite gets the scale NaN and values 0, for e2m1 has no NaN.
+sign), two in a byte, the first in the low four bits, scale e4m3, and a second scale s in float32 that multiplies:
+    scale = e4m3(min(amax / s / 6, 448)), value = e2m1(x / (scale * s)), real number = (value * scale) * s
+where s of a weight is max(amax of the matrix [N, K], 1e-10) / 2688, so that the largest group has the largest scale,
+448 (modelopt's `weight_scale_2`; compressed-tensors stores 1 / s), and s of the intermediate between the GEMMs, which
+does not travel, is the same for each row (`round_trip`). A row of a payload carries no second scale, its s is 1. It has
+the format's own error where the amax of every group is in [6 * 2^-6, 2688], which is [0.094, 2688]. Below, scales are
+subnormal and lose bits, and a group of amax <= 6 * 2^-10 (0.0059) becomes zeros; above, values saturate.
+A group whose amax is NaN or infinite gets the scale NaN and values 0, for e2m1 has no NaN; s is that of other groups.
 
 All rounding is to nearest, ties to even, all arithmetic float32.
 Letters: W width of a row, G groups of a row, V stored values of a row.
@@ -24,7 +28,7 @@ import torch
 from torch.nn.functional import pad
 
 from ep_moe.quant.base import Quantised, QuantScheme, as_bytes
-from ep_moe.quant.scaled import LARGEST, to_e4m3
+from ep_moe.quant.scaled import LARGEST, MIN_AMAX, to_e4m3
 
 MICRO_SCHEMES = {
     scheme.name: scheme
@@ -46,6 +50,7 @@ MICRO_SCHEMES = {
             block=(1, 16),
             scale_dtype=torch.float8_e4m3fn,
             packed=2,
+            weight_global_scale=True,
         ),
     )
 }
@@ -80,6 +85,15 @@ def _e4m3_scale(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(amax.isfinite(), scale, math.nan).to(torch.float8_e4m3fn)
 
 
+def _global_scale(amax: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
+    """The second scale of NVFP4 for group maxima [..., G], one for all along the dimensions `shared`, which stay as 1.
+
+    Example: of maxima [672, 2688] it is 1, of zeros 1e-10 / 2688.
+    """
+    largest = torch.where(amax.isfinite(), amax, 0.0).amax(dim=shared, keepdim=True).clamp_(min=MIN_AMAX)
+    return largest / torch.full_like(largest, E2M1_MAX * LARGEST[torch.float8_e4m3fn])
+
+
 def _to_e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Round x / scale to e2m1, two codes in a byte: [..., W] to [..., W / 2] uint8. Example: 2.5 is 2, code 4."""
     x = torch.where(scale > 0, x / scale, 0.0)
@@ -100,23 +114,33 @@ def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
     return torch.where(code >= 8, -magnitude, magnitude)
 
 
-def _quantise(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the rows of x [..., W]: values [..., V] and scale [..., G]."""
+def _quantise(
+    x: torch.Tensor, scheme: QuantScheme, shared: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantise the rows of x [..., W]: values [..., V], scale [..., G] and the second scale.
+
+    Args:
+        shared: dimensions of x along which numbers share a second scale, and which it has as 1; () is for none.
+    """
     width, group = x.shape[-1], scheme.block[1]
     scheme.row_values(width)  # raises for a width that cannot be stored
     x = x.float()
     amax = _group_amax(x, group)
     if scheme.packed == 1:
         scale = _e8m0_scale(amax)
-        return to_e4m3(x, _spread(scale, group, width)), scale
-    scale = _e4m3_scale(amax)
-    return _to_e2m1(x, _spread(scale, group, width)), scale
+        return to_e4m3(x, _spread(scale, group, width)), scale, None
+    if not shared:
+        scale = _e4m3_scale(amax)
+        return _to_e2m1(x, _spread(scale, group, width)), scale, None
+    global_scale = _global_scale(amax, shared)
+    scale = _e4m3_scale(amax / global_scale)
+    return _to_e2m1(x, _spread(scale, group, width) * global_scale), scale, global_scale
 
 
 def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
     """`ep_moe.quant.quantise` for x [T, H] and a scheme of these, which has no static scale."""
     assert static_scale is None
-    values, scale = _quantise(x, scheme)
+    values, scale, _ = _quantise(x, scheme)
     columns = torch.empty(scale.shape[::-1], dtype=scale.dtype, device=scale.device)
     as_bytes(columns).copy_(as_bytes(scale).t())
     return Quantised(values=values, scale=columns.t(), scheme=scheme)
@@ -128,11 +152,21 @@ def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantSche
     return real.mul_(_spread(scale, scheme.block[1], real.shape[-1]))
 
 
-def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these: every row by itself."""
-    return _quantise(weight, scheme)
+def round_trip(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.round_trip` for x [T, W] and a scheme of these, with second scales where it has any."""
+    values, scale, global_scale = _quantise(x, scheme, shared=(-1,))
+    real = dequantise_rows(values, scale, scheme)
+    return real if global_scale is None else real.mul_(global_scale)
+
+
+def quantise_weight(
+    weight: torch.Tensor, scheme: QuantScheme
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these."""
+    values, scale, global_scale = _quantise(weight, scheme, shared=(-2, -1))
+    return values, scale, None if global_scale is None else global_scale[..., 0, 0]
 
 
 def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_weight` for values [..., N, V] and a scheme of these."""
+    """`ep_moe.quant.dequantise_weight` for values [..., N, V] and a scheme of these, but for the second scale."""
     return dequantise_rows(values, scale, scheme)

@@ -149,14 +149,14 @@ def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantSche
     return values.float().mul_(scale)
 
 
-def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these."""
+def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these, which have no second scale."""
     weight = weight.float()
     rows, columns = weight.shape[-2:]
     tile = _weight_tile(scheme, rows, columns)
     tiles = _tile_scale(weight, tile, scheme)
     values = _store(weight, _spread(tiles, tile, rows, columns), scheme)
-    return values, tiles.reshape(scheme.weight_scale_shape(tuple(weight.shape)))
+    return values, tiles.reshape(scheme.weight_scale_shape(tuple(weight.shape))), None
 
 
 def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:

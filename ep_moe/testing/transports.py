@@ -5,18 +5,20 @@ Letters: T tokens on a rank, K top-k, H hidden.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ep_moe.config import Layout, TransportConfig
+from ep_moe.config import ActivationConfig, ActivationKind, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
-from ep_moe.placement import Placement
+from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing.cases import TransportCase, transport_cases
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.testing.rounds import check_round, compute_experts, expected_output
 from ep_moe.transport import Transport
+from ep_moe.transport.layer_tag import MOST_LAYERS, NO_LAYER, LayerTag
 
 TransportFactory = Callable[[EPGroup, Placement, TransportConfig], Transport]
 
@@ -29,7 +31,7 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
     case = TransportCase(name="refusals", tokens=(5,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
     for culprit in sorted({0, group.num_ranks - 1}):
-        for message, bad in _bad_inputs(case, culprit, group).items():
+        for message, bad in [*_bad_inputs(case, culprit, group), *_no_inputs(case, culprit, group)]:
             brought = bad if group.rank == culprit else _Brought.of(case, group)
             error = _refused_round(transport, case, brought, group)
             assert message in error, f"rank {group.rank}: {error!r}, expected {message!r}"
@@ -50,12 +52,14 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Brought:
-    """What a rank dispatches."""
+    """What a rank dispatches, or what a caller may take for it."""
 
-    x: torch.Tensor
-    routing: Routing
-    scheme: str = "none"
-    num_tokens: torch.Tensor | None = None
+    x: Any
+    routing: Any
+    scheme: Any = dataclasses.field(default_factory=lambda: get_scheme("none"))
+    num_tokens: Any = None
+    layer: Any = NO_LAYER
+    layout: Any = Layout.COMPACT
 
     @classmethod
     def of(cls, case: TransportCase, group: EPGroup) -> "_Brought":
@@ -74,9 +78,10 @@ def _refused_round(transport: Transport, case: TransportCase, brought: _Brought,
         dispatched = transport.dispatch(
             brought.x,
             brought.routing,
-            layout=case.layout,
-            scheme=get_scheme(brought.scheme),
+            layout=brought.layout,
+            scheme=brought.scheme,
             num_tokens=brought.num_tokens,
+            layer=brought.layer,
         )
     except ValueError as error:
         said = str(error)
@@ -95,8 +100,8 @@ def _refused_round(transport: Transport, case: TransportCase, brought: _Brought,
     return said
 
 
-def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> dict[str, _Brought]:
-    """What the culprit dispatches by the words that this rank must read of it."""
+def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
+    """What the culprit dispatches, with the words that this rank must read of it."""
     inputs = case.inputs(culprit).to(group.device)
     x, ids, weights = inputs.x, inputs.routing.topk_ids, inputs.routing.topk_weights
     assert isinstance(x, torch.Tensor)
@@ -106,25 +111,139 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> dict[str, 
     too_many = "num_tokens (9)" if mine else f"rank {culprit}"
     spoilt = Routing(topk_ids=_with_bad_ids(ids), topk_weights=weights)
     nine = torch.tensor([9], dtype=torch.int32, device=group.device)
-    bad = {
-        f"num_tokens (10) exceeds max_tokens_per_rank (5) on rank {culprit}": _Brought(
-            x=torch.cat([x, x]), routing=twice
+    bad = [
+        (
+            f"num_tokens (10) exceeds max_tokens_per_rank (5) on rank {culprit}",
+            _Brought(x=torch.cat([x, x]), routing=twice),
         ),
-        f"topk_ids has 2 ids outside [-1, num_experts (8)) on rank {culprit}": _Brought(x=x, routing=spoilt),
-        refused: _Brought(x=x.double(), routing=inputs.routing),
-        too_many: _Brought(x=x, routing=inputs.routing, num_tokens=nine),
-    }
+        (
+            f"topk_ids has 2 ids outside [-1, num_experts (8)) on rank {culprit}, such as 8",
+            _Brought(x=x, routing=spoilt),
+        ),
+        (refused, _Brought(x=x.double(), routing=inputs.routing)),
+        (too_many, _Brought(x=x, routing=inputs.routing, num_tokens=nine)),
+    ]
     if group.num_ranks > 1:
         fewer = Routing(topk_ids=ids[:, :1].contiguous(), topk_weights=weights[:, :1].contiguous())
-        bad["disagree on the payload"] = _Brought(x=x, routing=fewer)
-        bad["ranks disagree on the payload"] = _Brought(x=x, routing=inputs.routing, scheme="fp8_token")
+        token_scales = get_scheme("fp8_token")
+        bad.append(("ranks disagree on the payload", _Brought(x=x, routing=fewer)))
+        bad.append(("ranks disagree on the payload", _Brought(x=x, routing=inputs.routing, scheme=token_scales)))
     return bad
+
+
+def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
+    """The same of what is no tensor, no routing, no scheme: each is refused like a tensor of another shape."""
+    good = _Brought.of(case, group)
+    changes: list[dict[str, Any]] = [
+        {"x": None},
+        {"x": good.x.tolist()},
+        {"x": good.x.float().cpu().numpy()},
+        {"x": good.x.to_sparse()},
+        {"x": good.x[0, 0]},
+        {"routing": None},
+        {"routing": (good.routing.topk_ids, good.routing.topk_weights)},
+        {"num_tokens": 3},
+        {"layer": 0},
+        {"layout": "compact"},
+        {"scheme": "none"},
+    ]
+    mine = group.rank == culprit
+    words = "is" if mine else f"rank {culprit} refused its input"
+    return [(words, dataclasses.replace(good, **change)) for change in changes]
 
 
 def _with_bad_ids(ids: torch.Tensor) -> torch.Tensor:
     spoilt = ids.clone()
     spoilt[0, 0], spoilt[1, 1] = 8, -2
     return spoilt
+
+
+def check_layers(make: TransportFactory, group: EPGroup) -> None:
+    """Ranks in different layers, or with layers of different settings, all read who they are; the next round works.
+
+    Collective; with one rank there is nobody to differ from.
+    """
+    case = TransportCase(name="layers", tokens=(5,) * group.num_ranks)
+    transport = make(group, case.make_placement(), case.config)
+    brought, last = _Brought.of(case, group), group.num_ranks - 1
+    config = MoEConfig(hidden=case.hidden, intermediate=32, num_experts=case.num_experts)
+    wide = dataclasses.replace(config, intermediate=48)
+    other = dataclasses.replace(config, activation=ActivationConfig(kind=ActivationKind.GELU))
+    moved = create_placement("round_robin", case.num_experts, group.num_ranks)
+    usual = LayerTag.of(3, config, transport.placement)
+    odd = [
+        (LayerTag.of(MOST_LAYERS - 1, config, transport.placement), f"in layer {MOST_LAYERS - 1}"),
+        (LayerTag.of(3, wide, transport.placement), "intermediate (48 and 32)"),
+        (LayerTag.of(3, other, transport.placement), "different settings: activation (found"),
+        (LayerTag.of(3, config, moved), "different settings: placement (found"),
+    ]
+    for tag, words in odd if group.num_ranks > 1 else ():
+        mine = group.rank == last
+        said = _refused_round(transport, case, dataclasses.replace(brought, layer=tag if mine else usual), group)
+        found = words if mine else words.replace("(48 and 32)", "(32 and 48)")
+        assert found in said, f"rank {group.rank}: {said!r}, expected {found!r}"
+        assert f"rank {last}" in said, f"rank {group.rank}: {said!r}, expected rank {last}"
+        assert f"rank {group.rank}" in said, f"rank {group.rank}: {said!r}, expected rank {group.rank}"
+        check_round(transport, case, group.device)
+    transport.destroy()
+
+
+def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
+    """A rank that sits a round out costs the others what they sent there, and no more; the next round works.
+
+    Collective.
+    """
+    case = TransportCase(name="sit-out", tokens=(6,) * group.num_ranks, scheme="fp8_block", num_topk=2)
+    transport = make(group, case.make_placement(), case.config)
+    scheme, last, starts = get_scheme(case.scheme), group.num_ranks - 1, case.make_placement().starts
+    inputs = case.inputs(group.rank).to(group.device)
+    before = transport.num_rounds
+    if group.rank == last:
+        transport.sit_out(num_topk=case.num_topk, scheme=scheme)
+    else:
+        dispatched = transport.dispatch(inputs.x, inputs.routing, layout=case.layout, scheme=scheme)
+        y = compute_experts(dispatched.batch, starts[group.rank])
+        out = torch.ones(case.tokens[group.rank], case.hidden, dtype=case.dtype, device=group.device)
+        result = transport.combine(y, dispatched, out=out)
+        lost = (inputs.routing.topk_ids >= starts[last]).any(1)
+        assert bool(lost.any()), "no token went to the rank that sits out"
+        wanted = expected_output(case, group.rank).to(group.device).masked_fill(lost.unsqueeze(1), float("nan"))
+        assert_same_bits(result[~lost], wanted[~lost], f"{case.name}, rank {group.rank}")
+        assert bool(result[lost].isnan().all()), f"rank {group.rank} got numbers from a rank that sat out"
+    assert transport.num_rounds == before + 1, "the round was not counted"
+    transport.check()
+    check_round(transport, case, group.device)
+    transport.destroy()
+
+
+def check_destroyed(make: TransportFactory, group: EPGroup) -> None:
+    """Every call on a transport that is destroyed is a RuntimeError that says so. Collective."""
+    case = TransportCase(name="destroyed", tokens=(2,) * group.num_ranks)
+    transport = make(group, case.make_placement(), case.config)
+    check_round(transport, case, group.device)
+    brought, scheme = _Brought.of(case, group), get_scheme("none")
+    dispatched = transport.dispatch(brought.x, brought.routing, layout=case.layout, scheme=scheme)
+    y = compute_experts(dispatched.batch, transport.placement.starts[group.rank])
+    group.barrier()
+    transport.destroy()
+    calls: dict[str, Callable[[], object]] = {
+        "dispatch_send": lambda: transport.dispatch_send(brought.x, brought.routing, layout=case.layout, scheme=scheme),
+        "dispatch_recv": transport.dispatch_recv,
+        "combine": lambda: transport.combine(y, dispatched),
+        "combine_recv": lambda: transport.combine_recv(dispatched),
+        "refuse": lambda: transport.refuse(ValueError("of my own")),
+        "sit_out": lambda: transport.sit_out(num_topk=1, scheme=scheme),
+        "abandon": transport.abandon,
+        "check": transport.check,
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            assert "destroyed" in str(error), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name} on a destroyed transport raised nothing")
+    transport.destroy()
 
 
 def check_num_tokens(make: TransportFactory, group: EPGroup) -> None:
@@ -204,7 +323,7 @@ def check_abandon(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
-    """Run every case and the checks of refusals, slots, abandoned rounds, counts and halves on this rank.
+    """Run every case and the checks of refusals, layers, slots, abandoned rounds, counts and halves on this rank.
 
     Args:
         make: builds the transport from (group, placement, config), as `ep_moe.transport.create_transport` does.
@@ -220,6 +339,9 @@ def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
     checks["abandon"] = lambda: check_abandon(make, group)
     checks["num_tokens"] = lambda: check_num_tokens(make, group)
     checks["halves"] = lambda: check_halves(make, group)
+    checks["layers"] = lambda: check_layers(make, group)
+    checks["sit_out"] = lambda: check_sit_out(make, group)
+    checks["destroyed"] = lambda: check_destroyed(make, group)
     outcomes = {}
     for name, check in checks.items():
         try:

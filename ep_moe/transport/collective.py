@@ -6,7 +6,9 @@ A round is three exchanges: a header (counts, refusals), the rows of tokens, and
 makes every rank learn of a bad input before any payload is sent, so that all of them raise and the next round works.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +20,9 @@ from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, quantise
 from ep_moe.routing import Routing
+from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag, other_layer_message
 from ep_moe.transport.plan import HEADER_WORDS, plan_send
 from ep_moe.transport.rounds import (
     Slots,
@@ -26,6 +30,7 @@ from ep_moe.transport.rounds import (
     check_dispatch,
     check_expert_output,
     check_home,
+    count_rows,
     first_tokens,
     too_many_tokens_message,
 )
@@ -76,26 +81,20 @@ class CollectiveTransport(Transport):
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-        for rank, theirs in enumerate(group.all_gather_object((config, placement))):
-            if theirs != (config, placement):
-                raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
-        if placement.num_ranks != group.num_ranks:
-            raise ValueError(
-                f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
-            )
+        compare_ranks(group, placement, config)
         if config.on_peer_loss != "raise":
             raise ValueError(
                 f"on_peer_loss ({config.on_peer_loss!r}) needs transport 'nvlink': a collective waits for all"
             )
         self.config, self.placement = config, placement
-        self.rank, self.num_ranks = group.rank, group.num_ranks
+        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
+        self.num_rounds = 0
         self._group = group
         self._owner = torch.repeat_interleave(
             torch.arange(group.num_ranks, dtype=torch.int32),
             torch.tensor([placement.num_local_experts(r) for r in range(group.num_ranks)]),
         ).to(group.device)  # [P] int32, physical expert -> rank
         self._slots: Slots[_Round] = Slots(config.num_slots)
-        self._next_round = 0
 
     def dispatch_send(
         self,
@@ -106,11 +105,12 @@ class CollectiveTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload travels on behind."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
-        device = self._group.device
+        device = self.device
         try:
             check_dispatch(
                 x,
@@ -121,27 +121,32 @@ class CollectiveTransport(Transport):
                 rank=self.rank,
                 device=device,
                 num_tokens=num_tokens,
+                layer=layer,
             )
         except ValueError as error:
-            self.refuse(error, slot=slot, num_tokens=routing.topk_ids.shape[0])
+            self.refuse(error, slot=slot, num_tokens=count_rows(x))
         num_rows = routing.topk_ids.shape[0]
         if num_tokens is not None:
             try:
                 x, routing = first_tokens(x, routing, num_tokens, rank=self.rank)
             except ValueError as error:
                 self.refuse(error, slot=slot)
-        round_, self._next_round = self._next_round, self._next_round + 1
         row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
         headers = torch.empty(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=device)
-        plan = plan_send(routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, header=headers[0])
+        plan = plan_send(
+            routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, layer=layer.words, header=headers[0]
+        )
+        if scheme.quantised and not isinstance(x, Quantised):
+            x = quantise(x, scheme)  # may find no memory: nobody waits for these rows yet
+        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         sent, received = self._exchange_headers(headers, round_)
         self._raise_refusals(received, round_)
+        self._compare_layers(received, layer, round_)
         self._compare_formats(received, row_format, round_)
         send_counts, recv_counts = (tuple(words[0] for words in told) for told in (sent, received))
-        if scheme.quantised and not isinstance(x, Quantised):
-            x = quantise(x, scheme)
-        outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
-        incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
+        with self._telling():
+            outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
+            incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
         work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
         state = _Round(
             round=round_,
@@ -228,8 +233,8 @@ class CollectiveTransport(Transport):
         """See `Transport.refuse`. `num_tokens` is what the other ranks are told that this one brought."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
-        round_, self._next_round = self._next_round, self._next_round + 1
-        headers = torch.zeros(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=self._group.device)
+        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
+        headers = torch.zeros(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=self.device)
         headers[0, :, 1], headers[0, :, 2] = num_tokens, 1
         self._exchange_headers(headers, round_)
         raise error
@@ -239,24 +244,36 @@ class CollectiveTransport(Transport):
         call, state = self._slots.stage(slot)
         if state is None:
             return
+        self._group.check()
         if call != "combine_send":
             self._wait(state.work, "abandoned round", state.round)
         if call != "combine_recv":
             shape = (self.config.hidden,)
-            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._group.device}
-            outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
-            incoming = torch.empty((sum(state.send_counts), *shape), **like)
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
+            with self._telling():
+                outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
+                incoming = torch.empty((sum(state.send_counts), *shape), **like)
             work = self._all_to_all(incoming, outgoing, state.send_counts, state.recv_counts)
             self._wait(work, "abandoned round", state.round)
         self._slots.close(slot)
 
     def check(self) -> None:
         """See `Transport.check`. What goes wrong in a round is raised by its own calls; here, what the group knows."""
+        self._slots.check_open()
         self._group.check()
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""
-        self._slots = Slots(self.config.num_slots)
+        self._slots.destroy()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the others of an error inside: they wait for rows that this rank has announced and cannot exchange."""
+        try:
+            yield
+        except Exception as error:
+            self._group.report_failure(error)
+            raise
 
     def _exchange_headers(self, headers: torch.Tensor, round_: int) -> list[list[list[int]]]:
         """Send headers[0], receive into headers[1]; return what this rank told and was told, by rank. One host sync."""
@@ -267,13 +284,19 @@ class CollectiveTransport(Transport):
     def _raise_refusals(self, received: list[list[int]], round_: int) -> None:
         """Raise the same news on every rank: this rank's own error first, then another's with its rank."""
         in_turn = sorted(enumerate(received), key=lambda entry: entry[0] != self.rank)
-        for rank, (_, num_tokens, refused, bad, *_) in in_turn:
+        for rank, (_, num_tokens, refused, bad, _, _, bad_id, *_) in in_turn:
             if num_tokens > self.config.max_tokens_per_rank:
                 raise ValueError(too_many_tokens_message(num_tokens, self.config.max_tokens_per_rank, rank))
             if bad:
-                raise ValueError(bad_ids_message(bad, self.placement.num_physical, rank))
+                raise ValueError(bad_ids_message(bad, bad_id, self.placement.num_physical, rank))
             if refused:
                 raise ValueError(f"rank {rank} refused its input in round {round_}; its own error says why")
+
+    def _compare_layers(self, received: list[list[int]], own: LayerTag, round_: int) -> None:
+        """Raise on every rank where ranks are in different layers, or have made one with different settings."""
+        for rank, words in enumerate(received):
+            if tuple(words[7:]) != own.words:
+                raise ValueError(other_layer_message(own, self.rank, LayerTag.from_words(*words[7:]), rank, round_))
 
     def _compare_formats(self, received: list[list[int]], row_format: RowFormat, round_: int) -> None:
         """Raise on every rank where ranks send different formats."""
@@ -291,6 +314,7 @@ class CollectiveTransport(Transport):
         recv_counts: tuple[int, ...],
         send_counts: tuple[int, ...],
     ) -> dist.Work | None:
+        self._group.check()
         if self._group.process_group is None:
             incoming.copy_(outgoing)
             return None

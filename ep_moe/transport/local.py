@@ -15,14 +15,15 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, quantise
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.rounds import (
     Slots,
     bad_ids_message,
     check_dispatch,
     check_expert_output,
     check_home,
-    count_bad_ids,
     first_tokens,
+    is_bad_id,
 )
 
 
@@ -52,15 +53,16 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+        group.check_open()
         if group.num_ranks != 1:
             raise ValueError(f"the local transport serves 1 rank, the group has {group.num_ranks}")
         if placement.num_ranks != 1:
             raise ValueError(f"the placement spreads experts over {placement.num_ranks} ranks, the group has 1")
         self.config, self.placement = config, placement
-        self.rank, self.num_ranks = 0, 1
-        self._device = group.device
+        self.rank, self.num_ranks, self.device = 0, 1, group.device
+        self.num_rounds = 0
+        self._group = group
         self._slots: Slots[_Round] = Slots(config.num_slots)
-        self._next_round = 0
 
     def dispatch_send(
         self,
@@ -71,8 +73,10 @@ class LocalTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local; reads back whether all ids are in range."""
+        self._group.check()
         self._slots.expect(slot, "dispatch_send")
         config, num_physical = self.config, self.placement.num_physical
         check_dispatch(
@@ -82,15 +86,17 @@ class LocalTransport(Transport):
             scheme=scheme,
             config=config,
             rank=0,
-            device=self._device,
+            device=self.device,
             num_tokens=num_tokens,
+            layer=layer,
         )
         num_rows = routing.topk_ids.shape[0]
         if num_tokens is not None:
             x, routing = first_tokens(x, routing, num_tokens, rank=0)
-        bad = int(count_bad_ids(routing.topk_ids, num_physical))
-        if bad:
-            raise ValueError(bad_ids_message(bad, num_physical, 0))
+        bad = is_bad_id(routing.topk_ids, num_physical)
+        if bool(bad.any()):
+            examples = routing.topk_ids[bad]
+            raise ValueError(bad_ids_message(examples.numel(), int(examples.max()), num_physical, 0))
         if scheme.quantised and not isinstance(x, Quantised):
             x = quantise(x, scheme)
         ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights)
@@ -110,16 +116,17 @@ class LocalTransport(Transport):
             alignment=config.row_alignment,
         )
         handle = LocalHandle(
-            slot=slot, round=self._next_round, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights
+            slot=slot, round=self.num_rounds, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights
         )
         dispatched = Dispatched(batch=packed.batch, handle=handle)
         self._slots.advance(
-            slot, "dispatch_send", _Round(round=self._next_round, num_rows=num_rows, dispatched=dispatched)
+            slot, "dispatch_send", _Round(round=self.num_rounds, num_rows=num_rows, dispatched=dispatched)
         )
-        self._next_round += 1
+        self.num_rounds += 1
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local."""
+        self._group.check()
         state = self._slots.expect(slot, "dispatch_recv")
         assert state is not None
         self._slots.advance(slot, "dispatch_recv", state)
@@ -127,6 +134,7 @@ class LocalTransport(Transport):
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`. Local."""
+        self._group.check()
         handle = dispatched.handle
         assert isinstance(handle, LocalHandle)
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
@@ -140,30 +148,36 @@ class LocalTransport(Transport):
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Transport.combine_recv`. Local."""
+        self._group.check()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
         assert state.rows is not None
         shape = (state.num_rows, self.config.hidden)
-        check_home(shape, self.config, self._device, shared=shared, out=out)
+        check_home(shape, self.config, self.device, shared=shared, out=out)
         result, tokens = state.rows.new_empty(shape) if out is None else out, slice(state.rows.shape[0])
-        own_row = torch.arange(state.rows.shape[0], dtype=torch.int32, device=self._device).unsqueeze(1)
+        own_row = torch.arange(state.rows.shape[0], dtype=torch.int32, device=self.device).unsqueeze(1)
         weighted_sum(state.rows, own_row, None, shared=None if shared is None else shared[tokens], out=result[tokens])
         self._slots.advance(handle.slot, "combine_recv", None)
         return result
 
     def refuse(self, error: ValueError, *, slot: int = 0) -> NoReturn:
         """See `Transport.refuse`. Local."""
+        self._group.check()
         self._slots.expect(slot, "dispatch_send")
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`. Local: there is nobody to tell."""
-        self._slots.close(slot)
+        self._group.check()
+        if self._slots.stage(slot)[1] is not None:
+            self._slots.close(slot)
 
     def check(self) -> None:
-        """See `Transport.check`. There is nothing that its calls have not raised."""
+        """See `Transport.check`. There is nothing else that its calls have not raised."""
+        self._slots.check_open()
+        self._group.check()
 
     def destroy(self) -> None:
         """See `Transport.destroy`. Local."""
-        self._slots = Slots(self.config.num_slots)
+        self._slots.destroy()

@@ -7,7 +7,13 @@ import dataclasses
 
 import torch
 
-HEADER_WORDS = 6  # rows for you, tokens of the sender, refused (0 or 1), bad ids, format, (token, expert) pairs for you
+from ep_moe.transport.rounds import is_bad_id
+
+INT32 = torch.iinfo(torch.int32)
+
+# rows for you, tokens of the sender, refused (0 or 1), bad ids, format, (token, expert) pairs for you, one of the bad
+# ids, and the two words of the layer's tag
+HEADER_WORDS = 9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,18 +33,20 @@ class SendPlan:
         return torch.where(self.place >= 0, self.place + self.block_start[block], -1)
 
 
-def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, header: torch.Tensor) -> SendPlan:
+def plan_send(
+    topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, layer: tuple[int, int], header: torch.Tensor
+) -> SendPlan:
     """Find the ranks that need each token, and write the header. Ids that no rank owns are counted and go nowhere.
 
     Args:
         topk_ids: [T, K] int32 or int64, physical. owner: [P] int32, the rank of each expert.
-        fingerprint: of the row format. header: [R, HEADER_WORDS] int64, filled here.
+        fingerprint: of the row format. layer: `LayerTag.words`. header: [R, HEADER_WORDS] int64, filled here.
     Local, on the current stream, no host sync.
     """
     if topk_ids.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
         from ep_moe.transport import triton
 
-        return triton.plan_send(topk_ids, owner, fingerprint=fingerprint, header=header)
+        return triton.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)
     (num_tokens, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
     valid = (topk_ids >= 0) & (topk_ids < num_physical)
     pairs = torch.zeros(num_tokens, num_ranks, dtype=torch.int32)
@@ -51,8 +59,12 @@ def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, 
     counts = goes.sum(0)
     header.zero_()
     header[:, 0], header[:, 1], header[:, 4] = counts, num_tokens, fingerprint
-    header[:, 3] = ((topk_ids < -1) | (topk_ids >= num_physical)).sum()
+    bad = topk_ids[is_bad_id(topk_ids, num_physical)]
+    header[:, 3] = bad.numel()
     header[:, 5] = pairs.sum(0)
+    if bad.numel():
+        header[:, 6] = bad.max().clamp(INT32.min, INT32.max)
+    header[:, 7], header[:, 8] = layer
     return SendPlan(
         place=torch.where(goes, goes.cumsum(0) - 1, -1).int(),
         block_start=(counts.cumsum(0) - counts).int().unsqueeze(0),

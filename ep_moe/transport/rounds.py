@@ -12,6 +12,7 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.layout import ExpertBatch
 from ep_moe.quant import Quantised, QuantScheme
 from ep_moe.routing import Routing
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
 State = TypeVar("State")
 
@@ -25,7 +26,8 @@ class _Slot(Generic[State]):
 class Slots(Generic[State]):
     """The open rounds of a transport: each slot goes dispatch_send, dispatch_recv, combine_send, combine_recv.
 
-    A call out of order is a RuntimeError that names the slot and what it waits for; the slot keeps its state.
+    A call out of order is a RuntimeError that names the slot and what it waits for; the slot keeps its state. So is any
+    call once they are destroyed.
     """
 
     _NEXT = {
@@ -43,12 +45,11 @@ class Slots(Generic[State]):
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot[State]() for _ in range(num_slots)]
+        self._destroyed = False
 
     def expect(self, slot: int, call: str, round_: int | None = None) -> State | None:
         """Return the slot's state if `call` is its next one. Errors: ValueError for a bad slot, RuntimeError else."""
-        if not 0 <= slot < len(self._slots):
-            raise ValueError(f"slot ({slot}) is not in [0, num_slots ({len(self._slots)}))")
-        entry = self._slots[slot]
+        entry = self._entry(slot)
         if self._NEXT[entry.stage] != call:
             raise RuntimeError(f"slot {slot} waits for {self._NEXT[entry.stage]}, not for {call}")
         state = entry.state
@@ -59,8 +60,9 @@ class Slots(Generic[State]):
         return state
 
     def stage(self, slot: int) -> tuple[str, State | None]:
-        """Which call the slot waits for, and its state."""
-        return self._NEXT[self._slots[slot].stage], self._slots[slot].state
+        """Which call the slot waits for, and its state. Errors: as `expect`."""
+        entry = self._entry(slot)
+        return self._NEXT[entry.stage], entry.state
 
     def close(self, slot: int) -> None:
         """Forget the round that the slot holds."""
@@ -70,6 +72,36 @@ class Slots(Generic[State]):
         """Note that `call` is done and what the next one needs."""
         entry = self._slots[slot]
         entry.stage, entry.state = self._AFTER[call], state
+
+    def check_open(self) -> None:
+        """Raise RuntimeError once the transport is destroyed."""
+        if self._destroyed:
+            raise RuntimeError("the transport is destroyed")
+
+    def destroy(self) -> None:
+        """Forget all rounds; from now on every call is an error."""
+        self._slots = [_Slot() for _ in self._slots]
+        self._destroyed = True
+
+    def _entry(self, slot: int) -> _Slot[State]:
+        self.check_open()
+        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
+            raise ValueError(f"slot ({slot!r}) is not in [0, num_slots ({len(self._slots)}))")
+        return self._slots[slot]
+
+
+def check_tensor(tensor: object, name: str, rank: int) -> None:
+    """Raise ValueError for what is not a dense tensor of this rank: other types, sparse and distributed ones."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {_shorten(tensor)} on rank {rank}, not a tensor")
+    if tensor.layout is not torch.strided or hasattr(tensor, "to_local"):
+        raise ValueError(f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on rank {rank}, not dense")
+
+
+def _shorten(value: object) -> str:
+    """A value for a message: its type, and what it says of itself where that is short."""
+    said = repr(value)
+    return f"{type(value).__name__} {said}" if len(said) <= 60 else f"a {type(value).__name__}"
 
 
 def check_dispatch(
@@ -82,6 +114,7 @@ def check_dispatch(
     rank: int,
     device: torch.device,
     num_tokens: torch.Tensor | None = None,
+    layer: LayerTag = NO_LAYER,
 ) -> None:
     """Raise ValueError, with the value and the limit, for a dispatch that can be refused without looking at the ids.
 
@@ -89,6 +122,19 @@ def check_dispatch(
     """
     if not isinstance(scheme, QuantScheme):
         raise ValueError(f"scheme ({scheme!r}) is not a QuantScheme")
+    if not isinstance(routing, Routing):
+        raise ValueError(f"routing is {_shorten(routing)} on rank {rank}, not a Routing")
+    if not isinstance(layer, LayerTag):
+        raise ValueError(f"layer is {_shorten(layer)} on rank {rank}, not a LayerTag")
+    tensors = {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}
+    if isinstance(x, Quantised):
+        tensors |= {"x": x.values, "scale": x.scale}
+    else:
+        tensors["x"] = x
+    if num_tokens is not None:
+        tensors["num_tokens"] = num_tokens
+    for name, tensor in tensors.items():
+        check_tensor(tensor, name, rank)
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) is not one of {', '.join(member.value for member in Layout)}")
     values = x.values if isinstance(x, Quantised) else x
@@ -109,11 +155,6 @@ def check_dispatch(
         raise ValueError(f"num_topk ({routing.topk_ids.shape[1]}) exceeds max_topk ({config.max_topk}) on rank {rank}")
     if num_tokens is not None and (num_tokens.dtype != torch.int32 or num_tokens.numel() != 1):
         raise ValueError(f"num_tokens is {tuple(num_tokens.shape)} {num_tokens.dtype}, needed is 1 number of int32")
-    tensors = {"x": values, "topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}
-    if num_tokens is not None:
-        tensors["num_tokens"] = num_tokens
-    if isinstance(x, Quantised):
-        tensors["scale"] = x.scale
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
@@ -136,9 +177,15 @@ def first_tokens(
     return x, Routing(topk_ids=routing.topk_ids[:count], topk_weights=routing.topk_weights[:count])
 
 
-def count_bad_ids(topk_ids: torch.Tensor, num_physical: int) -> torch.Tensor:
-    """Count the ids outside [-1, P): an int64 scalar on the device of `topk_ids`."""
-    return ((topk_ids < -1) | (topk_ids >= num_physical)).sum()
+def count_rows(x: object) -> int:
+    """How many rows a dispatch that is refused has brought, as the other ranks are told; 0 for what has no rows."""
+    values = x.values if isinstance(x, Quantised) else x
+    return values.shape[0] if isinstance(values, torch.Tensor) and values.dim() else 0
+
+
+def is_bad_id(topk_ids: torch.Tensor, num_physical: int) -> torch.Tensor:
+    """Which ids are outside [-1, P), bool. Local, no host sync."""
+    return (topk_ids < -1) | (topk_ids >= num_physical)
 
 
 def too_many_tokens_message(num_tokens: int, max_tokens_per_rank: int, rank: int) -> str:
@@ -146,13 +193,18 @@ def too_many_tokens_message(num_tokens: int, max_tokens_per_rank: int, rank: int
     return f"num_tokens ({num_tokens}) exceeds max_tokens_per_rank ({max_tokens_per_rank}) on rank {rank}"
 
 
-def bad_ids_message(count: int, num_physical: int, rank: int) -> str:
-    """How every transport words ids that no rank owns."""
-    return f"topk_ids has {count} ids outside [-1, num_experts ({num_physical})) on rank {rank}"
+def bad_ids_message(count: int, example: int, num_physical: int, rank: int) -> str:
+    """How every transport words ids that no rank owns. Args: example: one of them, cut to int32 by some transports."""
+    more = " or more" if example == torch.iinfo(torch.int32).max else ""
+    return (
+        f"topk_ids has {count} ids outside [-1, num_experts ({num_physical})) on rank {rank}, such as {example}{more}"
+    )
 
 
 def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
     """Raise ValueError where `y` is not the experts' output for `batch`. Local, no host sync."""
+    if not isinstance(y, torch.Tensor) or y.layout is not torch.strided:
+        raise ValueError(f"expert output is {_shorten(y)}, not a dense tensor")
     if tuple(y.shape) != batch.output_shape or y.dtype != batch.dtype or y.device != batch.x.device:
         raise ValueError(
             f"expert output is {tuple(y.shape)} {y.dtype} on {y.device}, the {type(batch).__name__} batch needs "
@@ -170,6 +222,8 @@ def check_home(
 ) -> None:
     """Raise ValueError where `shared` or `out` do not fit a round of `shape` [T, H]. Local, no host sync."""
     for name, tensor in (("shared", shared), ("out", out)):
+        if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided):
+            raise ValueError(f"{name} is {_shorten(tensor)}, not a dense tensor")
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.device != device):
             raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}, the round has {shape} on {device}")
     if out is not None and out.dtype != config.dtype:

@@ -16,7 +16,9 @@ _PLACES = 2048  # (token, rank) that one program finds
 _SUMMED_COUNTS = 2048  # at a time
 
 
-def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, header: torch.Tensor) -> SendPlan:
+def plan_send(
+    topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, layer: tuple[int, int], header: torch.Tensor
+) -> SendPlan:
     """`ep_moe.transport.plan.plan_send` in two launches. Local, on the current stream, no host sync."""
     if topk_ids.stride(1) != 1:
         topk_ids = topk_ids.contiguous()
@@ -29,7 +31,7 @@ def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, 
         block_start=torch.empty(blocks, num_ranks, dtype=torch.int32, device=device),
         block_tokens=tokens,
     )
-    counts = torch.empty(blocks * (2 * num_ranks + 1), dtype=torch.int32, device=device)
+    counts = torch.empty(blocks * (2 * num_ranks + 2), dtype=torch.int32, device=device)
     with torch.cuda.device_of(topk_ids):
         if blocks:
             _find_destinations_kernel[(blocks,)](
@@ -53,6 +55,7 @@ def plan_send(topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, 
             blocks,
             num_tokens,
             fingerprint,
+            *layer,
             R=num_ranks,
             RANKS=ranks,
             BLOCKS=max(_SUMMED_COUNTS // ranks, 1),

@@ -21,7 +21,8 @@ class ExpertWeights:
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half.
     Quantised weights are the scheme's stored values, `scheme.row_values` of them in a row, with scales of its scale
-    dtype that multiply them.
+    dtype that multiply them; where the scheme has global scales, each expert's matrix has one that multiplies it too
+    (1 / g where a checkpoint stores a divisor g, as compressed-tensors' `weight_global_scale`).
     """
 
     w13: torch.Tensor  # [L, W, H]
@@ -29,6 +30,8 @@ class ExpertWeights:
     scheme: QuantScheme = SCHEMES["none"]
     w13_scale: torch.Tensor | None = None  # tensor [L], channel [L, W], block [L, ceil(W/bn), ceil(H/bk)]
     w2_scale: torch.Tensor | None = None  # tensor [L], channel [L, H], block [L, ceil(H/bn), ceil(I/bk)]
+    w13_global_scale: torch.Tensor | None = None  # [L] float32, where the scheme has them
+    w2_global_scale: torch.Tensor | None = None  # [L] float32
     w13_bias: torch.Tensor | None = None  # [L, W]
     w2_bias: torch.Tensor | None = None  # [L, H]
     w13_input_scale: torch.Tensor | None = (

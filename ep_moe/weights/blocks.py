@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES
+from ep_moe.fields import shown
 from ep_moe.quant import QuantScheme, dequantise_weight, get_scheme, weight_scale_shape
 from ep_moe.weights import storage
 from ep_moe.weights.storage import StoredTensor, TensorReader
@@ -40,17 +41,16 @@ def stored_scheme(config: Mapping[str, Any], name: str) -> QuantScheme | None:
     if quantised is None:
         return None
     read = f"{', '.join(DTYPES)}, and fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales are read"
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    stored = f"{name}: weights are quantised on disk ({shown(method)})"
     if not isinstance(quantised, Mapping):
-        raise ValueError(f"{name}: weights are quantised on disk ({quantised!r}); {read}")
-    method = quantised.get("quant_method")
+        raise ValueError(f"{stored}; {read}")
     for key, values in OPTIONS.items():
         if quantised.get(key) not in values:
-            raise ValueError(
-                f"{name}: weights are quantised on disk ({method!r}) with {key} {quantised.get(key)!r}; {read}"
-            )
+            raise ValueError(f"{stored} with {key} {shown(quantised.get(key))}; {read}")
     block = quantised.get("weight_block_size")
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int for size in block)):
-        raise ValueError(f"{name}: weights are quantised on disk ({method!r}) with weight_block_size {block!r}; {read}")
+        raise ValueError(f"{stored} with weight_block_size {shown(block)}; {read}")
     try:
         return get_scheme(f"fp8_block_{block[0]}x{block[1]}")
     except ValueError as error:

@@ -51,7 +51,7 @@ class Checkpoint:
         read, and for fp8 weights without their scale. Local.
         """
         raw, name = read_config(directory)
-        scheme, extra = stored_scheme(raw, name), extra_layers(raw)
+        scheme, extra = stored_scheme(raw, name), extra_layers(raw, name)
         config, family = moe_config_of(raw, name), family_of(raw, name)
         tensors = {
             key: stored for key, stored in list_tensors(directory).items() if not extra or _layer_of(key) not in extra
@@ -61,7 +61,7 @@ class Checkpoint:
             config=config,
             family=family,
             tensors=pair_scales(tensors, scheme),
-            dtype=dtype_of(raw),
+            dtype=dtype_of(raw, name),
             scheme=scheme,
         )
 

@@ -4,7 +4,6 @@ Letters: E logical experts, H hidden, I intermediate, K top-k.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,6 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind, MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.fields import shown
+from ep_moe.weights.json_files import build_config, read_key, read_object
 
 ACTIVATIONS = {"silu": ActivationKind.SILU, "swish": ActivationKind.SILU, "gelu": ActivationKind.GELU}
 
@@ -66,7 +67,7 @@ Form = tuple[ExpertTensor, ...]
 
 def _hidden_act(config: Mapping[str, Any], name: str) -> ActivationConfig:
     """The gated form of `hidden_act`."""
-    activation = _value(config, name, "hidden_act")
+    activation = read_key(config, name, str, "hidden_act")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: hidden_act ({activation!r}) is not one of {', '.join(ACTIVATIONS)}")
     return ActivationConfig(kind=ACTIVATIONS[activation])
@@ -118,6 +119,9 @@ def _forms(prefix: str, gate: str, up: str, down: str) -> tuple[Form, ...]:
     )
 
 
+TOPK = {"num_topk": "num_experts_per_tok"}  # fields of RoutingConfig and their keys in config.json
+GROUPS = {"num_group": "n_group", "topk_group": "topk_group", "routed_scaling_factor": "routed_scaling_factor"}
+
 LLAMA_FORMS = _forms("model.layers.{layer}.mlp.experts", "gate_proj", "up_proj", "down_proj")
 MIXTRAL_FORMS = _forms("model.layers.{layer}.block_sparse_moe.experts", "w1", "w3", "w2")
 GPT_OSS_FORM = (
@@ -128,46 +132,41 @@ GPT_OSS_FORM = (
 )
 
 
-def _num_topk(config: Mapping[str, Any], name: str) -> int:
-    return _value(config, name, "num_experts_per_tok")
-
-
 def _softmax_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
     """Softmax over all experts, top-k, and the division by the sum only where `norm_topk_prob` asks for it."""
-    renormalise = config.get("norm_topk_prob", False)
+    renormalise = read_key(config, name, bool, "norm_topk_prob", default=False)
     method = RoutingMethod.RENORMALIZE_NAIVE if renormalise else RoutingMethod.DEFAULT
-    return RoutingConfig(method=method, num_topk=_num_topk(config, name))
+    return build_config(RoutingConfig, config, name, TOPK, method=method)
 
 
 def _renormalised_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
-    return RoutingConfig(method=RoutingMethod.RENORMALIZE, num_topk=_num_topk(config, name))
+    return build_config(RoutingConfig, config, name, TOPK, method=RoutingMethod.RENORMALIZE)
 
 
 def _grouped_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
     """Sigmoid and bias within the best groups of experts; config.json has all of its numbers."""
-    return RoutingConfig(
-        method=RoutingMethod.DEEPSEEK_V3,
-        num_topk=_num_topk(config, name),
-        num_group=_value(config, name, "n_group"),
-        topk_group=_value(config, name, "topk_group"),
-        routed_scaling_factor=_value(config, name, "routed_scaling_factor"),
-        norm_topk_prob=config.get("norm_topk_prob", True),
+    renormalise = read_key(config, name, bool, "norm_topk_prob", default=True)
+    return build_config(
+        RoutingConfig, config, name, TOPK | GROUPS, method=RoutingMethod.DEEPSEEK_V3, norm_topk_prob=renormalise
     )
 
 
 def _biased_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
     """Sigmoid and bias over all experts; MiniMax-M2 divides by the sum and scales by nothing."""
-    return RoutingConfig(method=RoutingMethod.MINIMAX2, num_topk=_num_topk(config, name))
+    return build_config(RoutingConfig, config, name, TOPK, method=RoutingMethod.MINIMAX2)
 
 
 def _clamped_swiglu(config: Mapping[str, Any], name: str) -> ActivationConfig:
     """gpt-oss; its published config.json has no `swiglu_alpha`, and `hidden_act` says "silu" for something else."""
-    del name
-    return ActivationConfig(
+    return build_config(
+        ActivationConfig,
+        config,
+        name,
+        {},
         kind=ActivationKind.SWIGLU,
-        alpha=config.get("swiglu_alpha", 1.702),
+        alpha=read_key(config, name, float, "swiglu_alpha", default=1.702),
         beta=1.0,
-        limit=config.get("swiglu_limit", 7.0),
+        limit=read_key(config, name, float, "swiglu_limit", default=7.0),
     )
 
 
@@ -228,7 +227,7 @@ def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
 
     Args:
         source: a checkpoint directory, the content of its config.json, or a transformers config.
-    Errors: ValueError for a directory without config.json and for a config.json that is not JSON. Local.
+    Errors: ValueError for a directory without config.json, and for a config.json that holds no JSON object. Local.
     """
     if isinstance(source, Mapping):
         return source, "config"
@@ -237,10 +236,7 @@ def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
     path = Path(source) / "config.json"
     if not path.is_file():
         raise ValueError(f"{source} has no config.json, so it is not a Hugging Face checkpoint directory")
-    try:
-        return json.loads(path.read_text(encoding="utf-8")), str(path)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return read_object(path), str(path)
 
 
 def find_family(source: Source) -> Family:
@@ -262,39 +258,31 @@ def moe_config(source: Source) -> MoEConfig:
 def family_of(config: Mapping[str, Any], name: str) -> Family:
     """`find_family` of a config that is read already; errors call it `name`. Local."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"{name}: model_type ({model_type!r}) is not one of {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"{name}: model_type ({shown(model_type)}) is not one of {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
 def moe_config_of(config: Mapping[str, Any], name: str) -> MoEConfig:
     """`moe_config` of a config that is read already; errors call it `name`. Local."""
     family = family_of(config, name)
-    activation = family.activation(config, name)
-    return MoEConfig(
-        hidden=_value(config, name, family.hidden),
-        intermediate=_value(config, name, family.intermediate),
-        num_experts=_value(config, name, *family.num_experts),
-        routing=family.routing(config, name),
-        activation=activation,
-    )
+    there = (key for key in family.num_experts if config.get(key) is not None)
+    num_experts = next(there, " or ".join(family.num_experts))  # errors name both
+    keys = {"hidden": family.hidden, "intermediate": family.intermediate, "num_experts": num_experts}
+    activation, routing = family.activation(config, name), family.routing(config, name)
+    return build_config(MoEConfig, config, name, keys | TOPK | GROUPS, routing=routing, activation=activation)
 
 
-def extra_layers(config: Mapping[str, Any]) -> range:
+def extra_layers(config: Mapping[str, Any], name: str) -> range:
     """The layers behind the last one that published checkpoints hold to predict further tokens (DeepSeek-V3's layer
-    61, GLM-4.5's layer 92); no transformers model has them. Local."""
-    first = config.get("num_hidden_layers")
-    count = next((config[key] for key in NUM_EXTRA_LAYERS if config.get(key)), 0)
-    return range(0) if first is None else range(first, first + count)
+    61, GLM-4.5's layer 92); no transformers model has them. Errors: ValueError for what is no integer. Local."""
+    first = read_key(config, name, int | None, "num_hidden_layers", default=None)
+    counts = [read_key(config, name, int, key, default=0) for key in NUM_EXTRA_LAYERS]
+    return range(0) if first is None else range(first, first + next(filter(None, counts), 0))
 
 
-def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that config.json names for the model, float32 where it names none. Local."""
-    return DTYPES.get(config.get("dtype") or config.get("torch_dtype") or "float32", torch.float32)
-
-
-def _value(config: Mapping[str, Any], name: str, *keys: str) -> Any:
-    found = next((config[key] for key in keys if config.get(key) is not None), None)
-    if found is None:
-        raise ValueError(f"{name}: no key {' or '.join(keys)}, which model_type {config['model_type']!r} needs")
-    return found
+def dtype_of(config: Mapping[str, Any], name: str) -> torch.dtype:
+    """The dtype that config.json names for the model, float32 where it names none. Errors: ValueError for what is no
+    name. Local."""
+    named = read_key(config, name, str, "torch_dtype", default="")
+    return DTYPES.get(read_key(config, name, str, "dtype", default="") or named, torch.float32)

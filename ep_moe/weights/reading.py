@@ -74,6 +74,8 @@ def _read_layer(
         scale_shape = weight_scale_shape((len(experts), *shape), scheme)
         scale = torch.empty(scale_shape, dtype=scheme.scale_dtype, device=device)
         fields[f"{field}_scale"] = scale
+        if scheme.weight_global_scale:
+            fields[f"{field}_global_scale"] = torch.empty(len(experts), dtype=torch.float32, device=device)
         if scheme == stored:
             for slot, expert in enumerate(experts):
                 checkpoint.read_blocks(reader, layer, field, expert, stack[slot], scale[slot])
@@ -81,7 +83,9 @@ def _read_layer(
         matrix = torch.empty(shape, dtype=torch.float32 if stored.quantised else dtype, device=device)
         for slot, expert in enumerate(experts):
             checkpoint.read_field(reader, layer, field, expert, matrix)
-            stack[slot], scale[slot] = quantise_weight(matrix, scheme)
+            stack[slot], scale[slot], global_scale = quantise_weight(matrix, scheme)
+            if global_scale is not None:
+                fields[f"{field}_global_scale"][slot] = global_scale
     for field, size in {"w13_bias": width, "w2_bias": config.hidden}.items():
         if any(tensor.field == field for tensor in checkpoint.layers[layer]):
             fields[field] = torch.empty(len(experts), size, dtype=dtype, device=device)

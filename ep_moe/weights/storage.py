@@ -9,12 +9,15 @@ Letters: D the first dimension of a tensor.
 
 import dataclasses
 import io
-import json
 import math
+import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from ep_moe.fields import shown, typed
+from ep_moe.weights.json_files import parse_object, read_object
 
 PORTION_BYTES = 16 << 20
 
@@ -81,7 +84,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from None
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
+        header = parse_object(file.read(header_bytes), str(path))
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -100,8 +103,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def list_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     """List the tensors of a checkpoint: of model.safetensors, or of the files that its index names.
 
-    Errors: ValueError for a directory without either, an index that names an absent file, a tensor that is not in the
-    file where the index puts it, and a tensor that two files hold. Local.
+    Files are those of the checkpoint's own folder, by their names: an index that names others, by ".." or an absolute
+    path, is refused. What stands under a name may be a link to elsewhere, as Hugging Face's cache keeps its files.
+
+    Errors: ValueError for a directory without either, an index that is not as above or that names an absent file, a
+    tensor that is not in the file where the index puts it, and a tensor that two files hold. Local.
     """
     directory = Path(directory)
     index = directory / INDEX_FILE
@@ -109,23 +115,32 @@ def list_tensors(directory: str | Path) -> dict[str, StoredTensor]:
         return read_header(directory / SINGLE_FILE)
     if not index.is_file():
         raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{index} is not an index with a weight_map: {error!r}") from None
+    weight_map = _read_weight_map(index)
     tensors: dict[str, StoredTensor] = {}
     for file_name in sorted(set(weight_map.values())):
         path = directory / file_name
-        if not path.is_file():
-            raise ValueError(f"{index} names {file_name}, which is not there")
+        if not os.path.isfile(path):  # False too for a name that no file can have
+            raise ValueError(f"{index} names {shown(file_name)}, which is not there")
         for name, stored in read_header(path).items():
             if name in tensors:
                 raise ValueError(f"{name} is in two files, {tensors[name].file} and {path}")
             tensors[name] = stored
     for name, file_name in weight_map.items():
-        if name not in tensors or tensors[name].file.name != Path(file_name).name:
+        if name not in tensors or tensors[name].file != directory / file_name:
             raise ValueError(f"{name} is not in {directory / file_name}, where {index} puts it")
     return tensors
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, within the folder of the index."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: weight_map ({shown(weight_map)}) is not a JSON object")
+    for name, file_name in weight_map.items():
+        place = Path(typed(file_name, str, f"{index}: weight_map: {name}"))
+        if place.anchor or ".." in place.parts:
+            raise ValueError(f"{index}: weight_map: {name} ({shown(file_name)}) is not in the checkpoint's folder")
+    return weight_map
 
 
 class TensorReader:

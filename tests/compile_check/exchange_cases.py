@@ -50,7 +50,7 @@ def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
         rank=0,
         device=CPU,
         most_receivers=MOST_PROGRAMS,
-        report=torch.zeros(2, dtype=torch.int64),
+        report=torch.zeros(3, dtype=torch.int64),
         patience=10**10,
     )
     exchange._early = exchange._planner._early = True

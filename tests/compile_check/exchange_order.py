@@ -4,23 +4,27 @@ from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publ
 
 ROWS = Site(function="_deliver_row", kind="store")
 FLAGS = Site(function="send_rows", kind="store", words="flag_to")
-WAITS: tuple[AnyRule, ...] = (
-    Agree(name="agreement", looks=("trouble", "is_over", "report", "clock"), reductions=("agree", "is_over", "report")),
+GIVE_UP = {"give_up": frozenset({"relaxed", "sys", "cas"})}
+BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # of this rank's own word, which no other reaches
+COMMON: tuple[AnyRule, ...] = (
     AfterLaunch(name="early launch"),
-    Strong(
-        name="what changes meanwhile",
-        functions=("trouble", "is_over", "wait_for_words", "report"),
-        atomics={"give_up": frozenset({"relaxed", "cas"})},
-    ),
     Publish(
         name="a report",
-        rows=Site(function="report", kind="store", words="report_ptr + 1"),
+        rows=Site(function="report", kind="store", words="report_ptr + "),
         flag=Site(function="report", kind="store", words="make_word"),
     ),
 )
 RULES: dict[str, tuple[AnyRule, ...]] = {
     "_dispatch_kernel": (
-        *WAITS,
+        *COMMON,
+        Agree(
+            name="agreement", looks=("trouble", "is_over", "report", "clock"), reductions=("agree", "is_over", "report")
+        ),
+        Strong(
+            name="what changes meanwhile",
+            functions=("trouble", "is_over", "wait_for_words", "report"),
+            atomics=GIVE_UP,
+        ),
         Publish(name="rows and their flag", rows=ROWS, flag=FLAGS),
         Acquire(name="loads of rows", flags="wait_for_flag"),
         Stores(
@@ -35,7 +39,17 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         ),
     ),
     "_combine_kernel": (
-        *WAITS,
+        *COMMON,
+        Agree(
+            name="agreement",
+            looks=("trouble", "is_over", "report", "clock", "begin_combine"),
+            reductions=("agree", "is_over", "report", "begin_combine", "_sum_rows"),
+        ),
+        Strong(
+            name="what changes meanwhile",
+            functions=("trouble", "is_over", "wait_for_words", "report", "begin_combine"),
+            atomics=GIVE_UP | BEGIN_COMBINE,
+        ),
         Acquire(name="loads of results", flags="", parts=("strong load",)),
         Stores(
             name="stores of a combine",
@@ -44,8 +58,13 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         ),
         Meet(
             name="the state of a combine",
-            read=Site(function="_combine_kernel", kind="load", words="own.state_ptr + DONE"),
-            written=Site(function="_combine_kernel", kind="store", words="own.state_ptr + DONE"),
+            read=Site(function="_is_before_resumption", kind="load", words="own.state_ptr + RESUME"),
+            written=Site(function="_combine_kernel", kind="store", words="own.state_ptr + RESUME"),
+        ),
+        Meet(
+            name="what has run of a combine",
+            read=Site(function="begin_combine", kind="load", words="own.state_ptr + RUNS"),
+            written=Site(function="begin_combine", kind="atomic", words="own.state_ptr + RUNS"),
         ),
     ),
 }

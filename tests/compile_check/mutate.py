@@ -49,16 +49,17 @@ class _Idle:
 
 
 @contextlib.contextmanager
-def changed_kernels(folder: Path, mutant: Mutant) -> Iterator[None]:
-    """Load the kernels of the exchange anew, with a change, for the launchers to launch."""
+def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
+    """Load the kernels of the exchange anew, with some changes, for the launchers to launch."""
     originals = Path(ep_moe.kernels.__path__[0])
     loaded: dict[str, Any] = {}
     with mock.patch.dict(sys.modules):  # and all is as it was
         for name in MODULES:
             text = (originals / f"{name}.py").read_text()
-            if name == mutant.module:
-                assert mutant.old in text, f"{name}.py has no {mutant.old!r}: change the mutant {mutant.name!r}"
-                text = text.replace(mutant.old, mutant.new)
+            for mutant in mutants:
+                if name == mutant.module:
+                    assert mutant.old in text, f"{name}.py has no {mutant.old!r}: change the mutant {mutant.name!r}"
+                    text = text.replace(mutant.old, mutant.new)
             path = folder / f"{name}.py"
             path.write_text(text)
             full = f"ep_moe.kernels.{name}"
@@ -69,7 +70,8 @@ def changed_kernels(folder: Path, mutant: Mutant) -> Iterator[None]:
             spec.loader.exec_module(loaded[name])
         names = {name: f"_{name}_kernel" for name in ("dispatch", "combine")}
         kernels = {names[name]: _Idle() for name in names}
-        kernels[names[mutant.kernel]] = getattr(loaded[mutant.kernel], names[mutant.kernel])
+        (kernel,) = {mutant.kernel for mutant in mutants}
+        kernels[names[kernel]] = getattr(loaded[kernel], names[kernel])
         with mock.patch.multiple(launches, **kernels):
             yield
 
@@ -91,14 +93,19 @@ def findings(arch: int) -> list[str]:
 
 def main(arch: int) -> None:
     """Print what is found."""
-    found = {}
+    found, groups = {}, list[list[Mutant]]()
+    for mutant in (*UNCHANGED, *MUTANTS):
+        if mutant.beside:
+            groups[-1].append(mutant)
+        else:
+            groups.append([mutant])
     with tempfile.TemporaryDirectory(prefix="compile_check_") as name:
         os.environ["TRITON_CACHE_DIR"] = name
-        for number, mutant in enumerate((*UNCHANGED, *MUTANTS)):
-            folder = Path(name) / f"mutant{number}"
+        for number, group in enumerate(groups):
+            folder = Path(name) / f"group{number}"
             folder.mkdir()
-            with changed_kernels(folder, mutant):
-                found[mutant.name] = findings(arch)
+            with changed_kernels(folder, group):
+                found |= dict.fromkeys([mutant.name for mutant in group], findings(arch))
     print(json.dumps(found))
 
 

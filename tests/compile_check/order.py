@@ -104,7 +104,7 @@ class Strong:
 
     name: str
     functions: tuple[str, ...]
-    atomics: dict[str, frozenset[str]]  # function -> what its atomics must be, beside of system scope
+    atomics: dict[str, frozenset[str]]  # function -> what its atomics must be
     start: str = ""
 
     @property
@@ -116,7 +116,7 @@ class Strong:
         """See `Rule.step`."""
         function = look_up(*instruction.frames[0]).function if instruction.frames else ""
         if instruction.kind == "atomic":
-            wanted = self.atomics.get(function, frozenset({"acquire"})) | {"sys"}
+            wanted = self.atomics.get(function, {"acquire", "sys"})  # as a flag is looked at
             missing = wanted - instruction.modifiers
             wrong = f"an atomic operation in {function} is not {' and '.join(sorted(missing))}" if missing else ""
             return state, wrong, function if function in self.atomics else ""

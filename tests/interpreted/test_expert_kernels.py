@@ -117,8 +117,8 @@ def make_case(
     w2 = normal(EXPERTS, hidden, intermediate) * growing / intermediate**0.5
     fields: dict[str, Any] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
     if scheme.quantised:
-        fields["w13"], fields["w13_scale"] = quantise_weight(w13, scheme)
-        fields["w2"], fields["w2_scale"] = quantise_weight(w2, scheme)
+        fields["w13"], fields["w13_scale"], _ = quantise_weight(w13, scheme)
+        fields["w2"], fields["w2_scale"], _ = quantise_weight(w2, scheme)
     if biased:
         fields["w13_bias"], fields["w2_bias"] = normal(EXPERTS, width).to(dtype), normal(EXPERTS, hidden).to(dtype)
     if static:
@@ -292,7 +292,7 @@ def test_columns_of_another_group_do_not_count() -> None:
     loud = torch.arange(INTERMEDIATE, device=DEVICE) % 96 >= 48
     w13[:, INTERMEDIATE:][:, loud] *= 100
     w2[:, :, loud] /= 100
-    (w13, w13_scale), (w2, w2_scale) = (quantise_weight(w, case.weights.scheme) for w in (w13, w2))
+    (w13, w13_scale, _), (w2, w2_scale, _) = (quantise_weight(w, case.weights.scheme) for w in (w13, w2))
     weights = ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, scheme=case.weights.scheme)
     loud_case = dataclasses.replace(case, weights=weights)
     assert_equals_torch(loud_case, SILU, loud_case.batch(Layout.COMPACT))

@@ -106,7 +106,7 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
     """Both experts of "fp8_block_ue8m0" against torch; a format that the kernels do not compute is refused by name."""
     random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
     weights = [torch.randn(2, *shape, generator=random) / 12 for shape in ((160, hidden), (hidden, 80))]
-    (w13, w13_scale), (w2, w2_scale) = (quantise_weight(weight, scheme) for weight in weights)
+    (w13, w13_scale, _), (w2, w2_scale, _) = (quantise_weight(weight, scheme) for weight in weights)
     tokens = quantise(torch.randn(24, hidden, generator=random), scheme)
     fields = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
     held = ExpertWeights(scheme=scheme, **{name: tensor.to(DEVICE) for name, tensor in fields.items()})
@@ -133,8 +133,8 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
 def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
     scheme = get_scheme(name)
     tokens = quantise(torch.ones(4, 32), scheme)
-    w13, w13_scale = quantise_weight(torch.ones(1, 64, 32), scheme)
-    w2, w2_scale = quantise_weight(torch.ones(1, 32, 32), scheme)
+    w13, w13_scale, w13_global = quantise_weight(torch.ones(1, 64, 32), scheme)
+    w2, w2_scale, w2_global = quantise_weight(torch.ones(1, 32, 32), scheme)
     one = torch.tensor([1], dtype=torch.int32)
     batch = Compact(
         x=tokens.values,
@@ -146,6 +146,14 @@ def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
         row_index=None,
         expected_rows=1,
     )
-    weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme, w13_scale=w13_scale, w2_scale=w2_scale)
+    weights = ExpertWeights(
+        w13=w13,
+        w2=w2,
+        scheme=scheme,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_global_scale=w13_global,
+        w2_global_scale=w2_global,
+    )
     with pytest.raises(ValueError, match=rf"do not compute scheme '{name}' .*experts=\"torch\" does"):
         TritonExperts(ActivationConfig())(batch, weights)

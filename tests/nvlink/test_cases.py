@@ -7,7 +7,16 @@ import pytest
 
 from ep_moe.group import EPGroup
 from ep_moe.testing import TransportCase, check_round, transport_cases
-from ep_moe.testing.transports import check_abandon, check_halves, check_num_tokens, check_refusals, check_slots
+from ep_moe.testing.transports import (
+    check_abandon,
+    check_destroyed,
+    check_halves,
+    check_layers,
+    check_num_tokens,
+    check_refusals,
+    check_sit_out,
+    check_slots,
+)
 from ep_moe.transport.nvlink import NvlinkTransport
 from nvlink.common import on_ranks, patched
 from nvlink.nans import check_all_ones
@@ -20,6 +29,9 @@ BESIDE = {
     "abandon": check_abandon,
     "num_tokens": check_num_tokens,
     "halves": check_halves,
+    "layers": check_layers,
+    "sit_out": check_sit_out,
+    "destroyed": check_destroyed,
     "all-ones": check_all_ones,
 }
 
@@ -96,4 +108,4 @@ def check_beside(group: EPGroup, name: str) -> None:
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_keeps(name: str) -> None:
-    on_ranks(check_beside, name, num_ranks=3 if name == "abandon" else 2)
+    on_ranks(check_beside, name, num_ranks=3 if name in ("abandon", "layers", "sit_out") else 2)

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import GroupConfig, Layout
+from ep_moe.config import GroupConfig, Layout, MoEConfig
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError
+from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout import Flat
 from ep_moe.quant import as_bytes, get_scheme
 from ep_moe.routing import Routing
@@ -17,6 +18,7 @@ from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.transport import create_transport
 from ep_moe.transport.nvlink import NvlinkTransport
+from ep_moe.weights import ExpertWeights
 from nvlink.common import on_ranks
 from nvlink.reference import raw
 
@@ -146,7 +148,7 @@ def dispatch_again(group: EPGroup) -> int:
         transport._exchange._allocate = allocate
     check_round(transport, CASE, group.device)
     transport.destroy()
-    return transport._next_round
+    return transport.num_rounds
 
 
 def no_memory(*args: Any) -> None:
@@ -186,6 +188,72 @@ def test_a_batch_without_memory_is_abandoned() -> None:
     assert on_ranks(give_up) == [there.any(1).tolist(), []]
 
 
+def end_the_group(group: EPGroup) -> list[str]:
+    """What a transport says in an open round once its group is destroyed."""
+    transport, inputs = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank)
+    scheme = get_scheme(CASE.scheme)
+    dispatched = transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=scheme)
+    y = torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype)
+    group.barrier()
+    group.destroy()
+    calls = [
+        lambda: transport.combine(y, dispatched),
+        lambda: transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=scheme, slot=1),
+        transport.abandon,
+        transport.check,
+    ]
+    told = []
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        told.append(str(caught.value))
+    transport.destroy()
+    return told
+
+
+def test_a_destroyed_group_exchanges_nothing() -> None:
+    for rank, told in enumerate(on_ranks(end_the_group)):
+        assert [f"rank {rank} has left this group" in words for words in told] == [True] * 4, told
+
+
+def layer_without_memory(group: EPGroup) -> bool:
+    """Rank 1's layer finds no memory for its batch: are rank 0's results NaN where they need it, and the next right?"""
+    hidden, intermediate, case = CASE.hidden, 32, CASE
+    transport, inputs = NvlinkTransport(group, case.make_placement(), case.config), case.inputs(group.rank)
+    experts, routing = transport.placement.num_local_experts(group.rank), inputs.routing
+    generator = torch.Generator().manual_seed(group.rank)
+    weights = ExpertWeights(
+        w13=torch.randn(experts, 2 * intermediate, hidden, generator=generator).to(case.dtype),
+        w2=torch.randn(experts, hidden, intermediate, generator=generator).to(case.dtype),
+    )
+    config = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=case.num_experts)
+    layer = ExpertParallelMoE(config, weights, transport, experts="torch")
+    sound = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+    if group.rank == 1:
+        allocate = transport._exchange._allocate
+        transport._exchange._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
+            plan, slot
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            layer(inputs.x, routing.topk_ids, routing.topk_weights)
+        transport._exchange._allocate = allocate
+        right = True
+    else:
+        first, last = transport.placement.starts[1:3]
+        lost = ((routing.topk_ids >= first) & (routing.topk_ids < last)).any(1)
+        found = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+        right = bool(lost.any()) and torch.equal(found.isnan().all(1), lost)
+        right = right and torch.equal(found[~lost], sound[~lost])
+    again = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+    transport.check()
+    transport.destroy()
+    return right and torch.equal(again, sound)
+
+
+def test_a_layer_without_memory_costs_the_others_what_they_sent_there() -> None:
+    assert on_ranks(layer_without_memory) == [True, True]
+
+
 def other_config(group: EPGroup) -> str:
     config = dataclasses.replace(CASE.config, hidden=64 if group.rank == 1 else 48)
     case = dataclasses.replace(CASE, tokens=(2, 2, 2))
@@ -196,8 +264,11 @@ def other_config(group: EPGroup) -> str:
 
 def test_an_unequal_config_is_named() -> None:
     said = on_ranks(other_config, num_ranks=3)
-    assert [text.partition(" has ")[0] for text in said] == ["rank 1", "rank 0", "rank 1"]
-    assert all("hidden=64" in text and "hidden=48" in text for text in said)
+    pairs = ["rank 0 and rank 1", "rank 1 and rank 0", "rank 2 and rank 1"]
+    values = ["(48 and 64)", "(64 and 48)", "(48 and 64)"]
+    assert said == [
+        f"{pair} make the transport differently: hidden {both}" for pair, both in zip(pairs, values, strict=True)
+    ]
 
 
 def a_placement_for_others(group: EPGroup) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import stat
 import types
 from pathlib import Path
 
@@ -53,6 +54,26 @@ def test_ranks_map_each_other() -> None:
         assert seen == [100, 101, 102]
         assert written == [10 * (rank + 1) + source for source in range(3)]
     assert left_behind(name) == []
+
+
+def modes_of_files(group: EPGroup, masks: tuple[int, ...]) -> list[str]:
+    """Who may use the file of a buffer while it has a name, from its first byte on, under each umask."""
+    modes = []
+
+    def looked_at(descriptor: int, offset: int, size: int) -> None:
+        modes.append(oct(stat.S_IMODE(os.fstat(descriptor).st_mode)))
+        os.posix_fallocate(descriptor, offset, size)
+
+    symmetric.os = types.SimpleNamespace(**{**vars(os), "posix_fallocate": looked_at})
+    for mask in masks:
+        before = os.umask(mask)
+        SymmetricBuffer(group, NUM_BYTES).destroy()
+        os.umask(before)
+    return modes
+
+
+def test_nobody_else_can_open_the_files() -> None:
+    assert on_ranks(modes_of_files, (0, 0o022, 0o777), num_ranks=2) == [["0o600"] * 3] * 2
 
 
 def without_room(group: EPGroup, name: str) -> tuple[str, int]:

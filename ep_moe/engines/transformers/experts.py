@@ -5,6 +5,7 @@ Letters: E experts of the module, H hidden, I intermediate; W = 2I where the exp
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from ep_moe.weights import ExpertWeights
 
 ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they speak of
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+SHARDED = "_ep_moe_sharded"  # attributes that experts modules get: a `ShardedExperts`, or a `LocalExperts`
+LOCAL = "_ep_moe_local"
+ALPHA_NAMES, LIMIT_NAMES = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # of an experts module's attributes
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -39,9 +43,17 @@ def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _gated_candidates(module: ExpertsModule) -> Iterator[ActivationConfig]:
     yield ActivationConfig(kind=ActivationKind.SILU)
     yield ActivationConfig(kind=ActivationKind.GELU)
-    alpha, limit = getattr(module, "alpha", 1.0), getattr(module, "limit", None)
+    alpha, limit = _number(module, ALPHA_NAMES, 1.0), _number(module, LIMIT_NAMES, None)
+    if limit is not None and not 0 < limit < math.inf:
+        limit = None
     for beta in (1.0, 0.0):
         yield ActivationConfig(kind=ActivationKind.SWIGLU, alpha=alpha, beta=beta, limit=limit)
+
+
+def _number(module: ExpertsModule, names: Sequence[str], default: Any) -> Any:
+    """The first of a module's attributes that is a number; which of them count, its own code decides."""
+    values = (getattr(module, name, None) for name in names)
+    return next((float(value) for value in values if isinstance(value, int | float)), default)
 
 
 def _probes() -> torch.Tensor:
@@ -118,13 +130,13 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     )
 
 
-def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
-    """Give an experts module its parameters, what `weights_of` reads from it: views where it keeps them as we do.
+def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    """The parameters of an experts module from which `weights_of` reads `weights`: views where they lie alike.
 
     Args:
         module: as transformers makes it, whatever parameters it has; its flags are honoured.
-        weights: of all E experts, unquantised.
-    Local.
+        weights: of any of its experts, unquantised.
+    Returns: name -> [number of experts in `weights`, ...]. Local.
     """
 
     def in_their_order(rows: torch.Tensor) -> torch.Tensor:
@@ -138,7 +150,12 @@ def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
         tensors = {name: matrix.mT.contiguous() for name, matrix in tensors.items()}
     if weights.w13_bias is not None and weights.w2_bias is not None:
         tensors |= {f"{first}_bias": in_their_order(weights.w13_bias), "down_proj_bias": weights.w2_bias}
-    for name, tensor in tensors.items():
+    return tensors
+
+
+def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
+    """Give an experts module the parameters that `parameters_of` makes of all E experts. Local."""
+    for name, tensor in parameters_of(module, weights).items():
         module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
@@ -146,9 +163,11 @@ def quantise_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeigh
     """Quantise unquantised weights; those of a scheme that does not quantise come back as they are. Local."""
     if not scheme.quantised:
         return weights
-    w13, w13_scale = quantise_weight(weights.w13, scheme)
-    w2, w2_scale = quantise_weight(weights.w2, scheme)
-    return dataclasses.replace(weights, scheme=scheme, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
+    fields: dict[str, Any] = {"scheme": scheme}
+    for name in ("w13", "w2"):
+        stored = quantise_weight(getattr(weights, name), scheme)
+        fields |= dict(zip((name, f"{name}_scale", f"{name}_global_scale"), stored, strict=True))
+    return dataclasses.replace(weights, **fields)
 
 
 def drop_parameters(module: ExpertsModule) -> None:

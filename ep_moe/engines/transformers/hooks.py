@@ -36,9 +36,14 @@ class HookConfig:
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
 
 
+def with_topk(config: TransportConfig, num_topk: int) -> TransportConfig:
+    """The config for rounds of up to K experts of a token, never for fewer than it was for. Local."""
+    return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk))
+
+
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """`refuse_backward` for a module's parameters too: they are read without a graph. Local."""
-    return refuse_backward(run, *inputs, *module.parameters(recurse=False))
+    return refuse_backward(run, (*inputs, *module.parameters(recurse=False)))
 
 
 class ModuleLayer:
@@ -52,11 +57,15 @@ class ModuleLayer:
         module: as long as `serves` is true of it.
         weights: the module's. transport: of the layer, for as many experts as its placement has.
         config: names the implementation and the layout; the router stays transformers' own.
+        index: the layer's number, which ranks compare in each round.
     Errors: ValueError for an activation that is not computed here, and for what does not fit the transport.
     """
 
-    def __init__(self, module: ExpertsModule, weights: ExpertWeights, transport: Transport, config: HookConfig) -> None:
+    def __init__(
+        self, module: ExpertsModule, weights: ExpertWeights, transport: Transport, config: HookConfig, index: int
+    ) -> None:
         self.transport = transport
+        self._index = index
         self._state = state_of(module)
         self._experts = config.experts
         self._config = MoEConfig(
@@ -71,7 +80,7 @@ class ModuleLayer:
         self._layer = layer if are_views(weights, module) else None
 
     def _make(self, weights: ExpertWeights) -> ExpertParallelMoE:
-        return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts)
+        return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts, layer_index=self._index)
 
     def serves(self, module: ExpertsModule) -> bool:
         """True while the module's parameters are the tensors that this was made from. Local, no host sync."""
@@ -85,21 +94,26 @@ class ModuleLayer:
 class LocalExperts:
     """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`."""
 
-    def __init__(self, module: ExpertsModule, config: HookConfig, num_tokens: int) -> None:
-        self._max_tokens = max(config.max_tokens_per_rank, num_tokens)
+    def __init__(self, module: ExpertsModule, config: HookConfig, top_k_index: torch.Tensor) -> None:
+        num_tokens, num_topk = top_k_index.shape
         weights = weights_of(module)
         self._num_experts = weights.num_local_experts
-        transport = create_transport(
-            "local",
-            EPGroup.single(weights.w13.device),
-            Placement.linear(self._num_experts, 1),
-            TransportConfig(hidden=weights.w13.shape[2], max_tokens_per_rank=self._max_tokens, dtype=weights.w13.dtype),
+        sizes = TransportConfig(
+            hidden=weights.w13.shape[2],
+            max_tokens_per_rank=max(config.max_tokens_per_rank, num_tokens),
+            dtype=weights.w13.dtype,
         )
-        self._layer = ModuleLayer(module, weights, transport, config)
+        self._sizes = with_topk(sizes, num_topk)
+        transport = create_transport(
+            "local", EPGroup.single(weights.w13.device), Placement.linear(self._num_experts, 1), self._sizes
+        )
+        self._layer = ModuleLayer(module, weights, transport, config, 0)
 
-    def serves(self, module: ExpertsModule, num_tokens: int) -> bool:
-        """True while the module's parameters are those that this was made from, and T fits. Local, no host sync."""
-        return num_tokens <= self._max_tokens and self._layer.serves(module)
+    def serves(self, module: ExpertsModule, top_k_index: torch.Tensor) -> bool:
+        """True while the module's parameters are those that this was made from, and T and K fit. Local."""
+        num_tokens, num_topk = top_k_index.shape
+        fits = num_tokens <= self._sizes.max_tokens_per_rank and num_topk <= self._sizes.max_topk
+        return fits and self._layer.serves(module)
 
     def __call__(
         self,
@@ -165,12 +179,24 @@ class ShardedExperts:
 
     def __init__(self, session: Session, index: int) -> None:
         self._session, self._index = session, index
+        self.called = False  # since somebody else set it to False
+
+    @property
+    def session(self) -> Session:
+        """Of the whole model."""
+        return self._session
+
+    @property
+    def layer(self) -> ExpertParallelMoE:
+        """The layer that computes the module's experts."""
+        return self._session.layers[self._index]
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Compute this rank's tokens [T, H], ids [T, K] logical. Collective."""
-        session, layer = self._session, self._session.layers[self._index]
+        session, layer = self._session, self.layer
+        self.called = True
         if session.idle:
             layer(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ep_moe.engines.transformers.experts import drop_parameters, find_experts, write_weights
 from ep_moe.placement import Placement
 from ep_moe.weights import Checkpoint, DenseTensors, ExpertWeights
+from ep_moe.weights.json_files import read_object
 
 
 def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
@@ -39,6 +40,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
         drop_parameters(module)
         module._is_hf_initialized = True  # transformers' initialisation of fresh parameters passes it by
     if (directory / "generation_config.json").is_file():
+        read_object(directory / "generation_config.json")  # transformers says of what is no object: not a mapping
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from ep_moe.config import TransportConfig
+from ep_moe.engines.transformers.architectures import check_hook_in_step
 from ep_moe.engines.transformers.experts import ExpertsModule, weights_of
-from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleLayer, without_backward
+from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleLayer, with_topk, without_backward
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
@@ -51,15 +52,25 @@ class SharedTransports:
     def __init__(self, config: HookConfig) -> None:
         self.config = config
         self._open: dict[tuple[Any, ...], _SharedTransport] = {}
+        self._num_modules = 0
+
+    def number_module(self) -> int:
+        """Count one experts module more; returns its number, the same on ranks that make the same models. Local."""
+        self._num_modules += 1
+        return self._num_modules - 1
 
     def get(
-        self, process_group: dist.ProcessGroup, num_experts: int, hidden: int, like: torch.Tensor
+        self, process_group: dist.ProcessGroup, num_experts: int, num_topk: int, like: torch.Tensor
     ) -> _SharedTransport:
-        """The transport over a process group, for E experts and tokens of the dtype and device of `like`.
+        """The transport over a process group, for E experts, K of a token, and tokens that w13 `like` [L, W, H] takes.
 
         Collective for the first layer that asks; all ranks ask in the same order.
         """
-        key = (process_group.group_name, num_experts, hidden, like.dtype, like.device)
+        sizes = TransportConfig(
+            hidden=like.shape[2], max_tokens_per_rank=self.config.max_tokens_per_rank, dtype=like.dtype
+        )
+        sizes = with_topk(sizes, num_topk)
+        key = (process_group.group_name, num_experts, sizes, like.device)
         shared = self._open.get(key)
         if shared is not None and shared.process_group is not process_group:
             shared.close()
@@ -71,7 +82,7 @@ class SharedTransports:
                 self.config.transport,
                 group,
                 Placement.linear(num_experts, group.num_ranks),
-                TransportConfig(hidden=hidden, max_tokens_per_rank=self.config.max_tokens_per_rank, dtype=like.dtype),
+                sizes,
             )
             shared = _SharedTransport(process_group=process_group, group=group, transport=transport)
             self._open[key] = shared
@@ -99,15 +110,18 @@ class MeshExperts:
         self._experts = experts
         self._expert_group, self._batch_group = expert_group, batch_group
         self._transports = transports
+        self._index = transports.number_module()  # its layer is made when it is first called, perhaps out of step
         self._shared: _SharedTransport | None = None
         self._layer: ModuleLayer | None = None
 
-    def _prepare(self) -> tuple[ExpertParallelMoE, _SharedTransport]:
+    def _prepare(self, num_topk: int) -> tuple[ExpertParallelMoE, _SharedTransport]:
         if self._layer is None or self._shared is None or not self._layer.serves(self._experts):
             weights = weights_of(self._experts)
             num_experts = weights.num_local_experts * self._expert_group.size()
-            self._shared = self._transports.get(self._expert_group, num_experts, weights.w13.shape[2], weights.w13)
-            self._layer = ModuleLayer(self._experts, weights, self._shared.transport, self._transports.config)
+            self._shared = self._transports.get(self._expert_group, num_experts, num_topk, weights.w13)
+            self._layer = ModuleLayer(
+                self._experts, weights, self._shared.transport, self._transports.config, self._index
+            )
         return self._layer.layer(self._experts), self._shared
 
     def __call__(
@@ -121,7 +135,7 @@ class MeshExperts:
         return without_backward(self._experts, run, hidden_states, top_k_weights)
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        layer, shared = self._prepare()
+        layer, shared = self._prepare(ids.shape[1])
         sharers = self._batch_group.size()
         if sharers == 1:
             return layer(x, ids, weights)
@@ -163,6 +177,8 @@ def _register_implementation(transports: SharedTransports) -> None:
 
         def __init__(self, experts: ExpertsModule, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
+            if not self.shares_batch:
+                check_hook_in_step(experts)
             self._forward = MeshExperts(experts, ep_mesh.get_group(), tp_mesh.get_group(), transports)
 
         def __call__(

@@ -16,6 +16,7 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.kernels import exchange as device_code
 from ep_moe.kernels.numerics import INTERPRET
 from ep_moe.placement import Placement
+from ep_moe.transport.layer_tag import LayerTag, other_layer_message
 from ep_moe.transport.nvlink.members import Members, earlier_epoch
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.watchdog import NOBODY, Watchdog
@@ -34,7 +35,7 @@ class Faults:
     """Reads the report that the kernels write to the host's memory, and settles what it says with the other ranks.
 
     Attributes:
-        report: [2] int64 that kernels write and the host reads without a sync.
+        report: [3] int64 that kernels write and the host reads without a sync.
         patience: how long a kernel waits, in nanoseconds, or looks under the interpreter.
         waiting: notes a launch that waits, by phase and round (`Watchdog.waiting`).
     """
@@ -42,7 +43,7 @@ class Faults:
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, memory: ExchangeMemory) -> None:
         self._group, self._config, self._memory = group, config, memory
         self._num_physical = placement.num_physical
-        self.report = torch.zeros(2, dtype=torch.int64, pin_memory=group.device.type == "cuda")
+        self.report = torch.zeros(3, dtype=torch.int64, pin_memory=group.device.type == "cuda")
         self._words = memoryview(self.report.numpy())  # type: ignore[arg-type]
         self.patience = int(group.config.timeout_secs * (_LOOKS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
@@ -68,8 +69,12 @@ class Faults:
 
         Args:
             settle: where a rank is lost and may be, go on without it; the next round begins behind this.
-        Errors: PeerLostError. Local, no host sync; with `settle` collective where a rank was lost.
+        Errors: PeerLostError; RuntimeError once the transport or its group is destroyed. Local, no host sync; with
+        `settle` collective where a rank was lost.
         """
+        if self._destroyed or self._group.destroyed:
+            self._group.check_open()
+            raise RuntimeError("the transport is destroyed")
         if self._words[0]:
             self._read_report()
         if self._lost is None and self._members is None:
@@ -123,18 +128,18 @@ class Faults:
         word = int(self._words[0])
         if not word:
             return
-        value = int(self._words[1])
+        value, own_value = int(self._words[1]), int(self._words[2])
         self._words[0] = 0  # the kernels write the next; the number is theirs alone
         epoch, verdict, source = (word >> 32) & 0xFFFFFFFF, (word >> 8) & 0xFF, word & 0xFF
         if verdict == device_code.LOST.value:
             self._note_loss(epoch << 32 | value & 0xFFFFFFFF)
             return
-        error = self._explain(epoch - 1, verdict, source, value)
+        error = self._explain(epoch - 1, verdict, source, value, own_value)
         if error is not None:
             _log.warning("a round is off: %s", error)
             self._refusal = self._refusal or error
 
-    def _explain(self, round_: int, verdict: int, source: int, value: int) -> Exception | None:
+    def _explain(self, round_: int, verdict: int, source: int, value: int, own_value: int) -> Exception | None:
         """The error of a round that is off; None where this rank has raised it already."""
         own = source == self._group.rank
         if verdict == device_code.OUT_OF_ORDER.value:
@@ -152,7 +157,10 @@ class Faults:
                 return ValueError(too_many_tokens_message(value, self._config.max_tokens_per_rank, source))
             return ValueError(f"num_tokens ({value}) is not in [0, rows of x] on rank {source} in round {round_}")
         if verdict == device_code.BAD_IDS.value:
-            return ValueError(bad_ids_message(value, self._num_physical, source))
+            return ValueError(bad_ids_message(value & 0xFFFFFFFF, value >> 32, self._num_physical, source))
+        if verdict == device_code.OTHER_LAYER.value:
+            tags = (LayerTag.from_words(words, words >> 32) for words in (own_value, value))
+            return ValueError(other_layer_message(next(tags), self._group.rank, next(tags), source, round_))
         if verdict == device_code.MISMATCH.value:
             odd = " and ".join(f"rank {rank}" for rank in range(self._group.num_ranks) if value >> rank & 1)
             return ValueError(

@@ -26,15 +26,16 @@ from ep_moe.layout.triton import as_words
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, as_bytes, get_scheme, quantise
 from ep_moe.routing import Routing
+from ep_moe.transport.layer_tag import NO_LAYER
 from ep_moe.transport.nvlink.launch import Launch
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned, aligned_rows
 from ep_moe.transport.nvlink.plans import BLOCK_TOKENS, Plan, Planner, distinct_sizes
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words
+from ep_moe.transport.nvlink.room import REGISTERS
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
 
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
-_REGISTERS = 168  # of a thread, so that three programs of 4 warps share a processor; fewer spill
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
 _MOST_PLANS = 512
 _MOST_COMPILERS = 8  # threads that compile at a time
@@ -47,6 +48,7 @@ class Sent(NamedTuple):
     tokens: Tokens
     strides: tuple[int, ...]  # of x, of its scales by token and by group, of ids, of weights
     refusal: int
+    layer: tuple[int, int]  # `LayerTag.words`
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +166,7 @@ class Exchange:
         for send, receive in halves if kind.split_dispatch else whole:
             launch = self._dispatch_of(0, sent, send=send, receive=receive)
             filled = batch if receive else Batch(self._nothing, self._unscaled)
-            found.append((launch, (sent.tokens, filled), (*sent.strides, self._patience)))
+            found.append((launch, (sent.tokens, filled), (*sent.strides, *sent.layer, self._patience)))
         for send, receive in halves if kind.split_combine else whole:
             home = shared if receive else None
             launch = self._combine_of(0, sent, spoilt=not send, shared=home, send=send, receive=receive)
@@ -180,6 +182,7 @@ class Exchange:
         *,
         num_tokens: torch.Tensor | None = None,
         refusal: int = 0,
+        layer: tuple[int, int] = NO_LAYER.words,
     ) -> Sent:
         """Ready a dispatch for its launch; `refusal` 1 says that the round is off. Local, no host sync.
 
@@ -189,7 +192,7 @@ class Exchange:
         ids, weights = routing.topk_ids, routing.topk_weights
         if plan.how and not plan.blocks and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
             count = nothing if num_tokens is None else aligned(num_tokens)
-            return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal)
+            return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal, layer)
         if scheme.quantised and not isinstance(x, Quantised) and not plan.how:
             if num_tokens is not None:  # a scale that tokens share must not know the rows that are none
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
@@ -206,7 +209,7 @@ class Exchange:
         count = nothing if num_tokens is None else aligned(num_tokens)
         block_counts = self._count_blocks(ids, count, plan) if plan.blocks else nothing
         strides = values.stride(0) // plan.unit, *scale_strides, ids.stride(0), weights.stride(0)
-        return Sent(plan, Tokens(values, scale, ids, weights, count, block_counts), strides, refusal)
+        return Sent(plan, Tokens(values, scale, ids, weights, count, block_counts), strides, refusal, layer)
 
     def _count_blocks(self, ids: torch.Tensor, count: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Count the rows of every expert before each block of tokens, and in all. Two launches."""
@@ -232,7 +235,7 @@ class Exchange:
     def send(self, slot: int, sent: Sent) -> None:
         """Launch the sending half of a dispatch. Local, no host sync."""
         launch = self._dispatch_of(slot, sent, send=True, receive=False)
-        launch((sent.tokens, Batch(self._nothing, self._unscaled)), (*sent.strides, self._patience))
+        launch((sent.tokens, Batch(self._nothing, self._unscaled)), (*sent.strides, *sent.layer, self._patience))
 
     def receive(self, slot: int, sent: Sent, *, send: bool) -> ExpertBatch:
         """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
@@ -240,7 +243,7 @@ class Exchange:
         launch = self._dispatch_of(slot, sent, send=send, receive=True)
         x, scale = self._allocate(plan, slot)
         batch = Batch(x, self._unscaled if scale is None else scale) if launch.loaded else self._as_stored(x, scale)
-        launch((sent.tokens, batch), (*sent.strides, self._patience))
+        launch((sent.tokens, batch), (*sent.strides, *sent.layer, self._patience))
         kept = plan.kept[slot]
         if plan.layout is Layout.BATCHED:
             return Batched(x=x, scale=scale, row_index=None, **kept["common"])
@@ -335,7 +338,7 @@ class Exchange:
         return launch
 
     def _options(self, num_warps: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": _REGISTERS}
+        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": REGISTERS}
         return {**options, "launch_pdl": True} if self._early else options
 
     def combine(
@@ -369,11 +372,12 @@ class Exchange:
         launch = plan.combines.get(key)
         if launch is None:
             programs, k = self.tuning.combine(plan.num_tokens, self.num_ranks), plan.payload.num_topk
+            held = held_words(self.num_ranks, config.dtype.itemsize, programs.num_warps)
             first_receiver = programs.senders * send
             constants = {
                 "H": config.hidden,
                 "SENT_BLOCK": block_words(config.hidden, programs.sent_block),
-                "SUMMED_BLOCK": awaited_words(config.hidden, programs.summed_block, programs.num_warps),
+                "SUMMED_BLOCK": awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
                 "TOGETHER": programs.together,
                 "UNIT": ALIGNMENT,
                 "R": self.num_ranks,

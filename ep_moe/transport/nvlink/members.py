@@ -1,7 +1,7 @@
 """How the ranks of a transport agree, through the group's store, on who goes on after one is lost.
 
 Every agreement has a number, the same on every rank. A rank votes: whom it suspects, and the last epoch that each of
-its slots has begun. Who votes is alive, whatever others suspect. Who does not is lost: a suspect after some
+its slots has begun to send. Who votes is alive, whatever others suspect. Who does not is lost: a suspect after some
 heartbeats, another rank after the whole timeout. The first rank to see all votes that it waits for writes the decision
 down, and all take that one.
 
@@ -70,7 +70,7 @@ class Members:
 
         Args:
             suspects: ranks that did not answer.
-            epochs: [S], the last that each slot has begun here.
+            epochs: [S], the last that each slot has begun to send here.
             wanted: [R], who shall be active from now on; all ranks that are or shall be active ask for the same. Where
                 another rank asks because one is lost, that is decided first.
         Errors: PeerLostError where the store is gone. Collective, host sync with the others.

@@ -18,6 +18,7 @@ from ep_moe.placement import Placement
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 8
 STATE_WORDS = 64
+_ENDED = device_code.SENT_ONCE.value + device_code.RECEIVED_ONCE.value  # of RUNS: there is nothing to combine
 SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: one float32 for 16 numbers
 
 
@@ -42,7 +43,7 @@ class Regions:
         scale_bytes = max(config.hidden // SCALE_SHARE, 16)
         words = (row_bytes + scale_bytes + 8 * config.max_topk) // 4 + 2
         return cls(
-            news=num_ranks * (2 + max_experts) * WORD_BYTES,
+            news=num_ranks * (device_code.HEADER_WORDS.value + max_experts) * WORD_BYTES,
             flags=rows * WORD_BYTES,
             entries=rows * 8 * config.max_topk,
             values=rows * row_bytes,
@@ -121,9 +122,11 @@ class ExchangeMemory:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        state = zeros(STATE_WORDS)
+        state[device_code.RUNS.value] = _ENDED
         return SlotMemory(
             peers=peers,
-            state=zeros(STATE_WORDS),
+            state=state,
             homes=zeros(config.max_tokens_per_rank),
             waited_ns=zeros(2, num_ranks, dtype=torch.int64),
             rows_seen=zeros(experts, dtype=torch.int64),
@@ -148,7 +151,7 @@ class ExchangeMemory:
             resume: for each slot the epoch from which on rounds count, int32; 0 where all do.
         Local, on the current stream.
         """
-        bits = sum(1 << rank for rank, alive in enumerate(active) if alive)
+        bits = sum(1 << rank if rank < 31 else -1 << rank for rank, alive in enumerate(active) if alive)  # int32
         for slot, epoch in zip(self.slots, resume, strict=True):
             slot.returned.fill_(0xFF)
             slot.state[device_code.ACTIVE.value] = bits
@@ -157,14 +160,20 @@ class ExchangeMemory:
         self.abort.zero_()
 
     def begun(self) -> tuple[int, ...]:
-        """The epoch of the last round that each slot has begun, int32. Local, host sync."""
-        return tuple(int(slot.state[device_code.BEGUN.value]) for slot in self.slots)
+        """The epoch of the last round that each slot has begun to send, int32. Local, host sync.
+
+        Ranks agree to resume behind the last of them. A round that was sent and not yet received counts: some of it
+        went to ranks that may be lost, and home would wait for their results.
+        """
+        return tuple(int(slot.state[device_code.SENT.value]) for slot in self.slots)
 
     def catch_up(self, epochs: Sequence[int]) -> None:
         """Let each slot's last round be that of the epoch, int32. Local, on the current stream."""
         for slot, epoch in zip(self.slots, epochs, strict=True):
+            slot.state[device_code.SENT.value] = epoch
             slot.state[device_code.BEGUN.value] = epoch
             slot.state[device_code.DONE.value] = epoch
+            slot.state[device_code.RUNS.value] = _ENDED
 
     def end_waits(self, word: int) -> None:
         """Have all waits of this rank end with an abort word. Local; no call of CUDA's, which may wait for them."""

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
+from ep_moe.kernels.exchange import HEADER_WORDS
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
@@ -70,11 +71,12 @@ def kind_of(
     """All that a plan depends on and `check_dispatch` looks at, unless x is `Quantised`: that looks at more.
 
     Layout and scheme go by identity: whoever keeps something for a kind keeps both.
+    Errors: AttributeError for what is no tensor, which `check_dispatch` refuses.
     """
     values, ids = (x.values if isinstance(x, Quantised) else x), routing.topk_ids
-    counted = None if num_tokens is None else (num_tokens.shape, num_tokens.dtype, num_tokens.device)
-    sizes = values.shape, values.dtype, values.device, ids.shape, ids.dtype, ids.device
-    return (*sizes, id(layout), id(scheme), isinstance(x, Quantised), counted)
+    counted = None if num_tokens is None else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device)
+    sizes = type(values), values.layout, values.shape, values.dtype, values.device, ids.shape, ids.dtype, ids.device
+    return (*sizes, type(routing), id(layout), id(scheme), isinstance(x, Quantised), counted)
 
 
 def distinct_sizes(max_tokens: int) -> Iterator[int]:
@@ -133,7 +135,7 @@ class Planner:
             "COLUMNS": triton.next_power_of_2(num_topk),
             "L": self._max_experts,
             "EXPERTS": triton.next_power_of_2(self._max_experts),
-            "NEWS_WORDS": triton.next_power_of_2(self._max_experts + 2),
+            "NEWS_WORDS": triton.next_power_of_2(self._max_experts + HEADER_WORDS.value),
             "TOKENS": count,
             "COUNTED_EXPERTS": share,
             "QUANTISE": how,

@@ -5,10 +5,12 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import triton
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
@@ -17,14 +19,17 @@ from ep_moe.kernels.exchange import PLACE_BITS
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantised, QuantScheme, get_scheme
 from ep_moe.routing import Routing
+from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.nvlink.faults import Faults
 from ep_moe.transport.nvlink.launches import Exchange, Sent
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
 from ep_moe.transport.nvlink.plans import kind_of
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, most_receivers
-from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home
+from ep_moe.transport.nvlink.room import OpenRounds, Room, most_receivers
+from ep_moe.transport.nvlink.tuning import WORD_TOKENS
+from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home, count_rows
 
 MOST_RANKS = 32  # a bit for each
 MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry holds a place below this, and the expert above it
@@ -69,15 +74,9 @@ class NvlinkTransport(Transport):
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-        for rank, theirs in enumerate(group.all_gather_object((config, placement))):
-            if theirs != (config, placement):
-                raise ValueError(f"rank {rank} has {theirs}, rank {group.rank} has {(config, placement)}")
+        compare_ranks(group, placement, config)
         for kind in config.kinds:
             get_scheme(kind.scheme)
-        if placement.num_ranks != group.num_ranks:
-            raise ValueError(
-                f"the placement spreads experts over {placement.num_ranks} ranks, the group has {group.num_ranks}"
-            )
         for name, value, limit in (
             ("num_ranks", group.num_ranks, MOST_RANKS),
             ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
@@ -89,8 +88,9 @@ class NvlinkTransport(Transport):
         if reason:
             raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
         self.config, self.placement = config, placement
-        self.rank, self.num_ranks = group.rank, group.num_ranks
-        self._group, self._device = group, group.device
+        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
+        self.num_rounds = 0
+        self._group = group
         self._memory = ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
         self._faults = Faults(group, placement, config, self._memory)
         self._exchange = Exchange(
@@ -99,13 +99,19 @@ class NvlinkTransport(Transport):
             self._memory,
             rank=group.rank,
             device=group.device,
-            most_receivers=most_receivers(group.device, config),
+            most_receivers=most_receivers(group.device, config.num_slots),
             report=self._faults.report,
             patience=self._faults.patience,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
-        self._next_round = 0
-        if self._device.type == "cuda":
+        self._open: OpenRounds | None = None
+        if self.device.type == "cuda":
+            self._open = OpenRounds(
+                self.device,
+                Room.of(self.device),
+                functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
+                triton.runtime.driver.active.get_current_stream,
+            )
             self._exchange.compile(config.kinds)
         group.wait_for_all("compile")  # ranks take as long as they do
 
@@ -116,6 +122,7 @@ class NvlinkTransport(Transport):
 
     def statistics(self) -> ExchangeStatistics:
         """What this rank has received and whom it has waited for, since it was made. Local, no host sync."""
+        self._slots.check_open()
         slots = self._memory.slots
         return ExchangeStatistics(
             expert_tokens=torch.stack([slot.rows_seen for slot in slots]).sum(0)[: self._exchange.num_local],
@@ -137,6 +144,7 @@ class NvlinkTransport(Transport):
         a round is open; PeerLostError. A rank that is lost meanwhile is left out. Collective among the ranks that are
         active and those that shall be, host sync.
         """
+        self._slots.check_open()
         wanted = tuple(bool(there) for there in mask)
         if len(wanted) != self.num_ranks or not any(wanted):
             raise ValueError(f"active ranks ({wanted}) are not some of {self.num_ranks} ranks")
@@ -153,12 +161,14 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
+        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
         self._exchange.send(slot, state.sent)
-        self._next_round += 1
+        self.num_rounds += 1
         self._slots.advance(slot, "dispatch_send", state)
+        self._note_open(slot, state)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
@@ -176,12 +186,13 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        layer: LayerTag = NO_LAYER,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
         Where there is no memory for the batch nothing has been sent, and the call may be made again.
         """
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens)
+        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
         return self._receive(slot, state, send=True)
 
     def _begin(
@@ -193,12 +204,16 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int,
         num_tokens: torch.Tensor | None,
+        layer: LayerTag,
     ) -> _Round:
         """Check a dispatch and ready it for its launch."""
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        kind = kind_of(x, routing, layout, scheme, num_tokens)
-        plan = self._exchange.plan(kind)
+        try:
+            kind, words = kind_of(x, routing, layout, scheme, num_tokens), layer.words
+            plan = self._exchange.plan(kind)
+        except (AttributeError, TypeError):  # of what is no tensor
+            kind, words, plan = (), NO_LAYER.words, None
         if plan is None or isinstance(x, Quantised):
             try:
                 check_dispatch(
@@ -208,21 +223,24 @@ class NvlinkTransport(Transport):
                     scheme=scheme,
                     config=self.config,
                     rank=self.rank,
-                    device=self._device,
+                    device=self.device,
                     num_tokens=num_tokens,
+                    layer=layer,
                 )
             except ValueError as error:
-                rows = x.values if isinstance(x, Quantised) else x
-                self.refuse(error, slot=slot, num_tokens=rows.shape[0] if rows.dim() else 0)
+                self.refuse(error, slot=slot, num_tokens=count_rows(x))
         if plan is None:
             plan = self._exchange.make_plan(kind, x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens)
-        return _Round(self._next_round, self._exchange.prepare(plan, x, routing, num_tokens=num_tokens))
+        sent = self._exchange.prepare(plan, x, routing, num_tokens=num_tokens, layer=words)
+        return _Round(self.num_rounds, sent)
 
     def _receive(self, slot: int, state: _Round, *, send: bool) -> Dispatched:
         with self._faults.waiting("dispatch", state.round):
             batch = self._exchange.receive(slot, state.sent, send=send)
-        self._next_round += send
+        self.num_rounds += send
         self._slots.advance(slot, "dispatch_recv", state)
+        if send:
+            self._note_open(slot, state)
         return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def combine(
@@ -238,9 +256,14 @@ class NvlinkTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
-        if y.shape != state.sent.plan.output_shape or y.dtype != self.config.dtype or y.device != self._device:
-            check_expert_output(y, dispatched.batch)
+        self._check_output(y, state, dispatched)
         return self._bring_home(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
+
+    def _check_output(self, y: torch.Tensor, state: _Round, dispatched: Dispatched) -> None:
+        """As `check_expert_output`; what fits takes the host no time."""
+        fits = type(y) is torch.Tensor and y.shape == state.sent.plan.output_shape and y.dtype == self.config.dtype
+        if not fits or y.device != self.device or y.layout is not torch.strided:
+            check_expert_output(y, dispatched.batch)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`. Local, on the current stream, no host sync."""
@@ -248,8 +271,7 @@ class NvlinkTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
-        if y.shape != state.sent.plan.output_shape or y.dtype != self.config.dtype or y.device != self._device:
-            check_expert_output(y, dispatched.batch)
+        self._check_output(y, state, dispatched)
         y = y.contiguous()
         self._combine(handle.slot, state, y, send=True, receive=False)
         state.home = y
@@ -277,15 +299,15 @@ class NvlinkTransport(Transport):
     ) -> torch.Tensor:
         """Launch the receiving half of a combine, or with `send` both."""
         shape = (state.sent.num_tokens, self.config.hidden)
-        check_home(shape, self.config, self._device, shared=shared, out=out)
+        check_home(shape, self.config, self.device, shared=shared, out=out)
         shared = None if shared is None else aligned_rows(shared)
         direct = out is not None and is_aligned(out)
         target = out if direct else None
         if target is None:
-            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self._device}
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
             target = torch.empty_strided(shape, (self.config.hidden, 1), **like)
         self._combine(slot, state, y, send=send, receive=True, shared=shared, out=target)
-        self._slots.close(slot)
+        self._close(slot)
         return target if out is None or direct else out.copy_(target)
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
@@ -295,43 +317,56 @@ class NvlinkTransport(Transport):
         """
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        like = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=self._device)
+        like = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=self.device)
         nobody = Routing(
-            topk_ids=torch.empty(0, 1, dtype=torch.int32, device=self._device),
-            topk_weights=torch.empty(0, 1, device=self._device),
+            topk_ids=torch.empty(0, 1, dtype=torch.int32, device=self.device),
+            topk_weights=torch.empty(0, 1, device=self.device),
         )
         count, too_many = None, num_tokens > self.config.max_tokens_per_rank
         if too_many:
             self._faults.tell_too_many(num_tokens)
-            count = torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
+            count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
         options: dict[str, Any] = {"layout": Layout.FLAT, "scheme": get_scheme("none"), "num_tokens": count}
         kind = kind_of(like, nobody, **options)
         plan = self._exchange.plan(kind) or self._exchange.make_plan(kind, like, nobody, **options)
         sent = self._exchange.prepare(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
-        state = _Round(self._next_round, sent)
-        self._next_round += 1
+        state = _Round(self.num_rounds, sent)
+        self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
             self._exchange.receive(slot, sent, send=True)
+        self._slots.advance(slot, "dispatch_recv", state)  # if the next launch fails, `abandon` goes on here
         self._combine(slot, state, None, send=True, receive=True)
+        self._close(slot)
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`. Local, on the current stream, no host sync."""
+        """See `Transport.abandon`. Local, on the current stream, no host sync.
+
+        If it fails, for want of memory or at a launch, it may be called again and goes on behind what was launched.
+        """
         self._faults.look()
         call, state = self._slots.stage(slot)
         if state is None:
             return
+        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self.device)
         if call == "dispatch_recv":
             with self._faults.waiting("dispatch", state.round):
                 state.sent = self._exchange.discard(slot, state.sent)
+            self._slots.advance(slot, "dispatch_recv", state)
         if call != "combine_recv":
             self._combine(slot, state, None, send=True, receive=False)
-        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self._device)
+            self._slots.advance(slot, "combine_send", state)
         self._combine(slot, state, None, send=False, receive=True, out=out)
-        self._slots.close(slot)
+        self._close(slot)
 
     def check(self) -> None:
-        """See `Transport.check`. Host sync, of this rank's whole device."""
+        """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
+
+        Where a rank is lost and the others go on, this is where a rank that only replays graphs agrees with them: no
+        replay does. Until then its kernels give NaN without waiting, and the others wait for its vote, for
+        `timeout_secs` at most.
+        """
+        self._slots.check_open()
         self._faults.check()
 
     def destroy(self) -> None:
@@ -339,12 +374,23 @@ class NvlinkTransport(Transport):
 
         Memory that kernels still use after that wait's bound is never freed.
         """
-        self._slots = Slots(self.config.num_slots)
+        self._slots.destroy()
+        if self._open is not None:
+            self._open.destroy()
         if self._faults.destroy():
             self._exchange.destroy()
             self._memory.destroy()
         else:
             _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
+
+    def _note_open(self, slot: int, state: _Round) -> None:
+        if self._open is not None:
+            self._open.begin(slot, state.sent.num_tokens)
+
+    def _close(self, slot: int) -> None:
+        self._slots.close(slot)
+        if self._open is not None:
+            self._open.end(slot)
 
     def _combine(
         self,

@@ -5,15 +5,12 @@ They were chosen on 4 H200s (docs/BENCHMARKS.md); every choice is right on every
 
 import dataclasses
 
-import torch
 import triton
 
-from ep_moe.config import TransportConfig
 from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
-_NCCL_PROCESSORS = 32  # that NCCL's kernels may take for themselves
-_PROGRAMS_PER_PROCESSOR = 3  # of 4 warps and 168 registers a thread
+_HELD_BYTES = 256  # of a thread's registers, for rows that are added up
 MANY = 2**30  # programs, where nothing limits them
 UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
 
@@ -48,8 +45,7 @@ class Tuning:
     """Launch parameters of a transport.
 
     Args:
-        most_receivers: of one launch, so that the waiting programs of all slots fit on the GPU beside NCCL's. Senders
-            do not wait: they need no room of their own.
+        most_receivers: of one launch (`Room.most_receivers`). Senders do not wait: they need no room of their own.
         num_sms: programs of one launch at most, which never take more multiprocessors than that; 0 sets no limit.
     """
 
@@ -73,6 +69,10 @@ class Tuning:
             word_block=512,
             taken_block=2048,
         )
+
+    def receivers(self, num_tokens: int, num_ranks: int) -> int:
+        """The most programs that wait at once in a round of T tokens."""
+        return max(self.dispatch(num_tokens, num_ranks).receivers, self.combine(num_tokens, num_ranks).receivers)
 
     def combine(self, num_tokens: int, num_ranks: int) -> CombineTuning:
         """For T tokens of this rank at most."""
@@ -106,9 +106,6 @@ def awaited_words(row_words: int, most: int, num_warps: int) -> int:
     return max(block_words(row_words, most), 32 * num_warps)
 
 
-def most_receivers(device: torch.device, config: TransportConfig) -> int:
-    """The most receivers of one launch: those of all slots fit on the GPU beside NCCL's programs. Local."""
-    if device.type != "cuda":
-        return 8
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max((processors - _NCCL_PROCESSORS) * _PROGRAMS_PER_PROCESSOR // config.num_slots, 1)
+def held_words(num_ranks: int, itemsize: int, num_warps: int) -> int:
+    """Columns of a row that a program may load from each rank before it adds them up: a thread keeps them all."""
+    return max(_HELD_BYTES * 32 * num_warps // (itemsize * triton.next_power_of_2(num_ranks)), 1)

@@ -1,0 +1,172 @@
+"""Architectures of transformers whose experts need more than a function in their place.
+
+Every rank must call the same layers in the same order. The modeling files of transformers 5.23.0 that mark experts
+for other implementations (65 classes) were read for calls of them under a condition, in a loop, or behind a return:
+
+| architecture | ranks call different layers where | here |
+|---|---|---|
+| Ernie-4.5-VL-MoE | `vision_moe` is called only by ranks with image or video tokens | kept in step |
+| Dots3-Note | a vision tower with experts runs only on ranks with images | refused on several ranks |
+| DiffusionGemma | each rank stops denoising by its own tokens | refused on several ranks |
+| Qwen3-Omni-MoE | the talker runs only where speech is asked for, as long as it lasts | refused on several ranks |
+
+All others call every layer once in each forward pass; `generate` needs `synced_gpus=True` for ranks that stop at
+different steps.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ep_moe.engines.transformers.experts import SHARDED, ExpertsModule, is_experts
+
+NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+NUM_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OutOfStep:
+    """An architecture that ranks with different input run differently.
+
+    Args:
+        model: name of the class that holds the part.
+        part: the submodule that only some ranks call; "" for the whole of it.
+        reason: why.
+    """
+
+    model: str
+    part: str
+    reason: str
+
+
+OUT_OF_STEP = (
+    OutOfStep(model="Dots3NoteModel", part="vision_tower", reason="a rank without images does not call them"),
+    OutOfStep(model="DiffusionGemmaModel", part="", reason="ranks denoise for different numbers of steps"),
+    OutOfStep(
+        model="Qwen3OmniMoeForConditionalGeneration",
+        part="talker",
+        reason="ranks speak for different numbers of steps, or not at all; shard model.thinker alone",
+    ),
+)
+EXPERTS_OUT_OF_STEP = ("Ernie4_5_VLMoeMoeExperts", "Dots3NoteExperts", "DiffusionGemmaTextExperts")
+_MARK = "_ep_moe_asks"  # of a method that `refuse_to_be_ignored` has wrapped
+KEPT_IN_STEP = "Ernie4_5_VLMoeMoeBlock"  # calls text_moe always and first, vision_moe where there is anything to see
+
+
+def num_topk_of(config: PreTrainedConfig) -> int | None:
+    """K as a model's config has it, the largest if layers differ; None if it does not say. Local."""
+    text = config.get_text_config()
+    for key in NUM_TOPK_KEYS:
+        value = getattr(text, key, None)
+        if isinstance(value, int):
+            return value
+        if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
+            return max(value)
+    return None
+
+
+def check_in_step(model: torch.nn.Module, num_ranks: int) -> None:
+    """Refuse a model whose ranks would not call the same layers.
+
+    Errors: ValueError names the class, the part with the experts, and the reason. Local.
+    """
+    for module in model.modules() if num_ranks > 1 else ():
+        for entry in OUT_OF_STEP:
+            if entry.model not in (base.__name__ for base in type(module).__mro__):
+                continue
+            part = module.get_submodule(entry.part) if not entry.part or hasattr(module, entry.part) else None
+            if part is not None and any(is_experts(child) for child in part.modules()):
+                where = f"the experts of its {entry.part}" if entry.part else "its experts"
+                raise ValueError(
+                    f"{entry.model} cannot be kept in step on {num_ranks} ranks, {where} are not called equally often "
+                    f"on all: {entry.reason}"
+                )
+
+
+def check_hook_in_step(experts: ExpertsModule) -> None:
+    """Refuse experts of `EXPERTS_OUT_OF_STEP` if each rank has a batch of its own, which only a hook tells. Local."""
+    name = type(experts).__name__
+    if name in EXPERTS_OUT_OF_STEP:
+        raise ValueError(
+            f"{name} cannot be kept in step on ranks with batches of their own, which may not call it equally often: "
+            f"use tp_size equal to ep_size, or ep_moe.engines.transformers.shard_experts"
+        )
+
+
+def keep_in_step(model: torch.nn.Module, num_topk: int | None) -> None:
+    """Let blocks of `KEPT_IN_STEP` call what they leave out with no tokens, so that every rank calls all. Local."""
+    for module in model.modules():
+        if type(module).__name__ == KEPT_IN_STEP:
+            module.register_forward_pre_hook(_forget_calls)
+            module.register_forward_hook(functools.partial(_call_the_rest, num_topk=num_topk or 1))
+
+
+def experts_in_order(block: torch.nn.Module) -> list[ExpertsModule]:
+    """The experts of a block, in the order in which it calls them. Local."""
+    return [block.get_submodule(name).experts for name in ("text_moe", "vision_moe")]
+
+
+def _forget_calls(block: torch.nn.Module, inputs: Any) -> None:
+    del inputs
+    for experts in experts_in_order(block):
+        getattr(experts, SHARDED).called = False
+
+
+def _call_the_rest(block: torch.nn.Module, inputs: Any, output: Any, *, num_topk: int) -> None:
+    hidden_states = output[0]
+    del inputs
+    for experts in experts_in_order(block):
+        if not getattr(experts, SHARDED).called:
+            tokens = hidden_states.new_empty(0, hidden_states.shape[-1])
+            ids = torch.empty(0, num_topk, dtype=torch.int64, device=tokens.device)
+            experts(tokens, ids, tokens.new_empty(0, num_topk))
+
+
+def check_takes_experts(model: PreTrainedModel) -> None:
+    """Refuse a model that has experts and computes them by itself, whatever implementation it is told.
+
+    A model passes if any of its modules, or the source of its class, takes implementations, as transformers decides.
+
+    Errors: ValueError names the class. Local.
+    """
+    if type(model)._can_set_experts_implementation() or any(is_experts(module) for module in model.modules()):
+        return
+    config = model.config.get_text_config()
+    counts = {key: getattr(config, key, None) for key in NUM_EXPERTS_KEYS}
+    found = {key: value for key, value in counts.items() if isinstance(value, int) and value > 1}
+    if found and getattr(config, "is_moe", True):
+        key, value = next(iter(found.items()))
+        raise ValueError(
+            f"{type(model).__name__} ({key} {value}) computes its experts by itself and takes no "
+            f"experts_implementation: 'ep_moe' would be ignored"
+        )
+
+
+def refuse_to_be_ignored(name: str) -> None:
+    """Have transformers call `check_takes_experts` where a model is told to use implementation `name`.
+
+    That is when a model has been built, and when the implementation of a built one is set. transformers passes over
+    what a model cannot take and has no place to ask from, so two of its methods are wrapped. Twice is fine. Local.
+    """
+    post_init, correct = PreTrainedModel.post_init, PreTrainedModel.get_correct_experts_implementation
+    if hasattr(post_init, _MARK):
+        return
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: PreTrainedModel) -> None:
+        if self.config._experts_implementation == name:
+            check_takes_experts(self)
+        post_init(self)
+
+    @functools.wraps(correct)
+    def checked_correct(self: PreTrainedModel, requested_experts: str | None) -> str:
+        if requested_experts == name and self._modules:
+            check_takes_experts(self)
+        return correct(self, requested_experts)
+
+    setattr(checked_post_init, _MARK, True)
+    patched: Any = PreTrainedModel
+    patched.post_init, patched.get_correct_experts_implementation = checked_post_init, checked_correct

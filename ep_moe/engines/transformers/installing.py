@@ -1,0 +1,125 @@
+"""Putting layers into a model's experts modules, with one transport behind all of them.
+
+Letters: K top-k, E logical experts, R ranks.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ep_moe.config import MoEConfig, RoundKind, TransportConfig
+from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
+from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
+from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts, with_topk
+from ep_moe.engines.transformers.ranks import Agreement, any_rank_unfinished
+from ep_moe.engines.transformers.saving import save_pretrained
+from ep_moe.group import EPGroup
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.placement import Placement, create_placement
+from ep_moe.transport import Transport, create_transport
+from ep_moe.weights import ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One experts module of a model, and how it becomes a layer.
+
+    Args:
+        module: its parameters are dropped once the layer is made.
+        config: of the layer.
+        weights: makes or returns this rank's experts.
+    """
+
+    module: ExpertsModule
+    config: MoEConfig
+    weights: Callable[[], ExpertWeights]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What `from_pretrained` and `shard_experts` pass on: implementations by name, and where experts are."""
+
+    transport: str
+    experts: str
+    placement: Placement
+
+
+def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -> Placement:
+    """A placement by name, or the given one. Errors: ValueError if it is not of E experts and R ranks. Local."""
+    if isinstance(placement, str):
+        return create_placement(placement, num_experts, group.num_ranks)
+    if placement.num_ranks != group.num_ranks or placement.num_experts != num_experts:
+        raise ValueError(
+            f"the placement is of {placement.num_experts} experts on {placement.num_ranks} ranks, "
+            f"needed are {num_experts} on {group.num_ranks}"
+        )
+    return placement
+
+
+def transport_config(
+    model: PreTrainedModel, sizes: TransportConfig, quantised_there: Iterable[MoEConfig]
+) -> TransportConfig:
+    """The transport of a model's layers, ready for the rounds that its config tells: no prompt waits for a compiler.
+
+    Args:
+        sizes: the rest of it. quantised_there: configs of the layers that leave it to the transport to quantise.
+    Errors: ValueError as of `TransportConfig`. Local.
+    """
+    num_topk = num_topk_of(model.config)
+    if num_topk is None:
+        return sizes
+    kinds = (RoundKind(num_topk=num_topk, scheme=config.scheme, layout=config.layout) for config in quantised_there)
+    return dataclasses.replace(with_topk(sizes, num_topk), kinds=tuple(dict.fromkeys(kinds)))
+
+
+def install(
+    model: PreTrainedModel, group: EPGroup, parts: Mapping[str, Part], options: Options, config: TransportConfig
+) -> PreTrainedModel:
+    """Put a layer into each experts module. Until the first layer is made, an error leaves the model as it was.
+
+    Layers are made one by one, and each lets go of more memory than the next one needs. Collective.
+    """
+    before = model.get_experts_implementation()
+    exchange = create_transport(options.transport, group, options.placement, config)
+    try:
+        with Agreement(group, "load"):
+            model.set_experts_implementation(NAME)
+            layers = _make_layers(parts, exchange, options.experts)
+    except Exception:
+        model.set_experts_implementation(before)
+        exchange.destroy()
+        raise
+    session = Session(group, exchange, layers)
+    for index, part in enumerate(parts.values()):
+        setattr(part.module, SHARDED, ShardedExperts(session, index))
+    keep_in_step(model, num_topk_of(model.config))
+    setattr(model, NAME, session)
+    vars(model)["_has_unfinished_sequences"] = functools.partial(any_rank_unfinished, group)
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            prefix = f"{name}." if name else ""
+            inside = {key.removeprefix(prefix): parts[key].module for key in parts if key.startswith(prefix)}
+            if inside:
+                vars(module)["save_pretrained"] = functools.partial(save_pretrained, module, inside)
+    return model
+
+
+def _make_layers(parts: Mapping[str, Part], exchange: Transport, experts: str) -> tuple[ExpertParallelMoE, ...]:
+    layers = []
+    for index, (name, part) in enumerate(parts.items()):
+        used = getattr(part.module.config, "_experts_implementation", None)
+        if used != NAME:
+            raise ValueError(f"{name} ({type(part.module).__name__}) keeps experts_implementation {used!r}")
+        layers.append(ExpertParallelMoE(part.config, part.weights(), exchange, experts=experts, layer_index=index))
+        drop_parameters(part.module)
+        if hasattr(part.module, LOCAL):  # it holds the parameters too
+            delattr(part.module, LOCAL)
+    return tuple(layers)
+
+
+def is_sharded(model: Any) -> bool:
+    """True for a model of `from_pretrained` or `shard_experts`, and for parts of one. Local."""
+    return any(hasattr(module, SHARDED) for module in model.modules())

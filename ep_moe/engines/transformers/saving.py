@@ -1,0 +1,216 @@
+"""Writing a model whose experts are spread over ranks, as a directory that transformers and `from_pretrained` read.
+
+Letters: E logical experts, R ranks, H hidden, I intermediate; W = 2I where the experts have a gate, else I.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ep_moe.engines.transformers.experts import SHARDED, ExpertsModule, parameters_of
+from ep_moe.engines.transformers.ranks import Agreement
+from ep_moe.group import EPGroup
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.weights import ExpertWeights
+from ep_moe.weights.storage import INDEX_FILE, SINGLE_FILE, read_header
+
+PHASE = "save_pretrained"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    modules: Mapping[str, ExpertsModule],
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    *,
+    max_shard_size: int | str = "50GB",
+    save_original_format: bool = True,
+    **others: Any,
+) -> None:
+    """What `model.save_pretrained` is for a model of `from_pretrained` or `shard_experts`.
+
+    Every rank calls it: the others hand their experts to rank 0, layer after layer, and rank 0 alone writes, each
+    layer into files of its own before the next one comes. It holds one layer's experts beside the model, twice where
+    transformers converts them. The directory is complete or is left without weights. If some ranks do not call it,
+    those that do wait until one of them meets another deadline, such as that of the next forward pass.
+
+    Args:
+        modules: the experts modules by their names in `model`.
+        save_directory, max_shard_size, save_original_format: as transformers has them; of a directory that has
+            weights already, those are replaced. is_main_process: must not be False on rank 0.
+        others: transformers' other options; only their defaults are taken.
+    Errors: ValueError on every rank for experts that are quantised, since transformers would read them as numbers of
+        the model's dtype and their rounding would stay; for another option; for a directory that is a file.
+        RuntimeError on the other ranks if rank 0 cannot write. Collective.
+    """
+    sharded = {name: getattr(module, SHARDED) for name, module in modules.items()}
+    group: EPGroup = next(iter(sharded.values())).session.group
+    layers: dict[str, ExpertParallelMoE] = {name: entry.layer for name, entry in sharded.items()}
+    directory = Path(save_directory)
+    with Agreement(group, PHASE):
+        _check(model, group, layers, directory, is_main_process, others)
+    with contextlib.ExitStack() as stack:
+        writer: _Writer | None = None
+        with Agreement(group, PHASE):
+            if group.rank == 0:
+                writer = stack.enter_context(_Writer.into(directory, max_shard_size))
+                writer.add_dense(model, save_original_format)
+        for name, layer in layers.items():
+            gathered = _gather(group, modules[name], layer)
+            with Agreement(group, PHASE):
+                if writer is not None:
+                    tensors = {f"{name}.{leaf}": tensor for leaf, tensor in gathered.items()}
+                    writer.add(revert_weight_conversion(model, tensors) if save_original_format else tensors)
+            del gathered
+        with Agreement(group, PHASE):
+            if writer is not None:
+                writer.finish()
+
+
+def _check(
+    model: PreTrainedModel,
+    group: EPGroup,
+    layers: Mapping[str, ExpertParallelMoE],
+    directory: Path,
+    is_main_process: bool,
+    others: Mapping[str, Any],
+) -> None:
+    defaults = {"save_peft_format": True}
+    given = [key for key, value in others.items() if value not in (None, False) and value != defaults.get(key)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: not an option of save_pretrained for experts spread over ranks")
+    if group.rank == 0 and not is_main_process:
+        raise ValueError("is_main_process is False on rank 0, which alone writes experts that are spread over ranks")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError("the model has adapters, which are not written together with experts spread over ranks")
+    if directory.is_file():
+        raise ValueError(f"save_directory ({directory}) is a file")
+    for name, layer in layers.items():
+        if layer.scheme.quantised:
+            raise ValueError(
+                f"{name} holds its experts in scheme '{layer.scheme.name}', which is not written: load the model with "
+                f"scheme='none', which dequantises what is quantised on disk"
+            )
+
+
+def _gather(group: EPGroup, module: ExpertsModule, layer: ExpertParallelMoE) -> dict[str, torch.Tensor]:
+    """All E experts of a module as its parameters were, on the CPU of rank 0; nothing on other ranks. Collective.
+
+    Every rank sees one expert of another at a time: a broadcast uses the connections that there are already.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for expert, (owner, slot) in _owners(layer).items():
+        one = parameters_of(module, _expert(group, layer.weights, owner, slot))
+        if group.rank != 0:
+            continue
+        for leaf, tensor in one.items():
+            if leaf not in found:
+                shape = (layer.config.num_experts, *tensor.shape[1:])
+                found[leaf] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+            found[leaf][expert].copy_(tensor[0])
+    return found
+
+
+def _owners(layer: ExpertParallelMoE) -> dict[int, tuple[int, int]]:
+    """Logical expert -> the first rank that has it, and where there; neighbours on a rank follow each other."""
+    placement = layer.placement
+    owners: dict[int, tuple[int, int]] = {}
+    for rank in range(placement.num_ranks):
+        for slot, expert in enumerate(placement.local_experts(rank)):
+            owners.setdefault(expert, (rank, slot))
+    return owners
+
+
+def _expert(group: EPGroup, local: ExpertWeights, owner: int, slot: int) -> ExpertWeights:
+    """One expert [1, ...] of a rank, on every rank."""
+    fields = {}
+    for name in ("w13", "w2", "w13_bias", "w2_bias"):
+        stack = getattr(local, name)
+        if stack is None:
+            continue
+        mine = group.rank == owner
+        tensor = stack[slot : slot + 1].contiguous() if mine else stack.new_empty(1, *stack.shape[1:])
+        if group.process_group is not None:
+            source = dist.get_global_rank(group.process_group, owner)
+            with group.guard(PHASE):
+                dist.broadcast(tensor, source, group=group.process_group)
+        fields[name] = tensor
+    return ExpertWeights(**fields)
+
+
+class _Writer:
+    """Files of a checkpoint, in a folder of their own within the directory until all are there."""
+
+    def __init__(self, directory: Path, folder: Path, max_shard_size: int | str) -> None:
+        self._directory, self._folder = directory, folder
+        self._max_shard_size = max_shard_size
+        self._num_layers = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def into(cls, directory: Path, max_shard_size: int | str) -> "Iterator[_Writer]":
+        """Begin; what is not finished at the end of the block is removed."""
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".ep_moe-", dir=directory))
+        try:
+            yield cls(directory, folder, max_shard_size)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add_dense(self, model: PreTrainedModel, save_original_format: bool) -> None:
+        """Have transformers write its configs and everything that is no expert."""
+        vars(model)["should_save_on_this_rank"] = lambda is_main_process: True  # it asks for rank 0 of the world
+        try:
+            type(model).save_pretrained(
+                model, self._folder, max_shard_size=self._max_shard_size, save_original_format=save_original_format
+            )
+        finally:
+            del vars(model)["should_save_on_this_rank"]
+        (self._folder / INDEX_FILE).unlink(missing_ok=True)
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a layer's tensors into files of their own, as few as `max_shard_size` allows."""
+        split = split_torch_state_dict_into_shards(
+            dict(tensors),
+            filename_pattern=f"experts-{self._num_layers:05d}{{suffix}}.safetensors",
+            max_shard_size=self._max_shard_size,
+        )
+        self._num_layers += 1
+        for file, names in split.filename_to_tensors.items():
+            chosen = {name: tensors[name].contiguous() for name in names}
+            save_file(chosen, self._folder / file, metadata={"format": "pt"})
+
+    def finish(self) -> None:
+        """Put everything in place, the index last: without it nothing is read."""
+        for path in self._directory.iterdir():
+            if path.name in (SINGLE_FILE, INDEX_FILE) or SHARD.fullmatch(path.name):
+                path.unlink()
+        files = sorted(self._folder.glob("*.safetensors"))
+        weight_map, size, count = {}, 0, 0
+        for number, file in enumerate(files, start=1):
+            target = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            for name, stored in read_header(file).items():
+                weight_map[name] = target
+                count += math.prod(stored.shape)
+                size += math.prod(stored.shape) * stored.dtype.itemsize
+            os.replace(file, self._directory / target)
+        index = {"metadata": {"total_parameters": count, "total_size": size}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
+        for path in sorted(self._folder.iterdir(), key=lambda path: path.name == INDEX_FILE):
+            os.replace(path, self._directory / path.name)

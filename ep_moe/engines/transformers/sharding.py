@@ -1,0 +1,100 @@
+"""What becomes of a model's experts modules when their experts are spread over ranks, decided before any is touched.
+
+Letters: E logical experts, H hidden, I intermediate.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.transformers.architectures import check_in_step
+from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, quantise_experts, weights_of
+from ep_moe.engines.transformers.installing import Options, Part, is_sharded, placement_of, transport_config
+from ep_moe.experts import create_experts
+from ep_moe.group import EPGroup
+from ep_moe.placement import Placement
+from ep_moe.quant import QuantScheme, get_scheme
+from ep_moe.weights import ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What `install` needs for a model whose experts are all on this rank."""
+
+    parts: Mapping[str, Part]
+    options: Options
+    sizes: TransportConfig
+
+
+def plan_shards(
+    model: PreTrainedModel,
+    group: EPGroup,
+    *,
+    transport: str,
+    experts: str,
+    placement: str | Placement,
+    scheme: str,
+    layout: Layout | str,
+    max_tokens_per_rank: int,
+) -> Plan:
+    """Find everything that `shard_experts` refuses, and copy the experts of the first module alone.
+
+    Args and errors: as of `shard_experts`. The model stays as it is. Local.
+    """
+    if is_sharded(model):
+        raise ValueError(f"the experts of {type(model).__name__} are spread over ranks already")
+    modules, chosen = find_experts(model), get_scheme(scheme)
+    if model.device != group.device:
+        raise ValueError(f"the model is on {model.device}, the group's device is {group.device}")
+    check_in_step(model, group.num_ranks)
+    configs, dtypes = {}, {}
+    for name, module in modules.items():
+        shapes = weights_of(module, ())  # of no expert: nothing is copied
+        configs[name] = MoEConfig(
+            hidden=shapes.w2.shape[1],
+            intermediate=shapes.w2.shape[2],
+            num_experts=module.down_proj.shape[0],
+            activation=activation_of(module),
+            scheme=scheme,
+            layout=Layout(layout),
+        )
+        dtypes[name] = shapes.w13.dtype
+        create_experts(experts, configs[name].activation, group.device, scheme=chosen)
+    _check_alike(configs, dtypes)
+    first = next(iter(modules))
+    sizes = TransportConfig(hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first])
+    place = placement_of(placement, configs[first].num_experts, group)
+    own = place.local_experts(group.rank)
+    parts = {
+        name: Part(module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, chosen))
+        for name, module in modules.items()
+    }
+    weights = parts[first].weights()  # if there is no memory for one, nothing has been taken apart
+    parts[first] = dataclasses.replace(parts[first], weights=lambda: weights)
+    return Plan(
+        parts=parts,
+        options=Options(transport=transport, experts=experts, placement=place),
+        sizes=transport_config(model, sizes, configs.values()),
+    )
+
+
+def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dtype]) -> None:
+    """One transport and one placement serve all modules."""
+    found = {
+        name: (config.num_experts, config.hidden, str(dtypes[name]).removeprefix("torch."))
+        for name, config in configs.items()
+    }
+    first, expected = next(iter(found.items()))
+    for name, sizes in found.items():
+        if sizes != expected:
+            one, other = ("{} experts, hidden {}, {}".format(*entry) for entry in (expected, sizes))
+            raise ValueError(f"{first} has {one}, but {name} has {other}: one transport cannot serve both")
+
+
+def _own_weights(module: ExpertsModule, experts: tuple[int, ...], scheme: QuantScheme) -> ExpertWeights:
+    everything = experts == tuple(range(module.down_proj.shape[0]))
+    return quantise_experts(weights_of(module, None if everything else experts), scheme)

@@ -1,0 +1,39 @@
+"""Whether two GPUs carry atomics to each other's memory, which torch does not tell: asked of the CUDA driver.
+
+Over PCIe a GPU may load from and store to another one's memory without atomic operations between them.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+_NATIVE_ATOMIC_SUPPORTED = 3  # of CUdevice_P2PAttribute
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"the CUDA driver cannot be loaded: {error}") from None
+
+
+def has_peer_atomics(index: int, peer: int) -> bool:
+    """Whether all atomics of a GPU reach another one's memory; both by torch's index, of visible GPUs.
+
+    Errors: RuntimeError where the driver does not say. Local; CUDA has been initialised.
+    """
+    handles = []
+    for ordinal in (index, peer):
+        handle = ctypes.c_int()
+        _check(_driver().cuDeviceGet(ctypes.byref(handle), ordinal), f"cuDeviceGet of GPU {ordinal}")
+        handles.append(handle)
+    value = ctypes.c_int()
+    status = _driver().cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *handles)
+    _check(status, f"cuDeviceGetP2PAttribute of GPUs {index} and {peer}")
+    return bool(value.value)
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver failed in {call} (CUresult {status})")

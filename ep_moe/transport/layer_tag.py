@@ -1,0 +1,94 @@
+"""Which layer a round is of, in the few bits that every rank's header has for it.
+
+Ranks that call different layers, or layers that were made with different settings, would mix their tokens without an
+error: so each round compares the tags of all ranks before any payload is used.
+"""
+
+import dataclasses
+import zlib
+
+from ep_moe.config import ALIGNMENT, MoEConfig
+from ep_moe.placement import Placement
+
+MOST_LAYERS = 1 << 12  # numbers count modulo this
+_ACTIVATION_BITS, _PLACEMENT_BITS, _SIZE_BITS = 20, 20, 12
+
+
+def _digest(value: object, bits: int) -> int:
+    """A checksum of plain values, the same on every rank, whatever Python's hash seed is."""
+    checksum = zlib.crc32(repr(value).encode())
+    return (checksum ^ checksum >> bits) & ((1 << bits) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of a number in [0, 2^32)."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTag:
+    """A layer as ranks compare it: its number, and checksums of what they need to compute each other's tokens.
+
+    The default is the tag of rounds that are of no layer.
+    """
+
+    number: int = 0  # [0, MOST_LAYERS)
+    size: int = 0  # intermediate / 16, modulo 2^12
+    activation: int = 0  # 20 bits
+    placement: int = 0  # 20 bits
+    words: tuple[int, int] = dataclasses.field(init=False, repr=False, compare=False)  # the same as two int32
+
+    def __post_init__(self) -> None:
+        layer, settings = (
+            self.number << _ACTIVATION_BITS | self.activation,
+            self.size << _PLACEMENT_BITS | self.placement,
+        )
+        object.__setattr__(self, "words", (_signed(layer), _signed(settings)))
+
+    @classmethod
+    def of(cls, number: int, config: MoEConfig, placement: Placement) -> "LayerTag":
+        """The tag of a layer. Ranks may differ in its layout; its scheme is compared as the payload's format."""
+        kind, *numbers = dataclasses.astuple(config.activation)
+        activation = (kind.value, *(None if number is None else float(number) for number in numbers))
+        return cls(
+            number=number % MOST_LAYERS,
+            size=config.intermediate // ALIGNMENT % (1 << _SIZE_BITS),
+            activation=_digest(activation, _ACTIVATION_BITS),
+            placement=_digest((placement.physical_to_logical, placement.starts), _PLACEMENT_BITS),
+        )
+
+    @classmethod
+    def from_words(cls, layer: int, settings: int) -> "LayerTag":
+        """What `words` was made from; of each number the lower 32 bits count."""
+        layer, settings = layer & 0xFFFFFFFF, settings & 0xFFFFFFFF
+        return cls(
+            number=layer >> _ACTIVATION_BITS,
+            activation=layer & ((1 << _ACTIVATION_BITS) - 1),
+            size=settings >> _PLACEMENT_BITS,
+            placement=settings & ((1 << _PLACEMENT_BITS) - 1),
+        )
+
+
+NO_LAYER = LayerTag()
+
+
+def other_layer_message(own: LayerTag, rank: int, theirs: LayerTag, their_rank: int, round_: int) -> str:
+    """How every transport words a round that two ranks call for different layers; each rank names itself first."""
+    if own.number != theirs.number:
+        return (
+            f"ranks are out of step in round {round_}: rank {rank} is in layer {own.number}, rank {their_rank} in "
+            f"layer {theirs.number}; every rank calls the same layers in the same order, with zero tokens too"
+        )
+    differing = [
+        name
+        for name, differs in (
+            (f"intermediate ({own.size * ALIGNMENT} and {theirs.size * ALIGNMENT})", own.size != theirs.size),
+            ("activation", own.activation != theirs.activation),
+            ("placement", own.placement != theirs.placement),
+        )
+        if differs
+    ]
+    return (
+        f"rank {rank} and rank {their_rank} have made layer {own.number} with different settings: "
+        f"{'; '.join(differing)} (found in round {round_})"
+    )

@@ -1,0 +1,149 @@
+"""How many programs may wait on a GPU at once, and which rounds of this process are open on it together.
+
+Receivers wait for other ranks, and keep their place on a GPU while they do. Whatever the others wait for must find a
+place beside them, in whatever order launches come, or ranks wait for each other until the timeout. Programs of one size
+fit wherever they stand, packed on few multiprocessors (SMs) or spread over all. A program that takes the whole of an SM
+finds none if receivers stand on every one, and a GPU spreads programs before it packs them.
+"""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+REGISTERS = 168  # of a thread, so that three programs of 4 warps share an SM; fewer spill
+NCCL_SMS = 32  # that NCCL's kernels may take: a program of theirs, of up to 640 threads, takes a whole one
+_WARPS = 4
+_WARP_THREADS, _REGISTER_UNIT = 32, 256  # a warp's registers are given out in units of so many
+_REGISTERS_OF_AN_SM = 65536  # where torch does not tell: of all since compute capability 5
+_ON_A_CPU = 8  # receivers of a launch in the interpreter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What a GPU has for programs that wait."""
+
+    num_sms: int
+    registers: int  # of an SM
+    threads: int  # that an SM holds at once
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Room":
+        """What CUDA says of a GPU. Local."""
+        found = torch.cuda.get_device_properties(device)
+        return cls(
+            num_sms=found.multi_processor_count,
+            registers=getattr(found, "regs_per_multiprocessor", _REGISTERS_OF_AN_SM),
+            threads=found.max_threads_per_multi_processor,
+        )
+
+    @property
+    def programs_of_an_sm(self) -> int:
+        """Programs of the exchange that an SM holds at once: 3 on Hopper and Blackwell. They need no shared memory."""
+        of_a_warp = -(-REGISTERS * _WARP_THREADS // _REGISTER_UNIT) * _REGISTER_UNIT
+        return min(self.registers // (_WARPS * of_a_warp), self.threads // (_WARPS * _WARP_THREADS))
+
+    @property
+    def places(self) -> int:
+        """Receivers that always fit at once, beside a kernel of NCCL's that came before them."""
+        return max((self.num_sms - NCCL_SMS) * self.programs_of_an_sm, 1)
+
+    @property
+    def sparing(self) -> int:
+        """Receivers that always leave an SM empty beside NCCL's, however they are spread."""
+        return max(self.num_sms - NCCL_SMS - 1, 0)
+
+    def most_receivers(self, num_slots: int) -> int:
+        """The most receivers of one launch: those of all slots always fit at once, beside NCCL's programs.
+
+        So rounds never wait for a place, and what waits for one gets it when rounds have ended. What is not promised
+        is an empty SM: that takes `sparing` receivers at most in all rounds that are open but the one whose turn it is
+        (`TransportConfig.num_sms`). Example: of 132 SMs 300, 150, 100 and 75 receivers with 1, 2, 3 and 4 slots; an SM
+        stays empty with 99, 49 and 33 in each of 2, 3 and 4.
+        Errors: RuntimeError where there are more slots than places.
+        """
+        if num_slots > self.places:
+            raise RuntimeError(f"num_slots ({num_slots}) exceeds {self.places}, the programs that may wait on this GPU")
+        return self.places // num_slots
+
+
+def most_receivers(device: torch.device, num_slots: int) -> int:
+    """`Room.most_receivers` of a device; a few in the interpreter. Local."""
+    return Room.of(device).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
+
+
+_Open = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and the receivers of a launch for T tokens
+
+
+class OpenRounds:
+    """The open rounds of one transport, beside those of the process's other transports on the same GPU.
+
+    Warns, once, where rounds are open on several streams and their receivers may fill the GPU: then ranks that begin
+    them in different orders may wait for each other. Rounds of one stream never wait together: a transport for decode
+    and one for prefill that are used in turn take nothing from each other.
+
+    Args:
+        receivers_of: the receivers of a launch for T tokens.
+        current_stream: of a GPU by index, as a number.
+    """
+
+    _beside: dict[int, dict[tuple[int, int], _Open]] = {}  # of each GPU of this process, by transport and slot
+
+    def __init__(
+        self,
+        device: torch.device,
+        room: Room,
+        receivers_of: Callable[[int], int],
+        current_stream: Callable[[int], int],
+    ) -> None:
+        self._device, self._room, self._warned = device, room, False
+        self._receivers_of, self._current_stream, self._index = receivers_of, current_stream, device.index or 0
+        self._all = self._beside.setdefault(self._index, {})
+        self._end = weakref.finalize(self, _forget, self._all, id(self))
+
+    def begin(self, slot: int, num_tokens: int) -> None:
+        """Note a round of T tokens whose kernels go to the current stream. Local, no host sync."""
+        begun = self._current_stream(self._index), num_tokens, self._receivers_of
+        if self._all and not self._warned:
+            self._look(slot, begun)
+        self._all[id(self), slot] = begun
+
+    def end(self, slot: int) -> None:
+        """Note that a slot's round is closed; one that was not open is fine. Local."""
+        self._all.pop((id(self), slot), None)
+
+    def destroy(self) -> None:
+        """Forget all of the transport's rounds. Local; calling it twice is fine."""
+        self._end()
+
+    def _look(self, slot: int, begun: _Open) -> None:
+        own, room = (id(self), slot), self._room
+        others = [found for key, found in list(self._all.items()) if key != own and found[0] != begun[0]]
+        if not others:
+            return
+        receivers, *theirs = (receivers_of(num_tokens) for _, num_tokens, receivers_of in (begun, *others))
+        taken = sum(theirs)
+        if taken <= room.sparing and taken + receivers <= room.places:
+            return
+        self._warned = True
+        _log.warning(
+            "%s: rounds are open on other streams, whose %d programs that wait, and %d more now, may stand on all SMs "
+            "(%d fit, %d leave one empty). Ranks that begin them in different orders may wait for each other: begin "
+            "them in one order on all ranks, or set num_sms to at most %d",
+            self._device,
+            taken,
+            receivers,
+            room.places,
+            room.sparing,
+            room.sparing // len(others),
+        )
+
+
+def _forget(rounds: dict[tuple[int, int], Any], owner: int) -> None:
+    for key in [key for key in rounds if key[0] == owner]:
+        rounds.pop(key, None)

@@ -1,0 +1,147 @@
+"""on_peer_loss "mask", rounds open on two slots: a loss found on one ends the open rounds of both, on every rank."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import Layout
+from ep_moe.group import EPGroup
+from ep_moe.launch import RankFailedError
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
+from nvlink_faults.common import (
+    CONFIG,
+    DEVICE,
+    EXPERTS_PER_RANK,
+    HIDDEN,
+    NUM_RANKS,
+    NUM_TOKENS,
+    be_lost,
+    begin,
+    expected,
+    expected_counts,
+    expert,
+    finish,
+    inputs,
+    make_transport,
+    on_ranks,
+    record,
+    recorded,
+)
+
+VICTIM = 1
+OPEN_ROUND, FOUND_ROUND = 2, 3  # the round that is open on slot 0 at the loss, and that which finds it on slot 1
+WITHOUT = tuple(rank != VICTIM for rank in range(NUM_RANKS))
+# how far each rank is with slot 0's round when the loss is found; "blind" sends after it and before the agreement
+PROGRESS = {
+    "all-sent": ("sent", "sent", "sent"),
+    "sent-and-not": ("sent", "sent", "late"),
+    "sent-and-blind": ("sent", "late", "blind"),
+    "received-and-sent": ("received", "sent", "sent"),
+    "returned-and-sent": ("returned", "returned", "sent"),
+}
+
+
+def send(transport: Any, round_: int) -> None:
+    """The sending half of a round's dispatch, on slot 0."""
+    x, routing = inputs(transport.rank, round_, transport.num_ranks)
+    routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
+    transport.dispatch_send(x.to(DEVICE), routing, layout=Layout.COMPACT, scheme=get_scheme("none"), slot=0)
+
+
+def compute(transport: Any, dispatched: Any) -> torch.Tensor:
+    """What the experts make of a batch; ones where there is no row."""
+    batch = dispatched.batch
+    y = torch.ones(batch.output_shape, device=batch.x.device)
+    ranges = zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True)
+    for local, (start, count) in enumerate(ranges):
+        y[start : start + count] = expert(batch.x[start : start + count], EXPERTS_PER_RANK * transport.rank + local)
+    return y
+
+
+@contextlib.contextmanager
+def blindfolded(transport: Any) -> Iterator[None]:
+    """The host does not look at what kernels have reported, as if a CUDA graph were replayed."""
+    look, transport._faults.look = transport._faults.look, lambda **_: None
+    try:
+        yield
+    finally:
+        transport._faults.look = look
+
+
+def advance(transport: Any, progress: str) -> Any:
+    """Take slot 0's round as far as it shall be before the loss; returns the batch where it has been received.
+
+    All ranks meet between two halves, so that none waits for one that is not to send.
+    """
+    dispatched = None
+    group, step = transport._group, ["late", "blind", "sent", "received", "returned"].index(progress)
+    if step >= 2:
+        send(transport, OPEN_ROUND)
+    group.barrier()
+    if step >= 3:
+        dispatched = transport.dispatch_recv(slot=0)
+    if step >= 4:
+        transport.combine_send(compute(transport, dispatched), dispatched)
+    group.barrier()
+    return dispatched
+
+
+def bring_home(transport: Any, progress: str, dispatched: Any) -> torch.Tensor:
+    """What slot 0's round gives, from where it was left."""
+    dispatched = dispatched or transport.dispatch_recv(slot=0)
+    out = torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE)
+    if progress == "returned":
+        return transport.combine_recv(dispatched, out=out).cpu()
+    return transport.combine(compute(transport, dispatched), dispatched, out=out).cpu()
+
+
+def lose_a_rank_between(group: EPGroup, progress: str, folder: Path) -> None:
+    """Open a round on slot 0, lose the victim, find it on slot 1, end the open round, run more on both slots."""
+    transport, mine = make_transport(group, on_peer_loss="mask", num_slots=2), PROGRESS[progress][group.rank]
+    send(transport, 0)
+    bring_home(transport, "sent", None)
+    finish(transport, begin(transport, 1, slot=1))
+    dispatched = advance(transport, mine)
+    if group.rank == VICTIM:
+        be_lost("SIGKILL")
+    found = begin(transport, FOUND_ROUND, slot=1)
+    lost = transport.combine(compute(transport, found), found, out=torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE))
+    lost = lost.cpu()
+    if mine == "blind":
+        with blindfolded(transport):
+            send(transport, OPEN_ROUND)
+    transport.check()
+    start = time.monotonic()
+    if mine == "late":
+        send(transport, OPEN_ROUND)
+    out = bring_home(transport, mine, dispatched)
+    secs = time.monotonic() - start
+    transport.check()
+    for round_ in range(FOUND_ROUND + 1, FOUND_ROUND + 5):
+        dispatched = begin(transport, round_, slot=round_ % 2)
+        after, counts = finish(transport, dispatched)
+        assert counts == expected_counts(group.rank, round_, WITHOUT), (round_, counts)
+        assert torch.equal(after, expected(group.rank, round_, WITHOUT)), (round_, after)
+    transport.check()
+    record(folder, group.rank, (lost, out, secs, transport._faults._members._number, transport.active_ranks))
+    transport.destroy()
+
+
+@pytest.mark.parametrize("progress", PROGRESS)
+def test_a_loss_ends_the_open_rounds_of_all_slots(tmp_path: Path, progress: str) -> None:
+    ended = on_ranks(lose_a_rank_between, progress, tmp_path)
+    assert isinstance(ended, RankFailedError), ended
+    assert ended.rank == VICTIM, ended
+    told = recorded(tmp_path)
+    assert set(told) == set(range(NUM_RANKS)) - {VICTIM}
+    for rank, (lost, out, secs, agreements, active) in told.items():
+        assert bool(lost.isnan().all()), (rank, lost)
+        assert bool(out.isnan().all()), (rank, out)
+        assert secs < CONFIG.timeout_secs - 1, (rank, secs)
+        assert (agreements, active) == (1, WITHOUT), rank

@@ -1,0 +1,164 @@
+"""A round's results are sent home once, whatever fails in between and whatever is launched again.
+
+Home restores its sentinels when it has read a row: results that come once more would be the next round's.
+"""
+
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import Layout
+from ep_moe.group import EPGroup
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
+from nvlink_faults.common import (
+    DEVICE,
+    EXPERTS_PER_RANK,
+    HIDDEN,
+    NUM_RANKS,
+    NUM_TOKENS,
+    PATIENT,
+    begin,
+    check_round,
+    expected,
+    finish,
+    inputs,
+    make_transport,
+    on_ranks,
+)
+
+CULPRIT = 1
+# which call a slot waits for when it is abandoned, and what of the first call of `abandon` fails
+FAILURES = (
+    ("dispatch_recv", "discard"),
+    ("dispatch_recv", "memory"),
+    ("dispatch_recv", "send"),
+    ("combine_send", "receive"),
+    ("combine_recv", "receive"),
+)
+READ_SECS = 0.5  # for others to read what a call that failed may have sent
+WHOLE, SEND, RECEIVE = (True, True), (True, False), (False, True)
+# the launches of a combine, of which the last is one too many
+LAUNCHES = {
+    "whole-again": (WHOLE, WHOLE),
+    "send-after-whole": (WHOLE, SEND),
+    "send-again": (SEND, RECEIVE, SEND),
+    "send-again-at-once": (SEND, SEND),
+    "whole-after-halves": (SEND, RECEIVE, WHOLE),
+    "receive-again": (SEND, RECEIVE, RECEIVE),
+}
+
+
+def failing_once(call: Callable[..., Any], when: Callable[..., bool] = lambda *_, **__: True) -> Callable[..., Any]:
+    """The same, but it raises the first time that it is called so."""
+    failed: list[bool] = []
+
+    def once(*args: Any, **options: Any) -> Any:
+        if not failed and when(*args, **options):
+            failed.append(True)
+            raise torch.OutOfMemoryError("as of a full GPU")
+        return call(*args, **options)
+
+    return once
+
+
+def begin_until(transport: Any, round_: int, stage: str) -> Any:
+    """Open a round on slot 0 until it waits for a call; returns its batch if it has one."""
+    x, routing = inputs(transport.rank, round_, transport.num_ranks)
+    routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
+    transport.dispatch_send(x.to(DEVICE), routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
+    if stage == "dispatch_recv":
+        return None
+    dispatched = transport.dispatch_recv()
+    if stage == "combine_recv":
+        transport.combine_send(torch.ones(dispatched.batch.output_shape, device=DEVICE), dispatched)
+    return dispatched
+
+
+def abandon_twice(group: EPGroup) -> list[str]:
+    """The culprit abandons rounds, and its first call fails; returns what went wrong with them or with the next."""
+    from ep_moe.transport.nvlink import transport as module
+
+    transport, round_, wrong = make_transport(group), 0, []
+    exchange = transport._exchange
+    launches = exchange.receive, exchange.combine
+    for stage, failure in FAILURES:
+        if group.rank == CULPRIT:
+            begin_until(transport, round_, stage)
+            if failure == "memory":
+                module.torch = types.SimpleNamespace(**{**vars(torch), "empty": failing_once(torch.empty)})
+            elif failure == "discard":
+                exchange.receive = failing_once(exchange.receive)
+            else:
+                exchange.combine = failing_once(exchange.combine, lambda *_, half=failure, **options: options[half])
+            with pytest.raises(torch.OutOfMemoryError):
+                transport.abandon()
+            time.sleep(READ_SECS)
+            transport.abandon()
+            module.torch, (exchange.receive, exchange.combine) = torch, launches
+        else:
+            out, _ = finish(transport, begin(transport, round_))
+            wrong += judge(out, group.rank, round_, stage, group.num_ranks)
+        transport.check()
+        group.barrier()
+        check_round(transport, round_ + 1)
+        round_ += 2
+    transport.destroy()
+    return wrong
+
+
+def judge(out: torch.Tensor, rank: int, round_: int, stage: str, num_ranks: int) -> list[str]:
+    """Tokens that went to the culprit are NaN, the others are right; where it had sent results these are its ones."""
+    ids = inputs(rank, round_, num_ranks)[1].topk_ids
+    went = (ids // EXPERTS_PER_RANK == CULPRIT).any(1)
+    wanted = expected(rank, round_, (True,) * num_ranks)
+    right = torch.equal(out[~went], wanted[~went])
+    right = right and bool(out[went].isnan().all() if stage != "combine_recv" else out[went].isfinite().all())
+    return [] if right else [f"round {round_}, {stage}: {out}"]
+
+
+def test_abandon_goes_on_where_it_failed() -> None:
+    ended = on_ranks(abandon_twice, config=PATIENT)
+    assert ended == [[]] * NUM_RANKS, ended
+
+
+def launch_again(group: EPGroup) -> list[str]:
+    """The culprit's kernels run as a graph's would that is replayed once too often; returns what went wrong."""
+    transport, wrong = make_transport(group), []
+    for index, (name, launches) in enumerate(LAUNCHES.items()):
+        dispatched, out = begin(transport, 2 * index), None
+        if group.rank == CULPRIT:
+            state = transport._slots.stage(0)[1]
+            out = torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE)
+            y = torch.ones(dispatched.batch.output_shape, device=DEVICE)
+            for send, receive in launches[:-1]:
+                transport._combine(0, state, y, send=send, receive=receive, out=out)
+        else:
+            finish(transport, dispatched)
+        group.barrier()  # the others have this round's results
+        if group.rank == CULPRIT:
+            (send, receive), again = launches[-1], torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE)
+            transport._combine(0, state, 7 * y, send=send, receive=receive, out=again)
+            if receive and not bool(again.isnan().all()):
+                wrong.append(f"{name}: {again}")
+            if name == "send-again-at-once":
+                transport._combine(0, state, None, send=False, receive=True, out=out)
+            transport._slots.close(0)
+            if not bool(out.isfinite().all()):
+                wrong.append(f"{name}: {out}")
+            with pytest.raises(RuntimeError, match=f"rank {CULPRIT} has run round {2 * index} out of order"):
+                transport.check()
+        transport.check()
+        group.barrier()
+        check_round(transport, 2 * index + 1)
+    transport.destroy()
+    return wrong
+
+
+def test_a_combine_that_runs_twice_sends_nothing() -> None:
+    ended = on_ranks(launch_again, config=PATIENT)
+    assert ended == [[]] * NUM_RANKS, ended
