@@ -40,7 +40,7 @@ MUTANTS = (
         module="signals",
         old='    tl.debug_barrier()\n    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
         new='    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
-        found="the flag follows its rows without a barrier and then a fence",
+        found="rows and their flag: the flag follows its rows without a barrier and then a fence",
     ),
     Mutant(
         name="a relaxed flag",
@@ -54,7 +54,7 @@ MUTANTS = (
         module="signals",
         old="fence.acq_rel.sys",
         new="fence.acq_rel.gpu",
-        found="the flag follows its rows without a fence at system scope",
+        found="rows and their flag: the flag follows its rows without a fence at system scope after the barrier",
     ),
     Mutant(
         name="words loaded plainly",

@@ -28,14 +28,8 @@ from compile_check.mutants import MUTANTS, Mutant
 from compile_check.stub import compile_only
 from ep_moe.transport.nvlink import launches
 
-MODULES = (
-    "signals",
-    "exchange",
-    "dispatch_send",
-    "dispatch_receive",
-    "dispatch",
-    "combine",
-)  # each after what it needs
+# each after what it needs
+MODULES = ("signals", "exchange", "dispatch_send", "dispatch_receive", "dispatch", "combine")
 UNCHANGED = tuple(
     Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
 )
