@@ -1,5 +1,6 @@
 """The compile check finds what it must, on a package of wrong kernels, and nothing on right ones that come close."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from compile_check.exchange_order import RULES
+from compile_check.mutants import MUTANTS, Mutant
+from compile_check.order import unseen
 
 pytest.importorskip("triton")
 
@@ -36,11 +40,11 @@ IDLE_EXCUSE = "FOUND excuse: case 'idle excuse' excuses _product_kernel from 'te
 _FOUND = re.compile(r"^FOUND ((?:sm_\d+ )+)(\w+): (.*)$", re.MULTILINE)
 
 
-def check(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+def check(*arguments: str, interpret: bool = False, module: str = "compile_check") -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, as .ci/run does."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ |= {"PYTHONPATH": str(TESTS), **({"TRITON_INTERPRET": "1"} if interpret else {})}
-    command = [sys.executable, "-m", "compile_check", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(
         command, cwd=TESTS.parent, env=environ, capture_output=True, text=True, timeout=280, check=False
     )
@@ -92,3 +96,30 @@ def test_refuses_to_compile_nothing() -> None:
     done = check(*FAULTY, interpret=True)
     assert done.returncode == 2
     assert "TRITON_INTERPRET is set" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def order_of_mutants() -> dict[str, list[str]]:
+    """What the rules on order find in each changed kernel."""
+    done = check("90", module="compile_check.mutate")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_order_finds(order_of_mutants: dict[str, list[str]], mutant: Mutant) -> None:
+    """A change of the exchange that breaks the order of its accesses is found, and nothing without it."""
+    assert order_of_mutants[mutant.kernel] == []
+    assert any(mutant.found in text for text in order_of_mutants[mutant.name]), order_of_mutants[mutant.name]
+
+
+def test_rules_of_order_say_what_no_kernel_has() -> None:
+    for rules in RULES.values():
+        seen = {rule.name: set(rule.parts) for rule in rules}
+        assert [*unseen(rules, seen)] == []
+        for rule in rules:
+            for part in rule.parts:
+                without = {**seen, rule.name: seen[rule.name] - {part}}
+                assert [*unseen(rules, without)] == [
+                    f"{rule.name}: no kernel of any case has its {part}"
+                ] * rule.parts.count(part)

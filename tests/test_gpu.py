@@ -56,6 +56,18 @@ def test_carries_every_case(name: str, num_ranks: int) -> None:
     assert len(outcomes[0]) > 40
 
 
+def nans_on_rank(group: EPGroup) -> None:
+    """Results that are all ones, on this rank."""
+    from nvlink.nans import check_all_ones
+
+    check_all_ones(TRANSPORTS["nvlink"], group)
+
+
+@pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 4))
+def test_results_of_all_ones(num_ranks: int) -> None:
+    launch(nans_on_rank, num_ranks=num_ranks, config=GroupConfig(timeout_secs=60), device="cuda")
+
+
 FEW: dict[str, Any] = {
     "rounds": 100_000,
     "hidden": 512,

@@ -1,7 +1,8 @@
 """The protocol of the one-sided exchange as a model: all its interleavings, with its rules and with each one broken.
 
-One slot. Every round a rank runs a dispatch kernel, its experts and a combine kernel, in stream order. Each rule is
-told where it is kept; `BROKEN` says what is found without it.
+Every round a rank runs a dispatch kernel, its experts and a combine kernel, in stream order; each slot has a stream of
+its own. Each rule is told where it is kept; `BROKEN` says what is found without it. Ranks that are lost have a model of
+their own (`test_losses.py`).
 
 Letters: R ranks, N rounds, n a round (from 1), a the rank that runs, b another rank. Words that b writes for a: D and
 cnt are the cells of a dispatch (kind and T; counts), h the header of a row, P its payload, C the cell of a combine, Y a
@@ -17,6 +18,7 @@ Traffic = frozenset[tuple[int, int]]  # (source, destination): one row goes ther
 BOTH, HALF, NONE = frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}), frozenset[tuple[int, int]]()
 CHAIN = frozenset({(0, 1), (1, 2)})
 SELF = frozenset({(0, 0), (0, 1)})
+PLACES = 4  # indices of a word in one slot
 # Broken rules of time alone: their programs are given the right epoch, so that nothing but the time is wrong.
 OUT_OF_TURN = (
     "dispatch-launched-before-combine-recv-ended",
@@ -38,11 +40,21 @@ class Case:
     refused: int = 0  # a round that a rank refuses: nobody waits for the rows of others, and no result comes back
     lean: bool = False  # a source without rows has no receiver of its own if another waits for the same cells
     to_self: bool = False  # each rank also sends cells to itself
+    num_slots: int = 1  # rounds use them in turn
     machine: Machine = Machine()
 
     def peers(self, a: int) -> list[int]:
         """The ranks that rank `a` publishes to and waits for."""
         return [b for b in range(self.num_ranks) if b != a or self.to_self]
+
+    def order(self, a: int) -> list[int]:
+        """The order in which a rank launches its rounds: slots in opposite order on even and odd ranks."""
+        turns = range(1, len(self.traffic) + 1, self.num_slots)
+        return [first + s for first in turns for s in range(self.num_slots)[:: -1 if a % 2 else 1]]
+
+    def place(self, n: int) -> int:
+        """Where the slot of round n has its words, by index."""
+        return 0 if self.broken == "slots-share-their-words" else PLACES * ((n - 1) % self.num_slots)
 
     def readers(self, waited: list[int], sources: list[int]) -> list[int]:
         """The ranks that get a receiver of their own among those waited for; `sources` have rows."""
@@ -59,71 +71,84 @@ class Case:
 
 def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
     """The programs of rank a's dispatch kernel of round n, by their part."""
-    peers, broken, last = case.peers(a), case.broken, case.cells[-1]
+    peers, broken, last, place = case.peers(a), case.broken, case.cells[-1], case.place(n)
     # The epoch comes from a word on the device that the combine kernel before counted up: a replayed graph counts too.
-    epoch = [Step("epoch", ("done", a, a, 0), 1)]
+    epoch = [Step("epoch", ("done", a, a, place), 1)]
     if broken == "epoch-from-a-host-copy-one-behind":
         epoch = [Step("given", count=max(n - 1, 1))]
     elif broken == "one-word-counts-for-both-kernels":
-        epoch = [Step("epoch", ("begun", a, a, 0), 1)]
+        epoch = [Step("epoch", ("begun", a, a, place), 1)]
     elif broken in OUT_OF_TURN:
         epoch = [Step("given", count=n)]
     # Cells are single words that carry the epoch, so they need no fence; every rank gets them, also with zero tokens.
-    early = epoch + [Step("store", (name, b, a, 0), case.rows(n, a, b)) for name in case.cells for b in peers]
+    early = epoch + [Step("store", (name, b, a, place), case.rows(n, a, b)) for name in case.cells for b in peers]
     senders = []
     for b in (b for b in peers if case.rows(n, a, b)):
-        payload = [Step("store", ("P", b, a, i)) for i in range(case.num_words)]
+        payload = [Step("store", ("P", b, a, place + i)) for i in range(case.num_words)]
         # A row's payload is delivered before its header is.
         fence = [] if broken == "no-fence-before-the-header" else [Step("fence")]
-        senders.append([*epoch, *payload, *fence, Step("store", ("h", b, a, 0))])
+        senders.append([*epoch, *payload, *fence, Step("store", ("h", b, a, place))])
     # A rank waits for the cells of all ranks: none gets two kernels ahead, whoever sends rows to whom.
     sources = [b for b in peers if case.rows(n, b, a) or broken != "dispatch-waits-only-for-ranks-with-tokens"]
-    waits = [Step("wait", (name, a, b, 0)) for name in case.cells for b in sources]
+    waits = [Step("wait", (name, a, b, place)) for name in case.cells for b in sources]
     receivers = []
     for b in case.readers(sources, [b for b in peers if case.rows(n, b, a)]):
         # How many rows come is read after the cell was seen to carry this epoch.
-        bound = [Step("bound", (last, a, b, 0))]
+        bound = [Step("bound", (last, a, b, place))]
         opening = bound + waits if broken == "loop-bound-from-the-last-cell" else waits + bound
         # A header carries the epoch: nothing needs to be cleared for the next round.
-        header = [Step("flag" if broken == "header-without-epoch" else "wait", ("h", a, b, 0), looped=True)]
-        payload = [] if case.flat else [Step("read", ("P", a, b, i), looped=True) for i in range(case.num_words)]
+        header = [Step("flag" if broken == "header-without-epoch" else "wait", ("h", a, b, place), looped=True)]
+        payload = (
+            [] if case.flat else [Step("read", ("P", a, b, place + i), looped=True) for i in range(case.num_words)]
+        )
         # The payload is loaded after the header was seen (acquire).
         rows = payload + header if broken == "payload-loaded-before-the-header" else header + payload
         rows = [] if n == case.refused else [*rows, Step("took", count=case.rows(n, b, a))]
-        receivers.append([*epoch, *opening, *rows])
+        # What the combine needs of all this it finds in the slot's own copy.
+        receivers.append([*epoch, *opening, *rows, Step("keep", ("copy", a, b, place))])
     # One program counts, in a word that no other program of this kernel reads: it need not be the last.
-    counter = [*epoch, Step("count", ("begun", a, a, 0))]
+    counter = [*epoch, Step("count", ("begun", a, a, place))]
     kernel = {"early": [early], "receivers": receivers, "senders": senders, "counter": [counter]}
     if broken == "re-poison-after-the-next-cells" and n > 1:
-        kernel["poison"] = [poison(case, a, b) for b in peers if case.results(n - 1, a, b)]
+        kernel["poison"] = [poison(case, a, b, place) for b in peers if case.results(n - 1, a, b)]
     return kernel
 
 
-def poison(case: Case, a: int, b: int) -> list[Step]:
+def poison(case: Case, a: int, b: int, place: int) -> list[Step]:
     """The steps that write the sentinel back over a result row of rank b."""
-    return [Step("poison", ("Y", a, b, i)) for i in range(max(case.num_words, 1))]
+    return [Step("poison", ("Y", a, b, place + i)) for i in range(max(case.num_words, 1))]
 
 
 def combine_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
     """The programs of rank a's combine kernel of round n, by their part."""
-    peers, broken = case.peers(a), case.broken
-    epoch = [Step("given", count=n)] if broken in OUT_OF_TURN else [Step("epoch", ("begun", a, a, 0), 0)]
+    peers, broken, place = case.peers(a), case.broken, case.place(n)
+    epoch = [Step("given", count=n)] if broken in OUT_OF_TURN else [Step("epoch", ("begun", a, a, place), 0)]
     # The cell says that the dispatch kernel of this rank ended: it saw all that it waited for.
-    early = epoch + [Step("store", ("C", b, a, 0)) for b in peers]
+    early = epoch + [Step("store", ("C", b, a, place)) for b in peers]
     # A result row needs no flag and no fence: each of its words says by itself that it came.
     words = range(max(case.num_words, 1))
-    senders = [[Step("store", ("Y", b, a, i)) for i in words] for b in peers if case.results(n, b, a)]
+    senders = []
+    for b in case.readers(peers, [b for b in peers if case.rows(n, b, a)]):
+        # How many rows came is read from the slot's own copy: the cells may be of the next round.
+        known = [Step("recall", ("copy", a, b, place))]
+        if broken == "combine-reads-what-peers-wrote":
+            known = [Step("bound", (case.cells[-1], a, b, place))]
+        results = [Step("store", ("Y", b, a, place + i), looped=True) for i in words]
+        results = [] if n == case.refused else [*known, *results, Step("took", count=case.results(n, b, a))]
+        senders.append([*epoch, *results])
+    if broken == "rows-sent-twice":  # as by a combine that is made again
+        senders *= 2
     # A rank waits for the cells of all ranks: those to whom it sent nothing have no other way to hold it back.
     holders = [b for b in peers if case.results(n, a, b) or broken != "combine-waits-only-for-ranks-with-its-tokens"]
-    waits = [Step("wait", ("C", a, b, 0)) for b in holders]
+    waits = [Step("wait", ("C", a, b, place)) for b in holders]
     receivers = []
     for b in case.readers(holders, [b for b in peers if case.results(n, a, b)]):
-        rows = [Step("take", ("Y", a, b, i)) for i in words] if case.results(n, a, b) else []
+        rows = [Step("take", ("Y", a, b, place + i)) for i in words] if case.results(n, a, b) else []
         # A row that was read is poisoned before this kernel ends, and so before anybody can send the next.
         if rows and broken not in ("no-re-poison", "re-poison-after-the-next-cells"):
-            rows += poison(case, a, b)
+            rows += poison(case, a, b, place)
         receivers.append([*epoch, *waits, *rows])
-    counter = [] if broken == "one-word-counts-for-both-kernels" else [*epoch, Step("count", ("done", a, a, 0))]
+    counter = [] if broken == "one-word-counts-for-both-kernels" else [*epoch, Step("count", ("done", a, a, place))]
     return {"early": [early], "receivers": receivers, "senders": senders, "counter": [counter]}
 
 
@@ -145,15 +170,20 @@ def build(case: Case) -> list[Program]:
         return tuple(i for kernel in kernels for ids in kernel.values() for i in ids)
 
     for a in range(case.num_ranks):
-        before: tuple[int, ...] = ()  # what the next dispatch kernel comes after
+        befores = [()] * case.num_slots  # what the next dispatch kernel comes after
         behind: tuple[int, ...] = ()  # what it should have come after and did not
-        for n in range(1, len(case.traffic) + 1):
+        full: tuple[int, ...] = ()
+        for n in case.order(a):
+            before = befores[(n - 1) % case.num_slots] + full
             dispatch = launch(a, n, dispatch_kernel(case, a, n), {"all": before})
-            pool = [("P", a, b, i) for b in case.peers(a) if case.results(n, b, a) for i in range(case.num_words)]
+            if case.broken == "receivers-of-a-slot-fill-the-GPU":
+                full = dispatch["receivers"]
+            place, sources = case.place(n), [b for b in case.peers(a) if case.results(n, b, a)]
+            pool = [("P", a, b, place + i) for b in sources for i in range(case.num_words)]
             experts = [[Step("read", word) for word in pool]] if case.flat else []
             ran = launch(a, n, {"experts": experts}, {"all": every(dispatch)})
             if case.broken == "refused-round-without-combine" and n == 1:
-                before = every(dispatch, ran)
+                befores = [every(dispatch, ran)]
                 continue
             # The combine kernel comes after the experts: nothing of this rank reads P any more.
             after = {"all": every(dispatch, ran) + behind}
@@ -169,12 +199,13 @@ def build(case: Case) -> list[Program]:
             if case.broken == "dispatch-launched-before-combine-recv-ended":
                 behind = combine["receivers"]
                 before = tuple(i for i in before if i not in behind)
+            befores[(n - 1) % case.num_slots] = before
     return programs
 
 
-def check(case: Case) -> set[str]:
-    """All races and deadlocks of a case."""
-    return explore(build(case), case.machine)[0]
+def check(case: Case, until: str = "") -> set[str]:
+    """All races and deadlocks of a case, or some of them, `until` included."""
+    return explore(build(case), case.machine, until)[0]
 
 
 ONE_CELL = {"cells": ("D",), "lean": True}  # cnt is a second word of the same kind as D: too many states with R = 3
@@ -193,6 +224,8 @@ DESIGNED = {
     "three-ranks-in-a-chain": Case(traffic=(CHAIN,) * 2, num_ranks=3, **ONE_CELL),
     "epochs-wrap-to-0": Case(traffic=(BOTH,) * 3, machine=Machine(period=4, start=2)),
     "epochs-of-one-bit": Case(traffic=(HALF,) * 3, machine=Machine(period=2)),
+    "two-slots": Case(traffic=(HALF, HALF), num_slots=2, **ONE_CELL),
+    "two-slots-twice": Case(traffic=(NONE,) * 4, num_slots=2, **ONE_CELL),
     "refused-round-in-order": Case(traffic=(BOTH,) * 2, refused=1, machine=Machine(in_order=True)),
     "refused-round-landed": Case(traffic=(BOTH,) * 2, refused=1, machine=Machine(lands="all")),
 }
@@ -221,6 +254,10 @@ BROKEN = {
     "no-re-poison": ("stale Y", Case(traffic=(HALF,) * 2)),
     "re-poison-after-the-next-cells": ("Y never comes", Case(traffic=(HALF,) * 2)),
     "refused-round-without-combine": ("D overwritten", Case(traffic=(NONE,) * 2)),
+    "combine-reads-what-peers-wrote": ("rows lost", Case(traffic=(NONE, BOTH))),
+    "rows-sent-twice": ("stale Y", Case(traffic=(HALF,) * 2)),
+    "slots-share-their-words": ("D of the next round", Case(traffic=(NONE,) * 2, num_slots=2, **ONE_CELL)),
+    "receivers-of-a-slot-fill-the-GPU": ("D never comes", Case(traffic=(NONE,) * 2, num_slots=2, **ONE_CELL)),
 }
 
 
@@ -228,7 +265,7 @@ BROKEN = {
 def test_without_a_rule(rule: str) -> None:
     """Even where stores to one word stay in order."""
     found, case = BROKEN[rule]
-    assert found in check(replace(case, broken=rule, machine=Machine(in_order=True)))
+    assert found in check(replace(case, broken=rule, machine=Machine(in_order=True)), until=found)
 
 
 @pytest.mark.parametrize("layout", ["packed", "FLAT"])

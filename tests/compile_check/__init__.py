@@ -17,6 +17,9 @@ with the alignments and options that they are run with. What is found:
                  Loads and stores of one number are free to be narrow, and so are loads of 2-byte vectors with no more
                  numbers than the program has threads: a bias, of which a thread needs one number. Payload that is
                  copied as words is not seen so; for it a case says how wide a kernel's widest access must be
+    order        an access to memory that ranks share without the barrier, fence, scope or semantics that it needs: read
+                 off the PTX along every path through a kernel. `order` has the rules, `exchange_order` names the
+                 exchange's accesses, and `mutants` changes its kernels so that each rule finds something
 
 A case may excuse a kernel from a rule, with a reason in words; an excuse that excuses nothing is itself a finding.
 """

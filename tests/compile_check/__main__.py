@@ -18,7 +18,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="compile_check", description="Compile all Triton kernels without a GPU.")
     parser.add_argument("--package", default="ep_moe", help="whose jit functions need cases")
-    parser.add_argument("--cases", default="compile_check.cases", help="module with a function cases()")
+    parser.add_argument("--cases", default="compile_check.cases", help="module with cases() and RULES_OF_ORDER")
     parser.add_argument("--only", default="", help="run the cases with this in their name, and look for no missing one")
     parser.add_argument("--target", type=int, choices=TARGETS, action="append", help="compute capability; all")
     parser.add_argument("--report", type=Path, help="write what one target compiled to this file, and print nothing")
@@ -36,8 +36,11 @@ def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
     """Compile and check all cases for one target, in this process."""
     from compile_check import checking  # needs Triton, and so a cache directory that is set
 
-    cases = [case for case in importlib.import_module(arguments.cases).cases() if arguments.only in case.name]
-    result = checking.check_cases(cases, arguments.package, target, complete=not arguments.only)
+    module = importlib.import_module(arguments.cases)
+    cases = [case for case in module.cases() if arguments.only in case.name]
+    ordered = getattr(module, "RULES_OF_ORDER", {})
+    complete = not arguments.only
+    result = checking.check_cases(cases, arguments.package, target, complete=complete, rules_of_order=ordered)
     return dataclasses.asdict(result)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-Rule = Literal["case", "spill", "shared", "tensor_core", "narrow", "excuse"]
+Rule = Literal["case", "spill", "shared", "tensor_core", "narrow", "order", "excuse"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
+from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - the command asks for it
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
@@ -18,6 +19,7 @@ from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
 from ep_moe.quant import Quantised, QuantScheme, get_scheme, weight_scale_shape
 from ep_moe.quant.triton import quantise
 from ep_moe.routing import Routing
+from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.plan import HEADER_WORDS
 from ep_moe.transport.triton import plan_send, write_rows
 from ep_moe.transport.wire import RowFormat
@@ -205,7 +207,9 @@ def _rows(
             topk_weights=empty(num_tokens, topk, dtype=torch.float32),
         )
         owner, header = empty(ranks * experts, dtype=torch.int32), empty(ranks, HEADER_WORDS, dtype=torch.int64)
-        plan = plan_send(routing.topk_ids, owner, fingerprint=row_format.fingerprint, header=header)
+        plan = plan_send(
+            routing.topk_ids, owner, fingerprint=row_format.fingerprint, layer=LayerTag().words, header=header
+        )
         x, scale = empty(num_tokens, scheme.row_values(hidden), dtype=scheme.dtype or dtype), None
         if scheme.quantised:
             scale = empty(scheme.num_groups(hidden), num_tokens, dtype=scheme.scale_dtype).t()

@@ -2,11 +2,12 @@
 
 import dataclasses
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from compile_check import ir, rules, sass, walk
+from compile_check import ir, order, ptx, rules, sass, walk
 from compile_check.case import Case, Finding, Rule
 from compile_check.stub import Recorder, compile_only
 
@@ -27,6 +28,33 @@ class Compiled:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class Orders:
+    """The rules on the order of accesses by the name of a kernel, and which of their parts kernels had."""
+
+    rules: Mapping[str, tuple[order.AnyRule, ...]]
+    seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+
+    def check(self, kernel: str, text: str, intermediate: ir.Ir, threads: int) -> list[Finding]:
+        """The findings on a kernel's PTX."""
+        texts = []
+        if rules_here := self.rules.get(kernel, ()):
+            program = ptx.read(text)
+            for rule in rules_here:
+                seen = order.check(rule, program, intermediate, threads)
+                self.seen.setdefault(rule.name, set()).update(seen.parts)
+                texts += seen.wrong
+        return [Finding(rule="order", kernel=kernel, text=text) for text in texts]
+
+    def without_case(self) -> list[Finding]:
+        """What rules speak of and no kernel had."""
+        return [
+            Finding(rule="order", kernel=kernel, text=text)
+            for kernel, rules_here in self.rules.items()
+            for text in order.unseen(rules_here, self.seen)
+        ]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Result:
     """What one target compiled, and what was found."""
 
@@ -42,11 +70,13 @@ def _widths(machine: sass.Sass, kind: str) -> list[int]:
     return [0, *widths] if kind in machine.bulk else widths
 
 
-def _check(function: JITFunction, compiled: Any) -> Compiled:
+def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
     """Read one compiled kernel and check it."""
-    machine = sass.read(compiled.asm["cubin"])
+    kernel = function.fn.__name__
+    machine, intermediate = sass.read(compiled.asm["cubin"]), ir.read(compiled.asm["ttir"])
+    ordered = orders.check(kernel, compiled.asm["ptx"], intermediate, 32 * compiled.metadata.num_warps)
     return Compiled(
-        kernel=function.fn.__name__,
+        kernel=kernel,
         cases=[],
         num_warps=compiled.metadata.num_warps,
         registers=machine.registers,
@@ -54,7 +84,7 @@ def _check(function: JITFunction, compiled: Any) -> Compiled:
         spills=machine.spills,
         tensor_core=machine.tensor_core,
         widths={kind: _widths(machine, kind) for kind in ("load", "store")},
-        findings=rules.check(function.fn.__name__, compiled, ir.read(compiled.asm["ttir"]), machine),
+        findings=rules.check(kernel, compiled, intermediate, machine) + ordered,
     )
 
 
@@ -67,7 +97,7 @@ def _thin_payload(kernel: Compiled, width_bytes: int) -> list[Finding]:
     ]
 
 
-def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled]) -> list[Finding]:
+def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled], orders: Orders) -> list[Finding]:
     """Run one case; returns what failed, and puts what it compiled into `by_hash`."""
     findings = []
     launches, failures = len(recorder.launches), len(recorder.failures)
@@ -83,7 +113,7 @@ def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled]) -> l
     for function, compiled in recorder.launches[launches:]:
         key = compiled.metadata.hash
         if key not in by_hash:
-            by_hash[key] = _check(function, compiled)
+            by_hash[key] = _check(function, compiled, orders)
         kernel = by_hash[key]
         if case.name not in kernel.cases:
             kernel.cases.append(case.name)
@@ -106,21 +136,31 @@ def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case]) -> None:
             result.findings.append(named)
 
 
-def check_cases(cases: list[Case], package: str, arch: int, *, complete: bool) -> Result:
+def check_cases(
+    cases: list[Case],
+    package: str,
+    arch: int,
+    *,
+    complete: bool,
+    rules_of_order: Mapping[str, tuple[order.AnyRule, ...]],
+) -> Result:
     """Run all cases for sm_`arch` and check what they compile.
 
     Args:
         cases: with names that differ. package: whose jit functions need cases, where `complete`.
+        rules_of_order: by the name of a kernel; where `complete`, each must find what it is about.
     """
     by_name = {case.name: case for case in cases}
     if len(by_name) != len(cases):
         raise ValueError("two cases have the same name")
     findings, by_hash = walk.import_all(package) if complete else [], dict[str, Compiled]()
+    orders = Orders(rules=rules_of_order)
     with compile_only(arch) as recorder:
         for case in cases:
-            findings += _run_case(case, recorder, by_hash)
+            findings += _run_case(case, recorder, by_hash, orders)
     if complete:
         findings += walk.without_case(walk.jit_functions(package), recorder.launched, recorder.reached)
+        findings += orders.without_case()
     excuses = [(case.name, *key) for case in cases for key in case.excuses]
     compiled = list(by_hash.values())
     result = Result(compiled=compiled, findings=findings, excused=[], used_excuses=[], all_excuses=excuses)

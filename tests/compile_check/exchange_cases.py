@@ -109,6 +109,11 @@ def _round(
     return Case(name=f"nvlink {name}", launch=launch, payload_width_bytes=widths, excuses=excused)
 
 
+def small_round() -> Case:
+    """Rows and words between two ranks: the kernels with as little code as does all."""
+    return _round("small", "none", Layout.COMPACT, tokens=24, hidden=256, topk=1, ranks=2, experts=2)
+
+
 def exchange_cases() -> list[Case]:
     """Rows and words, whole and in halves, some of the ways in which a payload is made and laid out."""
     gpt_oss: dict[str, Any] = {"hidden": 2880, "topk": 4, "experts": 16}

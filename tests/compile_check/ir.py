@@ -19,6 +19,8 @@ _POINTERS = re.compile(r"^tensor<((?:\d+x)+)!tt\.ptr<(\w+)")
 _DOT = re.compile(r"tt\.dot .*?(?:, inputPrecision = (\w+).*?)? : tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x(\w+)>")
 _CHECKED = re.compile(r"\btt\.(load|store|dot)")
 _POINTER = re.compile(r"^!tt\.ptr<(\w+)")
+_CALL = re.compile(r"^callsite\((#loc\d*) at (#loc\d*)\)$")
+_REDUCTION = re.compile(r"^\}\) : \(tensor<((?:\d+x)+)\w+>.* loc\((.*)\)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +56,20 @@ class Dot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """A reduction or scan of `elements` numbers; `frames` are the lines that it comes from, innermost first."""
+
+    elements: int
+    frames: tuple[Place, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ir:
     """What a kernel does to memory, and what it multiplies, before it is laid out on threads."""
 
     accesses: list[Access]
     dots: list[Dot]
+    reductions: list[Reduction]
     widens_fp8: bool  # turns a block of fp8 into wider numbers
 
 
@@ -83,13 +94,24 @@ def _resolve(location: str, named: dict[str, str]) -> Place | None:
     return None
 
 
+def _frames(location: str, named: dict[str, str]) -> tuple[Place, ...]:
+    """The lines of a location, those of the innermost call first."""
+    location = named.get(location, location)
+    if match := _FILE.match(location):
+        return ((match[1], int(match[2])),)
+    if match := _CALL.match(location):
+        return (*_frames(match[1], named), *_frames(match[2], named))
+    reference = _FIRST_REFERENCE.search(location)
+    return _frames(reference[0], named) if reference and reference[0] in named else ()
+
+
 def read(text: str) -> Ir:
     """Read the module that Triton writes down as "ttir".
 
     Errors: RuntimeError for a load, store or product that is not written as the ones known here.
     """
     named = _places(text)
-    accesses, dots = [], []
+    accesses, dots, reductions = [], [], []
     for line in text.splitlines():
         if match := _MEMORY.search(line):
             block, scalar = _POINTERS.match(match[2]), _POINTER.match(match[2])
@@ -100,6 +122,9 @@ def read(text: str) -> Ir:
         elif match := _DOT.search(line):
             m, k, n = int(match[2]), int(match[3]), int(match[5])
             dots.append(Dot(m=m, n=n, k=k, left=match[4], right=match[6], precision=match[1] or "ieee"))
+        elif match := _REDUCTION.match(line.strip()):
+            reductions.append(Reduction(elements=_elements(match[1]), frames=_frames(match[2], named)))
         elif _CHECKED.search(line):
             raise RuntimeError(f"cannot read this line of Triton's IR: {line.strip()}")
-    return Ir(accesses=accesses, dots=dots, widens_fp8=_WIDENED.search(text) is not None)
+    widens_fp8 = _WIDENED.search(text) is not None
+    return Ir(accesses=accesses, dots=dots, reductions=reductions, widens_fp8=widens_fp8)

@@ -11,6 +11,7 @@ from ep_moe.transport.wire import RowFormat
 from interpreted.common import DEVICE, generator, random_payload
 
 FINGERPRINT = 2**32 - 3
+LAYER = (2**31 - 5, -7)  # as `LayerTag.words`
 OWNERS = {  # how many experts each rank owns
     "one_rank": [7],
     "three_ranks": [3, 3, 2],
@@ -51,12 +52,14 @@ def test_plan(
     ids = make_ids(tokens, topk, len(owner), dtype, routing)
     with poisoned_memory():
         headers = [torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64) for _ in range(2)]
-        expected = plan.plan_send(ids, owner, fingerprint=FINGERPRINT, header=headers[0])
+        expected = plan.plan_send(ids, owner, fingerprint=FINGERPRINT, layer=LAYER, header=headers[0])
         on_device = headers[1].to(DEVICE)
-        actual = triton.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=FINGERPRINT, header=on_device)
+        actual = triton.plan_send(
+            ids.to(DEVICE), owner.to(DEVICE), fingerprint=FINGERPRINT, layer=LAYER, header=on_device
+        )
     assert_same_bits(on_device, headers[0], "header")
     assert_same_bits(actual.token_to_row().cpu(), expected.token_to_row(), "token_to_row")
-    assert headers[0][:, 4].tolist() == [FINGERPRINT] * len(OWNERS[owners])
+    assert headers[0][:, [4, 7, 8]].tolist() == [[FINGERPRINT, *LAYER]] * len(OWNERS[owners])
     pairs = [{int(e) for e in row if 0 <= e < len(owner)} for row in ids]
     for rank in range(len(OWNERS[owners])):
         mine = [sum(int(owner[expert]) == rank for expert in experts) for experts in pairs]
@@ -89,7 +92,7 @@ def test_rows(
         scale = random_payload((scheme.num_groups(hidden), tokens), scheme.scale_dtype, random).t()
         sent = Quantised(values=x, scale=scale, scheme=scheme)
     header = torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64)
-    planned = plan.plan_send(ids, owner, fingerprint=1, header=header)
+    planned = plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
     row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
     expected, expected_rows = row_format.write(sent, routing, planned, num_rows)
     if isinstance(sent, Quantised):
@@ -100,7 +103,7 @@ def test_rows(
         actual, rows = triton.write_rows(
             placed,
             Routing(topk_ids=ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE)),
-            triton.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=1, header=header.to(DEVICE)),
+            triton.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=1, layer=LAYER, header=header.to(DEVICE)),
             num_rows=num_rows,
             row_bytes=row_format.row_bytes,
         )

@@ -19,6 +19,7 @@ from ep_moe.testing.transports import (
 )
 from ep_moe.transport.nvlink import NvlinkTransport
 from nvlink.common import on_ranks, patched
+from nvlink.nans import check_all_ones
 
 FEW = 2  # tokens of a rank at most
 MANY = 6  # of a rank in "many-tokens", of which 4 are counted together
@@ -31,6 +32,7 @@ BESIDE = {
     "layers": check_layers,
     "sit_out": check_sit_out,
     "destroyed": check_destroyed,
+    "all-ones": check_all_ones,
 }
 
 

@@ -1,5 +1,6 @@
 """on_peer_loss "raise": every survivor names the rank that is lost, the same one, within the deadline."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from nvlink_faults.common import (
     INTERPRETING,
     LOST_ROUND,
     NUM_RANKS,
+    PATIENT,
     SLACK_SECS,
     be_lost,
     begin,
@@ -23,6 +25,9 @@ from nvlink_faults.common import (
     recorded,
     run_round,
 )
+
+GIVEN_UP_SECS = 20.0
+NOBODY = 255
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, looks: int, folder: Path) -> None:
@@ -103,3 +108,39 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     failed = on_ranks(come_late, tmp_path, num_ranks=2)
     assert failed.rank == 1
     assert recorded(tmp_path) == {0: ((1,), [0, 0])}
+
+
+def tell(group: EPGroup, phase: str) -> int:
+    """The last rank does not come, and rank 0 alone loses patience: what this rank's abort word says.
+
+    No watchdog runs, nobody asks the group, and the others' patience does not end: their waits end by what rank 0's
+    kernel writes into their abort words, or by the timer here, which names nobody.
+    """
+    transport, stuck = make_transport(group), group.num_ranks - 1
+    transport._faults._watchdog.stop()
+    transport._exchange._patience = 10**15
+    if phase == "combine":
+        dispatched = begin(transport, 0)
+        group.barrier()  # all have it
+    timer = threading.Timer(GIVEN_UP_SECS, transport._memory.end_waits, (1 << 32 | NOBODY,))
+    timer.start()
+    if group.rank == 0:
+        transport._exchange._patience = 50
+    if group.rank != stuck and phase == "combine":
+        finish(transport, dispatched)
+    elif group.rank != stuck:
+        begin(transport, 0)
+    deadline = time.monotonic() + GIVEN_UP_SECS
+    while not int(transport._memory.abort[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    timer.cancel()
+    word = int(transport._memory.abort[0])
+    group.barrier()  # nobody's memory goes while another writes there
+    transport.destroy()
+    return word & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(("phase", "number"), [("dispatch", 0), ("combine", 1)])
+def test_a_kernel_that_gives_up_tells_every_rank(phase: str, number: int) -> None:
+    said = NUM_RANKS + 256 * number  # the last rank's number, plus 1
+    assert on_ranks(tell, phase, config=PATIENT) == [said] * NUM_RANKS

@@ -30,7 +30,8 @@ class Step(NamedTuple):
     epoch: reads the program's epoch from a counter and adds `count`; given: the epoch is `count`; count: writes the
     epoch to a counter; store, poison: sends the epoch (P and Y: data) or the sentinel; fence: until all that this
     program sent is delivered; wait: until a word carries the epoch; flag: until a word is not zero; take: until a word
-    is not the sentinel; read: now; bound: the loop bound is what a word counts; took: the loop bound must be `count`.
+    is not the sentinel; read: now; bound: the loop bound is what a word counts; took: the loop bound must be `count`;
+    keep: writes the loop bound to a word of the rank's own; recall: the loop bound is what such a word counts.
     """
 
     op: str
@@ -163,6 +164,12 @@ class Model:
             epoch = step.count
         elif step.op in ("epoch", "count") and (i, at) not in self.contested:
             epoch = self.count(step, word, epoch, memory)
+        elif step.op == "keep":  # no other kernel runs that knows the word
+            memory[word] = Value(epoch, self.programs[i].round, bound)
+        elif step.op == "recall":
+            bound = memory[word].count
+        elif step.op == "took" and bound == step.count:
+            pass
         elif step.op != "fence" or any(program == i for program, _, _ in flight):
             return False
         threads[i] = (at + 1, epoch, bound)
@@ -244,12 +251,16 @@ class Model:
         return found
 
 
-def explore(programs: list[Program], machine: Machine) -> tuple[set[str], int]:
-    """Every state that the programs can reach: all races and deadlocks, and the number of states."""
+def explore(programs: list[Program], machine: Machine, until: str = "") -> tuple[set[str], int]:
+    """Every state that the programs can reach: all races and deadlocks, and the number of states.
+
+    Args:
+        until: a race or deadlock; once it is found the rest is left out.
+    """
     model = Model(programs, machine)
     first = model.first()
     seen, todo, found = {first}, [first], set()
-    while todo:
+    while todo and until not in found:
         state = todo.pop()
         moved = False
         for after, wrong in model.moves(state):

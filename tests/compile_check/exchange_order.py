@@ -1,0 +1,70 @@
+"""What the one-sided exchange asks of the order of its accesses, as `ep_moe.kernels.signals` tells it."""
+
+from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publish, Site, Stores, Strong
+
+ROWS = Site(function="_deliver_row", kind="store")
+FLAGS = Site(function="send_rows", kind="store", words="flag_to")
+GIVE_UP = {"give_up": frozenset({"relaxed", "sys", "cas"})}
+BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # of this rank's own word, which no other reaches
+COMMON: tuple[AnyRule, ...] = (
+    AfterLaunch(name="early launch"),
+    Publish(
+        name="a report",
+        rows=Site(function="report", kind="store", words="report_ptr + "),
+        flag=Site(function="report", kind="store", words="make_word"),
+    ),
+)
+RULES: dict[str, tuple[AnyRule, ...]] = {
+    "_dispatch_kernel": (
+        *COMMON,
+        Agree(
+            name="agreement", looks=("trouble", "is_over", "report", "clock"), reductions=("agree", "is_over", "report")
+        ),
+        Strong(
+            name="what changes meanwhile",
+            functions=("trouble", "is_over", "wait_for_words", "report"),
+            atomics=GIVE_UP,
+        ),
+        Publish(name="rows and their flag", rows=ROWS, flag=FLAGS),
+        Acquire(name="loads of rows", flags="wait_for_flag"),
+        Stores(
+            name="stores of a dispatch",
+            words=(Site(function="announce", kind="store"), Site(function="_deliver_words", kind="store"), FLAGS),
+            others=(ROWS,),
+        ),
+        Meet(
+            name="the state of a dispatch",
+            read=Site(function="receive", kind="load", words="own.state_ptr + BEGUN"),
+            written=Site(function="receive", kind="store", words="own.state_ptr + BEGUN"),
+        ),
+    ),
+    "_combine_kernel": (
+        *COMMON,
+        Agree(
+            name="agreement",
+            looks=("trouble", "is_over", "report", "clock", "begin_combine"),
+            reductions=("agree", "is_over", "report", "begin_combine", "_sum_rows"),
+        ),
+        Strong(
+            name="what changes meanwhile",
+            functions=("trouble", "is_over", "wait_for_words", "report", "begin_combine"),
+            atomics=GIVE_UP | BEGIN_COMBINE,
+        ),
+        Acquire(name="loads of results", flags="", parts=("strong load",)),
+        Stores(
+            name="stores of a combine",
+            words=(Site(function="_combine_kernel", kind="store", words="cell"),),
+            others=(Site(function="_store_row", kind="store"), Site(function="_sum_rows", kind="store")),
+        ),
+        Meet(
+            name="the state of a combine",
+            read=Site(function="_is_before_resumption", kind="load", words="own.state_ptr + RESUME"),
+            written=Site(function="_combine_kernel", kind="store", words="own.state_ptr + RESUME"),
+        ),
+        Meet(
+            name="what has run of a combine",
+            read=Site(function="begin_combine", kind="load", words="own.state_ptr + RUNS"),
+            written=Site(function="begin_combine", kind="atomic", words="own.state_ptr + RUNS"),
+        ),
+    ),
+}

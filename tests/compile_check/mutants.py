@@ -1,0 +1,165 @@
+"""The exchange kernels with one line of their source changed, each of which a rule on the order of accesses must find.
+
+`compile_check.mutate` compiles them.
+"""
+
+import dataclasses
+from typing import Literal
+
+BARRIER = "tl.debug_barrier()  # all warps have read the state"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """A change of source, and the words of what must be found.
+
+    Attributes:
+        module: of `ep_moe.kernels`. old, new: text there, and what takes its place everywhere.
+        kernel: the one that is compiled. beside: together with the one before, whose finding is another.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    found: str
+    kernel: Literal["dispatch", "combine"] = "dispatch"
+    beside: bool = False
+
+
+MUTANTS = (
+    Mutant(
+        name="no fence behind rows",
+        module="dispatch_send",
+        old="fence()  # release",
+        new="pass  # release",
+        found="rows and their flag: the flag follows its rows without a barrier and then a fence",
+    ),
+    Mutant(
+        name="a fence without a barrier",
+        module="signals",
+        old='    tl.debug_barrier()\n    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
+        new='    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
+        found="rows and their flag: the flag follows its rows without a barrier and then a fence",
+    ),
+    Mutant(
+        name="a relaxed flag",
+        module="signals",
+        old='sem="acquire", scope="sys"',
+        new='sem="relaxed", scope="gpu"',
+        found="loads of rows: a plain load of what peers write, with nothing acquired",
+    ),
+    Mutant(
+        name="a fence of one GPU",
+        module="signals",
+        old="fence.acq_rel.sys",
+        new="fence.acq_rel.gpu",
+        found="rows and their flag: the flag follows its rows without a fence at system scope after the barrier",
+    ),
+    Mutant(
+        name="words loaded plainly",
+        module="dispatch_receive",
+        old="volatile=True",
+        new="volatile=False",
+        found="loads of rows: a plain load of what peers write",
+        beside=True,
+    ),
+    Mutant(
+        name="half a word",
+        module="dispatch_send",
+        old="tl.store(to, cell)",
+        new="tl.store(to.to(tl.pointer_type(tl.int32)), cell.to(tl.int32))",
+        found="stores of a dispatch: a word does not travel in one piece",
+        beside=True,
+    ),
+    Mutant(
+        name="an abort told to one GPU",
+        module="signals",
+        old='tl.atomic_cas(peer, zero, word, sem="relaxed", scope="sys")',
+        new='tl.atomic_cas(peer, zero, word, sem="relaxed", scope="gpu")',
+        found="what changes meanwhile: an atomic operation in give_up is not sys",
+        beside=True,
+    ),
+    Mutant(
+        name="a warp ahead in a dispatch",
+        module="dispatch_receive",
+        old=BARRIER,
+        new="pass",
+        found="the state of a dispatch: overwritten before all warps have met that read it",
+        beside=True,
+    ),
+    Mutant(
+        name="an agreement of two warps",
+        module="signals",
+        old="SPREAD = tl.constexpr(256)",
+        new="SPREAD = tl.constexpr(64)",
+        found="agreement: 128 threads agree on 64 elements in is_over",
+    ),
+    Mutant(
+        name="aborts loaded plainly",
+        module="signals",
+        old="tl.load(links.abort_ptr, volatile=True)",
+        new="tl.load(links.abort_ptr)",
+        found="what changes meanwhile: a plain load in trouble",
+        beside=True,
+    ),
+    Mutant(
+        name="a report without a fence",
+        module="exchange",
+        old="        fence()\n",
+        new="        tl.debug_barrier()\n",
+        found="a report: the flag follows its rows without a fence at system scope after the barrier",
+        beside=True,
+    ),
+    Mutant(
+        name="no agreement",
+        module="signals",
+        old="waiting = agree(late, trouble(links, start, looks, patience))",
+        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(links, start, looks, patience)",
+        found="agreement: warps may part ways",
+    ),
+    Mutant(
+        name="results loaded plainly",
+        module="combine",
+        old="volatile=True",
+        new="volatile=False",
+        found="loads of results: a plain load of what peers write",
+        kernel="combine",
+    ),
+    Mutant(
+        name="a launch counted by one program",
+        module="exchange",
+        old='sem="relaxed", scope="gpu"',
+        new='sem="relaxed", scope="cta"',
+        found="what changes meanwhile: an atomic operation in begin_combine is not gpu",
+        kernel="combine",
+        beside=True,
+    ),
+    Mutant(
+        name="an unknown store",
+        module="combine",
+        old="_store_row(total, to_ptr + (RANK * slots + token) * H, column, inside)",
+        new="tl.store(to_ptr + (RANK * slots + token) * H + column, total, mask=inside)",
+        found="stores of a combine: a store to memory of the group that no rule knows",
+        kernel="combine",
+        beside=True,
+    ),
+    Mutant(
+        name="a warp ahead in a combine",
+        module="combine",
+        old=BARRIER,
+        new="pass",
+        found="the state of a combine: overwritten before all warps have met that read it",
+        kernel="combine",
+        beside=True,
+    ),
+    Mutant(
+        name="no wait for the launch before",
+        module="combine",
+        old="    wait_for_launch(PDL)\n",
+        new="",
+        found="early launch: an access before the kernel before this one has ended",
+        kernel="combine",
+        beside=True,
+    ),
+)

@@ -1,0 +1,107 @@
+"""Compiles the exchange kernels as `compile_check.mutants` changes them, and says what the rules on order find.
+
+    PYTHONPATH=tests python -m compile_check.mutate 90
+
+prints JSON: for each mutant what is found, and under "dispatch" and "combine" what is in the kernels as they are. It
+stops at the PTX: no machine code is made.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from triton.backends.nvidia.compiler import CUDABackend
+
+import ep_moe.kernels
+from compile_check import ir
+from compile_check.checking import Orders
+from compile_check.exchange_cases import small_round
+from compile_check.exchange_order import RULES
+from compile_check.mutants import MUTANTS, Mutant
+from compile_check.stub import compile_only
+from ep_moe.transport.nvlink import launches
+
+# each after what it needs
+MODULES = ("signals", "exchange", "dispatch_send", "dispatch_receive", "dispatch", "combine")
+UNCHANGED = tuple(
+    Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
+)
+
+
+class _Idle:
+    """A kernel that is launched for nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: None
+
+
+@contextlib.contextmanager
+def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
+    """Load the kernels of the exchange anew, with some changes, for the launchers to launch."""
+    originals = Path(ep_moe.kernels.__path__[0])
+    loaded: dict[str, Any] = {}
+    with mock.patch.dict(sys.modules):  # and all is as it was
+        for name in MODULES:
+            text = (originals / f"{name}.py").read_text()
+            for mutant in mutants:
+                if name == mutant.module:
+                    assert mutant.old in text, f"{name}.py has no {mutant.old!r}: change the mutant {mutant.name!r}"
+                    text = text.replace(mutant.old, mutant.new)
+            path = folder / f"{name}.py"
+            path.write_text(text)
+            full = f"ep_moe.kernels.{name}"
+            spec = importlib.util.spec_from_file_location(full, path)
+            assert spec is not None
+            assert spec.loader is not None
+            loaded[name] = sys.modules[full] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded[name])
+        names = {name: f"_{name}_kernel" for name in ("dispatch", "combine")}
+        kernels = {names[name]: _Idle() for name in names}
+        (kernel,) = {mutant.kernel for mutant in mutants}
+        kernels[names[kernel]] = getattr(loaded[kernel], names[kernel])
+        with mock.patch.multiple(launches, **kernels):
+            yield
+
+
+def findings(arch: int) -> list[str]:
+    """What the rules find in the kernel that a small round compiles now."""
+    with compile_only(arch) as recorder, mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
+        small_round().launch()
+    for _, error in recorder.failures:
+        raise error
+    orders, found = Orders(rules=RULES), list[str]()
+    for function, compiled in recorder.launches:
+        intermediate, threads = ir.read(compiled.asm["ttir"]), 32 * compiled.metadata.num_warps
+        here = orders.check(function.fn.__name__, compiled.asm["ptx"], intermediate, threads)
+        found += [finding.text for finding in here]
+    assert orders.seen, "nothing was compiled"
+    return found
+
+
+def main(arch: int) -> None:
+    """Print what is found."""
+    found, groups = {}, list[list[Mutant]]()
+    for mutant in (*UNCHANGED, *MUTANTS):
+        if mutant.beside:
+            groups[-1].append(mutant)
+        else:
+            groups.append([mutant])
+    with tempfile.TemporaryDirectory(prefix="compile_check_") as name:
+        os.environ["TRITON_CACHE_DIR"] = name
+        for number, group in enumerate(groups):
+            folder = Path(name) / f"group{number}"
+            folder.mkdir()
+            with changed_kernels(folder, group):
+                found |= dict.fromkeys([mutant.name for mutant in group], findings(arch))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""Reads PTX as text: instructions in basic blocks, the lines that each comes from, whose memory it accesses."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Literal
+
+Frame = tuple[str, int]  # file and line
+
+Kind = Literal["load", "store", "atomic", "other"]
+_KINDS: dict[str, Kind] = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
+_FILE = re.compile(r'^\s*\.file\s+(\d+) "(.*?)"(?: "(.*?)")?')
+_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+) \d+(.*)$")
+_OUTER = re.compile(r"@\[ (\S+?):(\d+)")
+_LABEL = re.compile(r"^(\$\w+):")
+_PARAM = re.compile(r"\.param \.u64 (\w+),?$")
+_INSTRUCTION = re.compile(r"^(?:@(!?)(%p\d+) )?([a-z]\w*)((?:[.:]+\w+)*)\s*(.*)$", re.DOTALL)
+_REGISTER = re.compile(r"%(?:rd|rs|r|p|f|fd|h|hh)\d+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Instruction:
+    """One instruction; `frames` are the lines that it comes from, innermost first.
+
+    Attributes:
+        in_peers: its address is computed from an address of the group's memory, which peers may write too.
+        guard: the predicate that it runs under, "" if it always does.
+    """
+
+    opcode: str
+    modifiers: frozenset[str]
+    frames: tuple[Frame, ...]
+    in_peers: bool
+    guard: str
+    text: str
+
+    @property
+    def kind(self) -> Kind:
+        """What it does to global memory, if anything."""
+        return _KINDS.get(self.opcode, "other") if "global" in self.modifiers else "other"
+
+    @property
+    def is_strong(self) -> bool:
+        """True if it takes part in the order that all ranks agree on: `volatile` is relaxed at system scope."""
+        return "volatile" in self.modifiers or (
+            "sys" in self.modifiers and bool(self.modifiers & {"relaxed", "acquire"})
+        )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Block:
+    """Instructions without a branch between them, and the numbers of the blocks that may follow."""
+
+    instructions: list[Instruction]
+    successors: list[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A kernel: its blocks, the first of which is its entry, and register -> those computed from it."""
+
+    blocks: list[Block]
+    flows: dict[str, set[str]]
+
+
+def read(text: str) -> Program:
+    """Read a kernel's PTX.
+
+    An address counts as one of the group's memory if it is computed from a parameter of 64 bits that is no pointer:
+    launchers pass `Links.bases` so.
+    """
+    paths = {match[1]: str(Path(match[2], match[3] or "")) for match in map(_FILE.match, text.splitlines()) if match}
+    by_name = {Path(path).name: path for path in paths.values()}
+    body, frames, lines = False, tuple[Frame, ...](), list[tuple[str, tuple[Frame, ...]]]()
+    parameters = set()
+    for line in text.splitlines():
+        if match := _PARAM.search(line):
+            parameters.add(f"[{match[1]}]")
+        if line.startswith(("{", "}")):
+            body = line.startswith("{")
+        elif not body:
+            continue
+        elif match := _LOC.match(line):
+            outer = tuple((by_name.get(name, name), int(at)) for name, at in _OUTER.findall(match[3]))
+            frames = ((paths[match[1]], int(match[2])), *outer)
+        elif match := _LABEL.match(line):
+            lines.append((match[1], ()))
+        else:
+            code = line.partition("//")[0]
+            lines += [(part.strip(), frames) for part in code.split(";") if part.strip(" \t{}")]
+    codes = [code for code, _ in lines]
+    given = [code for code in codes if code.startswith("ld.param") and code.partition(",")[2].strip() in parameters]
+    flows = _flows(codes)
+    addresses = {source: {r for r in to if not r.startswith("%p")} for source, to in flows.items()}
+    return Program(blocks=_blocks(lines, closure(addresses, {targets(code)[0] for code in given})), flows=flows)
+
+
+def targets(code: str) -> list[str]:
+    """The registers that an instruction writes; those of a branch or a store are none."""
+    match = _INSTRUCTION.match(code)
+    if match is None or match[3] in ("st", "red", "bar", "bra", "ret"):
+        return []
+    until = "}" if match[5].startswith("{") else ","
+    return _REGISTER.findall(match[5].partition(until)[0])
+
+
+def closure(flows: dict[str, set[str]], registers: set[str]) -> set[str]:
+    """All that is computed from these registers, and they."""
+    seen, todo = set(registers), list(registers)
+    while todo:
+        new = flows.get(todo.pop(), set()) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def _flows(codes: list[str]) -> dict[str, set[str]]:
+    """Register -> those computed from it by one instruction; memory is left aside, and so is what guards a load."""
+    flows: dict[str, set[str]] = {}
+    for code in codes:
+        written = targets(code)
+        match = _INSTRUCTION.match(code)
+        if match is None or not written or match[3] in ("ld", "atom"):
+            continue
+        until = "}" if match[5].startswith("{") else ","
+        for source in (*_REGISTER.findall(match[5].partition(until)[2]), *filter(None, [match[2]])):
+            flows.setdefault(source, set()).update(written)
+    return flows
+
+
+def _blocks(lines: list[tuple[str, tuple[Frame, ...]]], peers: set[str]) -> list[Block]:
+    """Cut lines into basic blocks and join them."""
+    blocks, starts = [Block(instructions=[], successors=[])], dict[str, int]()
+    jumps: list[tuple[int, str]] = []
+    falls = [True]  # whether a block may run on into the next
+    for code, frames in lines:
+        if code.startswith("$"):
+            if blocks[-1].instructions:
+                blocks.append(Block(instructions=[], successors=[]))
+                falls.append(True)
+            starts[code] = len(blocks) - 1
+            continue
+        match = _INSTRUCTION.match(code)
+        if match is None or code.startswith("."):
+            continue
+        opcode, modifiers = match[3], frozenset(re.findall(r"\w+", match[4]))
+        address = code[code.find("[") : code.find("]")] if "[" in code else ""
+        in_peers = any(register in peers for register in _REGISTER.findall(address))
+        blocks[-1].instructions.append(
+            Instruction(
+                opcode=opcode,
+                modifiers=modifiers,
+                frames=frames,
+                in_peers=in_peers,
+                guard=match[2] or "",
+                text=code,
+            )
+        )
+        if opcode in ("bra", "ret", "exit"):
+            falls[-1] = match[2] is not None
+            if opcode == "bra":
+                jumps.append((len(blocks) - 1, match[5].strip()))
+            blocks.append(Block(instructions=[], successors=[]))
+            falls.append(True)
+        elif opcode in ("brx", "call"):
+            raise RuntimeError(f"cannot follow this line of PTX: {code}")
+    for number, on in enumerate(falls[:-1]):
+        if on:
+            blocks[number].successors.append(number + 1)
+    for number, label in jumps:
+        blocks[number].successors.append(starts[label])
+    return blocks

@@ -1,0 +1,279 @@
+"""A machine for ranks that are lost: explores every interleaving, every order of delivery and every moment of a loss.
+
+The last rank dies in its first rounds, after any of its stores; the others go on without it. These run calls one after
+another (`Call`): the halves of a dispatch and the combine of a slot, and looks of their hosts, which settle a loss with
+each other through the store. A kernel is one program, whose warps look at changing words each for itself.
+
+Only results and aborts travel as messages: when a cell arrives is the same as when its reader looks.
+
+Letters: a is a rank, b another, e the epoch of a round, s a slot.
+"""
+
+from collections.abc import Iterator
+
+from protocol.ranks import EMPTY, HERE, IMPATIENT, LATE, OVER, Case, Message, Rank, Slot, State
+
+
+class Model:
+    """The moves of a case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.survivors = case, range(case.num_ranks - 1)
+        phases = [[(name, a, s) for s in range(case.num_slots) for a in self.survivors] for name in "DCY"]
+        self.stores_of_victim = [*phases[0], *phases[1], *phases[2]]
+
+    def first(self) -> State:
+        """Nothing has been called."""
+        slots, every = (Slot(),) * self.case.num_slots, tuple(range(self.case.num_ranks))
+        ranks = tuple(Rank(slots=slots, active=every) for _ in self.survivors)
+        return State(ranks, frozenset(), frozenset(), frozenset(), frozenset(), 0, False)
+
+    def moves(self, state: State) -> Iterator[State | str]:
+        """Every state that one step leads to, or what is wrong with the step."""
+        for message in state.flight:
+            if not any(other[:4] == message[:4] and other[4] < message[4] for other in state.flight):
+                yield self.deliver(state, message)
+        for a in self.survivors:
+            yield from self.steps(state, a)
+        if not state.dead:
+            yield state._replace(dead=True)
+            if state.lived < len(self.stores_of_victim):
+                yield from self.live(state)
+
+    def live(self, state: State) -> Iterator[State]:
+        """The next store of the last rank: in its combine once all others' dispatch is there."""
+        name, a, s = self.stores_of_victim[state.lived]
+        if name == "D" or all(rank.slots[s].told for rank in state.ranks):
+            words = self.written(state.words, (name, a, self.case.victim, s), 1)
+            yield state._replace(words=words, lived=state.lived + 1)
+
+    def deliver(self, state: State, message: Message) -> State:
+        """A store arrives."""
+        writer, name, owner, s, value = message
+        state = state._replace(flight=state.flight - {message})
+        if name == "A":
+            return self.put(state, owner, state.ranks[owner]._replace(abort=True))
+        return state._replace(words=self.written(state.words, (name, owner, writer, s), value))
+
+    @staticmethod
+    def written(words: frozenset, word: tuple[str, int, int, int], value: int) -> frozenset:
+        """The words after a store."""
+        return frozenset(other for other in words if other[:4] != word) | ({(*word, value)} if value else set())
+
+    @staticmethod
+    def value(state: State, name: str, a: int, b: int, s: int) -> int:
+        """What a word of rank a holds that rank b writes."""
+        return next((word[4] for word in state.words if word[:4] == (name, a, b, s)), 0)
+
+    @staticmethod
+    def put(state: State, a: int, rank: Rank) -> State:
+        """The state with another rank a."""
+        return state._replace(ranks=(*state.ranks[:a], rank, *state.ranks[a + 1 :]))
+
+    def is_off(self, rank: Rank, s: int, e: int) -> bool:
+        """Whether a round is not exchanged: a rank has given up, or all have agreed to resume later."""
+        resume = 0 if self.case.broken == "rounds-behind-are-exchanged" else rank.slots[s].resume
+        return rank.abort or e < resume
+
+    def send(self, state: State, a: int, names: str, s: int, e: int) -> State:
+        """Stores to the other survivors: results and aborts are on their way, cells have come."""
+        for b in self.survivors:
+            for name in names if b != a else "":
+                if name in "YA":
+                    state = state._replace(flight=state.flight | {(a, name, b, s, e)})
+                else:
+                    state = state._replace(words=self.written(state.words, (name, b, a, s), e))
+        return state
+
+    def steps(self, state: State, a: int) -> Iterator[State | str]:
+        """The steps that rank a may take."""
+        case, rank = self.case, state.ranks[a]
+        if case.agrees and not rank.abort and self.called(state, rank):
+            yield self.put(state, a, rank._replace(abort=True))  # by the thread that watches
+        if rank.at == len(case.calls):
+            return
+        op, s = case.calls[rank.at]
+        if rank.warps:
+            yield from self.look(state, a)
+        elif op in ("look", "check"):
+            yield from self.settle(state, a, must=op == "check")
+        elif op == "send":
+            e = rank.slots[s].done + 1
+            after = rank.with_slot(s, sent=e, homes=tuple(b for b in rank.active if b != a))._replace(at=rank.at + 1)
+            if self.is_off(rank, s, e):
+                yield self.put(state, a, after)
+            else:
+                yield self.send(self.put(state, a, after.with_slot(s, told=True)), a, "D", s, e)
+        elif op == "receive":
+            e = rank.slots[s].done + 1
+            if self.is_off(rank, s, e):
+                yield self.end_wait(state, a, fine=False)
+            else:
+                yield self.put(state, a, self.waiting(rank, "D"))
+        else:
+            yield self.begin_combine(state, a, s)
+
+    def waiting(self, rank: Rank, part: str) -> Rank:
+        """A rank whose warps begin to look."""
+        return rank._replace(part=part, warps=(("looks", LATE),) * self.case.num_warps)
+
+    def begin_combine(self, state: State, a: int, s: int) -> State:
+        """The cell, which says that all of the dispatch is read, and the results."""
+        rank = state.ranks[a]
+        slot = rank.slots[s]
+        if self.is_off(rank, s, slot.begun):
+            return self.end_wait(state, a, fine=False)
+        state = self.send(state, a, "CY" if slot.fine else "C", s, slot.begun)
+        return self.put(state, a, self.waiting(rank, "C"))
+
+    def awaited(self, state: State, a: int) -> list[tuple[str, int]]:
+        """The words that rank a waits for and that are not there: name and writer."""
+        rank = state.ranks[a]
+        _, s = self.case.calls[rank.at]
+        slot = rank.slots[s]
+        if rank.part == "Y":
+            return [("Y", b) for b in slot.homes if self.value(state, "Y", a, b, s) == EMPTY]
+        e = slot.done + 1 if rank.part == "D" else slot.begun
+        others = (b for b in rank.active if b != a)
+        return [(rank.part, b) for b in others if self.value(state, rank.part, a, b, s) != e]
+
+    def look(self, state: State, a: int) -> Iterator[State | str]:
+        """A warp looks, or all warps agree on what they have seen."""
+        case, rank = self.case, state.ranks[a]
+        alone = case.broken == "warps-decide-alone"
+        late = bool(self.awaited(state, a))
+        for w, (where, _) in enumerate(rank.warps):
+            if where == "looks":
+                seen = [HERE if not late else OVER if rank.abort else LATE]
+                if len(rank.warps) == 1 and seen == [LATE]:
+                    seen = []  # it looks again
+                if late and not rank.abort and self.may_give_up(state, a):
+                    seen.append(IMPATIENT)
+                for found in seen:
+                    there = "left" if alone and found != LATE else "meets"
+                    warps = (*rank.warps[:w], (there, found), *rank.warps[w + 1 :])
+                    yield self.put(state, a, rank._replace(warps=warps))
+        found = [found for where, found in rank.warps if where in ("meets", "left")]
+        if len({where for where, _ in rank.warps}) == 1 and found:  # they meet at the same barrier
+            if max(found) == IMPATIENT:
+                yield self.end_wait(self.give_up(state, a), a, fine=False)
+            elif max(found) == OVER:
+                yield self.end_wait(state, a, fine=False)
+            elif LATE in found:
+                yield self.put(state, a, self.waiting(rank, rank.part))
+            else:
+                yield from self.go_on(state, a)
+
+    def may_give_up(self, state: State, a: int) -> bool:
+        """Whether a wait lasts so long: only for a rank that is lost."""
+        bounded = a in self.case.impatient and self.case.broken != "waits-without-a-bound"
+        return bounded and state.dead and self.case.victim in state.ranks[a].active
+
+    def give_up(self, state: State, a: int) -> State:
+        """Say so here and to every rank."""
+        state = self.put(state, a, state.ranks[a]._replace(abort=True))
+        if self.case.broken == "tells-nobody":
+            return state
+        return self.send(state, a, "A", 0, 0)
+
+    def go_on(self, state: State, a: int) -> Iterator[State | str]:
+        """All words are there."""
+        rank = state.ranks[a]
+        _, s = self.case.calls[rank.at]
+        slot = rank.slots[s]
+        if rank.part == "C" and slot.fine:
+            yield self.put(state, a, self.waiting(rank, "Y"))
+        elif rank.part == "Y":
+            for b in slot.homes:
+                e = self.value(state, "Y", a, b, s)
+                if e != slot.begun:
+                    yield "stale Y" if e < slot.begun else "Y of the next round"
+                    return
+                state = state._replace(words=self.written(state.words, ("Y", a, b, s), EMPTY))
+            yield self.end_wait(state, a, fine=True)
+        else:
+            yield self.end_wait(state, a, fine=rank.part == "D")
+
+    def end_wait(self, state: State, a: int, *, fine: bool) -> State:
+        """The kernel ends."""
+        rank = state.ranks[a]
+        op, s = self.case.calls[rank.at]
+        slot = rank.slots[s]
+        if op == "receive":
+            rank = rank.with_slot(s, begun=slot.done + 1, fine=fine)
+        else:
+            resume = 0 if slot.resume == slot.begun else slot.resume
+            rank = rank.with_slot(s, done=slot.begun, resume=resume, fine=False, right=fine)
+        return self.put(state, a, rank._replace(at=rank.at + 1, part="begin", warps=()))
+
+    def called(self, state: State, rank: Rank) -> bool:
+        """Whether another rank waits for this one's vote."""
+        return any(number == rank.agreed for number, _, _ in state.votes)
+
+    def settle(self, state: State, a: int, *, must: bool) -> Iterator[State | str]:
+        """The host looks, and if a rank has given up agrees with the others on how to go on."""
+        case, rank = self.case, state.ranks[a]
+        k, survivors = rank.agreed, self.survivors
+        if rank.part == "begin":
+            if not (rank.abort and must):  # a host need not know yet
+                yield self.put(state, a, rank._replace(at=rank.at + 1))
+            rested = case.broken == "votes-before-its-stores-have-landed" or all(m[0] != a for m in state.flight)
+            if rank.abort and not case.agrees:
+                yield self.put(state, a, rank._replace(at=len(case.calls)))  # raises
+            elif rank.abort and k == 2:  # one rank is lost
+                yield "agreements without end"
+            elif rank.abort and rested:
+                received = case.broken == "votes-for-what-it-has-received"
+                epochs = tuple(slot.begun if received else slot.sent for slot in rank.slots)
+                voted = state._replace(votes=state.votes | {(k, a, epochs)})
+                yield self.put(voted, a, rank._replace(part="voted"))
+        elif rank.part == "voted":
+            votes = {b: epochs for number, b, epochs in state.votes if number == k}
+            if set(survivors) <= set(votes):
+                yield self.reset(state, a, votes)
+        elif set(survivors) <= {b for number, b in state.clean if number == k - 1} or case.broken == "goes-on-alone":
+            yield self.put(state, a, rank._replace(part="begin"))
+
+    def reset(self, state: State, a: int, votes: dict[int, tuple[int, ...]]) -> State:
+        """Take up the decision, with clean memory."""
+        rank, broken = state.ranks[a], self.case.broken
+        for s in range(self.case.num_slots):
+            last = votes[a][s] if broken == "resumes-where-it-stands" else max(epochs[s] for epochs in votes.values())
+            rank = rank.with_slot(s, resume=last + 1)
+        active = rank.active if broken == "masks-nobody" else tuple(b for b in rank.active if b in votes)
+        if broken != "results-stay":
+            state = state._replace(words=frozenset(w for w in state.words if w[:2] != ("Y", a)))
+        aborted = broken == "the-abort-stays"
+        after = rank._replace(active=active, abort=aborted, agreed=rank.agreed + 1, part="clean")
+        return self.put(state._replace(clean=state.clean | {(rank.agreed, a)}), a, after)
+
+    def stuck(self, state: State) -> set[str]:
+        """What ranks wait for in a state without moves; of one in which all have ended, what they have to show."""
+        case, found = self.case, set[str]()
+        for a, rank in enumerate(state.ranks):
+            if rank.at < len(case.calls):
+                apart = len({where for where, _ in rank.warps}) > 1
+                never = sorted({name for name, _ in self.awaited(state, a)}) if rank.warps else ["a vote"]
+                found |= {"warps never meet"} if apart else {f"{name} never comes" for name in never}
+            elif case.agrees and not all(slot.right for slot in rank.slots):
+                found.add("a round after the loss fails")
+        return found
+
+
+def explore(case: Case, until: str = "") -> tuple[set[str], int]:
+    """Everything that can go wrong, and the number of states; the rest is left out once `until` is found."""
+    model = Model(case)
+    first = model.first()
+    seen, todo, found = {first}, [first], set[str]()
+    while todo and until not in found:
+        state, moved = todo.pop(), False
+        for after in model.moves(state):
+            moved = True
+            if isinstance(after, str):
+                found.add(after)
+            elif after not in seen:
+                seen.add(after)
+                todo.append(after)
+        if not moved:
+            found |= model.stuck(state)
+    return found, len(seen)
