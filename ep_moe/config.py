@@ -229,7 +229,7 @@ class TransportConfig:
         hidden: H of the tokens that travel.
         max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
         dtype: the model's dtype: of tokens that are not quantised, of expert outputs and of the combine wire.
-        num_slots: rounds that may be open at once; they share the GPU's places for programs that wait.
+        num_slots: rounds that may be open at once. They share the GPU's places for programs that wait: one is fastest.
         row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
         max_topk: the most experts of a token, in any round.
         on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and

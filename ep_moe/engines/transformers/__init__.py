@@ -97,7 +97,9 @@ def from_pretrained(
         )
         if own.w13_input_scale is None:
             quantised_there.append(config)
-    sizes = TransportConfig(hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype)
+    sizes = TransportConfig(
+        hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
+    )
     options = Options(transport=transport, experts=experts, placement=place)
     group.wait_for_all("load")  # ranks read at their own pace, and the next collective has a deadline
     return install(model.eval(), group, parts, options, transport_config(model, sizes, quantised_there))

@@ -67,7 +67,10 @@ class SharedTransports:
         Collective for the first layer that asks; all ranks ask in the same order.
         """
         sizes = TransportConfig(
-            hidden=like.shape[2], max_tokens_per_rank=self.config.max_tokens_per_rank, dtype=like.dtype
+            hidden=like.shape[2],
+            max_tokens_per_rank=self.config.max_tokens_per_rank,
+            dtype=like.dtype,
+            num_slots=1,
         )
         sizes = with_topk(sizes, num_topk)
         key = (process_group.group_name, num_experts, sizes, like.device)

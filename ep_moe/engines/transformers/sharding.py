@@ -66,7 +66,9 @@ def plan_shards(
         create_experts(experts, configs[name].activation, group.device, scheme=chosen)
     _check_alike(configs, dtypes)
     first = next(iter(modules))
-    sizes = TransportConfig(hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first])
+    sizes = TransportConfig(
+        hidden=configs[first].hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtypes[first], num_slots=1
+    )
     place = placement_of(placement, configs[first].num_experts, group)
     own = place.local_experts(group.rank)
     parts = {

@@ -81,7 +81,9 @@ class Tuning:
         block = 1024 if num_tokens <= WORD_TOKENS else 2048
         return CombineTuning(
             senders=min(max(num_tokens * num_ranks * 4, 32), 264 if num_tokens <= 1024 else 200, self._share(2)),
-            receivers=min(max(num_tokens * 7, 8), 264, self.most_receivers, self._share(2)),
+            receivers=min(
+                max(num_tokens * 7, 8), 264 if num_tokens <= 1024 else 150, self.most_receivers, self._share(2)
+            ),
             num_warps=4,
             sent_block=block,
             summed_block=block,
