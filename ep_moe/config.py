@@ -39,15 +39,15 @@ class Layout(str, enum.Enum):
 class RoutingMethod(enum.IntEnum):
     """How logits become (ids, weights). The numbers are those of FlashInfer's `RoutingMethodType`."""
 
-    DEFAULT = 0  # softmax over all, then top-k, no renormalisation
+    DEFAULT = 0  # softmax over all, then top-k, no renormalization
     RENORMALIZE = 1  # top-k of the logits, then softmax over the chosen
-    DEEPSEEK_V3 = 2  # sigmoid, bias for the choice only, top groups, renormalise, scale
+    DEEPSEEK_V3 = 2  # sigmoid, bias for the choice only, top groups, renormalize, scale
     LLAMA4 = 3  # top-1, sigmoid of its logit
     RENORMALIZE_NAIVE = 4  # softmax over all, top-k, divide by the sum (Qwen3)
     TOPK = 5  # top-k, the raw logits are the weights
     SIGMOID_RENORM = 6  # sigmoid, top-k, divide by the sum (unless norm_topk_prob is False)
-    MINIMAX2 = 7  # sigmoid, bias for the choice only, renormalise, scale
-    SIGMOID = 8  # sigmoid, top-k, no renormalisation
+    MINIMAX2 = 7  # sigmoid, bias for the choice only, renormalize, scale
+    SIGMOID = 8  # sigmoid, top-k, no renormalization
 
 
 class ActivationKind(str, enum.Enum):
@@ -228,7 +228,7 @@ class TransportConfig:
     Args:
         hidden: H of the tokens that travel.
         max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
-        dtype: the model's dtype: of tokens that are not quantised, of expert outputs and of the combine wire.
+        dtype: the model's dtype: of tokens that are not quantized, of expert outputs and of the combine wire.
         num_slots: rounds that may be open at once. They share the GPU's places for programs that wait: one is fastest.
         row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
         max_topk: the most experts of a token, in any round.
@@ -305,7 +305,7 @@ class EngineConfig:
         device: "cpu", "cuda", or "auto": CUDA where every rank of this machine has a GPU of its own.
         dtype: of weights and activations, one of DTYPES.
         scheme: of experts and payload: "auto" as the checkpoint stores them, "none" in `dtype`, or a name of
-            `ep_moe.quant.SCHEMES`, into which they are quantised on load.
+            `ep_moe.quant.SCHEMES`, into which they are quantized on load.
         transport, experts, placement: implementations by name.
         layout: what the experts compute on.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass.

@@ -14,7 +14,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts import Experts, create_experts
 from ep_moe.group import PeerLostError
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, get_scheme, quantise
+from ep_moe.quant import Quantized, get_scheme, quantize
 from ep_moe.routing import Routing, route, weigh_input
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
@@ -197,7 +197,7 @@ class ExpertParallelMoE(torch.nn.Module):
                 self._sit_out(router, named)
             raise
 
-    def _exchange(self, hidden_states: torch.Tensor, x: torch.Tensor | Quantised, routing: Routing) -> torch.Tensor:
+    def _exchange(self, hidden_states: torch.Tensor, x: torch.Tensor | Quantized, routing: Routing) -> torch.Tensor:
         """Dispatch, experts, combine."""
         transport, shared = self.transport, None
         how: dict[str, Any] = {"layout": self.config.layout, "scheme": self.scheme, "layer": self.tag}
@@ -228,7 +228,7 @@ class ExpertParallelMoE(torch.nn.Module):
 
     def _prepare_or_refuse(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor | Quantised, Routing]:
+    ) -> tuple[torch.Tensor | Quantized, Routing]:
         try:
             return self._prepare(hidden_states, router, named)
         except ValueError as error:
@@ -236,8 +236,8 @@ class ExpertParallelMoE(torch.nn.Module):
 
     def _prepare(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor | Quantised, Routing]:
-        """What the transport gets: tokens, weighed or quantised where the layer asks for it, and physical ids."""
+    ) -> tuple[torch.Tensor | Quantized, Routing]:
+        """What the transport gets: tokens, weighed or quantized where the layer asks for it, and physical ids."""
         rank = self.transport.rank
         names = ("router_logits",) if len(router) == 1 else ("topk_ids", "topk_weights")
         given = {"hidden_states": hidden_states, **dict(zip(names, router, strict=False)), **named}
@@ -248,11 +248,11 @@ class ExpertParallelMoE(torch.nn.Module):
                 f"hidden_states is {tuple(hidden_states.shape)} on rank {rank}, expected [num_tokens, hidden]"
             )
         routing = self._route(hidden_states, router, named)
-        x: torch.Tensor | Quantised = hidden_states
+        x: torch.Tensor | Quantized = hidden_states
         if self.config.apply_router_weight_on_input:
             x, routing = weigh_input(hidden_states, routing)
-        if self.weights.w13_input_scale is not None and not isinstance(x, Quantised):
-            x = quantise(x, self.scheme, static_scale=self.weights.w13_input_scale)
+        if self.weights.w13_input_scale is not None and not isinstance(x, Quantized):
+            x = quantize(x, self.scheme, static_scale=self.weights.w13_input_scale)
         return x, routing
 
     def _route(

@@ -60,7 +60,7 @@ class Placement:
 
     @classmethod
     def linear(cls, num_experts: int, num_ranks: int) -> "Placement":
-        """Give each rank neighbouring experts; the first num_experts % num_ranks ranks own one more.
+        """Give each rank neighboring experts; the first num_experts % num_ranks ranks own one more.
 
         Example: 10 experts on 4 ranks are 0 1 2 | 3 4 5 | 6 7 | 8 9.
         Errors: ValueError where a number is below 1.

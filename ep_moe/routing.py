@@ -9,7 +9,7 @@ import math
 import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.quant import Quantised
+from ep_moe.quant import Quantized
 
 EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
 MAX_REPLAY_EXPERTS = 32767  # what int16 holds
@@ -164,13 +164,13 @@ def _weights_of(logits: torch.Tensor, ids: torch.Tensor, method: RoutingMethod) 
     return chosen if method is RoutingMethod.TOPK else torch.sigmoid(chosen)
 
 
-def weigh_input(x: torch.Tensor | Quantised, routing: Routing) -> tuple[torch.Tensor | Quantised, Routing]:
+def weigh_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
     """Multiply each token by its router weight before the experts see it; the weight left for later is 1.
 
     As `apply_router_weight_on_input` of vLLM's BatchedPrepareAndFinalize, but the caller's tensors stay as they are.
 
     Args:
-        x: [T, H], any float dtype, multiplied by the weight in that dtype; of a `Quantised` the scale is multiplied,
+        x: [T, H], any float dtype, multiplied by the weight in that dtype; of a `Quantized` the scale is multiplied,
             row by row even where a scheme shares one scale in a tensor.
         routing: K = 1.
     Returns: the weighed tokens, and the routing with weights 1.
@@ -179,11 +179,11 @@ def weigh_input(x: torch.Tensor | Quantised, routing: Routing) -> tuple[torch.Te
     num_tokens, num_topk = routing.topk_ids.shape
     if num_topk != 1:
         raise ValueError(f"apply_router_weight_on_input needs num_topk 1, got {num_topk}")
-    given = x.values if isinstance(x, Quantised) else x
+    given = x.values if isinstance(x, Quantized) else x
     if given.shape[0] != num_tokens:
         raise ValueError(f"x has {given.shape[0]} tokens, topk_ids {num_tokens}")
-    weighed: torch.Tensor | Quantised
-    if isinstance(x, Quantised):
+    weighed: torch.Tensor | Quantized
+    if isinstance(x, Quantized):
         weighed = dataclasses.replace(x, scale=x.scale * routing.topk_weights)
     else:
         weighed = x * routing.topk_weights.to(x.dtype)

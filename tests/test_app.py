@@ -20,7 +20,7 @@ from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.cli import app
 from ep_moe.engines.transformers import from_pretrained
 from ep_moe.group import EPGroup
-from ep_moe.quant import SCHEMES, quantise_weight
+from ep_moe.quant import SCHEMES, quantize_weight
 
 LISTING = """
 Ge1:1 In the beginning God created the heaven and the earth.
@@ -166,12 +166,12 @@ def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     for name, value in load_file(SHIPPED_MODEL / "model.safetensors").items():
         stored[name] = value
         if name.endswith("_proj.weight"):
-            stored[name], stored[f"{name}_scale_inv"], _ = quantise_weight(value, SCHEMES["fp8_block"])
+            stored[name], stored[f"{name}_scale_inv"], _ = quantize_weight(value, SCHEMES["fp8_block"])
     assert stored["model.layers.0.self_attn.k_proj.weight"].shape == (64, 256)
     save_file(stored, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
     return str(directory)
 
 
@@ -201,7 +201,7 @@ def test_run_on_fp8_as_it_is_stored_is_refused(fp8_model: str, small: str) -> No
     done = CliRunner().invoke(app, ["run", "--model", fp8_model, "--config", small])
     assert done.exit_code == 2
     assert f"error: scheme 'fp8_block' (of the experts in {fp8_model}) rounds the tokens" in done.stderr
-    assert "use --quant none, which dequantises, or ep-moe eval, which compares losses" in done.stderr
+    assert "use --quant none, which dequantizes, or ep-moe eval, which compares losses" in done.stderr
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -183,7 +183,7 @@ READ = "float32, bfloat16, float16, and fp8 e4m3 with weight_block_size [n, k] a
 UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not one of qwen3_moe, ")} | {
     method: (
         {"model_type": "gpt_oss", "quantization_config": {"quant_method": method}},
-        f"weights are quantised on disk ({method!r}) with quant_method {method!r}; {READ}",
+        f"weights are quantized on disk ({method!r}) with quant_method {method!r}; {READ}",
     )
     for method in ("mxfp4", "gptq", "awq", "compressed-tensors")
 }

@@ -1,4 +1,4 @@
-"""The torch experts against loops over rows in float64 numpy, which do their own activation and requantisation."""
+"""The torch experts against loops over rows in float64 numpy, which do their own activation and requantization."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
-from ep_moe.quant import QuantScheme, get_scheme, quantise, quantise_weight
+from ep_moe.quant import QuantScheme, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.weights import ExpertWeights
 
@@ -76,9 +76,9 @@ def make_case(
     w13 = normal(EXPERT_COUNT, width, HIDDEN) * growing * 2 / HIDDEN**0.5
     w2 = normal(EXPERT_COUNT, HIDDEN, INTERMEDIATE) * growing / INTERMEDIATE**0.5
     fields: dict[str, torch.Tensor | None] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
-    if scheme.quantised:
-        fields["w13"], fields["w13_scale"], fields["w13_global_scale"] = quantise_weight(w13, scheme)
-        fields["w2"], fields["w2_scale"], fields["w2_global_scale"] = quantise_weight(w2, scheme)
+    if scheme.quantized:
+        fields["w13"], fields["w13_scale"], fields["w13_global_scale"] = quantize_weight(w13, scheme)
+        fields["w2"], fields["w2_scale"], fields["w2_global_scale"] = quantize_weight(w2, scheme)
     if biased:
         fields["w13_bias"], fields["w2_bias"] = (
             normal(EXPERT_COUNT, width).to(dtype),
@@ -89,8 +89,8 @@ def make_case(
     ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
     weights = torch.where(ids >= 0, torch.rand(ids.shape, generator=random), 0.0)
     x, scale = normal(len(TOPK_IDS), HIDDEN).to(dtype), None
-    if scheme.quantised:
-        payload = quantise(x, scheme)
+    if scheme.quantized:
+        payload = quantize(x, scheme)
         x, scale = payload.values, payload.scale
         fill_with_nan(scale, (ids < 0).all(dim=1))
     fill_with_nan(x, (ids < 0).all(dim=1))
@@ -169,7 +169,7 @@ def reference_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.ndarray:
-    """Quantise and dequantise numbers whose group, or more, has the largest magnitude `amax`; `second` is of nvfp4."""
+    """Quantize and dequantize numbers whose group, or more, has the largest magnitude `amax`; `second` is of nvfp4."""
     if name == "int8_token":
         scale = max(amax, 1e-10) / 127
         return np.clip(np.round(x / scale), -127, 127) * scale
@@ -187,8 +187,8 @@ def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.
     return reference_e4m3(x / scale) * scale
 
 
-def reference_requantise(inner: np.ndarray, scheme: QuantScheme, static: float | None) -> np.ndarray:
-    """Requantise and dequantise the rows [n, I] of one expert."""
+def reference_requantize(inner: np.ndarray, scheme: QuantScheme, static: float | None) -> np.ndarray:
+    """Requantize and dequantize the rows [n, I] of one expert."""
     result = np.empty_like(inner)
     group = scheme.block[1] if scheme.activation == "group" else inner.shape[1]
     for row in range(inner.shape[0]):
@@ -253,10 +253,10 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
                     row *= np.array([case.rows.scale[token, column // group].item() for column in range(HIDDEN)])
                 inner.append(reference_activation(w13 @ row + b13, activation))
         stacked = np.array(inner).reshape(-1, INTERMEDIATE)
-        if scheme.quantised and len(stacked):
+        if scheme.quantized and len(stacked):
             static = None if w.w2_input_scale is None else w.w2_input_scale[expert].item()
-            stacked = reference_requantise(stacked, scheme, static)
-        elif not scheme.quantised:
+            stacked = reference_requantize(stacked, scheme, static)
+        elif not scheme.quantized:
             stacked = torch.from_numpy(stacked).to(case.dtype).double().numpy()
         outputs.append(np.array([w2 @ row + b2 for row in stacked]).reshape(-1, HIDDEN))
     return outputs
@@ -265,15 +265,15 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
 def assert_close_rows(actual: torch.Tensor, expected: np.ndarray, case: Case) -> None:
     """Compare row by row: the worst by the format's limit, and half of them by that of the model's dtype.
 
-    float64 and float32 may requantise a number at a tie differently, a full step of fp8; that is rare, so that
-    a median as large as the worst means that the intermediate is not requantised as it should be.
+    float64 and float32 may requantize a number at a tie differently, a full step of fp8; that is rare, so that
+    a median as large as the worst means that the intermediate is not requantized as it should be.
     """
     found = actual.double().numpy()
     assert found.shape == expected.shape
     norm = np.linalg.norm(expected, axis=-1)
     errors = np.linalg.norm(found - expected, axis=-1) / np.where(norm > 0, norm, 1)
     dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
-    worst_limit = max(dtype_limit, ROW_ERROR_LIMITS["fp8"]) if case.weights.scheme.quantised else dtype_limit
+    worst_limit = max(dtype_limit, ROW_ERROR_LIMITS["fp8"]) if case.weights.scheme.quantized else dtype_limit
     assert errors.max() < worst_limit
     assert np.median(errors) < dtype_limit
 
@@ -405,14 +405,14 @@ def test_no_tokens(num_rows: int, scheme: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("std", [1.0, 0.003, 1e-5, 100.0])
 def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
-    """Weights of that standard deviation, quantised, beside the same in float: what 4 bits cost."""
+    """Weights of that standard deviation, quantized, beside the same in float: what 4 bits cost."""
     random, scheme = torch.Generator().manual_seed(4), get_scheme("nvfp4")
     w13, w2 = (torch.randn(2, *shape, generator=random) * std for shape in ((160, HIDDEN), (HIDDEN, 80)))
-    stored = [quantise_weight(w, scheme) for w in (w13, w2)]
+    stored = [quantize_weight(w, scheme) for w in (w13, w2)]
     names = (f"{name}{suffix}" for name in ("w13", "w2") for suffix in ("", "_scale", "_global_scale"))
     fields = dict(zip(names, (part for parts in stored for part in parts), strict=True))
     x = torch.randn(24, HIDDEN, generator=random)
-    payload = quantise(x, scheme)
+    payload = quantize(x, scheme)
     batch = Compact(
         x=payload.values,
         scale=payload.scale,
@@ -432,10 +432,10 @@ def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
     assert 0.1 < error.median() < 0.25
 
 
-def test_saturation_and_ties_of_the_requantised_intermediate() -> None:
+def test_saturation_and_ties_of_the_requantized_intermediate() -> None:
     """Identity matrices pass x through; what remains is rounding to e4m3 under each expert's own static scale."""
     scheme = get_scheme("fp8_tensor")
-    eye, scale, _ = quantise_weight(torch.eye(16).expand(2, 16, 16), scheme)
+    eye, scale, _ = quantize_weight(torch.eye(16).expand(2, 16, 16), scheme)
     weights = ExpertWeights(
         w13=eye, w2=eye, w13_scale=scale, w2_scale=scale, scheme=scheme, w2_input_scale=torch.tensor([1.0, 0.25])
     )

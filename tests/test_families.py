@@ -21,7 +21,7 @@ from ep_moe.engines.transformers.loading import load_whole
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
-from ep_moe.quant import dequantise, get_scheme, quantise, quantise_weight
+from ep_moe.quant import dequantize, get_scheme, quantize, quantize_weight
 from ep_moe.routing import route
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import FAMILIES, Checkpoint, ExpertWeights, find_family, moe_config, storage
@@ -205,7 +205,7 @@ def test_a_rank_reads_its_experts_in_portions(family: str, monkeypatch: pytest.M
     model, num_experts = make_model(family), moe_config(make_config(family)).num_experts
     source = directory_of(family, "published"), Placement.round_robin(num_experts, 2), 1
     weights = ExpertWeights.from_pretrained(*source)
-    quantised = ExpertWeights.from_pretrained(*source, scheme="fp8_token")
+    quantized = ExpertWeights.from_pretrained(*source, scheme="fp8_token")
     assert len(weights) == NUM_LAYERS - (family in EXTRA)
     for layer, found in weights.items():
         theirs = {name: value[1::2] for name, value in model.model.layers[layer].mlp.experts.named_parameters()}
@@ -219,7 +219,7 @@ def test_a_rank_reads_its_experts_in_portions(family: str, monkeypatch: pytest.M
         assert torch.equal(found.w13, theirs["gate_up_proj"])
         assert torch.equal(found.w2, theirs["down_proj"])
         assert (found.w13_bias is None) == (family != "gpt_oss")
-        assert_same_bits(quantised[layer].w13, quantise_weight(found.w13, get_scheme("fp8_token"))[0], "w13")
+        assert_same_bits(quantized[layer].w13, quantize_weight(found.w13, get_scheme("fp8_token"))[0], "w13")
 
 
 # Two ranks, each with a batch of its own.
@@ -238,7 +238,7 @@ def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, torch.Ten
         found[key] = logits_of(from_pretrained(directory, group, max_tokens_per_rank=16, **options), ids)
     for family in SCHEMES_ON_DISK:
         model = from_pretrained(directories[f"fp8-{family}"], group, scheme="none", max_tokens_per_rank=16)
-        found[f"dequantised-{family}"] = logits_of(model, ids)
+        found[f"dequantized-{family}"] = logits_of(model, ids)
     for family in MODELS:
         found[f"sharded-{family}"] = logits_of(shard_experts(make_model(family), group, max_tokens_per_rank=16), ids)
     return found
@@ -466,7 +466,7 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @functools.cache
 def fp8_parts(family: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors of an fp8 checkpoint, and the same dequantised."""
+    """The tensors of an fp8 checkpoint, and the same dequantized."""
     stored, real = {}, {}
     for name, value in published(family, make_model(family)).items():
         if value.isnan().any() or value.dim() != 2 or any(part in name for part in PLAIN):
@@ -481,14 +481,14 @@ def fp8_directory(family: str) -> Path:
     directory = new_directory()
     save_file(fp8_parts(family)[0], directory / "model.safetensors")
     fmt = "float8_e4m3fn" if family == "minimax_m2" else "e4m3"
-    quantised = {"quant_method": "fp8", "fmt": fmt, "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-    write_config(directory, make_model(family), quantization_config=quantised)
+    quantized = {"quant_method": "fp8", "fmt": fmt, "activation_scheme": "dynamic", "weight_block_size": BLOCK}
+    write_config(directory, make_model(family), quantization_config=quantized)
     return directory
 
 
 @functools.cache
 def fp8_model(family: str) -> PreTrainedModel:
-    """transformers' eager model with the dequantised weights."""
+    """transformers' eager model with the dequantized weights."""
     directory = new_directory()
     save_file(fp8_parts(family)[1], directory / "model.safetensors")
     write_config(directory, make_model(family))
@@ -496,7 +496,7 @@ def fp8_model(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", SCHEMES_ON_DISK)
-def test_fp8_dequantised_on_load(family: str) -> None:
+def test_fp8_dequantized_on_load(family: str) -> None:
     whole, ids = fp8_model(family), token_ids(5)
     model = from_pretrained(fp8_directory(family), EPGroup.single("cpu"), scheme="none")
     assert worst_row_error(logits_of(model, ids), logits_of(whole, ids)) < LIMIT
@@ -512,8 +512,8 @@ def test_a_whole_model_from_fp8(family: str) -> None:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What tokens are once they have been quantised on their way to a GEMM."""
-    return dequantise(quantise(x, get_scheme("fp8_block_{}x{}".format(*BLOCK))))
+    """What tokens are once they have been quantized on their way to a GEMM."""
+    return dequantize(quantize(x, get_scheme("fp8_block_{}x{}".format(*BLOCK))))
 
 
 def fp8_forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -562,4 +562,4 @@ def test_fp8_on_two_ranks(family: str) -> None:
     for rank, found in enumerate(two_ranks()):
         ids = rank_ids(rank)
         assert worst_row_error(found[f"fp8-{family}"], logits_of(whole, ids)) < ROW_ERROR_LIMITS["fp8"]
-        assert worst_row_error(found[f"dequantised-{family}"], logits_of(exact, ids)) < LIMIT
+        assert worst_row_error(found[f"dequantized-{family}"], logits_of(exact, ids)) < LIMIT

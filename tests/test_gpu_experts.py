@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
-from ep_moe.quant import get_scheme, quantise, quantise_weight
+from ep_moe.quant import get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 
@@ -44,7 +44,7 @@ SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block"]
 
 
 def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
-    """Random weights, every expert's different, quantised expert by expert."""
+    """Random weights, every expert's different, quantized expert by expert."""
     scheme, random = get_scheme(scheme_name), torch.Generator("cuda").manual_seed(3)
     width = model.intermediate * (2 if model.activation.kind.gated else 1)
 
@@ -53,9 +53,9 @@ def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
         for expert in range(model.experts):
             w = torch.randn(rows, columns, generator=random, device="cuda") * (0.5 + expert / model.experts)
             w *= columns**-0.5
-            made.append(quantise_weight(w, scheme)[:2] if scheme.quantised else (w.bfloat16(), w.new_zeros(0)))
+            made.append(quantize_weight(w, scheme)[:2] if scheme.quantized else (w.bfloat16(), w.new_zeros(0)))
         values, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
-        return values, scales if scheme.quantised else None
+        return values, scales if scheme.quantized else None
 
     w13, w13_scale = matrices(width, model.hidden)
     w2, w2_scale = matrices(model.hidden, model.intermediate)
@@ -75,7 +75,7 @@ def make_rows(model: Model, scheme_name: str, num_rows: int, seed: int = 5) -> T
     ids = scores.topk(min(model.num_topk, model.experts), dim=1).indices
     ids = torch.where(ids < model.experts, ids, -1).int()
     x = torch.randn(num_rows, model.hidden, generator=random, device="cuda").bfloat16()
-    payload = quantise(x, scheme) if scheme.quantised else None
+    payload = quantize(x, scheme) if scheme.quantized else None
     return TokenRows(
         x=x if payload is None else payload.values,
         scale=None if payload is None else payload.scale,
@@ -246,6 +246,6 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
     assert outputs[1].device == other
     assert_same_bits(outputs[1], outputs[0], "experts on the other GPU")
     x = torch.randn(7, 256, device=other)
-    here, there = (quantise(t, get_scheme("fp8_block")) for t in (x.to("cuda:0"), x))
+    here, there = (quantize(t, get_scheme("fp8_block")) for t in (x.to("cuda:0"), x))
     assert_same_bits(there.values, here.values, "values")
     assert_same_bits(there.scale, here.scale, "scale")

@@ -8,19 +8,19 @@ import torch
 
 from ep_moe.quant import (
     SCHEMES,
-    Quantised,
+    Quantized,
     as_bytes,
-    dequantise,
-    dequantise_rows,
-    dequantise_weight,
+    dequantize,
+    dequantize_rows,
+    dequantize_weight,
     get_scheme,
     payload_bytes,
-    quantise,
-    quantise_weight,
+    quantize,
+    quantize_weight,
     round_trip,
 )
 
-QUANTISED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_block_ue8m0", "int8_token"]
+QUANTIZED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_block_ue8m0", "int8_token"]
 MICRO = ["mxfp8", "nvfp4"]
 WIDTHS = [2880, 144, 16]
 WORST_ROW_LIMIT = 0.04  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
@@ -127,21 +127,21 @@ def test_rounding_is_to_nearest_even_and_saturates() -> None:
     extreme = np.array([1e-45, 2**-11, 463.9, 464.0, 464.1, 1e5, 3e38, np.inf], np.float32)
     magnitude = np.concatenate([exact, ties, *around, extreme])
     x = np.concatenate([magnitude, -magnitude])[None]
-    result = quantise(torch.from_numpy(x), SCHEMES["fp8_tensor"], static_scale=torch.ones(1))
+    result = quantize(torch.from_numpy(x), SCHEMES["fp8_tensor"], static_scale=torch.ones(1))
     np.testing.assert_array_equal(_codes(result.values), _nearest_code(np.clip(x, -448, 448)))
-    np.testing.assert_array_equal(dequantise(result).numpy(), VALUES[_codes(result.values)])
+    np.testing.assert_array_equal(dequantize(result).numpy(), VALUES[_codes(result.values)])
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantise_has_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantize_has_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
     x = _tokens(9, width, dtype)
     before = x.clone()
     codes, tiles = _reference(x.float().numpy(), _tile_of_activations(name, 9, width), name)
-    result = quantise(x, get_scheme(name))
+    result = quantize(x, get_scheme(name))
     np.testing.assert_array_equal(_codes(result.values), codes)
     np.testing.assert_array_equal(result.scale.numpy(), np.broadcast_to(tiles, (9, tiles.shape[1])))
     assert result.scale.stride() == (1, 9)
@@ -150,49 +150,49 @@ def test_quantise_has_the_bits_of_the_reference(name: str, width: int, dtype: to
     spread = np.repeat(tiles, _tile_of_activations(name, 9, width)[1], axis=1)[:, :width]
     with np.errstate(over="ignore"):  # what is rounded up beyond the largest float32
         real = _numbers(codes, name) * spread
-    np.testing.assert_array_equal(dequantise(result).numpy(), real)
+    np.testing.assert_array_equal(dequantize(result).numpy(), real)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_error_is_half_a_step(name: str, width: int) -> None:
     random = torch.Generator().manual_seed(width)
     x = torch.randn(40, width, generator=random)
-    result = quantise(x, get_scheme(name))
-    error = (dequantise(result).double() - x.double()).abs()
+    result = quantize(x, get_scheme(name))
+    error = (dequantize(result).double() - x.double()).abs()
     largest_scale = result.scale.max(dim=1, keepdim=True).values.double()
     step = torch.maximum(x.double().abs() / 8, largest_scale / 512) if name != "int8_token" else largest_scale
     assert bool((error <= 1.00001 * step / 2).all())
     assert float((error.norm(dim=1) / x.double().norm(dim=1)).max()) < WORST_ROW_LIMITS.get(name, WORST_ROW_LIMIT)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_row_of_zeros_is_zeros(name: str) -> None:
-    result = quantise(torch.zeros(3, 144), get_scheme(name))
-    assert torch.equal(dequantise(result), torch.zeros(3, 144))
+    result = quantize(torch.zeros(3, 144), get_scheme(name))
+    assert torch.equal(dequantize(result), torch.zeros(3, 144))
     assert torch.equal(result.scale, torch.full_like(result.scale, float(_scale_of(np.float32(0), name))))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", QUANTISED + MICRO)
+@pytest.mark.parametrize("name", QUANTIZED + MICRO)
 def test_no_rows(name: str, width: int) -> None:
     scheme = get_scheme(name)
     for static in [None, torch.ones(1)] if scheme.activation == "tensor" else [None]:
-        result = quantise(torch.empty(0, width, dtype=torch.bfloat16), scheme, static_scale=static)
+        result = quantize(torch.empty(0, width, dtype=torch.bfloat16), scheme, static_scale=static)
         assert (result.values.shape, result.scale.shape) == (
             (0, scheme.row_values(width)),
             (0, scheme.num_groups(width)),
         )
-        assert dequantise(result).shape == (0, width)
+        assert dequantize(result).shape == (0, width)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", QUANTISED + MICRO)
+@pytest.mark.parametrize("name", QUANTIZED + MICRO)
 def test_what_is_not_finite_makes_nan_of_its_scale_alone(name: str, bad: float) -> None:
     x = torch.randn(4, 272, generator=torch.Generator().manual_seed(0))
-    clean = dequantise(quantise(x, get_scheme(name)))
+    clean = dequantize(quantize(x, get_scheme(name)))
     x[2, 130] = bad
-    spoilt = dequantise(quantise(x, get_scheme(name)))
+    spoilt = dequantize(quantize(x, get_scheme(name)))
     row, column = torch.meshgrid(torch.arange(4), torch.arange(272), indexing="ij")
     tile_rows, tile_columns = _tile_of_activations(name, 4, 272)
     shared = (row // tile_rows == 2 // tile_rows) & (column // tile_columns == 130 // tile_columns)
@@ -202,37 +202,37 @@ def test_what_is_not_finite_makes_nan_of_its_scale_alone(name: str, bad: float) 
 
 def test_static_scale() -> None:
     x = torch.tensor([[1.0, -3.0, 1000.0], [math.nan, math.inf, -math.inf], [0.3, 17.0, -18.0]])
-    result = quantise(x, SCHEMES["fp8_tensor"], static_scale=torch.tensor(0.5))
+    result = quantize(x, SCHEMES["fp8_tensor"], static_scale=torch.tensor(0.5))
     expected = torch.tensor([[1.0, -3.0, 224.0], [math.nan, 224.0, -224.0], [0.3125, 16.0, -18.0]])
     assert torch.equal(result.scale, torch.full((3, 1), 0.5))
-    torch.testing.assert_close(dequantise(result), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(dequantize(result), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", QUANTISED + MICRO)
+@pytest.mark.parametrize("name", QUANTIZED + MICRO)
 def test_rows_of_any_leading_shape_and_strides(name: str) -> None:
     experts, capacity, width = 3, 5, 336
     scheme = get_scheme(name)
     x = torch.randn(experts * capacity, width, generator=torch.Generator().manual_seed(3))
-    result = quantise(x, scheme)
+    result = quantize(x, scheme)
     groups = scheme.num_groups(width)
     scale = torch.empty(experts, groups, capacity, dtype=scheme.scale_dtype).transpose(1, 2)
     scale.copy_(result.scale.reshape(experts, capacity, groups))
-    rows = dequantise_rows(result.values.view(experts, capacity, scheme.row_values(width)), scale, scheme)
-    assert torch.equal(rows.view(-1, width), dequantise(result))
-    assert torch.equal(dequantise_rows(result.values[7], result.scale[7], scheme), dequantise(result)[7])
+    rows = dequantize_rows(result.values.view(experts, capacity, scheme.row_values(width)), scale, scheme)
+    assert torch.equal(rows.view(-1, width), dequantize(result))
+    assert torch.equal(dequantize_rows(result.values[7], result.scale[7], scheme), dequantize(result)[7])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(144, 336), (128, 256), (16, 2880)])
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: int) -> None:
     scheme = get_scheme(name)
     weight = (
         torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(rows))
         * torch.tensor([1, 9, 0.01])[:, None, None]
     )
-    values, scale, global_scale = quantise_weight(weight.bfloat16(), scheme)
+    values, scale, global_scale = quantize_weight(weight.bfloat16(), scheme)
     assert global_scale is None
-    real = dequantise_weight(values, scale, scheme)
+    real = dequantize_weight(values, scale, scheme)
     tile = _tile_of_weights(name, rows, columns)
     shapes = {
         "tensor": (3,),
@@ -247,9 +247,9 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
         for n, k in [(0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3)]:
             expected = _numbers(codes[n : n + 1, k], name)[0] * tiles[n // tile[0], k // tile[1]]
             assert real[expert, n, k].item() == expected
-    alone = quantise_weight(weight[1].bfloat16(), scheme)
+    alone = quantize_weight(weight[1].bfloat16(), scheme)
     assert torch.equal(alone[0].view(torch.uint8), values[1].view(torch.uint8))
-    assert torch.equal(dequantise_weight(*alone[:2], scheme), real[1])
+    assert torch.equal(dequantize_weight(*alone[:2], scheme), real[1])
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; ties go to the even one
@@ -309,18 +309,18 @@ def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtyp
         x[4] *= 2.0**-127 / x[4].abs().max()  # numbers below the smallest scale's 448
     codes, scales, real = _micro_reference(x.float().numpy(), name)
     scheme = get_scheme(name)
-    result = quantise(x, scheme)
+    result = quantize(x, scheme)
     np.testing.assert_array_equal(_micro_codes(result.values, name), codes)
     np.testing.assert_array_equal(_codes(result.scale), scales)
-    np.testing.assert_array_equal(dequantise(result).numpy(), real)
+    np.testing.assert_array_equal(dequantize(result).numpy(), real)
     assert result.scale.stride() == (1, 9)
     assert result.values.is_contiguous()
     if name == "mxfp8":
-        values, weight_scale, _ = quantise_weight(torch.stack([x, x.flip(0)]), scheme)
+        values, weight_scale, _ = quantize_weight(torch.stack([x, x.flip(0)]), scheme)
         assert weight_scale.shape == (2, 9, scheme.num_groups(width))
         np.testing.assert_array_equal(_micro_codes(values[1], name), codes[::-1])
         np.testing.assert_array_equal(_codes(weight_scale[1]), scales[::-1])
-        np.testing.assert_array_equal(dequantise_weight(values, weight_scale, scheme)[0].numpy(), real)
+        np.testing.assert_array_equal(dequantize_weight(values, weight_scale, scheme)[0].numpy(), real)
 
 
 def _second_scale(x: np.ndarray) -> np.float32:
@@ -340,10 +340,10 @@ def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.d
     weight = (torch.randn(7, 9, width, generator=random) * stds[:, None, None]).to(dtype)
     weight[:, 4] *= 2**-16  # groups that lose bits, or all
     weight[1, 2, 3] = math.nan
-    values, scale, second = quantise_weight(weight, scheme)
+    values, scale, second = quantize_weight(weight, scheme)
     assert second is not None
     assert (second.shape, second.dtype) == ((7,), torch.float32)
-    real = dequantise_weight(values, scale, scheme, second)
+    real = dequantize_weight(values, scale, scheme, second)
     rows = weight.flatten(0, 1)
     trips = round_trip(rows, scheme).numpy()
     for expert, matrix in enumerate(weight.float().numpy()):
@@ -357,7 +357,7 @@ def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.d
     for row, trip in zip(rows.float().numpy(), trips, strict=True):
         np.testing.assert_array_equal(trip, _micro_reference(row[None], "nvfp4", _second_scale(row))[2][0])
     with pytest.raises(ValueError, match=r"global scale is None, scheme 'nvfp4' needs \(\(7,\), torch.float32\)"):
-        dequantise_weight(values, scale, scheme)
+        dequantize_weight(values, scale, scheme)
 
 
 def _worst_row(found: torch.Tensor, x: torch.Tensor) -> float:
@@ -369,8 +369,8 @@ def test_small_and_large_weights_keep_the_error_of_the_format() -> None:
     """The worst row's relative error of "nvfp4" weights, and of rows that do not travel, is the same for every size."""
     scheme, x = SCHEMES["nvfp4"], torch.randn(2, 48, 256, generator=torch.Generator().manual_seed(5))
     for std in (1.0, 0.003, 0.001, 1e-5, 100.0):
-        values, scale, second = quantise_weight(x * std, scheme)
-        assert 0.09 < _worst_row(dequantise_weight(values, scale, scheme, second), x * std) < 0.115
+        values, scale, second = quantize_weight(x * std, scheme)
+        assert 0.09 < _worst_row(dequantize_weight(values, scale, scheme, second), x * std) < 0.115
         assert 0.09 < _worst_row(round_trip(x[0] * std, scheme), x[0] * std) < 0.115
 
 
@@ -380,7 +380,7 @@ def test_the_range_of_a_row_that_carries_no_second_scale() -> None:
     largest = x.unflatten(1, (16, 16)).abs().amax(2)
 
     def error(factor: float) -> float:
-        return _worst_row(dequantise(quantise(x * factor, scheme)), x * factor)
+        return _worst_row(dequantize(quantize(x * factor, scheme)), x * factor)
 
     lowest, highest = 6 * 2**-6 / largest.min().item(), 2688 / largest.max().item()
     for factor in (lowest, 1.0, 0.99999 * highest):
@@ -388,7 +388,7 @@ def test_the_range_of_a_row_that_carries_no_second_scale() -> None:
     assert error(lowest / 10) > 0.13
     assert error(highest * 2) > 0.2
     gone = 0.99 * 6 * 2**-10 / largest.max().item()
-    assert not dequantise(quantise(x * gone, scheme)).any()
+    assert not dequantize(quantize(x * gone, scheme)).any()
 
 
 def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
@@ -397,7 +397,7 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
     magnitude = np.concatenate([E2M1.astype(np.float32), midpoints, *around])
     x = np.stack([np.full_like(magnitude, 6), magnitude, -magnitude], axis=1)  # a row each; 6 makes the scale 1
     x = np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
-    result = quantise(torch.from_numpy(x), SCHEMES["nvfp4"])
+    result = quantize(torch.from_numpy(x), SCHEMES["nvfp4"])
     nearest = np.concatenate([np.arange(8), [0, 2, 2, 4, 4, 6, 6], np.arange(7), np.arange(1, 8)])
     np.testing.assert_array_equal(_codes(result.scale), np.full((len(magnitude), 1), 0x38))
     np.testing.assert_array_equal(_micro_codes(result.values, "nvfp4")[:, 1], nearest)
@@ -425,30 +425,30 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
 def test_micro_scales_by_hand(
     name: str, numbers: list[float], scale_byte: int, codes: list[int], real: list[float]
 ) -> None:
-    result = quantise(torch.tensor([numbers]), SCHEMES[name])
+    result = quantize(torch.tensor([numbers]), SCHEMES[name])
     assert _codes(result.scale).tolist() == [[scale_byte]]
     assert (_micro_codes(result.values, name)[0] & (0xFF if scale_byte != 255 else 0x7F)).tolist() == codes
-    torch.testing.assert_close(dequantise(result)[0], torch.tensor(real), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(dequantize(result)[0], torch.tensor(real), rtol=0, atol=0, equal_nan=True)
 
 
 def test_powers_of_two_are_rounded_up_by_their_bits() -> None:
     amax = torch.tensor([448.0, 448.00003, 447.99997, 896.0, 3e38, 1e-30])
     x = torch.zeros(6, 16)
     x[:, 3] = amax
-    scale = quantise(x, SCHEMES["fp8_block_ue8m0"]).scale
+    scale = quantize(x, SCHEMES["fp8_block_ue8m0"]).scale
     assert scale.squeeze(1).tolist() == [1, 2, 1, 2, 2.0**120, 2.0**-42]
 
 
 def test_none_leaves_numbers_alone() -> None:
     x = torch.randn(3, 32)
-    assert dequantise_rows(x, None, SCHEMES["none"]) is x
-    assert torch.equal(dequantise_weight(x.bfloat16(), None, SCHEMES["none"]), x.bfloat16().float())
+    assert dequantize_rows(x, None, SCHEMES["none"]) is x
+    assert torch.equal(dequantize_weight(x.bfloat16(), None, SCHEMES["none"]), x.bfloat16().float())
 
 
 @pytest.mark.parametrize("hidden", WIDTHS)
-@pytest.mark.parametrize("name", QUANTISED + MICRO)
+@pytest.mark.parametrize("name", QUANTIZED + MICRO)
 def test_payload_bytes_are_those_of_a_row(name: str, hidden: int) -> None:
-    row = quantise(torch.ones(1, hidden), get_scheme(name))
+    row = quantize(torch.ones(1, hidden), get_scheme(name))
     stored = row.values.untyped_storage().nbytes(), row.scale.untyped_storage().nbytes()
     scheme = get_scheme(name)
     assert (scheme.values_bytes(hidden, torch.bfloat16), scheme.scale_bytes(hidden)) == stored
@@ -479,42 +479,42 @@ def test_unknown_schemes(name: str, words: tuple[str, ...]) -> None:
 
 
 X = torch.ones(4, 144)
-FP8 = quantise(X, SCHEMES["fp8_block"])
+FP8 = quantize(X, SCHEMES["fp8_block"])
 ONE = torch.tensor(1.0)
-FP4 = quantise(X, SCHEMES["nvfp4"])
+FP4 = quantize(X, SCHEMES["nvfp4"])
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: quantise(X, SCHEMES["none"]), ("'none'",)),
-        (lambda: quantise(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),
-        (lambda: quantise(FP8.values, SCHEMES["fp8_token"]), ("float8_e4m3fn", "float32")),
-        (lambda: quantise(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
-        (lambda: quantise(X, SCHEMES["fp8_block"], static_scale=torch.ones(1)), ("'fp8_block'", "static_scale")),
-        (lambda: quantise(X, SCHEMES["fp8_tensor"], static_scale=torch.ones(2)), ("(2,)", "1 number")),
-        (lambda: quantise_weight(X, SCHEMES["none"]), ("'none'",)),
-        (lambda: quantise_weight(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
-        (lambda: quantise_weight(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),
-        (lambda: dequantise_rows(X, FP8.scale, FP8.scheme), ("torch.float32", "float8_e4m3fn")),
-        (lambda: dequantise_rows(FP8.values, FP8.scale[:, :1], FP8.scheme), ("(4, 1)", "(4, 2)")),
-        (lambda: dequantise_rows(FP8.values, None, FP8.scheme), ("None", "(4, 2)")),
-        (lambda: dequantise_rows(FP8.values, FP8.scale.double(), FP8.scheme), ("torch.float64", "torch.float32")),
-        (lambda: dequantise_weight(FP8.values, FP8.scale, FP8.scheme), ("(4, 2)", "(1, 2)")),
-        (lambda: Quantised(values=FP8.values[0], scale=FP8.scale, scheme=FP8.scheme), ("(144,)", "2 dimensions")),
-        (lambda: Quantised(values=FP8.values, scale=FP8.scale[:3], scheme=FP8.scheme), ("(3, 2)", "(4, 2)")),
-        (lambda: Quantised(values=X, scale=FP8.scale, scheme=FP8.scheme), ("torch.float32", "float8_e4m3fn")),
-        (lambda: Quantised(values=X, scale=FP8.scale, scheme=SCHEMES["none"]), ("'none'",)),
-        (lambda: quantise(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
-        (lambda: quantise_weight(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
-        (lambda: quantise(X, SCHEMES["mxfp8"], static_scale=torch.ones(1)), ("'mxfp8'", "static_scale")),
-        (lambda: dequantise_rows(FP8.values, FP8.scale, SCHEMES["mxfp8"]), ("torch.float32", "(4, 5)", "e8m0fnu")),
-        (lambda: dequantise_weight(FP4.values, FP4.scale[:, 1:], FP4.scheme, ONE), ("(4, 8)", "(4, 9)")),
-        (lambda: dequantise_weight(X, None, SCHEMES["none"], ONE), ("global scale", "'none'", "None")),
-        (lambda: dequantise_weight(FP4.values, FP4.scale, FP4.scheme, torch.ones(1)), ("(1,)", "((), torch.float32)")),
+        (lambda: quantize(X, SCHEMES["none"]), ("'none'",)),
+        (lambda: quantize(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),
+        (lambda: quantize(FP8.values, SCHEMES["fp8_token"]), ("float8_e4m3fn", "float32")),
+        (lambda: quantize(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
+        (lambda: quantize(X, SCHEMES["fp8_block"], static_scale=torch.ones(1)), ("'fp8_block'", "static_scale")),
+        (lambda: quantize(X, SCHEMES["fp8_tensor"], static_scale=torch.ones(2)), ("(2,)", "1 number")),
+        (lambda: quantize_weight(X, SCHEMES["none"]), ("'none'",)),
+        (lambda: quantize_weight(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
+        (lambda: quantize_weight(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),
+        (lambda: dequantize_rows(X, FP8.scale, FP8.scheme), ("torch.float32", "float8_e4m3fn")),
+        (lambda: dequantize_rows(FP8.values, FP8.scale[:, :1], FP8.scheme), ("(4, 1)", "(4, 2)")),
+        (lambda: dequantize_rows(FP8.values, None, FP8.scheme), ("None", "(4, 2)")),
+        (lambda: dequantize_rows(FP8.values, FP8.scale.double(), FP8.scheme), ("torch.float64", "torch.float32")),
+        (lambda: dequantize_weight(FP8.values, FP8.scale, FP8.scheme), ("(4, 2)", "(1, 2)")),
+        (lambda: Quantized(values=FP8.values[0], scale=FP8.scale, scheme=FP8.scheme), ("(144,)", "2 dimensions")),
+        (lambda: Quantized(values=FP8.values, scale=FP8.scale[:3], scheme=FP8.scheme), ("(3, 2)", "(4, 2)")),
+        (lambda: Quantized(values=X, scale=FP8.scale, scheme=FP8.scheme), ("torch.float32", "float8_e4m3fn")),
+        (lambda: Quantized(values=X, scale=FP8.scale, scheme=SCHEMES["none"]), ("'none'",)),
+        (lambda: quantize(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
+        (lambda: quantize_weight(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
+        (lambda: quantize(X, SCHEMES["mxfp8"], static_scale=torch.ones(1)), ("'mxfp8'", "static_scale")),
+        (lambda: dequantize_rows(FP8.values, FP8.scale, SCHEMES["mxfp8"]), ("torch.float32", "(4, 5)", "e8m0fnu")),
+        (lambda: dequantize_weight(FP4.values, FP4.scale[:, 1:], FP4.scheme, ONE), ("(4, 8)", "(4, 9)")),
+        (lambda: dequantize_weight(X, None, SCHEMES["none"], ONE), ("global scale", "'none'", "None")),
+        (lambda: dequantize_weight(FP4.values, FP4.scale, FP4.scheme, torch.ones(1)), ("(1,)", "((), torch.float32)")),
         (lambda: round_trip(X[0], SCHEMES["nvfp4"]), ("(144,)", "2 dimensions")),
         (lambda: round_trip(X, SCHEMES["nvfp4"], static_scale=torch.ones(1)), ("'nvfp4'", "static_scale")),
-        (lambda: Quantised(values=FP4.values, scale=FP4.scale.float(), scheme=FP4.scheme), ("(4, 9)", "e4m3fn")),
+        (lambda: Quantized(values=FP4.values, scale=FP4.scale.float(), scheme=FP4.scheme), ("(4, 9)", "e4m3fn")),
     ],
 )
 def test_bad_input(call: object, words: tuple[str, ...]) -> None:
@@ -524,10 +524,10 @@ def test_bad_input(call: object, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", QUANTISED + MICRO)
+@pytest.mark.parametrize("name", QUANTIZED + MICRO)
 def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
     x, scheme = _tokens(300, 2880), get_scheme(name)
-    here, there = quantise(x, scheme), quantise(x.cuda(), scheme)
+    here, there = quantize(x, scheme), quantize(x.cuda(), scheme)
     assert torch.equal(here.values.view(torch.uint8), there.values.cpu().view(torch.uint8))
     assert torch.equal(as_bytes(here.scale), as_bytes(there.scale).cpu())
-    assert torch.equal(dequantise(here), dequantise(there).cpu())
+    assert torch.equal(dequantize(here), dequantize(there).cpu())

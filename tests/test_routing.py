@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import BIASED_METHODS, Routing, route, weigh_input
 
 WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
@@ -509,12 +509,12 @@ def test_weigh_input(dtype: torch.dtype) -> None:
     assert torch.equal(routing.topk_weights, kept_weights)
 
 
-def test_weigh_input_quantised() -> None:
+def test_weigh_input_quantized() -> None:
     scheme = QuantScheme(name="grouped", dtype=torch.int8, activation="group", block=(128, 16))
     values = torch.randint(-127, 128, (2, 40), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    weighed, left = weigh_input(Quantised(values=values, scale=scale, scheme=scheme), top1(0.5, 3.0))
-    assert isinstance(weighed, Quantised)
+    weighed, left = weigh_input(Quantized(values=values, scale=scale, scheme=scheme), top1(0.5, 3.0))
+    assert isinstance(weighed, Quantized)
     assert torch.equal(weighed.values, values)
     assert weighed.scale.tolist() == [[0.5, 1.0, 1.5], [12.0, 15.0, 18.0]]
     assert scale.tolist() == [[1, 2, 3], [4, 5, 6]]

@@ -243,7 +243,7 @@ def test_no_backward() -> None:
         y.sum().backward()
 
 
-def test_what_cannot_be_honoured_is_named() -> None:
+def test_what_cannot_be_honored_is_named() -> None:
     module = make_experts()
     module.has_post_expert_norm = True
     with pytest.raises(ValueError, match="has_post_expert_norm"):
@@ -260,7 +260,7 @@ def test_what_cannot_be_honoured_is_named() -> None:
         shard_experts(torch.nn.Linear(2, 2), EPGroup.single("cpu"))
 
 
-def test_activations_are_recognised() -> None:
+def test_activations_are_recognized() -> None:
     gpt_oss = make_model("gpt_oss").model.layers[0].mlp.experts
     assert activation_of(gpt_oss) == ActivationConfig(kind="swiglu", alpha=1.702, beta=1.0, limit=7.0)
     assert activation_of(make_experts(has_gate=False)).kind is ActivationKind.RELU2

@@ -562,8 +562,8 @@ def on_rank(group: EPGroup, base: Path) -> dict[str, Any]:
     target = own / "qwen3_moe" / "config.json" if rank == 0 else own / "nothing"
     found["unwritable"] = outcome(lambda: model.save_pretrained(target))
     found["after"] = logits_of(model, token_ids(rank))
-    quantised = shard_experts(make_model("mixtral"), group, scheme="fp8_block")
-    found["quantised"] = outcome(lambda: quantised.save_pretrained(own / "quantised"))
+    quantized = shard_experts(make_model("mixtral"), group, scheme="fp8_block")
+    found["quantized"] = outcome(lambda: quantized.save_pretrained(own / "quantized"))
     found["left"] = sorted(path.name for path in own.iterdir())
     odd = make_model("mixtral")
     act_fn = odd.model.layers[-1].mlp.experts.act_fn
@@ -606,7 +606,7 @@ def test_what_one_rank_cannot_write_both_hear(two_ranks: Any) -> None:
     assert first.startswith("ValueError: save_directory (")
     assert second == f"ValueError: rank 0 raised {first}"
     for found in two_ranks[1]:
-        assert "holds its experts in scheme 'fp8_block'" in found["quantised"]
+        assert "holds its experts in scheme 'fp8_block'" in found["quantized"]
     assert two_ranks[1][0]["left"] == ["gpt_oss", "mixtral", "qwen3_moe"]
     assert two_ranks[1][1]["left"] == []
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe.config import ActivationKind, RoutingMethod
 from ep_moe.placement import Placement, create_placement
-from ep_moe.quant import SCHEMES, dequantise_weight, get_scheme, quantise_weight
+from ep_moe.quant import SCHEMES, dequantize_weight, get_scheme, quantize_weight
 from ep_moe.testing import assert_same_bits
 from ep_moe.weights import Checkpoint, ExpertWeights, moe_config, storage
 
 HIDDEN, INTERMEDIATE = 48, 32
 LAYERS = (0, 2, 11)  # layer 1 is dense; 11 sorts after 2 as a number only
-QUANTISED = [name for name, scheme in SCHEMES.items() if scheme.quantised]
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.quantized]
 
 CONFIGS = {
     "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": INTERMEDIATE, "norm_topk_prob": True},
@@ -161,7 +161,7 @@ def test_stacked_experts(tmp_path: Path, family: str) -> None:
         assert torch.equal(weights[layer].w2, w2)
 
 
-@pytest.mark.parametrize("scheme", ["none", QUANTISED[0]])
+@pytest.mark.parametrize("scheme", ["none", QUANTIZED[0]])
 @pytest.mark.parametrize("form", ["per_expert", "stacked"])
 def test_a_rank_reads_its_experts_once_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, scheme: str
@@ -227,8 +227,8 @@ def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
         reader.read_into(last, torch.empty(last.shape, dtype=last.dtype))
 
 
-@pytest.mark.parametrize("scheme", QUANTISED)
-def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_quantizing_on_load_is_quantizing_the_whole(tmp_path: Path, scheme: str) -> None:
     tensors = write_checkpoint(tmp_path, "mixtral")
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1, scheme=scheme)[2]
     w13, w2 = expected_layer(tensors, "mixtral", 2, [3, 4])
@@ -236,7 +236,7 @@ def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str)
         found = [getattr(weights, f"{field}{suffix}") for suffix in ("", "_scale", "_global_scale")]
         assert (found[2] is not None) == (scheme == "nvfp4")
         for slot, matrix in enumerate(matrices):
-            for stacked, alone in zip(found, quantise_weight(matrix, SCHEMES[scheme]), strict=True):
+            for stacked, alone in zip(found, quantize_weight(matrix, SCHEMES[scheme]), strict=True):
                 if alone is not None:
                     assert_same_bits(stacked[slot], alone, field)
     nothing = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 6), 5, scheme=scheme)[2]
@@ -248,7 +248,7 @@ def test_quantising_on_load_is_quantising_the_whole(tmp_path: Path, scheme: str)
 
 BROKEN_FP8 = expert_names("qwen3_moe", 2, 4)[1]
 DENSE = "model.layers.0.self_attn.o_proj.weight"
-QUANTISATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 
 def real(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -286,8 +286,8 @@ def write_fp8(
             add(up, intermediate, HIDDEN)
             add(down, HIDDEN, intermediate)
     save_file(tensors, directory / "model.safetensors")
-    quantised = QUANTISATION | {"weight_block_size": block}
-    changes = {"moe_intermediate_size": intermediate, "quantization_config": quantised, "torch_dtype": "bfloat16"}
+    quantized = QUANTIZATION | {"weight_block_size": block}
+    changes = {"moe_intermediate_size": intermediate, "quantization_config": quantized, "torch_dtype": "bfloat16"}
     write_config(directory, "qwen3_moe", **changes)
     return tensors
 
@@ -322,9 +322,9 @@ def test_fp8_is_kept_bit_for_bit(
             assert_same_bits(found.w13[slot], torch.cat([gate, up]), "w13")
             assert_same_bits(found.w2[slot], down, "w2")
             expected = [real(values, scale, block) for values, scale in zip((gate, up, down), scales, strict=True)]
-            w13 = dequantise_weight(found.w13[slot], found.w13_scale[slot], found.scheme)
+            w13 = dequantize_weight(found.w13[slot], found.w13_scale[slot], found.scheme)
             assert torch.equal(w13, torch.cat(expected[:2]))
-            assert torch.equal(dequantise_weight(found.w2[slot], found.w2_scale[slot], found.scheme), expected[2])
+            assert torch.equal(dequantize_weight(found.w2[slot], found.w2_scale[slot], found.scheme), expected[2])
             if scheme == "fp8_block_16x32":
                 assert torch.equal(found.w13_scale[slot], torch.cat(scales[:2]).float())
                 assert torch.equal(found.w2_scale[slot], scales[2].float())
@@ -355,14 +355,14 @@ def test_fp8_becomes_another_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found.w13_scale is None
     for scheme in (SCHEMES["fp8_token"], get_scheme("fp8_block_32x32")):
         found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme=scheme.name)[2]
-        values, scale, _ = quantise_weight(w13, scheme)
+        values, scale, _ = quantize_weight(w13, scheme)
         assert_same_bits(found.w13, values, scheme.name)
         assert torch.equal(found.w13_scale, scale)
         assert found.w2.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_fp8_that_is_no_expert_is_dequantised(
+def test_fp8_that_is_no_expert_is_dequantized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
 ) -> None:
     tensors = write_fp8(tmp_path, (16, 32), 32)
@@ -375,23 +375,23 @@ def test_fp8_that_is_no_expert_is_dequantised(
 
 
 @pytest.mark.parametrize(
-    ("quantised", "fragments"),
+    ("quantized", "fragments"),
     [
         ({"quant_method": "mxfp4"}, ("'mxfp4'",)),
         ({"quant_method": "awq", "bits": 4}, ("'awq'",)),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ("'compressed-tensors'",)),
-        (QUANTISATION, ("'fp8'", "weight_block_size None")),
-        (QUANTISATION | {"activation_scheme": "static"}, ("'fp8'", "activation_scheme 'static'")),
-        (QUANTISATION | {"fmt": "e5m2"}, ("'fp8'", "fmt 'e5m2'")),
-        (QUANTISATION | {"weight_block_size": [128]}, ("'fp8'", "weight_block_size [128]")),
-        (QUANTISATION | {"weight_block_size": [100, 128]}, ("weight_block_size [100, 128]", "multiple of 16")),
+        (QUANTIZATION, ("'fp8'", "weight_block_size None")),
+        (QUANTIZATION | {"activation_scheme": "static"}, ("'fp8'", "activation_scheme 'static'")),
+        (QUANTIZATION | {"fmt": "e5m2"}, ("'fp8'", "fmt 'e5m2'")),
+        (QUANTIZATION | {"weight_block_size": [128]}, ("'fp8'", "weight_block_size [128]")),
+        (QUANTIZATION | {"weight_block_size": [100, 128]}, ("weight_block_size [100, 128]", "multiple of 16")),
         ("int8", ("'int8'",)),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else json.dumps(value),
 )
-def test_what_is_quantised_otherwise_is_named(tmp_path: Path, quantised: object, fragments: tuple[str, ...]) -> None:
+def test_what_is_quantized_otherwise_is_named(tmp_path: Path, quantized: object, fragments: tuple[str, ...]) -> None:
     write_checkpoint(tmp_path, "qwen3_moe")
-    write_config(tmp_path, "qwen3_moe", quantization_config=quantised)
+    write_config(tmp_path, "qwen3_moe", quantization_config=quantized)
     with pytest.raises(ValueError) as caught:
         Checkpoint.open(tmp_path)
     read = () if "multiple of 16" in fragments else ("bfloat16", "fp8 e4m3 with weight_block_size [n, k]")
@@ -532,7 +532,7 @@ def _unknown_activation(directory: Path) -> None:
     write_config(directory, "qwen3_moe", hidden_act="relu6")
 
 
-def _quantised_on_disk(directory: Path) -> None:
+def _quantized_on_disk(directory: Path) -> None:
     write_config(directory, "qwen3_moe", quantization_config={"quant_method": "gptq"})
 
 
@@ -560,7 +560,7 @@ def _no_config(directory: Path) -> None:
         (_too_many_experts, (".experts.4.", "num_experts is 4")),
         (_unknown_family, ("dbrx", "qwen3_moe", "mixtral")),
         (_unknown_activation, ("relu6", "silu")),
-        (_quantised_on_disk, ("gptq", "bfloat16")),
+        (_quantized_on_disk, ("gptq", "bfloat16")),
         (_no_safetensors, ("neither model.safetensors nor",)),
         (_no_config, ("no config.json",)),
     ],
@@ -739,7 +739,7 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     config |= {"moe_intermediate_size": INTERMEDIATE_LARGE, "intermediate_size": INTERMEDIATE_LARGE}
     config |= {"num_experts": EXPERTS_LARGE, "num_experts_per_tok": 2, "hidden_act": "silu", "dtype": "bfloat16"}
     if kind == "fp8":
-        config |= {"quantization_config": QUANTISATION | {"weight_block_size": [128, 128]}}
+        config |= {"quantization_config": QUANTIZATION | {"weight_block_size": [128, 128]}}
     (directory / "config.json").write_text(json.dumps(config))
     weight_map = {}
     for layer in range(8 if kind == "fp8" else 4):
@@ -765,12 +765,12 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     [
         ("bfloat16", 2, "bfloat16", "none"),
         ("bfloat16", 4, "float32", "none"),
-        ("bfloat16", 2, "bfloat16", QUANTISED[0]),
+        ("bfloat16", 2, "bfloat16", QUANTIZED[0]),
         ("fp8", 2, "bfloat16", "fp8_block"),
         ("fp8", 4, "bfloat16", "none"),
         ("gpt_oss", 2, "bfloat16", "none"),
     ],
-    ids=["as_it_is", "converted", "quantised", "fp8_as_it_is", "dequantised", "transposed"],
+    ids=["as_it_is", "converted", "quantized", "fp8_as_it_is", "dequantized", "transposed"],
     indirect=["gigabyte"],
 )
 def test_a_gigabyte_takes_the_shard_and_little_more(gigabyte: Path, num_ranks: int, dtype: str, scheme: str) -> None:

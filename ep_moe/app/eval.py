@@ -22,7 +22,7 @@ class EvalConfig:
         max_bytes: use no more of it; 0 uses all.
         window: tokens that the model sees at once.
         batch: windows in one forward pass.
-        whole: evaluate transformers' whole model with its eager experts too, unquantised, in the same dtype; every
+        whole: evaluate transformers' whole model with its eager experts too, unquantized, in the same dtype; every
             rank loads it in full.
     """
 

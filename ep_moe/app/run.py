@@ -1,7 +1,7 @@
 """`ep-moe run`: generate with the experts spread over ranks, and prove it equal to the whole model.
 
 The whole model is transformers' own, with its eager experts, loaded in full by every rank for its own prompts. What is
-fp8 on disk is dequantised in both models: a scheme would round tokens too, on their way to the experts, and no logit
+fp8 on disk is dequantized in both models: a scheme would round tokens too, on their way to the experts, and no logit
 would be equal.
 """
 
@@ -61,24 +61,24 @@ class RunConfig:
 def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
     """Run the job on all ranks and return its report; `ok` is the verdict.
 
-    Errors: ValueError for a model directory that is not read and for a scheme that quantises, before ranks start.
+    Errors: ValueError for a model directory that is not read and for a scheme that quantizes, before ranks start.
     """
     _check_scheme(engine, open_model(engine))
     return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config)
 
 
 def _check_scheme(engine: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Raise where experts would be computed in a scheme that quantises: the whole model does not."""
+    """Raise where experts would be computed in a scheme that quantizes: the whole model does not."""
     if engine.scheme == "auto":
         for layer in checkpoint.layers:
             checkpoint.check_layer(layer)
         schemes = [checkpoint.layer_scheme(layer) for layer in checkpoint.layers]
     else:
         schemes = [get_scheme(engine.scheme)]
-    quantised = next((scheme.name for scheme in schemes if scheme.quantised), None)
-    if quantised is not None:
+    quantized = next((scheme.name for scheme in schemes if scheme.quantized), None)
+    if quantized is not None:
         where = f" (of the experts in {checkpoint.directory})" if engine.scheme == "auto" else ""
         raise ValueError(
-            f"scheme {quantised!r}{where} rounds the tokens that go to experts, so no logit would equal that of the "
-            f"whole model: use --quant none, which dequantises, or ep-moe eval, which compares losses"
+            f"scheme {quantized!r}{where} rounds the tokens that go to experts, so no logit would equal that of the "
+            f"whole model: use --quant none, which dequantizes, or ep-moe eval, which compares losses"
         )

@@ -41,7 +41,7 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
 def load_whole(group: EPGroup, engine: EngineConfig) -> Model:
     """Load the whole model with transformers' own eager experts, what expert parallelism is compared with. Local.
 
-    What is fp8 on disk is dequantised to the model's dtype by our own reader; else transformers reads it too.
+    What is fp8 on disk is dequantized to the model's dtype by our own reader; else transformers reads it too.
     """
     checkpoint = open_model(engine)
     if checkpoint.scheme is not None:

@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, MoEConfig
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, dequantise, dequantise_weight, quantise, quantise_weight, round_trip
+from ep_moe.quant import QuantScheme, dequantize, dequantize_weight, quantize, quantize_weight, round_trip
 from ep_moe.weights import ExpertWeights
 
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
@@ -22,7 +22,7 @@ SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Expert:
-    """One expert, unquantised: w13 [W, H], w2 [H, I], biases [W] and [H] or None."""
+    """One expert, unquantized: w13 [W, H], w2 [H, I], biases [W] and [H] or None."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -34,7 +34,7 @@ class RandomExperts:
     """The experts of one layer. Expert e is made of `seed` and e alone, so that no two are like each other.
 
     Args:
-        config: the layer. dtype: of the weights before they are quantised. bias: True where both GEMMs add one.
+        config: the layer. dtype: of the weights before they are quantized. bias: True where both GEMMs add one.
         device: where they are made; another kind of device makes other numbers.
     """
 
@@ -59,7 +59,7 @@ class RandomExperts:
         )
 
     def local(self, indices: Sequence[int], scheme: QuantScheme) -> ExpertWeights:
-        """Make the experts `indices`, quantised one by one, with static scales where a scheme scales per tensor.
+        """Make the experts `indices`, quantized one by one, with static scales where a scheme scales per tensor.
 
         Returns: weights with L = len(indices), in that order. Errors: ValueError for no experts. Local.
         """
@@ -81,9 +81,9 @@ class RandomExperts:
 def _stored(expert: Expert, scheme: QuantScheme) -> dict[str, torch.Tensor]:
     """One expert's tensors by the names that ExpertWeights has for them."""
     stored = {"w13": expert.w13, "w2": expert.w2}
-    if scheme.quantised:
+    if scheme.quantized:
         for name in ("w13", "w2"):
-            stored[name], stored[f"{name}_scale"], global_scale = quantise_weight(stored[name], scheme)
+            stored[name], stored[f"{name}_scale"], global_scale = quantize_weight(stored[name], scheme)
             if global_scale is not None:
                 stored[f"{name}_global_scale"] = global_scale
     for name in ("w13_bias", "w2_bias"):
@@ -99,14 +99,14 @@ def _static_scale(amax: float, scheme: QuantScheme, shape: tuple[int, ...], **op
 
 
 def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float, *, travels: bool) -> torch.Tensor:
-    """Rows [n, .] as the second party sees them, in float32: quantised and back, or rounded to the model's dtype."""
-    if not scheme.quantised:
+    """Rows [n, .] as the second party sees them, in float32: quantized and back, or rounded to the model's dtype."""
+    if not scheme.quantized:
         return x.to(dtype).float()
     static = None
     if scheme.activation == "tensor":
         static = _static_scale(amax, scheme, (1,), dtype=torch.float32, device=x.device)
     if travels:
-        return dequantise(quantise(x, scheme, static_scale=static))
+        return dequantize(quantize(x, scheme, static_scale=static))
     return round_trip(x, scheme, static_scale=static)
 
 
@@ -121,12 +121,12 @@ def expected_output(
 ) -> torch.Tensor:
     """The experts' weighted sum of some tokens, in float32 from end to end but for what the scheme rounds.
 
-    Tokens, weights and the activation's output are quantised as the scheme says; without one the activation's output
+    Tokens, weights and the activation's output are quantized as the scheme says; without one the activation's output
     is rounded to x's dtype. No router, layout or exchange takes part.
 
     Args:
         x: [n, H] in the model's dtype. topk_ids: [n, K] logical, -1 none. topk_weights: [n, K] float32.
-        make_expert: makes the unquantised expert of a logical id, in x's dtype.
+        make_expert: makes the unquantized expert of a logical id, in x's dtype.
     Returns: [n, H] float32. Local, host sync.
     """
     tokens = _rounded(x, scheme, x.dtype, TOKEN_AMAX, travels=True)
@@ -135,7 +135,7 @@ def expected_output(
         row, column = torch.nonzero(topk_ids == index, as_tuple=True)
         stored = _stored(make_expert(index), scheme)
         w13, w2 = (
-            dequantise_weight(stored[name], stored.get(f"{name}_scale"), scheme, stored.get(f"{name}_global_scale"))
+            dequantize_weight(stored[name], stored.get(f"{name}_scale"), scheme, stored.get(f"{name}_global_scale"))
             for name in ("w13", "w2")
         )
         first = tokens[row] @ w13.t()

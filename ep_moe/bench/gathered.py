@@ -17,7 +17,7 @@ from ep_moe.group import EPGroup
 from ep_moe.layer import Phases
 from ep_moe.layout import TokenRows, merge_repeats, pack
 from ep_moe.placement import Placement
-from ep_moe.quant import get_scheme, quantise
+from ep_moe.quant import get_scheme, quantize
 from ep_moe.routing import route
 from ep_moe.weights import ExpertWeights
 
@@ -83,9 +83,9 @@ class GatheredMoE:
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> TokenRows:
         """The tokens of all ranks, with ids and weights of this rank's experts alone."""
         mine = [ids.contiguous(), weights.contiguous()]
-        if self._scheme.quantised:
-            quantised = quantise(x, self._scheme, static_scale=self._weights.w13_input_scale)
-            mine += [quantised.values, quantised.scale.contiguous()]
+        if self._scheme.quantized:
+            quantized = quantize(x, self._scheme, static_scale=self._weights.w13_input_scale)
+            mine += [quantized.values, quantized.scale.contiguous()]
         else:
             mine.append(x.contiguous())
         all_ids, all_weights, values, *scale = self._all_gather(mine)

@@ -39,12 +39,12 @@ class _FirstToken(StoppingCriteria):
         """Called by transformers after each token."""
         del scores, kwargs
         if not self.when:
-            _synchronise(self._device)
+            _synchronize(self._device)
             self.when = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -76,7 +76,7 @@ def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats:
             first = _FirstToken(group.device)
             start = time.perf_counter()
             generate(system, new_tokens, first)
-            _synchronise(group.device)
+            _synchronize(group.device)
             end = time.perf_counter()
         samples.append((end - start, first.when - start, end - first.when))
     medians = [statistics.median(values) for values in zip(*samples[1:], strict=True)]

@@ -9,7 +9,7 @@ from torch.nn.functional import grouped_mm, silu
 from ep_moe.bench.experts import Expert
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, dequantise_weight
+from ep_moe.quant import QuantScheme, dequantize_weight
 from ep_moe.weights import ExpertWeights
 
 DTYPE = torch.bfloat16  # the one that torch's grouped kernels take
@@ -27,7 +27,7 @@ class GroupedExperts:
     On a CPU, where torch has the same function as a loop, for tests alone.
 
     Args:
-        weights: of L experts; what is quantised, or of another dtype, is turned into bfloat16 here, once.
+        weights: of L experts; what is quantized, or of another dtype, is turned into bfloat16 here, once.
         activation: between the two GEMMs; those of the presets are computed in bfloat16, as models do.
     """
 
@@ -82,7 +82,7 @@ def _as_bfloat16(
     whole = torch.empty(shape, dtype=DTYPE, device=values.device)
     for expert, out in enumerate(whole):
         second = None if global_scale is None else global_scale[expert]
-        out.copy_(dequantise_weight(values[expert], scale[expert], scheme, second))
+        out.copy_(dequantize_weight(values[expert], scale[expert], scheme, second))
     return whole
 
 

@@ -22,7 +22,7 @@ from ep_moe.experts import EXPERTS, create_experts
 from ep_moe.fields import check_fields
 from ep_moe.group import EPGroup
 from ep_moe.layout import Packed, TokenRows, pack
-from ep_moe.quant import QuantScheme, get_scheme, quantise
+from ep_moe.quant import QuantScheme, get_scheme, quantize
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 
 OURS, GROUPED = "ep_moe", "grouped_mm"
@@ -166,9 +166,9 @@ class _ExpertsBench:
     def _pack(self, ids: torch.Tensor, x: torch.Tensor, layout: Layout, scheme: QuantScheme) -> Packed:
         """The tokens as a transport would lay them out, with the hint that it gives."""
         values, scale = x, None
-        if scheme.quantised:
-            quantised = quantise(x, scheme, static_scale=self._weights.w13_input_scale)
-            values, scale = quantised.values, quantised.scale
+        if scheme.quantized:
+            quantized = quantize(x, scheme, static_scale=self._weights.w13_input_scale)
+            values, scale = quantized.values, quantized.scale
         packed = pack(
             TokenRows(
                 x=values,
@@ -192,7 +192,7 @@ class _ExpertsBench:
             call=lambda: self._experts(packed.batch, self._weights),
             place=torch.arange(len(ids), device=self._device) if flat else packed.token_to_row[:, 0].long(),
             weight_bytes=self._weights.num_bytes,
-            limit=ROW_ERROR_LIMITS["fp8" if self._scheme.quantised else self._engine.dtype],
+            limit=ROW_ERROR_LIMITS["fp8" if self._scheme.quantized else self._engine.dtype],
             x=x,
             make_expert=self._random.expert,
             scheme=self._scheme,
@@ -200,8 +200,8 @@ class _ExpertsBench:
 
     def _theirs(self, grouped: GroupedExperts, ids: torch.Tensor, x: torch.Tensor) -> _Contender:
         """The baseline on the same rows in bfloat16, compact; its oracle has its own weights."""
-        unquantised = get_scheme("none")
-        packed = self._pack(ids, x.to(DTYPE), Layout.COMPACT, unquantised)
+        unquantized = get_scheme("none")
+        packed = self._pack(ids, x.to(DTYPE), Layout.COMPACT, unquantized)
         row_end = packed.batch.expert_num_tokens.cumsum(0).int()
         row_expert = ids.long().sort().values
         return _Contender(
@@ -211,7 +211,7 @@ class _ExpertsBench:
             limit=ROW_ERROR_LIMITS["bfloat16"],
             x=x.to(DTYPE),
             make_expert=grouped.expert,
-            scheme=unquantised,
+            scheme=unquantized,
         )
 
     def _check(self, contender: _Contender, ids: torch.Tensor) -> tuple[dict[str, float], Captured | None]:

@@ -84,9 +84,9 @@ def plot_layer(axes: Any, rows: Sequence[Record]) -> int:
         one = _value(record, f"baselines.{BASELINE}.call_us")
         for name, part in {OURS: "figures", BASELINE: f"baselines.{BASELINE}"}.items():
             left = 0.0
-            for phase, colour in zip(PHASES, COLOURS, strict=True):
+            for phase, color in zip(PHASES, COLOURS, strict=True):
                 width = _value(record, f"{part}.{phase}_us") / one
-                axes.barh(len(labels), width, left=left, color=colour, label=None if labels else phase)
+                axes.barh(len(labels), width, left=left, color=color, label=None if labels else phase)
                 left += width
             whole = _value(record, f"{part}.call_us")
             axes.plot(whole / one, len(labels), "k|", markersize=14, label=None if labels else "whole call")

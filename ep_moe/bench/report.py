@@ -35,7 +35,7 @@ TITLES = {
         "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; "
         "the floor's share is what these bytes take at 370 GB/s, over the sum. Beside it NCCL alone, timed alike: an "
         "all-gather of payload rows and a reduce-scatter of outputs, which move every token to every rank, and two "
-        "all-to-alls that know beforehand how many rows travel. Neither quantises, packs for the experts, nor weighs "
+        "all-to-alls that know beforehand how many rows travel. Neither quantizes, packs for the experts, nor weighs "
         "and sums for a token, which the transport does.",
     ),
     "model": (
@@ -51,7 +51,7 @@ TITLES = {
         "One rank's experts",
         "`ep-moe bench experts`: both GEMMs and all between them on rows that are there already, beside torch's "
         "grouped GEMM in bfloat16 with the activation in plain torch, on the same rows and the same weights, "
-        "dequantised. Both results are checked against float32 experts first. An expert's rows are 0.7 to 1.3 times "
+        "dequantized. Both results are checked against float32 experts first. An expert's rows are 0.7 to 1.3 times "
         "the average, TFLOP/s count no padding. "
         "Microseconds of the replay of a CUDA graph (on a CPU of plain calls), median, from a cold L2; GB/s are bytes "
         "of stored weights over that time.",

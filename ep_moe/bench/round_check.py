@@ -1,6 +1,6 @@
 """Is a transport's round right: its input, experts that multiply, and the comparison bit for bit.
 
-Expert e of E computes y = dequantised x * (1 + e / E): no other expert does, and every rank knows what must come home.
+Expert e of E computes y = dequantized x * (1 + e / E): no other expert does, and every rank knows what must come home.
 Letters: T tokens on this rank, H hidden, K top-k, E experts, R ranks, L local experts, N rows of all local experts, G
 scale groups.
 """
@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import Layout
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.placement import Placement
-from ep_moe.quant import QuantScheme, dequantise, dequantise_rows, quantise
+from ep_moe.quant import QuantScheme, dequantize, dequantize_rows, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport import Transport
 
@@ -76,7 +76,7 @@ def _compute(x: torch.Tensor, expert: torch.Tensor, num_experts: int, dtype: tor
 
 def compute_experts(batch: ExpertBatch, rows: Rows, *, first_expert: int, num_experts: int) -> torch.Tensor:
     """The experts' output for a batch; rows that hold no token are NaN. Local, host sync on a CPU."""
-    x = dequantise_rows(rows.values, rows.scale, batch.scheme)
+    x = dequantize_rows(rows.values, rows.scale, batch.scheme)
     computed = _compute(x, first_expert + rows.expert, num_experts, batch.dtype)
     shape = batch.output_shape
     if batch.row_index is not None:  # what FLAT sums has a row for each entry of the index
@@ -94,7 +94,7 @@ def expected_output(x: torch.Tensor, routing: Routing, placement: Placement, sch
     Local.
     """
     num_tokens, num_topk = routing.topk_ids.shape
-    real = dequantise(quantise(x, scheme)) if scheme.quantised else x.float()
+    real = dequantize(quantize(x, scheme)) if scheme.quantized else x.float()
     experts = routing.topk_ids.long().flatten()
     y = _compute(real.repeat_interleave(num_topk, dim=0), experts, placement.num_physical, x.dtype)
     rows = torch.arange(num_tokens * num_topk, dtype=torch.int32, device=x.device).view(num_tokens, num_topk)

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import QuantScheme, as_bytes, dequantise_rows, dequantise_weight, round_trip, weight_scale_shape
+from ep_moe.quant import QuantScheme, as_bytes, dequantize_rows, dequantize_weight, round_trip, weight_scale_shape
 from ep_moe.weights import ExpertWeights
 
 
@@ -69,7 +69,7 @@ def check_fit(
         raise ValueError("row_index is missing, a FLAT batch needs it")
     if weights.w2_input_scale is not None and scheme.activation != "tensor":
         raise ValueError(f"w2_input_scale is set, scheme '{scheme.name}' scales activations per {scheme.activation}")
-    if not scheme.quantised:
+    if not scheme.quantized:
         for name, scale in (("batch", batch.scale), ("w13", weights.w13_scale), ("w2", weights.w2_scale)):
             if scale is not None:
                 raise ValueError(f"{name} has a scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
@@ -106,7 +106,7 @@ def _needed(
         "w13": (weights.w13, (experts, width, row_values), stored),
         "w2": (weights.w2, (experts, hidden, scheme.row_values(intermediate)), stored),
     }
-    if scheme.quantised:
+    if scheme.quantized:
         w13_scale_shape = weight_scale_shape((experts, width, hidden), scheme)
         w2_scale_shape = weight_scale_shape((experts, hidden, intermediate), scheme)
         needed["scale"] = (batch.scale, (*x_lead, scheme.num_groups(hidden)), scheme.scale_dtype)
@@ -133,8 +133,8 @@ def _needed(
 class ReferenceExperts:
     """The two GEMMs of every expert in float32, one expert after the other.
 
-    Tokens and weights are dequantised to float32; w13 @ x + b13 and the activation stay in float32; the intermediate
-    is then rounded to the model's dtype, or requantised where the scheme quantises; w2 @ . + b2 is rounded to the
+    Tokens and weights are dequantized to float32; w13 @ x + b13 and the activation stay in float32; the intermediate
+    is then rounded to the model's dtype, or requantized where the scheme quantizes; w2 @ . + b2 is rounded to the
     model's dtype. Where the scheme scales activations per tensor, the intermediate's tensor is one expert's rows; where
     its weights have a global scale, each row of the intermediate has one too (`ep_moe.quant.round_trip`).
     FLAT rows are rounded too before they are weighed and summed, so the bits are those of COMPACT.
@@ -179,7 +179,7 @@ class ReferenceExperts:
         if weights.w13_bias is not None:
             first += weights.w13_bias[expert].float()
         inner = apply_activation(first, self.activation)
-        if scheme.quantised:
+        if scheme.quantized:
             static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]
             inner = round_trip(inner, scheme, static_scale=static)
         else:
@@ -199,7 +199,7 @@ def _matrix(
 ) -> torch.Tensor:
     """One expert's matrix of a stack, float32."""
     scale, global_scale = (None if s is None else s[expert] for s in (scale, global_scale))
-    return dequantise_weight(values[expert], scale, scheme, global_scale)
+    return dequantize_weight(values[expert], scale, scheme, global_scale)
 
 
 def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
@@ -215,13 +215,13 @@ def _read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
     """The rows of one expert, [count, H] float32: a view where they are float32 and packed already."""
     if batch.row_index is None:
         scale = None if batch.scale is None else _rows_of(batch.scale, start, count)
-        return dequantise_rows(_rows_of(batch.x, start, count), scale, batch.scheme)
+        return dequantize_rows(_rows_of(batch.x, start, count), scale, batch.scheme)
     index = _rows_of(batch.row_index.unsqueeze(1), start, count).squeeze(1).long()
     pool = batch.x.reshape(-1, batch.x.shape[-1])
     if batch.scale is None:
-        return dequantise_rows(pool[index], None, batch.scheme)
+        return dequantize_rows(pool[index], None, batch.scheme)
     # indexed as bytes, for not every device indexes fp8; scales by (expert, row), for their rows cannot be flattened
     values, scales = pool.view(torch.uint8)[index].view(pool.dtype), as_bytes(batch.scale)
     height = scales.shape[-2]
     scale = scales[index] if scales.dim() == 2 else scales[index // height, index % height]
-    return dequantise_rows(values, scale.view(batch.scale.dtype), batch.scheme)
+    return dequantize_rows(values, scale.view(batch.scale.dtype), batch.scheme)

@@ -17,15 +17,15 @@ from ep_moe.experts.base import check_scheme
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
 from ep_moe.kernels.grouped_gemm import _first_gemm_kernel, _second_gemm_kernel
-from ep_moe.kernels.requantise import _expert_amax_kernel, _requantise_kernel
-from ep_moe.kernels.requantise_rounded import _requantise_rounded_kernel
+from ep_moe.kernels.requantize import _expert_amax_kernel, _requantize_kernel
+from ep_moe.kernels.requantize_rounded import _requantize_rounded_kernel
 from ep_moe.kernels.tile_list import _tile_list_kernel
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
 from ep_moe.quant import FP8_CAPABILITY, QuantScheme
 from ep_moe.weights import ExpertWeights
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
-_REQUANTISE_NUMBERS = 2048  # that one program holds at a time, if a row has not more
+_REQUANTIZE_NUMBERS = 2048  # that one program holds at a time, if a row has not more
 _CPU_PROGRAMS = 4  # of the interpreter, which runs them one after the other
 
 
@@ -101,7 +101,7 @@ def _num_programs(device: torch.device, per_sm: int, most: int) -> int:
     return min(torch.cuda.get_device_properties(device).multi_processor_count * per_sm, most)
 
 
-def _requantise_mode(weights: ExpertWeights, block_n: int) -> str:
+def _requantize_mode(weights: ExpertWeights, block_n: int) -> str:
     """How the first GEMM leaves the intermediate: "none", "group" and "static" are final, the others are not."""
     scheme = weights.scheme
     if scheme.activation == "none" or scheme.activation == "token":
@@ -144,7 +144,7 @@ class TritonExperts:
     """Two grouped GEMMs of all local experts as persistent Triton kernels.
 
     The numbers are those of `ReferenceExperts` but for the order of sums: products are added in float32, the
-    intermediate is requantised from float32, in the first GEMM's own kernel where its tiles hold all that shares a
+    intermediate is requantized from float32, in the first GEMM's own kernel where its tiles hold all that shares a
     scale (groups of 16, 32, 64 or 128; static scales), but for scales that are powers of two.
 
     Args:
@@ -184,7 +184,7 @@ class TritonExperts:
         if y.numel() == 0 or batch.x.numel() == 0:
             return
         tiles = self._choose_tiles(batch, weights)
-        mode = _requantise_mode(weights, tiles.first.block_n)
+        mode = _requantize_mode(weights, tiles.first.block_n)
         tile_list = build_tile_list(batch, tiles.block_m, with_amax=mode == "tensor")
         inner = self._first(batch, weights, tiles, tile_list, mode)
         self._second(batch, weights, tiles, tile_list, inner, y)
@@ -221,7 +221,7 @@ class TritonExperts:
     def _first(
         self, batch: ExpertBatch, weights: ExpertWeights, tiles: ExpertTiles, tile_list: TileList, mode: str
     ) -> _Inner:
-        """w13, bias, activation and what can be requantised there."""
+        """w13, bias, activation and what can be requantized there."""
         scheme, activation, device = weights.scheme, self.activation, batch.x.device
         hidden, intermediate = batch.hidden, weights.w2.shape[2]
         rows = tile_list.max_tiles * tile_list.block_m
@@ -270,7 +270,7 @@ class TritonExperts:
             KIND=activation.kind.value,
             LIMITED=limit is not None,
             GATED=activation.kind.gated,
-            REQUANTISE=mode if final else "none",
+            REQUANTIZE=mode if final else "none",
             HAS_BIAS=weights.w13_bias is not None,
             HAS_INDEX=batch.row_index is not None,
             **_scale_args(scheme, tiles.first, aligned=self._halves_aligned(weights)),
@@ -278,9 +278,9 @@ class TritonExperts:
         )
         if final:
             return _Inner(values=values, scale=scale if static is None else static, static=static is not None)
-        return self._requantise(batch, scheme, tile_list, values, scale, mode)
+        return self._requantize(batch, scheme, tile_list, values, scale, mode)
 
-    def _requantise(
+    def _requantize(
         self,
         batch: ExpertBatch,
         scheme: QuantScheme,
@@ -289,16 +289,16 @@ class TritonExperts:
         scale: torch.Tensor,
         mode: str,
     ) -> _Inner:
-        """Requantise the float32 intermediate [rows, I] where the first GEMM could not."""
+        """Requantize the float32 intermediate [rows, I] where the first GEMM could not."""
         rows, intermediate = inner.shape
         assert scheme.dtype is not None
         values = torch.empty(inner.shape, dtype=scheme.dtype, device=inner.device)
         if mode == "rounded groups":
-            return self._requantise_rounded(scheme, tile_list, batch.expert_num_tokens, inner, values, scale)
+            return self._requantize_rounded(scheme, tile_list, batch.expert_num_tokens, inner, values, scale)
         width = scheme.block[1] if scheme.activation == "group" else intermediate
         per_tensor = mode == "tensor"
         block = triton.next_power_of_2(width)
-        per_program = max(min(_REQUANTISE_NUMBERS // block, tile_list.block_m), 1)
+        per_program = max(min(_REQUANTIZE_NUMBERS // block, tile_list.block_m), 1)
         grid = (_num_programs(inner.device, 8, rows // per_program),)
         if per_tensor:
             _expert_amax_kernel[grid](
@@ -311,7 +311,7 @@ class TritonExperts:
                 ROWS=per_program,
                 BLOCK=block,
             )
-        _requantise_kernel[grid](
+        _requantize_kernel[grid](
             inner,
             values,
             scale,
@@ -329,7 +329,7 @@ class TritonExperts:
         )
         return _Inner(values=values, scale=scale, static=False)
 
-    def _requantise_rounded(
+    def _requantize_rounded(
         self,
         scheme: QuantScheme,
         tile_list: TileList,
@@ -338,12 +338,12 @@ class TritonExperts:
         values: torch.Tensor,
         scale: torch.Tensor,
     ) -> _Inner:
-        """Requantise the float32 intermediate [rows, I] in groups whose scales are powers of two."""
+        """Requantize the float32 intermediate [rows, I] in groups whose scales are powers of two."""
         (rows, intermediate), group = inner.shape, scheme.block[1]
         block = triton.next_power_of_2(group)
-        per_program = max(min(_REQUANTISE_NUMBERS // block, tile_list.block_m), 1)
+        per_program = max(min(_REQUANTIZE_NUMBERS // block, tile_list.block_m), 1)
         most = rows // per_program * scale.shape[0]
-        _requantise_rounded_kernel[(_num_programs(inner.device, 8, most),)](
+        _requantize_rounded_kernel[(_num_programs(inner.device, 8, most),)](
             inner,
             values,
             scale,
@@ -414,7 +414,7 @@ def _check_machine(weights: ExpertWeights) -> None:
             f"scheme '{scheme.name}' scales weights per {scheme.weight} and activations per {scheme.activation}; "
             "'triton' experts take blocks with groups, and neither without the other"
         )
-    if scheme.quantised and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if scheme.quantized and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise RuntimeError(
             f"fp8 in Triton needs compute capability {FP8_CAPABILITY}, {torch.cuda.get_device_name(device)} has "
             f"{torch.cuda.get_device_capability(device)}; 'torch' experts do without"

@@ -21,7 +21,7 @@ def _driver() -> Any:
 def has_peer_atomics(index: int, peer: int) -> bool:
     """Whether all atomics of a GPU reach another one's memory; both by torch's index, of visible GPUs.
 
-    Errors: RuntimeError where the driver does not say. Local; CUDA has been initialised.
+    Errors: RuntimeError where the driver does not say. Local; CUDA has been initialized.
     """
     handles = []
     for ordinal in (index, peer):

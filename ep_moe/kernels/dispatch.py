@@ -79,13 +79,13 @@ def _dispatch_kernel(
     layer,  # this round's, two words of 32 bits that ranks compare
     settings,
     patience,
-    H: tl.constexpr,  # numbers of a row of x where QUANTISE, else its words
-    GROUP: tl.constexpr,  # numbers that share a scale, where QUANTISE
+    H: tl.constexpr,  # numbers of a row of x where QUANTIZE, else its words
+    GROUP: tl.constexpr,  # numbers that share a scale, where QUANTIZE
     G: tl.constexpr,
     GROUPS: tl.constexpr,  # G rounded up
     SENT_WORDS: tl.constexpr,  # of a row's values, rounded up
     WORD_BLOCK: tl.constexpr,  # words of a token that one program sends at a time as words
-    WORD_GROUPS: tl.constexpr,  # scales of those, where QUANTISE, else GROUPS
+    WORD_GROUPS: tl.constexpr,  # scales of those, where QUANTIZE, else GROUPS
     TAKEN_WORDS: tl.constexpr,  # words of a row's values that one program takes at a time
     VALUE_WORDS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -102,7 +102,7 @@ def _dispatch_kernel(
     NEWS_WORDS: tl.constexpr,
     TOKENS: tl.constexpr,  # of a block, T rounded up where not PLANNED
     COUNTED_EXPERTS: tl.constexpr,
-    QUANTISE: tl.constexpr,  # on the way: "" or how
+    QUANTIZE: tl.constexpr,  # on the way: "" or how
     COUNTED: tl.constexpr,  # the device says how many tokens there are
     PLANNED: tl.constexpr,  # ids are counted already
     BATCHED: tl.constexpr,
@@ -192,7 +192,7 @@ def _dispatch_kernel(
                         K,
                         COLUMNS,
                         TOKENS,
-                        QUANTISE,
+                        QUANTIZE,
                         PLANNED,
                     )
             elif SEND_ROWS:
@@ -228,7 +228,7 @@ def _dispatch_kernel(
                     K,
                     COLUMNS,
                     TOKENS,
-                    QUANTISE,
+                    QUANTIZE,
                     PLANNED,
                 )
     if RECEIVE:

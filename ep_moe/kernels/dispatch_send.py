@@ -43,8 +43,8 @@ from ep_moe.kernels.signals import fence, make_word
 class Tokens(NamedTuple):
     """What a rank brings to a round."""
 
-    x_ptr: Any  # [T, H] to be quantised, else 32-bit words, rows `x_stride` units of UNIT numbers or words apart
-    scale_ptr: Any  # [T, G] where it is quantised already, any strides
+    x_ptr: Any  # [T, H] to be quantized, else 32-bit words, rows `x_stride` units of UNIT numbers or words apart
+    scale_ptr: Any  # [T, G] where it is quantized already, any strides
     ids_ptr: Any  # [T, K] int32 or int64, rows `ids_stride` apart
     weights_ptr: Any  # [T, K] float32, rows `weights_stride` apart
     num_tokens_ptr: Any  # [1] int32, where COUNTED
@@ -189,15 +189,15 @@ def _load_payload(
     x_stride,
     H: tl.constexpr,
     GROUP: tl.constexpr,  # numbers that share a scale
-    GROUPS: tl.constexpr,  # of one block where quantised here, else of a row
+    GROUPS: tl.constexpr,  # of one block where quantized here, else of a row
     WORDS: tl.constexpr,  # of one block
     VALUE_WORDS: tl.constexpr,
     UNIT: tl.constexpr,  # numbers, or words, that the lengths of rows of x are multiples of
-    QUANTISE: tl.constexpr,  # "", "e4m3", "e4m3_power_of_two" or "int8"
+    QUANTIZE: tl.constexpr,  # "", "e4m3", "e4m3_power_of_two" or "int8"
 ):
-    """Begin to load one block of a token: 32-bit words [WORDS], or numbers [GROUPS, GROUP] where QUANTISE."""
+    """Begin to load one block of a token: 32-bit words [WORDS], or numbers [GROUPS, GROUP] where QUANTIZE."""
     row_ptr = tokens.x_ptr + token * x_stride * UNIT
-    if QUANTISE == "":
+    if QUANTIZE == "":
         word = block * WORDS + tl.arange(0, WORDS)
         loaded = tl.load(row_ptr + word, mask=word < VALUE_WORDS)
     else:
@@ -217,21 +217,21 @@ def _make_payload(
     G: tl.constexpr,
     GROUPS: tl.constexpr,
     WORDS: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):
     """Return the values of `_load_payload` as 32-bit words [WORDS], and their scales [GROUPS]."""
-    if QUANTISE == "":
+    if QUANTIZE == "":
         values, scale = loaded, tl.arange(0, GROUPS)
         if G > 0:
             scale_ptrs = tokens.scale_ptr + token * scale_token_stride + scale.to(tl.int64) * scale_group_stride
             scale = tl.load(scale_ptrs, mask=scale < G)
     else:
         x = loaded.to(tl.float32)
-        if QUANTISE == "int8":
+        if QUANTIZE == "int8":
             scale = tile_scale(absmax(x, 1), INT8_MAX)
             narrow = to_int8(divide_rows(x, scale))
         else:
-            scale = e4m3_scale(absmax(x, 1), QUANTISE == "e4m3_power_of_two")
+            scale = e4m3_scale(absmax(x, 1), QUANTIZE == "e4m3_power_of_two")
             narrow = to_e4m3(divide_rows(x, scale))
         low, high = tl.split(tl.reshape(narrow.to(tl.uint8, bitcast=True).to(tl.int32), [2 * WORDS, 2]))
         low, high = tl.split(tl.reshape(low | high << 8, [WORDS, 2]))
@@ -313,7 +313,7 @@ def send_rows(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
     """Store this program's share of the tokens as rows; fence; then say of each, at every rank, whether it is there."""
@@ -323,13 +323,13 @@ def send_rows(
         for i in range(FENCED):
             token = (chunk * FENCED + i) + tl.zeros([], tl.int64)
             if token < present:
-                loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)
+                loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTIZE)
                 tl.debug_barrier()  # the payload is on its way before the routing's arithmetic begins
                 ids, weights, place = _read_routing(
                     tokens, token, num_physical, ids_stride, weights_stride, K, COLUMNS, TOKENS, PLANNED
                 )
                 values, scale = _make_payload(
-                    loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTISE
+                    loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTIZE
                 )
                 homes = tl.zeros([], tl.int32)
                 for d in tl.static_range(R):  # each rank begins with another, so that not all store to one
@@ -428,7 +428,7 @@ def send_words(
     H: tl.constexpr,
     GROUP: tl.constexpr,
     G: tl.constexpr,
-    GROUPS: tl.constexpr,  # of one block where quantised here, else of a row
+    GROUPS: tl.constexpr,  # of one block where quantized here, else of a row
     WORDS: tl.constexpr,  # of one block
     VALUE_WORDS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -438,7 +438,7 @@ def send_words(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
     """Store this program's share of blocks of tokens as words, which say themselves that they are there."""
@@ -446,16 +446,16 @@ def send_words(
     WIDTH: tl.constexpr = 2 * K + VALUE_WORDS + (G + 1) // 2 * 2  # even, so that pairs of words are aligned
     for i in range(sender, present * BLOCKS, senders):
         block, token = i % BLOCKS, (i // BLOCKS) + tl.zeros([], tl.int64)
-        loaded = _load_payload(tokens, token, block, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTISE)
+        loaded = _load_payload(tokens, token, block, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTIZE)
         ids, weights, place = _read_routing(
             tokens, token, num_physical, ids_stride, weights_stride, K, COLUMNS, TOKENS, PLANNED
         )
         values, scale = _make_payload(
-            loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTISE
+            loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTIZE
         )
         word, group = block * WORDS + tl.arange(0, WORDS), tl.arange(0, GROUPS)
         scale_mask = (group < G) & (block == 0)
-        if QUANTISE != "":
+        if QUANTIZE != "":
             group += block * GROUPS
             scale_mask = group < G
         scales = make_word(tl.zeros([GROUPS], tl.int32) + epoch, scale.to(tl.int32, bitcast=True))

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ep_moe.kernels.activation import activate
 from ep_moe.kernels.numerics import INTERPRET, round_to
-from ep_moe.kernels.requantise import _store_inner
+from ep_moe.kernels.requantize import _store_inner
 from ep_moe.kernels.tile_list import _find_tile
 
 
@@ -184,8 +184,8 @@ def _first_gemm_kernel(
     w13_scale_ptr,
     bias_ptr,  # [L, 2I or I]
     inner_ptr,  # [Q * BLOCK_M, I], out
-    inner_scale_ptr,  # [ceil(I / GROUP_K), inner_scale_stride], out where REQUANTISE is "group"
-    static_scale_ptr,  # [L] where REQUANTISE is "static"
+    inner_scale_ptr,  # [ceil(I / GROUP_K), inner_scale_stride], out where REQUANTIZE is "group"
+    static_scale_ptr,  # [L] where REQUANTIZE is "static"
     expert_row_start_ptr,
     expert_num_tokens_ptr,
     row_index_ptr,
@@ -207,7 +207,7 @@ def _first_gemm_kernel(
     LIMITED: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHT_SCALE: tl.constexpr,  # "none", "tensor", "channel" or "block"
-    REQUANTISE: tl.constexpr,  # "none", "group" or "static"
+    REQUANTIZE: tl.constexpr,  # "none", "group" or "static"
     HAS_BIAS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     SWAP: tl.constexpr,
@@ -221,7 +221,7 @@ def _first_gemm_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """inner = requantise(activation(w13 @ x + bias)), tile by tile."""
+    """inner = requantize(activation(w13 @ x + bias)), tile by tile."""
     num_columns = tl.cdiv(intermediate, BLOCK_N)
     total = tl.load(num_tiles_ptr) * num_columns
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -325,7 +325,7 @@ def _first_gemm_kernel(
             column_mask,
             intermediate,
             inner_scale_stride,
-            REQUANTISE,
+            REQUANTIZE,
             GROUP_K,
             BLOCK_M,
             BLOCK_N,

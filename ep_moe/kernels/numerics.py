@@ -106,7 +106,7 @@ def divide_rows(x, scale):
 
 
 @triton.jit
-def quantise_e4m3(x, scale):
+def quantize_e4m3(x, scale):
     """x / scale as e4m3. Example: x = 1.0, scale = 2 / 448 is 224."""
     return to_e4m3(tl.div_rn(x, scale))
 

@@ -1,19 +1,19 @@
 """Number formats of expert weights and tokens, in plain torch: what every kernel is compared with.
 
-On a GPU activations are quantised by a kernel where scales are float32, with the same bits.
+On a GPU activations are quantized by a kernel where scales are float32, with the same bits.
 """
 
-from ep_moe.quant.base import Quantised, QuantScheme, as_bytes
+from ep_moe.quant.base import Quantized, QuantScheme, as_bytes
 from ep_moe.quant.formats import (
     FP8_CAPABILITY,
     SCHEMES,
-    dequantise,
-    dequantise_rows,
-    dequantise_weight,
+    dequantize,
+    dequantize_rows,
+    dequantize_weight,
     get_scheme,
     payload_bytes,
-    quantise,
-    quantise_weight,
+    quantize,
+    quantize_weight,
     round_trip,
     weight_scale_shape,
 )
@@ -22,15 +22,15 @@ __all__ = [
     "FP8_CAPABILITY",
     "SCHEMES",
     "QuantScheme",
-    "Quantised",
+    "Quantized",
     "as_bytes",
-    "dequantise",
-    "dequantise_rows",
-    "dequantise_weight",
+    "dequantize",
+    "dequantize_rows",
+    "dequantize_weight",
     "get_scheme",
     "payload_bytes",
-    "quantise",
-    "quantise_weight",
+    "quantize",
+    "quantize_weight",
     "round_trip",
     "weight_scale_shape",
 ]

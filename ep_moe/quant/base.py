@@ -24,7 +24,7 @@ class QuantScheme:
         name: what configs and the command line call it.
         dtype: of the stored values; None leaves the model's own dtype.
         activation: what shares a scale among activations: nothing is scaled, a tensor, a token (row), or
-            a group of `block[1]` neighbours in a row.
+            a group of `block[1]` neighbors in a row.
         weight: the same for weights [N, K]: a tensor, an output channel (row), or a block of `block` = (n, k).
         block: rows and columns of a weight block; its columns are the activation group too.
         scale_dtype: of the scales.
@@ -45,7 +45,7 @@ class QuantScheme:
     weight_global_scale: bool = False
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """True where values carry scales."""
         return self.dtype is not None
 
@@ -66,9 +66,9 @@ class QuantScheme:
         return num_values * self.packed
 
     def values_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """Bytes of one token's values; `dtype` is the model's, theirs where the scheme is not quantised.
+        """Bytes of one token's values; `dtype` is the model's, theirs where the scheme is not quantized.
 
-        Example: hidden 2880 is 1440 bytes in "nvfp4", 2880 in the other quantised schemes.
+        Example: hidden 2880 is 1440 bytes in "nvfp4", 2880 in the other quantized schemes.
         """
         return self.row_values(hidden) * (self.dtype or dtype).itemsize
 
@@ -87,8 +87,8 @@ class QuantScheme:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Quantised:
-    """Activations in a quantised format, ready to travel.
+class Quantized:
+    """Activations in a quantized format, ready to travel.
 
     `values` [T, V] in the scheme's dtype; `scale` [T, G] in its scale dtype, any strides: G = 1 per token, and per
     tensor the same number in every row (a row that travels takes its scale along).
@@ -99,8 +99,8 @@ class Quantised:
     scheme: QuantScheme
 
     def __post_init__(self) -> None:
-        if not self.scheme.quantised:
-            raise ValueError(f"scheme '{self.scheme.name}' has no quantised form")
+        if not self.scheme.quantized:
+            raise ValueError(f"scheme '{self.scheme.name}' has no quantized form")
         if self.values.dtype != self.scheme.dtype:
             raise ValueError(f"values are {self.values.dtype}, scheme '{self.scheme.name}' stores {self.scheme.dtype}")
         if self.values.dim() != 2:

@@ -1,6 +1,6 @@
 """The schemes by name, and what every caller uses: checked, then handed to the family that the scheme belongs to.
 
-Plain torch, the oracle of all kernels; on a GPU activations are quantised by a kernel that has its bits. Nothing here
+Plain torch, the oracle of all kernels; on a GPU activations are quantized by a kernel that has its bits. Nothing here
 reads back to the host, so all of it may be captured in a graph.
 Letters: T rows, H row width, G scale groups of a row, V stored values of a row, N and K rows and columns of a weight.
 """
@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from ep_moe.quant import micro, scaled
-from ep_moe.quant.base import Quantised, QuantScheme
+from ep_moe.quant.base import Quantized, QuantScheme
 
 FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch does without
 
@@ -35,7 +35,7 @@ def get_scheme(name: str) -> QuantScheme:
 def _family(scheme: QuantScheme) -> ModuleType:
     """The module that implements a scheme, by how wide its scales are."""
     if scheme.dtype is None:
-        raise ValueError(f"scheme '{scheme.name}' has no quantised form")
+        raise ValueError(f"scheme '{scheme.name}' has no quantized form")
     return scaled if scheme.scale_dtype == torch.float32 else micro
 
 
@@ -76,14 +76,14 @@ def _check_rows(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor
         raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
 
 
-def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantised:
-    """Quantise activations in float32 arithmetic; values are rounded to nearest even.
+def quantize(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantized:
+    """Quantize activations in float32 arithmetic; values are rounded to nearest even.
 
     fp8 and int8 take scale = max(amax, 1e-10) / 448 or / 127, "fp8_block_ue8m0" the next power of two;
     `ep_moe.quant.scaled` has the rule, and `ep_moe.quant.micro` that of "mxfp8" and "nvfp4", and for which magnitudes a
     row of "nvfp4", which carries no second scale, is right: groups of 16 whose largest is in [0.094, 2688].
 
-    A row of zeros gives zeros. What is not finite is not hidden: dequantised, a NaN or infinity makes NaN of all that
+    A row of zeros gives zeros. What is not finite is not hidden: dequantized, a NaN or infinity makes NaN of all that
     shares its scale. Under a static scale a NaN stays one NaN and what exceeds 448 * scale saturates, infinity too.
 
     Example: "fp8_block" on [T, 2880] gives scale [T, 23], strides (1, T); the last group has 64 columns. "nvfp4" gives
@@ -91,10 +91,10 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
 
     Args:
         x: [T, H] float32, bfloat16 or float16, T = 0 too; H even for "nvfp4".
-        scheme: any that is quantised.
+        scheme: any that is quantized.
         static_scale: one float32 number > 0 on x's device instead of amax / 448, for activations scaled per tensor.
     Returns: values [T, V] contiguous and scale [T, G] with strides (1, T).
-    Errors: ValueError for another dtype or shape, a scheme that is not quantised or takes no static scale. Local.
+    Errors: ValueError for another dtype or shape, a scheme that is not quantized or takes no static scale. Local.
     """
     family = _family(scheme)
     _check_rows(x, scheme, static_scale)
@@ -102,42 +102,42 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
         # only here is Triton imported, which is for Linux alone and takes time
         from ep_moe.quant import triton
 
-        return triton.quantise(x, scheme, static_scale)
-    return family.quantise(x, scheme, static_scale)
+        return triton.quantize(x, scheme, static_scale)
+    return family.quantize(x, scheme, static_scale)
 
 
-def dequantise(quantised: Quantised) -> torch.Tensor:
+def dequantize(quantized: Quantized) -> torch.Tensor:
     """Turn activations [T, V] back into float32 [T, H]: stored value * scale, one multiplication. Local."""
-    return dequantise_rows(quantised.values, quantised.scale, quantised.scheme)
+    return dequantize_rows(quantized.values, quantized.scale, quantized.scheme)
 
 
-def dequantise_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
     """Turn rows of any leading shape back into float32: stored value * scale, one multiplication.
 
     Args:
-        values: [..., V] as the scheme stores them; [..., H] in the model's dtype under a scheme that is not quantised.
-        scale: [..., G] in the scheme's scale dtype, any strides; None under a scheme that is not quantised.
+        values: [..., V] as the scheme stores them; [..., H] in the model's dtype under a scheme that is not quantized.
+        scale: [..., G] in the scheme's scale dtype, any strides; None under a scheme that is not quantized.
     Returns: [..., H] float32; `values` itself where it is float32 already.
     Errors: ValueError where values and scale do not fit each other and the scheme. Local.
     """
-    if not scheme.quantised:
+    if not scheme.quantized:
         return values.float()
     groups = scheme.num_groups(scheme.row_width(values.shape[-1]))
     _require_stored(values, scale, (*values.shape[:-1], groups), scheme)
-    return _family(scheme).dequantise_rows(values, scale, scheme)
+    return _family(scheme).dequantize_rows(values, scale, scheme)
 
 
 def round_trip(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantise rows that do not travel, such as the intermediate between the GEMMs, and dequantise them.
+    """Quantize rows that do not travel, such as the intermediate between the GEMMs, and dequantize them.
 
-    As `dequantise(quantise(x))`, but where weights have a second scale each row gets one too, by the same rule: so rows
+    As `dequantize(quantize(x))`, but where weights have a second scale each row gets one too, by the same rule: so rows
     of any magnitude keep the format's own error.
 
-    Args and errors: as of `quantise`.
+    Args and errors: as of `quantize`.
     Returns: [T, H] float32. Local.
     """
     if not scheme.weight_global_scale:
-        return dequantise(quantise(x, scheme, static_scale=static_scale))
+        return dequantize(quantize(x, scheme, static_scale=static_scale))
     _check_rows(x, scheme, static_scale)
     return micro.round_trip(x, scheme)
 
@@ -146,50 +146,50 @@ def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int
     """The shape of a weight's scales, for a weight of `shape` [..., N, K], stored as [..., N, V].
 
     Returns: per tensor [...], per channel [..., N], per block [..., ceil(N/n), ceil(K/k)].
-    Errors: ValueError for a scheme that is not quantised. Local.
+    Errors: ValueError for a scheme that is not quantized. Local.
     """
     _family(scheme)
     return scheme.weight_scale_shape(shape)
 
 
-def quantise_weight(
+def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantise weights by the rule of `quantise`; every leading index, an expert, has scales of its own.
+    """Quantize weights by the rule of `quantize`; every leading index, an expert, has scales of its own.
 
     Args:
         weight: [..., N, K] float32, bfloat16 or float16.
-        scheme: any that is quantised.
+        scheme: any that is quantized.
     Returns: values [..., N, V]; scale of `weight_scale_shape` in the scheme's scale dtype; global scale [...] float32
         where the scheme has `weight_global_scale`, else None.
-    Errors: ValueError for another dtype or shape, or a scheme that is not quantised. Local.
+    Errors: ValueError for another dtype or shape, or a scheme that is not quantized. Local.
     """
     family = _family(scheme)
     _require_floats("weight", weight)
     if weight.dim() < 2:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least 2 dimensions")
-    return family.quantise_weight(weight, scheme)
+    return family.quantize_weight(weight, scheme)
 
 
-def dequantise_weight(
+def dequantize_weight(
     values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Turn weights back into float32: stored value * scale, times the global scale where the scheme has one.
 
     Args:
         values: [..., N, V] as the scheme stores them; [..., N, K] in the model's dtype under a scheme that is not
-            quantised.
-        scale: of `weight_scale_shape` in the scheme's scale dtype; None under a scheme that is not quantised.
+            quantized.
+        scale: of `weight_scale_shape` in the scheme's scale dtype; None under a scheme that is not quantized.
         global_scale: [...] float32 where the scheme has `weight_global_scale`, else None.
     Returns: [..., N, K] float32; `values` itself where it is float32 already.
     Errors: ValueError where values and scale do not fit each other and the scheme. Local.
     """
     _require_global_scale(global_scale, tuple(values.shape[:-2]), scheme)
-    if not scheme.quantised:
+    if not scheme.quantized:
         return values.float()
     shape = (*values.shape[:-1], scheme.row_width(values.shape[-1]))
     _require_stored(values, scale, scheme.weight_scale_shape(shape), scheme)
-    real = _family(scheme).dequantise_weight(values, scale, scheme)
+    real = _family(scheme).dequantize_weight(values, scale, scheme)
     return real if global_scale is None else real.mul_(global_scale[..., None, None])
 
 
@@ -200,7 +200,7 @@ def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:
     bfloat16 14336.
 
     Args:
-        hidden: H. dtype: the model's, that of the values where the scheme is not quantised.
+        hidden: H. dtype: the model's, that of the values where the scheme is not quantized.
     Local.
     """
     return scheme.values_bytes(hidden, dtype) + scheme.scale_bytes(hidden)

@@ -1,6 +1,6 @@
-"""Numbers whose scales are one byte for a few neighbours: MXFP8 and NVFP4.
+"""Numbers whose scales are one byte for a few neighbors: MXFP8 and NVFP4.
 
-Activations and weights [N, K] are the same here: the neighbours lie in a row; its last group may be short.
+Activations and weights [N, K] are the same here: the neighbors lie in a row; its last group may be short.
 
 "mxfp8", of the OCP Microscaling Formats specification v1.0, sections 5.2 and 6.3: groups of 32, values e4m3, scale e8m0
 (torch.float8_e8m0fnu: a byte b means 2^(b - 127), 255 NaN):
@@ -27,7 +27,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from ep_moe.quant.base import Quantised, QuantScheme, as_bytes
+from ep_moe.quant.base import Quantized, QuantScheme, as_bytes
 from ep_moe.quant.scaled import LARGEST, MIN_AMAX, to_e4m3
 
 MICRO_SCHEMES = {
@@ -114,10 +114,10 @@ def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
     return torch.where(code >= 8, -magnitude, magnitude)
 
 
-def _quantise(
+def _quantize(
     x: torch.Tensor, scheme: QuantScheme, shared: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantise the rows of x [..., W]: values [..., V], scale [..., G] and the second scale.
+    """Quantize the rows of x [..., W]: values [..., V], scale [..., G] and the second scale.
 
     Args:
         shared: dimensions of x along which numbers share a second scale, and which it has as 1; () is for none.
@@ -137,36 +137,36 @@ def _quantise(
     return _to_e2m1(x, _spread(scale, group, width) * global_scale), scale, global_scale
 
 
-def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
-    """`ep_moe.quant.quantise` for x [T, H] and a scheme of these, which has no static scale."""
+def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
+    """`ep_moe.quant.quantize` for x [T, H] and a scheme of these, which has no static scale."""
     assert static_scale is None
-    values, scale, _ = _quantise(x, scheme)
+    values, scale, _ = _quantize(x, scheme)
     columns = torch.empty(scale.shape[::-1], dtype=scale.dtype, device=scale.device)
     as_bytes(columns).copy_(as_bytes(scale).t())
-    return Quantised(values=values, scale=columns.t(), scheme=scheme)
+    return Quantized(values=values, scale=columns.t(), scheme=scheme)
 
 
-def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_rows` for values [..., V], scale [..., G] and a scheme of these."""
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantize_rows` for values [..., V], scale [..., G] and a scheme of these."""
     real = values.float() if scheme.packed == 1 else _from_e2m1(values)
     return real.mul_(_spread(scale, scheme.block[1], real.shape[-1]))
 
 
 def round_trip(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     """`ep_moe.quant.round_trip` for x [T, W] and a scheme of these, with second scales where it has any."""
-    values, scale, global_scale = _quantise(x, scheme, shared=(-1,))
-    real = dequantise_rows(values, scale, scheme)
+    values, scale, global_scale = _quantize(x, scheme, shared=(-1,))
+    real = dequantize_rows(values, scale, scheme)
     return real if global_scale is None else real.mul_(global_scale)
 
 
-def quantise_weight(
+def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these."""
-    values, scale, global_scale = _quantise(weight, scheme, shared=(-2, -1))
+    """`ep_moe.quant.quantize_weight` for weight [..., N, K] and a scheme of these."""
+    values, scale, global_scale = _quantize(weight, scheme, shared=(-2, -1))
     return values, scale, None if global_scale is None else global_scale[..., 0, 0]
 
 
-def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_weight` for values [..., N, V] and a scheme of these, but for the second scale."""
-    return dequantise_rows(values, scale, scheme)
+def dequantize_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantize_weight` for values [..., N, V] and a scheme of these, but for the second scale."""
+    return dequantize_rows(values, scale, scheme)

@@ -17,7 +17,7 @@ import re
 import torch
 from torch.nn.functional import pad
 
-from ep_moe.quant.base import ActivationGranularity, Quantised, QuantScheme, WeightGranularity
+from ep_moe.quant.base import ActivationGranularity, Quantized, QuantScheme, WeightGranularity
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 MIN_AMAX = 1e-10
@@ -128,8 +128,8 @@ def _weight_tile(scheme: QuantScheme, rows: int, columns: int) -> Tile:
     return 1 if scheme.weight == "channel" else max(rows, 1), max(columns, 1)
 
 
-def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
-    """`ep_moe.quant.quantise` for x [T, H] and a scheme of these."""
+def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
+    """`ep_moe.quant.quantize` for x [T, H] and a scheme of these."""
     x = x.float()
     rows, width = x.shape
     tile = _activation_tile(scheme, rows, width)
@@ -138,19 +138,19 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
     groups = scheme.num_groups(width)
     scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
     scale.copy_(tiles.expand(rows, groups))
-    return Quantised(values=values, scale=scale, scheme=scheme)
+    return Quantized(values=values, scale=scale, scheme=scheme)
 
 
-def dequantise_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_rows` for values [..., H], scale [..., G] and a scheme of these."""
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantize_rows` for values [..., H], scale [..., G] and a scheme of these."""
     width = values.shape[-1]
     if scheme.activation == "group" and scale.shape[-1] > 1:
         scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., :width]
     return values.float().mul_(scale)
 
 
-def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """`ep_moe.quant.quantise_weight` for weight [..., N, K] and a scheme of these, which have no second scale."""
+def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """`ep_moe.quant.quantize_weight` for weight [..., N, K] and a scheme of these, which have no second scale."""
     weight = weight.float()
     rows, columns = weight.shape[-2:]
     tile = _weight_tile(scheme, rows, columns)
@@ -159,8 +159,8 @@ def quantise_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Te
     return values, tiles.reshape(scheme.weight_scale_shape(tuple(weight.shape))), None
 
 
-def dequantise_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantise_weight` for values [..., N, K] and a scheme of these."""
+def dequantize_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """`ep_moe.quant.dequantize_weight` for values [..., N, K] and a scheme of these."""
     *lead, rows, columns = values.shape
     tile = _weight_tile(scheme, rows, columns)
     tiles = scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))

@@ -1,4 +1,4 @@
-"""Quantising activations as a Triton kernel, with the bits of the oracle. Runs on a CPU under TRITON_INTERPRET=1.
+"""Quantizing activations as a Triton kernel, with the bits of the oracle. Runs on a CPU under TRITON_INTERPRET=1.
 
 Letters: T rows, H row width, G scale groups of a row.
 """
@@ -6,16 +6,16 @@ Letters: T rows, H row width, G scale groups of a row.
 import torch
 import triton
 
-from ep_moe.kernels.quantise import _quantise_rows_kernel
-from ep_moe.quant.base import Quantised, QuantScheme
+from ep_moe.kernels.quantize import _quantize_rows_kernel
+from ep_moe.quant.base import Quantized, QuantScheme
 
 _PROGRAM_COLUMNS = 2048  # at most, where a group is not wider
 _THREAD_COLUMNS = 16  # one 16-byte access of what is stored
 _MAX_WARPS = 16
 
 
-def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantised:
-    """`ep_moe.quant.quantise` for x [T, H] and a scheme of `ep_moe.quant.scaled`, in one launch.
+def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
+    """`ep_moe.quant.quantize` for x [T, H] and a scheme of `ep_moe.quant.scaled`, in one launch.
 
     A dynamic scale per tensor takes two reductions in torch before it. Local, on the current stream, no host sync.
     """
@@ -34,7 +34,7 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
         columns = triton.next_power_of_2(group)
         program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
         with torch.cuda.device_of(x):
-            _quantise_rows_kernel[(triton.cdiv(num_tokens * groups, program_groups),)](
+            _quantize_rows_kernel[(triton.cdiv(num_tokens * groups, program_groups),)](
                 x,
                 given,
                 values,
@@ -50,4 +50,4 @@ def quantise(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
                 POWER_OF_TWO=scheme.power_of_two,
                 num_warps=min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS),
             )
-    return Quantised(values=values, scale=scale.t(), scheme=scheme)
+    return Quantized(values=values, scale=scale.t(), scheme=scheme)

@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement, create_placement
-from ep_moe.quant import Quantised, as_bytes, get_scheme, quantise
+from ep_moe.quant import Quantized, as_bytes, get_scheme, quantize
 from ep_moe.routing import Routing
 
 ROUTINGS = ("uniform", "holes", "no_expert", "repeats", "one_expert", "one_rank")
@@ -37,7 +37,7 @@ class TransportCase:
     placement: str = "linear"
     row_alignment: int = 16
     id_dtype: torch.dtype = torch.int32
-    quantised_input: bool = False
+    quantized_input: bool = False
     shared: bool = False
     mixed_layouts: bool = False  # every rank asks for another layout, `layout` does not count
     rows: tuple[int, ...] = ()  # that each rank brings, where the device says how many of them are its T tokens
@@ -76,7 +76,7 @@ class TransportCase:
         shared = torch.randn(num_tokens, self.hidden, generator=generator).to(self.dtype)
         scheme = get_scheme(self.scheme)
         return CaseInputs(
-            x=quantise(x, scheme) if self.quantised_input else x,
+            x=quantize(x, scheme) if self.quantized_input else x,
             routing=Routing(topk_ids=ids.to(self.id_dtype), topk_weights=weights),
             shared=shared if self.shared else None,
         )
@@ -110,15 +110,15 @@ class TransportCase:
 class CaseInputs:
     """What one rank brings to a round. Ids are physical."""
 
-    x: torch.Tensor | Quantised  # [T, H]
+    x: torch.Tensor | Quantized  # [T, H]
     routing: Routing
     shared: torch.Tensor | None  # [T, H]
 
     def to(self, device: torch.device) -> "CaseInputs":
         """The same on a device."""
         x = self.x
-        if isinstance(x, Quantised):
-            moved: torch.Tensor | Quantised = Quantised(
+        if isinstance(x, Quantized):
+            moved: torch.Tensor | Quantized = Quantized(
                 values=x.values.to(device), scale=x.scale.to(device), scheme=x.scheme
             )
         else:
@@ -136,9 +136,9 @@ class CaseInputs:
             return torch.cat([wide, spare.to(wide.device)]).view(tensor.dtype)
 
         x = self.x
-        if isinstance(x, Quantised):
+        if isinstance(x, Quantized):
             scale = extend(x.scale, math.nan)
-            padded: torch.Tensor | Quantised = Quantised(values=extend(x.values, 255), scale=scale, scheme=x.scheme)
+            padded: torch.Tensor | Quantized = Quantized(values=extend(x.values, 255), scale=scale, scheme=x.scheme)
         else:
             padded = extend(x, math.nan)
         routing = Routing(
@@ -163,16 +163,16 @@ def _narrow_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[Transp
     }
     cases = [
         TransportCase(
-            name=f"{layout.value}-{scheme}-hidden-48{'-quantised-input' * quantised}",
+            name=f"{layout.value}-{scheme}-hidden-48{'-quantized-input' * quantized}",
             tokens=uneven,
             layout=layout,
             scheme=scheme,
             hidden=48,
-            quantised_input=quantised,
+            quantized_input=quantized,
         )
         for scheme in layouts
         for layout in layouts[scheme]
-        for quantised in (False, True)
+        for quantized in (False, True)
     ]
     return [
         *cases,
@@ -204,7 +204,7 @@ def _counted_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[Trans
         *cases,
         TransportCase(name="fp8_tensor-of-more-rows", tokens=uneven, rows=rows, scheme="fp8_tensor"),
         TransportCase(
-            name="quantised-input-of-more-rows", tokens=idle, rows=rows, scheme="fp8_block", quantised_input=True
+            name="quantized-input-of-more-rows", tokens=idle, rows=rows, scheme="fp8_block", quantized_input=True
         ),
         TransportCase(name="no-token-of-all-rows", tokens=(0,) * len(rows), rows=rows, layout=Layout.FLAT),
     ]
@@ -248,9 +248,9 @@ def transport_cases(num_ranks: int) -> list[TransportCase]:
         TransportCase(name="aligned-128", tokens=uneven, row_alignment=128, scheme="fp8_block", hidden=144),
         TransportCase(name="unaligned", tokens=uneven, row_alignment=1),
         TransportCase(
-            name="quantised-input-block", tokens=uneven, scheme="fp8_block", hidden=336, quantised_input=True
+            name="quantized-input-block", tokens=uneven, scheme="fp8_block", hidden=336, quantized_input=True
         ),
-        TransportCase(name="quantised-input-tensor", tokens=uneven, scheme="fp8_tensor", quantised_input=True),
+        TransportCase(name="quantized-input-tensor", tokens=uneven, scheme="fp8_tensor", quantized_input=True),
         TransportCase(name="many-tokens", tokens=(257,) * num_ranks, num_experts=32, num_topk=8, scheme="fp8_block"),
     ]
     return [*cases, *_narrow_cases(uneven, idle), *_counted_cases(uneven, idle)]

@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import Quantised, as_bytes, dequantise_rows, get_scheme, quantise
+from ep_moe.quant import Quantized, as_bytes, dequantize_rows, get_scheme, quantize
 from ep_moe.testing.cases import CaseInputs, TransportCase
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.transport import Transport
@@ -39,11 +39,11 @@ def expert_function(values: torch.Tensor, expert: int, dtype: torch.dtype) -> to
 
 def _payload(inputs: CaseInputs, case: TransportCase) -> tuple[torch.Tensor, torch.Tensor | None]:
     scheme = get_scheme(case.scheme)
-    if not scheme.quantised:
+    if not scheme.quantized:
         assert isinstance(inputs.x, torch.Tensor)
         return inputs.x, None
-    quantised = inputs.x if isinstance(inputs.x, Quantised) else quantise(inputs.x, scheme)
-    return quantised.values, quantised.scale
+    quantized = inputs.x if isinstance(inputs.x, Quantized) else quantize(inputs.x, scheme)
+    return quantized.values, quantized.scale
 
 
 def _rows_of_expert(case: TransportCase, everyone: list[CaseInputs], expert: int) -> list[tuple[int, int]]:
@@ -137,7 +137,7 @@ def _merged_weights(ids: list[int], weights: torch.Tensor) -> list[float]:
 
 def _check_scale_strides(batch: ExpertBatch) -> None:
     scheme, scale = batch.scheme, batch.scale
-    assert (scale is not None) == scheme.quantised
+    assert (scale is not None) == scheme.quantized
     if scale is None or scale.numel() == 0:
         return
     groups = scheme.num_groups(batch.hidden)
@@ -163,7 +163,7 @@ def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
         rows = _rows_in_batch(batch, local)
         scheme = batch.scheme
         own_scale = None if scale is None else scale[rows].view(scheme.scale_dtype)
-        values = dequantise_rows(as_bytes(x)[rows].view(x.dtype), own_scale, scheme)
+        values = dequantize_rows(as_bytes(x)[rows].view(x.dtype), own_scale, scheme)
         y[start : start + count] = expert_function(values, first_expert + local, batch.dtype)
     if isinstance(batch, Flat):
         return weighted_sum(y, batch.token_to_row, batch.topk_weights)
@@ -174,7 +174,7 @@ def expected_output(case: TransportCase, rank: int) -> torch.Tensor:
     """What combine must return on `rank` [T, H]: sums in column order on each expert rank, then in rank order."""
     inputs, placement = case.inputs(rank), case.make_placement()
     values, scale = _payload(inputs, case)
-    real = values.float() if scale is None else dequantise_rows(values, scale, get_scheme(case.scheme))
+    real = values.float() if scale is None else dequantize_rows(values, scale, get_scheme(case.scheme))
     total = torch.zeros(case.tokens[rank], case.hidden)
     for token in range(case.tokens[rank]):
         ids = inputs.routing.topk_ids[token].tolist()

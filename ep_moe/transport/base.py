@@ -11,7 +11,7 @@ import torch
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.layout import ExpertBatch
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
@@ -68,7 +68,7 @@ class Transport(Protocol):
 
     def dispatch_send(
         self,
-        x: "torch.Tensor | Quantised",
+        x: "torch.Tensor | Quantized",
         routing: Routing,
         *,
         layout: Layout,
@@ -77,10 +77,10 @@ class Transport(Protocol):
         num_tokens: torch.Tensor | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
-        """Quantise once (a `Quantised` is taken as it is) and send each token once to every rank that needs it.
+        """Quantize once (a `Quantized` is taken as it is) and send each token once to every rank that needs it.
 
         Args:
-            x: [T, H], T <= M, in the config's dtype, or `Quantised` in `scheme`. With one rank and FLAT the experts
+            x: [T, H], T <= M, in the config's dtype, or `Quantized` in `scheme`. With one rank and FLAT the experts
                 may read it where it lies.
             routing: physical topk_ids [T, K] int32 or int64, -1 none; topk_weights [T, K] float32.
             layout: of this rank's batch; ranks may differ. scheme: of the payload, the same on all ranks.
@@ -175,7 +175,7 @@ class Transport(Protocol):
 
     def dispatch(
         self,
-        x: "torch.Tensor | Quantised",
+        x: "torch.Tensor | Quantized",
         routing: Routing,
         *,
         layout: Layout,

@@ -18,7 +18,7 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme, quantise
+from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
@@ -98,7 +98,7 @@ class CollectiveTransport(Transport):
 
     def dispatch_send(
         self,
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         layout: Layout,
@@ -136,8 +136,8 @@ class CollectiveTransport(Transport):
         plan = plan_send(
             routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, layer=layer.words, header=headers[0]
         )
-        if scheme.quantised and not isinstance(x, Quantised):
-            x = quantise(x, scheme)  # may find no memory: nobody waits for these rows yet
+        if scheme.quantized and not isinstance(x, Quantized):
+            x = quantize(x, scheme)  # may find no memory: nobody waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         sent, received = self._exchange_headers(headers, round_)
         self._raise_refusals(received, round_)

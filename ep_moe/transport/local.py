@@ -12,7 +12,7 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme, quantise
+from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
@@ -66,7 +66,7 @@ class LocalTransport(Transport):
 
     def dispatch_send(
         self,
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         layout: Layout,
@@ -97,12 +97,12 @@ class LocalTransport(Transport):
         if bool(bad.any()):
             examples = routing.topk_ids[bad]
             raise ValueError(bad_ids_message(examples.numel(), int(examples.max()), num_physical, 0))
-        if scheme.quantised and not isinstance(x, Quantised):
-            x = quantise(x, scheme)
+        if scheme.quantized and not isinstance(x, Quantized):
+            x = quantize(x, scheme)
         ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights)
         rows = TokenRows(
-            x=x.values if isinstance(x, Quantised) else x,
-            scale=x.scale if isinstance(x, Quantised) else None,
+            x=x.values if isinstance(x, Quantized) else x,
+            scale=x.scale if isinstance(x, Quantized) else None,
             local_topk_ids=ids,
             topk_weights=weights,
         )

@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.layout import ExpertBatch
-from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
@@ -105,7 +105,7 @@ def _shorten(value: object) -> str:
 
 
 def check_dispatch(
-    x: torch.Tensor | Quantised,
+    x: torch.Tensor | Quantized,
     routing: Routing,
     *,
     layout: Layout,
@@ -127,7 +127,7 @@ def check_dispatch(
     if not isinstance(layer, LayerTag):
         raise ValueError(f"layer is {_shorten(layer)} on rank {rank}, not a LayerTag")
     tensors = {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}
-    if isinstance(x, Quantised):
+    if isinstance(x, Quantized):
         tensors |= {"x": x.values, "scale": x.scale}
     else:
         tensors["x"] = x
@@ -137,16 +137,16 @@ def check_dispatch(
         check_tensor(tensor, name, rank)
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) is not one of {', '.join(member.value for member in Layout)}")
-    values = x.values if isinstance(x, Quantised) else x
+    values = x.values if isinstance(x, Quantized) else x
     shape = tuple(x.shape) if isinstance(x, torch.Tensor) else (values.shape[0], x.hidden)
     if len(shape) != 2 or shape[1] != config.hidden:
         raise ValueError(f"x is {shape} on rank {rank}, expected [num_tokens, hidden ({config.hidden})]")
     num_rows = values.shape[0]
     if num_rows > config.max_tokens_per_rank:
         raise ValueError(too_many_tokens_message(num_rows, config.max_tokens_per_rank, rank))
-    if isinstance(x, Quantised):
+    if isinstance(x, Quantized):
         if x.scheme != scheme:
-            raise ValueError(f"x is quantised as '{x.scheme.name}' on rank {rank}, the dispatch names '{scheme.name}'")
+            raise ValueError(f"x is quantized as '{x.scheme.name}' on rank {rank}, the dispatch names '{scheme.name}'")
     elif x.dtype != config.dtype:
         raise ValueError(f"x is {x.dtype} on rank {rank}, the transport carries {config.dtype}")
     if routing.topk_ids.shape[0] != num_rows:
@@ -161,8 +161,8 @@ def check_dispatch(
 
 
 def first_tokens(
-    x: torch.Tensor | Quantised, routing: Routing, num_tokens: torch.Tensor, *, rank: int
-) -> tuple[torch.Tensor | Quantised, Routing]:
+    x: torch.Tensor | Quantized, routing: Routing, num_tokens: torch.Tensor, *, rank: int
+) -> tuple[torch.Tensor | Quantized, Routing]:
     """Cut a dispatch to the tokens that a number on the device counts. Host sync.
 
     Errors: ValueError where there are fewer rows than that, or where it is negative.
@@ -170,8 +170,8 @@ def first_tokens(
     count, rows = int(num_tokens), routing.topk_ids.shape[0]
     if not 0 <= count <= rows:
         raise ValueError(f"num_tokens ({count}) is not in [0, rows of x ({rows})] on rank {rank}")
-    if isinstance(x, Quantised):
-        x = Quantised(values=x.values[:count], scale=x.scale[:count], scheme=x.scheme)
+    if isinstance(x, Quantized):
+        x = Quantized(values=x.values[:count], scale=x.scale[:count], scheme=x.scheme)
     else:
         x = x[:count]
     return x, Routing(topk_ids=routing.topk_ids[:count], topk_weights=routing.topk_weights[:count])
@@ -179,7 +179,7 @@ def first_tokens(
 
 def count_rows(x: object) -> int:
     """How many rows a dispatch that is refused has brought, as the other ranks are told; 0 for what has no rows."""
-    values = x.values if isinstance(x, Quantised) else x
+    values = x.values if isinstance(x, Quantized) else x
     return values.shape[0] if isinstance(values, torch.Tensor) and values.dim() else 0
 
 

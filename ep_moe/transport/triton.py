@@ -8,7 +8,7 @@ import triton
 
 from ep_moe.kernels.wire import _find_destinations_kernel, _write_header_kernel, _write_rows_kernel
 from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
-from ep_moe.quant import Quantised, as_bytes
+from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.plan import HEADER_WORDS, SendPlan
 
@@ -65,10 +65,10 @@ def plan_send(
 
 
 def write_rows(
-    x: torch.Tensor | Quantised, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
+    x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ep_moe.transport.wire.RowFormat.write` in one launch. Local, on the current stream, no host sync."""
-    values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantised) else (x, None)
+    values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantized) else (x, None)
     words, unit, ids, weights = as_words(values), row_unit(values), routing.topk_ids, routing.topk_weights
     if ids.stride(1) != 1:
         ids = ids.contiguous()

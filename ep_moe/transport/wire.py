@@ -10,7 +10,7 @@ import zlib
 
 import torch
 
-from ep_moe.quant import Quantised, QuantScheme, as_bytes
+from ep_moe.quant import Quantized, QuantScheme, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.plan import SendPlan
 
@@ -68,12 +68,12 @@ class RowFormat:
         return _round_up(self.ids_at + 2 * WORD_BYTES * self.num_topk, ROW_ALIGNMENT_BYTES)
 
     def write(
-        self, x: torch.Tensor | Quantised, routing: Routing, plan: SendPlan, num_rows: int
+        self, x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, num_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy every token to its rows of the send buffer.
 
         Args:
-            x: [T, H], or quantised. routing: of these tokens. plan: where they go.
+            x: [T, H], or quantized. routing: of these tokens. plan: where they go.
             num_rows: N, as the plan's header has it.
         Returns: the rows [N, row_bytes] uint8, with anything behind what a row holds; and [T, R] int32, the row by
         which a token goes to a rank, -1 none. Local, on the current stream; no host sync on a GPU.
@@ -84,7 +84,7 @@ class RowFormat:
             return triton.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=self.row_bytes)
         token_to_row = plan.token_to_row()
         token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
-        parts = {0: x.values, self.scales_at: as_bytes(x.scale)} if isinstance(x, Quantised) else {0: x}
+        parts = {0: x.values, self.scales_at: as_bytes(x.scale)} if isinstance(x, Quantized) else {0: x}
         parts |= {self.ids_at: routing.topk_ids.int(), self.ids_at + WORD_BYTES * self.num_topk: routing.topk_weights}
         buffer = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=token.device)
         row = token_to_row[token, rank].long()

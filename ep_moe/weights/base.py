@@ -20,7 +20,7 @@ class ExpertWeights:
     """Local experts of one layer; expert e here is physical expert `starts[rank] + e`.
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half.
-    Quantised weights are the scheme's stored values, `scheme.row_values` of them in a row, with scales of its scale
+    Quantized weights are the scheme's stored values, `scheme.row_values` of them in a row, with scales of its scale
     dtype that multiply them; where the scheme has global scales, each expert's matrix has one that multiplies it too
     (1 / g where a checkpoint stores a divisor g, as compressed-tensors' `weight_global_scale`).
     """
@@ -64,27 +64,27 @@ class ExpertWeights:
     ) -> "dict[int, ExpertWeights]":
         """Read the experts of one rank from a Hugging Face directory: their bytes and no others.
 
-        Beyond the result itself it holds one expert's matrix where it quantises, and else a portion of 16 MiB, three
-        where it dequantises.
+        Beyond the result itself it holds one expert's matrix where it quantizes, and else a portion of 16 MiB, three
+        where it dequantizes.
 
         Args:
             directory: config.json and model.safetensors, or several files and model.safetensors.index.json; a family
-                of `ep_moe.weights.families.FAMILIES`, unquantised or with the fp8 of `ep_moe.weights.blocks`. Or that
+                of `ep_moe.weights.families.FAMILIES`, unquantized or with the fp8 of `ep_moe.weights.blocks`. Or that
                 directory, opened.
             placement: of the model's E logical experts; rank: whose experts.
             layers: the MoE layers to read, by their number in the checkpoint; all of them by default.
-            dtype: convert what is not quantised to it, tensor by tensor; by default each layer stays as it is on
-                disk, and what is dequantised gets the dtype that config.json names, else float32.
+            dtype: convert what is not quantized to it, tensor by tensor; by default each layer stays as it is on
+                disk, and what is dequantized gets the dtype that config.json names, else float32.
             scheme: a name of `ep_moe.quant.SCHEMES`; by default that of each layer on disk, bit for bit. "none"
-                dequantises. Another one quantises each expert on load, after the conversion to `dtype`, or from the
-                dequantised float32 where it is quantised on disk.
+                dequantizes. Another one quantizes each expert on load, after the conversion to `dtype`, or from the
+                dequantized float32 where it is quantized on disk.
             device: where the tensors shall be.
         Returns: layer -> weights, experts in the order of `placement.local_experts(rank)`.
         Errors: ValueError that names the tensor and file for one that is missing, misshapen, cut short, of a format
         that is not read or in two files; for an index that names an absent file, an unknown model_type or layer, a
         directory without safetensors, and a placement of another number of experts. Whatever is wrong with any
         expert of the chosen layers is raised on every rank.
-        Local; synchronises with `device`.
+        Local; synchronizes with `device`.
         """
         chosen = None if scheme is None else get_scheme(scheme)
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)

@@ -14,7 +14,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.fields import shown
-from ep_moe.quant import QuantScheme, dequantise_weight, get_scheme, weight_scale_shape
+from ep_moe.quant import QuantScheme, dequantize_weight, get_scheme, weight_scale_shape
 from ep_moe.weights import storage
 from ep_moe.weights.storage import StoredTensor, TensorReader
 
@@ -28,27 +28,27 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # of quantization_config, and the value
 
 
 def stored_scheme(config: Mapping[str, Any], name: str) -> QuantScheme | None:
-    """The scheme of what is fp8 in a checkpoint; None where config.json says that nothing is quantised.
+    """The scheme of what is fp8 in a checkpoint; None where config.json says that nothing is quantized.
 
-    Tensors may stay unquantised among others that are not (`modules_to_not_convert`): a tensor's dtype tells.
+    Tensors may stay unquantized among others that are not (`modules_to_not_convert`): a tensor's dtype tells.
     `scale_fmt` says how the tokens' scales were rounded while the model was trained; ours are not rounded.
 
     Args:
         config: config.json. name: what errors call it.
-    Errors: ValueError names the method of what is quantised in another way, and what is read. Local.
+    Errors: ValueError names the method of what is quantized in another way, and what is read. Local.
     """
-    quantised = config.get("quantization_config")
-    if quantised is None:
+    quantized = config.get("quantization_config")
+    if quantized is None:
         return None
     read = f"{', '.join(DTYPES)}, and fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales are read"
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-    stored = f"{name}: weights are quantised on disk ({shown(method)})"
-    if not isinstance(quantised, Mapping):
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    stored = f"{name}: weights are quantized on disk ({shown(method)})"
+    if not isinstance(quantized, Mapping):
         raise ValueError(f"{stored}; {read}")
     for key, values in OPTIONS.items():
-        if quantised.get(key) not in values:
-            raise ValueError(f"{stored} with {key} {shown(quantised.get(key))}; {read}")
-    block = quantised.get("weight_block_size")
+        if quantized.get(key) not in values:
+            raise ValueError(f"{stored} with {key} {shown(quantized.get(key))}; {read}")
+    block = quantized.get("weight_block_size")
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int for size in block)):
         raise ValueError(f"{stored} with weight_block_size {shown(block)}; {read}")
     try:
@@ -92,8 +92,8 @@ def read_numbers(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, 
 
     Args:
         stored: [N, K] where it has a scale, else any shape. out: that shape. scheme: of what has a scale.
-    Holds a portion of it beyond that, or one row of blocks: its values, and dequantised.
-    Errors: as of `TensorReader.read_into`. Local; synchronises with the device of `out`.
+    Holds a portion of it beyond that, or one row of blocks: its values, and dequantized.
+    Errors: as of `TensorReader.read_into`. Local; synchronizes with the device of `out`.
     """
     if stored.scale is None:
         reader.read_into(stored, out)
@@ -107,7 +107,7 @@ def read_numbers(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, 
         start, stop = block * block_rows, min((block + blocks) * block_rows, num_rows)
         values = torch.empty(stop - start, columns, dtype=stored.dtype, device=out.device)
         reader.read_into(stored.rows(start, stop), values)
-        out[start:stop] = dequantise_weight(values, scale[block : block + blocks], scheme)
+        out[start:stop] = dequantize_weight(values, scale[block : block + blocks], scheme)
 
 
 def read_scale(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, repeat: int) -> None:
@@ -115,7 +115,7 @@ def read_scale(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, re
 
     Args:
         stored: [ceil(N/n), ceil(K/k)]. out: float32 [ceil(N/(n/repeat)), ceil(K/k)].
-    Local; synchronises with the device of `out`.
+    Local; synchronizes with the device of `out`.
     """
     if repeat == 1:
         reader.read_into(stored, out)

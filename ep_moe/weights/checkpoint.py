@@ -40,14 +40,14 @@ class Checkpoint:
     config: MoEConfig
     family: Family
     tensors: Mapping[str, StoredTensor]  # the scale of what is fp8 stands with its values
-    dtype: torch.dtype  # that config.json names: of what is fp8 on disk, once it is dequantised
+    dtype: torch.dtype  # that config.json names: of what is fp8 on disk, once it is dequantized
     scheme: QuantScheme | None  # of what is fp8 on disk; None where nothing is
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
         """Read config.json and the headers of the safetensors files.
 
-        Errors: ValueError as of `moe_config` and `list_tensors`, for weights that are quantised in a way that is not
+        Errors: ValueError as of `moe_config` and `list_tensors`, for weights that are quantized in a way that is not
         read, and for fp8 weights without their scale. Local.
         """
         raw, name = read_config(directory)
@@ -157,11 +157,11 @@ class Checkpoint:
                 yield tensor, stored.entry(expert) if tensor.stacked else stored
 
     def read_field(self, reader: TensorReader, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
-        """Read a field of one expert, dequantised where it is fp8, converting to the dtype and device of `out`.
+        """Read a field of one expert, dequantized where it is fp8, converting to the dtype and device of `out`.
 
         Args:
             field: of `ExpertWeights`. out: [W, H], gate above up, [H, I], or a bias [W] or [H].
-        Local; synchronises with the device of `out`.
+        Local; synchronizes with the device of `out`.
         """
         for tensor, stored in self._parts(layer, field, expert):
             place = tensor.place(out)
@@ -174,7 +174,7 @@ class Checkpoint:
 
         Args:
             field: "w13" or "w2". values: [W, H] or [H, I] e4m3. scale: float32, of that scheme.
-        Local; synchronises with the device of `values`.
+        Local; synchronizes with the device of `values`.
         """
         assert self.scheme is not None
         repeat = self.scheme.block[0] // self.layer_scheme(layer).block[0]
@@ -187,7 +187,7 @@ class Checkpoint:
         """Everything that is no expert, by the names of the transformers model.
 
         Args:
-            dtype: of what is fp8 on disk, once it is dequantised; by default what config.json says, else float32.
+            dtype: of what is fp8 on disk, once it is dequantized; by default what config.json says, else float32.
         Errors: ValueError for fp8 values that have no scale. Local.
         """
         dense = {}

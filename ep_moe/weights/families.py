@@ -134,20 +134,20 @@ GPT_OSS_FORM = (
 
 def _softmax_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
     """Softmax over all experts, top-k, and the division by the sum only where `norm_topk_prob` asks for it."""
-    renormalise = read_key(config, name, bool, "norm_topk_prob", default=False)
-    method = RoutingMethod.RENORMALIZE_NAIVE if renormalise else RoutingMethod.DEFAULT
+    renormalize = read_key(config, name, bool, "norm_topk_prob", default=False)
+    method = RoutingMethod.RENORMALIZE_NAIVE if renormalize else RoutingMethod.DEFAULT
     return build_config(RoutingConfig, config, name, TOPK, method=method)
 
 
-def _renormalised_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
+def _renormalized_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
     return build_config(RoutingConfig, config, name, TOPK, method=RoutingMethod.RENORMALIZE)
 
 
 def _grouped_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
     """Sigmoid and bias within the best groups of experts; config.json has all of its numbers."""
-    renormalise = read_key(config, name, bool, "norm_topk_prob", default=True)
+    renormalize = read_key(config, name, bool, "norm_topk_prob", default=True)
     return build_config(
-        RoutingConfig, config, name, TOPK | GROUPS, method=RoutingMethod.DEEPSEEK_V3, norm_topk_prob=renormalise
+        RoutingConfig, config, name, TOPK | GROUPS, method=RoutingMethod.DEEPSEEK_V3, norm_topk_prob=renormalize
     )
 
 
@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(forms=LLAMA_FORMS, routing=_softmax_routing, intermediate="intermediate_size"),
     "mixtral": Family(
         forms=MIXTRAL_FORMS,
-        routing=_renormalised_routing,
+        routing=_renormalized_routing,
         renames=((".block_sparse_moe.", ".mlp."),),
         intermediate="intermediate_size",
     ),
@@ -200,7 +200,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         forms=(GPT_OSS_FORM,),
-        routing=_renormalised_routing,
+        routing=_renormalized_routing,
         activation=_clamped_swiglu,
         router="model.layers.{layer}.mlp.router.weight",
         router_bias="model.layers.{layer}.mlp.router.bias",

@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.placement import Placement
-from ep_moe.quant import QuantScheme, quantise_weight, weight_scale_shape
+from ep_moe.quant import QuantScheme, quantize_weight, weight_scale_shape
 from ep_moe.weights.checkpoint import Checkpoint
 from ep_moe.weights.storage import TensorReader
 
@@ -27,7 +27,7 @@ def read_experts(
 ) -> dict[int, dict[str, Any]]:
     """Read one rank's experts. `ExpertWeights.from_pretrained` has the arguments and the errors.
 
-    Returns: layer -> the fields of `ExpertWeights`. Local; synchronises with `device`.
+    Returns: layer -> the fields of `ExpertWeights`. Local; synchronizes with `device`.
     """
     directory = checkpoint.directory
     if placement.num_experts != checkpoint.config.num_experts:
@@ -46,7 +46,7 @@ def read_experts(
     with TensorReader() as reader:
         for layer in chosen:
             stored = checkpoint.layer_scheme(layer)
-            chosen_dtype = dtype or (checkpoint.dtype if stored.quantised else stored_dtypes[layer])
+            chosen_dtype = dtype or (checkpoint.dtype if stored.quantized else stored_dtypes[layer])
             found[layer] = _read_layer(checkpoint, reader, layer, experts, chosen_dtype, scheme or stored, device)
     return found
 
@@ -67,7 +67,7 @@ def _read_layer(
         stored_shape = (len(experts), shape[0], scheme.row_values(shape[1]))
         stack = torch.empty(stored_shape, dtype=scheme.dtype or dtype, device=device)
         fields[field] = stack
-        if not scheme.quantised:
+        if not scheme.quantized:
             for slot, expert in enumerate(experts):
                 checkpoint.read_field(reader, layer, field, expert, stack[slot])
             continue
@@ -80,10 +80,10 @@ def _read_layer(
             for slot, expert in enumerate(experts):
                 checkpoint.read_blocks(reader, layer, field, expert, stack[slot], scale[slot])
             continue
-        matrix = torch.empty(shape, dtype=torch.float32 if stored.quantised else dtype, device=device)
+        matrix = torch.empty(shape, dtype=torch.float32 if stored.quantized else dtype, device=device)
         for slot, expert in enumerate(experts):
             checkpoint.read_field(reader, layer, field, expert, matrix)
-            stack[slot], scale[slot], global_scale = quantise_weight(matrix, scheme)
+            stack[slot], scale[slot], global_scale = quantize_weight(matrix, scheme)
             if global_scale is not None:
                 fields[f"{field}_global_scale"][slot] = global_scale
     for field, size in {"w13_bias": width, "w2_bias": config.hidden}.items():

@@ -172,7 +172,7 @@ class TensorReader:
         Args:
             stored: any shape. out: that shape, any strides.
         Holds at most `PORTION_BYTES`, or one row of `out`, beyond it.
-        Errors: ValueError for another shape, or a file that has become shorter. Local; synchronises with the device
+        Errors: ValueError for another shape, or a file that has become shorter. Local; synchronizes with the device
         of `out`.
         """
         shape = stored.shape

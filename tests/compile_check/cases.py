@@ -16,8 +16,8 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
-from ep_moe.quant import Quantised, QuantScheme, get_scheme, weight_scale_shape
-from ep_moe.quant.triton import quantise
+from ep_moe.quant import Quantized, QuantScheme, get_scheme, weight_scale_shape
+from ep_moe.quant.triton import quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.plan import HEADER_WORDS
@@ -63,7 +63,7 @@ def _weights(
     width, stored = 2 * intermediate if gated else intermediate, scheme.dtype or dtype
     shapes = {"w13": (experts, width, hidden), "w2": (experts, hidden, intermediate)}
     optional: dict[str, torch.Tensor] = {}
-    if scheme.quantised:
+    if scheme.quantized:
         for name, shape in shapes.items():
             optional[f"{name}_scale"] = _empty(*weight_scale_shape(shape, scheme), dtype=torch.float32)
     if bias:
@@ -162,14 +162,14 @@ def _expert_cases() -> list[Case]:
     return cases
 
 
-def _quantise_cases() -> list[Case]:
+def _quantize_cases() -> list[Case]:
     def case(scheme: str, dtype: torch.dtype, hidden: int, *, static: bool = False) -> Case:
         def launch() -> None:
             scale = _empty(1, dtype=torch.float32) if static else None
-            quantise(_empty(128, hidden, dtype=dtype), get_scheme(scheme), scale)
+            quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme), scale)
 
-        name = f"quantise {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
-        return Case(name=name, launch=launch, payload_width_bytes={"_quantise_rows_kernel": 16})
+        name = f"quantize {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
+        return Case(name=name, launch=launch, payload_width_bytes={"_quantize_rows_kernel": 16})
 
     schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
     schemes += ("fp8_block_ue8m0", "int8_token")
@@ -211,9 +211,9 @@ def _rows(
             routing.topk_ids, owner, fingerprint=row_format.fingerprint, layer=LayerTag().words, header=header
         )
         x, scale = empty(num_tokens, scheme.row_values(hidden), dtype=scheme.dtype or dtype), None
-        if scheme.quantised:
+        if scheme.quantized:
             scale = empty(scheme.num_groups(hidden), num_tokens, dtype=scheme.scale_dtype).t()
-        tokens = x if scale is None else Quantised(values=x, scale=scale, scheme=scheme)
+        tokens = x if scale is None else Quantized(values=x, scale=scale, scheme=scheme)
         buffer, token_to_row = write_rows(
             tokens, routing, plan, num_rows=ranks * num_tokens, row_bytes=row_format.row_bytes
         )
@@ -264,4 +264,4 @@ def _row_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases."""
-    return [*_expert_cases(), *_quantise_cases(), *_row_cases(), *exchange_cases()]
+    return [*_expert_cases(), *_quantize_cases(), *_row_cases(), *exchange_cases()]

@@ -10,7 +10,7 @@ import torch
 from compile_check.case import Case, Rule
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, get_scheme
+from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.nvlink import memory
 from ep_moe.transport.nvlink.launches import Exchange
@@ -70,7 +70,7 @@ def _round(
     experts: int = 32,
     halves: bool = False,
     counted: bool = False,
-    quantised: bool = False,
+    quantized: bool = False,
     shared: bool = False,
     spoilt: bool = False,
     ids_dtype: torch.dtype = torch.int32,
@@ -83,11 +83,11 @@ def _round(
         config = TransportConfig(hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype, num_slots=1, max_topk=topk)
         exchange = make_exchange(config, Placement.linear(ranks * experts, ranks))
         x: Any = torch.empty(tokens, hidden, dtype=dtype)
-        if quantised:
+        if quantized:
             assert scheme.dtype is not None
             values = torch.empty(tokens, scheme.row_values(hidden), dtype=scheme.dtype)
             scale = torch.empty(tokens, scheme.num_groups(hidden), dtype=scheme.scale_dtype)
-            x = Quantised(values=values, scale=scale, scheme=scheme)
+            x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
         plan = exchange.make_plan((), x, routing, layout=layout, scheme=scheme, num_tokens=count)
@@ -120,7 +120,7 @@ def exchange_cases() -> list[Case]:
     compact, batched, flat = Layout.COMPACT, Layout.BATCHED, Layout.FLAT
     return [
         _round("fp8_block batched", "fp8_block", batched, counted=True),
-        _round("mxfp8 abandoned", "mxfp8", batched, quantised=True, spoilt=True, excuses=BYTE_SCALES),
+        _round("mxfp8 abandoned", "mxfp8", batched, quantized=True, spoilt=True, excuses=BYTE_SCALES),
         _round("fp8_block, 4096 tokens", "fp8_block", compact, tokens=4096, counted=True),
         _round("bf16 flat in halves, 8 tokens", "none", flat, tokens=8, halves=True),
         _round("int8_token, 8 tokens, 1 expert", "int8_token", compact, tokens=8, experts=1),

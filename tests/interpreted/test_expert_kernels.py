@@ -15,14 +15,14 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.experts.triton import TritonExperts, build_tile_list
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
-from ep_moe.kernels.requantise import _expert_amax_kernel
+from ep_moe.kernels.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
-from ep_moe.quant import QuantScheme, dequantise_weight, get_scheme, quantise, quantise_weight
+from ep_moe.quant import QuantScheme, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE
 
-# A row of 80 numbers is at the mercy of one that is requantised to its other neighbour, and a GPU's fp8 sums of 14 bits
+# A row of 80 numbers is at the mercy of one that is requantized to its other neighbor, and a GPU's fp8 sums of 14 bits
 # tip some over; the interpreter's do not.
 HIDDEN, INTERMEDIATE = (144, 80) if DEVICE.type == "cpu" else (720, 1200)
 TOPK_IDS = [[0, 3], [3, -1], [-1, -1], [3, 0], [-1, 3], [2, 3], [3, -1], [0, 3], [3, 2], [3, -1], [3, 0]] * 2
@@ -116,16 +116,16 @@ def make_case(
     w13 = normal(EXPERTS, width, hidden) * growing * 2 / hidden**0.5
     w2 = normal(EXPERTS, hidden, intermediate) * growing / intermediate**0.5
     fields: dict[str, Any] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
-    if scheme.quantised:
-        fields["w13"], fields["w13_scale"], _ = quantise_weight(w13, scheme)
-        fields["w2"], fields["w2_scale"], _ = quantise_weight(w2, scheme)
+    if scheme.quantized:
+        fields["w13"], fields["w13_scale"], _ = quantize_weight(w13, scheme)
+        fields["w2"], fields["w2_scale"], _ = quantize_weight(w2, scheme)
     if biased:
         fields["w13_bias"], fields["w2_bias"] = normal(EXPERTS, width).to(dtype), normal(EXPERTS, hidden).to(dtype)
     if static:
         fields["w2_input_scale"] = torch.tensor([0.001, 0.02, 0.03, 0.005])
     topk_ids = torch.tensor(ids, dtype=torch.int32).reshape(len(ids), 2)
     x = normal(len(ids), hidden).to(dtype)
-    payload = quantise(x, scheme) if scheme.quantised else None
+    payload = quantize(x, scheme) if scheme.quantized else None
     rows = TokenRows(
         x=(x if payload is None else payload.values).to(DEVICE),
         scale=None if payload is None else payload.scale.to(DEVICE),
@@ -139,7 +139,7 @@ def make_case(
 def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertBatch, *, tiles: Any = None) -> None:
     """Rows with tokens are those of the torch experts, rows without are not touched, two runs have the same bits.
 
-    Requantised numbers at a tie may go the other way where float32 sums differ in their last bit. That is rare: half
+    Requantized numbers at a tie may go the other way where float32 sums differ in their last bit. That is rare: half
     of the rows have to be as close as the model's dtype is.
     """
     expected = ReferenceExperts(activation)(batch, case.weights)
@@ -151,9 +151,9 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
         assert bool(out[~used].isnan().all())
         out, again, expected = out[used], again[used], expected[used]
     dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
-    quantised = case.weights.scheme.quantised
-    assert worst_row_error(out, expected) < max(dtype_limit, ROW_ERROR_LIMITS["fp8"] if quantised else 0)
-    if quantised and DEVICE.type == "cuda":
+    quantized = case.weights.scheme.quantized
+    assert worst_row_error(out, expected) < max(dtype_limit, ROW_ERROR_LIMITS["fp8"] if quantized else 0)
+    if quantized and DEVICE.type == "cuda":
         dtype_limit = max(dtype_limit, ROW_ERROR_LIMITS["bfloat16"])
     errors = sorted(worst_row_error(a[None], e[None]) for a, e in zip(out, expected, strict=True))
     assert errors[len(errors) // 2] < dtype_limit
@@ -247,7 +247,7 @@ def test_a_nan_stays_in_its_row(scheme: str) -> None:
     mask[bad] = True
     if batch.scale is None:
         fill_with_nan(batch.x, mask)
-    else:  # where `quantise` leaves it; the interpreter reads a NaN of e4m3 as 480
+    else:  # where `quantize` leaves it; the interpreter reads a NaN of e4m3 as 480
         batch.scale[bad] = math.nan
     y, expected = (TritonExperts(SILU)(b, case.weights) for b in (batch, clean))
     used = used_rows(batch) & ~mask
@@ -286,13 +286,13 @@ def test_one_scale_for_all_columns_of_a_tile(expected_rows: int) -> None:
 
 
 def test_columns_of_another_group_do_not_count() -> None:
-    """Groups of 48 in blocks of 64, some of them a hundred times as loud as their neighbours."""
+    """Groups of 48 in blocks of 64, some of them a hundred times as loud as their neighbors."""
     case = make_case("fp8_block_32x48", torch.bfloat16, biased=False)
-    w13, w2 = (dequantise_weight(w, s, case.weights.scheme) for w, s in zip(*pairs(case.weights), strict=True))
+    w13, w2 = (dequantize_weight(w, s, case.weights.scheme) for w, s in zip(*pairs(case.weights), strict=True))
     loud = torch.arange(INTERMEDIATE, device=DEVICE) % 96 >= 48
     w13[:, INTERMEDIATE:][:, loud] *= 100
     w2[:, :, loud] /= 100
-    (w13, w13_scale, _), (w2, w2_scale, _) = (quantise_weight(w, case.weights.scheme) for w in (w13, w2))
+    (w13, w13_scale, _), (w2, w2_scale, _) = (quantize_weight(w, case.weights.scheme) for w in (w13, w2))
     weights = ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, scheme=case.weights.scheme)
     loud_case = dataclasses.replace(case, weights=weights)
     assert_equals_torch(loud_case, SILU, loud_case.batch(Layout.COMPACT))

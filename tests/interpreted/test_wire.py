@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe.quant import Quantised, get_scheme
+from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from ep_moe.transport import plan, triton
@@ -88,15 +88,15 @@ def test_rows(
     routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, topk, generator=random))
     x = random_payload((tokens, scheme.row_values(hidden)), scheme.dtype or dtype, random)
     sent = x
-    if scheme.quantised:
+    if scheme.quantized:
         scale = random_payload((scheme.num_groups(hidden), tokens), scheme.scale_dtype, random).t()
-        sent = Quantised(values=x, scale=scale, scheme=scheme)
+        sent = Quantized(values=x, scale=scale, scheme=scheme)
     header = torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64)
     planned = plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
     row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
     expected, expected_rows = row_format.write(sent, routing, planned, num_rows)
-    if isinstance(sent, Quantised):
-        placed = Quantised(values=x.to(DEVICE), scale=sent.scale.to(DEVICE), scheme=scheme)
+    if isinstance(sent, Quantized):
+        placed = Quantized(values=x.to(DEVICE), scale=sent.scale.to(DEVICE), scheme=scheme)
     else:
         placed = x.to(DEVICE)
     with poisoned_memory():
@@ -114,7 +114,7 @@ def test_rows(
     assert_same_bits(found[0], wanted[0], "values")
     assert_same_bits(found[2].topk_ids, wanted[2].topk_ids, "ids")
     assert_same_bits(found[2].topk_weights, wanted[2].topk_weights, "weights")
-    if scheme.quantised:
+    if scheme.quantized:
         assert_same_bits(found[1], wanted[1], "scale")
     token, rank = torch.nonzero(expected_rows >= 0, as_tuple=True)
     row = expected_rows[token, rank].long()

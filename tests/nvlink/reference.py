@@ -11,7 +11,7 @@ import torch
 from ep_moe.config import Layout
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.placement import Placement
-from ep_moe.quant import QuantScheme, as_bytes, dequantise_rows, quantise
+from ep_moe.quant import QuantScheme, as_bytes, dequantize_rows, quantize
 
 WRONG = ("counts", "starts", "values", "scales", "tokens")
 
@@ -49,7 +49,7 @@ def compute(batch: ExpertBatch, first: int) -> torch.Tensor:
     scale = None
     if batch.scale is not None:
         scale = as_bytes(batch.scale).reshape(-1, batch.scale.shape[-1])[index].view(batch.scale.dtype)
-    values = dequantise_rows(x[index].view(batch.x.dtype), scale, batch.scheme)
+    values = dequantize_rows(x[index].view(batch.x.dtype), scale, batch.scheme)
     y = expert_function(values, local + first, batch.dtype)
     live = (place >= 0) & (place < batch.expert_num_tokens[local])
     y = torch.where(live.unsqueeze(1), y, torch.nan)
@@ -61,10 +61,10 @@ def compute(batch: ExpertBatch, first: int) -> torch.Tensor:
 def _payload(inputs: Inputs, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values [N, V] and scales [N, G] of all ranks' tokens, in a scheme that works row by row."""
     x = inputs.x.flatten(0, 1)
-    if not scheme.quantised:
+    if not scheme.quantized:
         return x, None
-    quantised = quantise(x, scheme)
-    return quantised.values, quantised.scale
+    quantized = quantize(x, scheme)
+    return quantized.values, quantized.scale
 
 
 def _merge(ids: torch.Tensor, weights: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +127,7 @@ def expected_output(
     most, dtype = inputs.ids.shape[1], inputs.x.dtype
     own = slice(rank * most, (rank + 1) * most)
     values, scale = _payload(inputs, scheme)
-    real = dequantise_rows(values[own], None if scale is None else scale[own], scheme)
+    real = dequantize_rows(values[own], None if scale is None else scale[own], scheme)
     ids, weights = inputs.ids[rank], inputs.weights[rank]
     total = torch.zeros_like(real)
     for first, last in zip(placement.starts, placement.starts[1:], strict=False):

@@ -63,7 +63,7 @@ def ways(cases: list[TransportCase]) -> list[tuple[str, ...]]:
     """How each case travels: as words and as rows where it is the first of its layout and payload, else in turn."""
     found, seen = [], set()
     for number, case in enumerate(cases):
-        kind = (case.layout, case.scheme, case.dtype, case.quantised_input, case.mixed_layouts)
+        kind = (case.layout, case.scheme, case.dtype, case.quantized_input, case.mixed_layouts)
         found.append(("rows", "words")[number % 2 :][:1] if kind in seen else ("words", "rows"))
         seen.add(kind)
     return found

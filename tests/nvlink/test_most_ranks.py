@@ -84,7 +84,7 @@ def all_ranks() -> Iterator[list[NvlinkTransport]]:
 
 
 def inputs(rank: int, round_: int) -> tuple[torch.Tensor, Routing]:
-    """Two tokens of busy ranks: to the last rank, its neighbour and another; and to two others alone."""
+    """Two tokens of busy ranks: to the last rank, its neighbor and another; and to two others alone."""
     tokens = 2 if rank in BUSY else 0
     x = (torch.arange(HIDDEN) + 100 * torch.arange(tokens)[:, None] + 1000 * rank + 1 + round_).float()
     ids = torch.tensor([[LAST, rank // 2, LAST - 1], [3, -1, rank]], dtype=torch.int32)[:tokens]

@@ -59,10 +59,10 @@ def from_pretrained(
         directory: a Hugging Face checkpoint of a family in `ep_moe.weights.FAMILIES`.
         group: the ranks; the model is on `group.device`.
         dtype: of weights and activations; by default what config.json says, else float32. All but the experts is
-            dequantised to it where it is fp8 on disk.
+            dequantized to it where it is fp8 on disk.
         transport, experts: implementations by name. placement: by name, or one of R ranks.
         scheme: of experts and of tokens on the way, a name of `ep_moe.quant.SCHEMES`; by default that in which the
-            checkpoint is stored, and "none" dequantises it.
+            checkpoint is stored, and "none" dequantizes it.
         layout: what the experts compute on.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass; a longer prompt is an error
             on every rank. Buffers grow with it.
@@ -88,7 +88,7 @@ def from_pretrained(
         scheme=scheme,
         device=group.device,
     )
-    parts, quantised_there = {}, []
+    parts, quantized_there = {}, []
     for name, layer in layers.items():
         own = weights[layer]
         config = dataclasses.replace(checkpoint.config, scheme=own.scheme.name, layout=Layout(layout))
@@ -96,13 +96,13 @@ def from_pretrained(
             module=model.get_submodule(name), config=config, weights=functools.partial(weights.pop, layer)
         )
         if own.w13_input_scale is None:
-            quantised_there.append(config)
+            quantized_there.append(config)
     sizes = TransportConfig(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
     options = Options(transport=transport, experts=experts, placement=place)
     group.wait_for_all("load")  # ranks read at their own pace, and the next collective has a deadline
-    return install(model.eval(), group, parts, options, transport_config(model, sizes, quantised_there))
+    return install(model.eval(), group, parts, options, transport_config(model, sizes, quantized_there))
 
 
 def shard_experts(

@@ -13,7 +13,7 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, quantise_weight
+from ep_moe.quant import QuantScheme, quantize_weight
 from ep_moe.weights import ExpertWeights
 
 ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they speak of
@@ -95,9 +95,9 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     """Read the parameters of an experts module.
 
     Args:
-        module: its flags has_gate, has_bias, is_transposed and is_concatenated are honoured.
+        module: its flags has_gate, has_bias, is_transposed and is_concatenated are honored.
         experts: which ones, in this order, copied; None takes all, as views where the parameters lie as ours do.
-    Errors: ValueError names the flag or the parameter that cannot be honoured. Local.
+    Errors: ValueError names the flag or the parameter that cannot be honored. Local.
     """
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
@@ -134,8 +134,8 @@ def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, to
     """The parameters of an experts module from which `weights_of` reads `weights`: views where they lie alike.
 
     Args:
-        module: as transformers makes it, whatever parameters it has; its flags are honoured.
-        weights: of any of its experts, unquantised.
+        module: as transformers makes it, whatever parameters it has; its flags are honored.
+        weights: of any of its experts, unquantized.
     Returns: name -> [number of experts in `weights`, ...]. Local.
     """
 
@@ -159,13 +159,13 @@ def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
         module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-def quantise_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
-    """Quantise unquantised weights; those of a scheme that does not quantise come back as they are. Local."""
-    if not scheme.quantised:
+def quantize_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
+    """Quantize unquantized weights; those of a scheme that does not quantize come back as they are. Local."""
+    if not scheme.quantized:
         return weights
     fields: dict[str, Any] = {"scheme": scheme}
     for name in ("w13", "w2"):
-        stored = quantise_weight(getattr(weights, name), scheme)
+        stored = quantize_weight(getattr(weights, name), scheme)
         fields |= dict(zip((name, f"{name}_scale", f"{name}_global_scale"), stored, strict=True))
     return dataclasses.replace(weights, **fields)
 

@@ -60,18 +60,18 @@ def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -
 
 
 def transport_config(
-    model: PreTrainedModel, sizes: TransportConfig, quantised_there: Iterable[MoEConfig]
+    model: PreTrainedModel, sizes: TransportConfig, quantized_there: Iterable[MoEConfig]
 ) -> TransportConfig:
     """The transport of a model's layers, ready for the rounds that its config tells: no prompt waits for a compiler.
 
     Args:
-        sizes: the rest of it. quantised_there: configs of the layers that leave it to the transport to quantise.
+        sizes: the rest of it. quantized_there: configs of the layers that leave it to the transport to quantize.
     Errors: ValueError as of `TransportConfig`. Local.
     """
     num_topk = num_topk_of(model.config)
     if num_topk is None:
         return sizes
-    kinds = (RoundKind(num_topk=num_topk, scheme=config.scheme, layout=config.layout) for config in quantised_there)
+    kinds = (RoundKind(num_topk=num_topk, scheme=config.scheme, layout=config.layout) for config in quantized_there)
     return dataclasses.replace(with_topk(sizes, num_topk), kinds=tuple(dict.fromkeys(kinds)))
 
 

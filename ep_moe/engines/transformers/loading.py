@@ -30,7 +30,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except OSError as error:
         raise ValueError(f"{directory} has no config that transformers can read: {error}") from error
-    vars(config).pop("quantization_config", None)  # the model is not quantised once it is loaded
+    vars(config).pop("quantization_config", None)  # the model is not quantized once it is loaded
     options = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -38,7 +38,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
         )
     for module in find_experts(model).values():
         drop_parameters(module)
-        module._is_hf_initialized = True  # transformers' initialisation of fresh parameters passes it by
+        module._is_hf_initialized = True  # transformers' initialization of fresh parameters passes it by
     if (directory / "generation_config.json").is_file():
         read_object(directory / "generation_config.json")  # transformers says of what is no object: not a mapping
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -62,7 +62,7 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
         for leaf in module._non_persistent_buffers_set & module._buffers.keys():
             buffer = module._buffers[leaf]
             module._buffers[leaf] = None if buffer is None else torch.empty_like(buffer, device=device)
-    model.initialize_weights()  # writes what is not marked as initialised: those buffers
+    model.initialize_weights()  # writes what is not marked as initialized: those buffers
     model.requires_grad_(False)
 
 
@@ -80,12 +80,12 @@ def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def load_whole(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """Load a whole model with transformers' own eager experts, dequantised where it is fp8 on disk.
+    """Load a whole model with transformers' own eager experts, dequantized where it is fp8 on disk.
 
     Args:
         dtype: of parameters; by default what config.json says, else float32.
     Returns: the model in evaluation mode, without gradients.
-    Errors: as of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronises with
+    Errors: as of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronizes with
         `device`.
     """
     model = build_skeleton(checkpoint.directory, dtype, None)
@@ -145,4 +145,4 @@ def _assign(
         module._parameters[leaf] = tensor
     else:
         module._buffers[leaf] = tensor
-    vars(tensor)["_is_hf_initialized"] = True  # transformers' initialisation passes it by
+    vars(tensor)["_is_hf_initialized"] = True  # transformers' initialization passes it by

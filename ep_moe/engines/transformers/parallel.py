@@ -94,7 +94,7 @@ class SharedTransports:
 
 
 class MeshExperts:
-    """Experts that transformers spread over a device mesh, E / R neighbours each; the forward of its EP hooks.
+    """Experts that transformers spread over a device mesh, E / R neighbors each; the forward of its EP hooks.
 
     Args:
         experts: the module; its parameters hold this rank's experts when it is called.

@@ -54,7 +54,7 @@ def save_pretrained(
         save_directory, max_shard_size, save_original_format: as transformers has them; of a directory that has
             weights already, those are replaced. is_main_process: must not be False on rank 0.
         others: transformers' other options; only their defaults are taken.
-    Errors: ValueError on every rank for experts that are quantised, since transformers would read them as numbers of
+    Errors: ValueError on every rank for experts that are quantized, since transformers would read them as numbers of
         the model's dtype and their rounding would stay; for another option; for a directory that is a file.
         RuntimeError on the other ranks if rank 0 cannot write. Collective.
     """
@@ -101,10 +101,10 @@ def _check(
     if directory.is_file():
         raise ValueError(f"save_directory ({directory}) is a file")
     for name, layer in layers.items():
-        if layer.scheme.quantised:
+        if layer.scheme.quantized:
             raise ValueError(
                 f"{name} holds its experts in scheme '{layer.scheme.name}', which is not written: load the model with "
-                f"scheme='none', which dequantises what is quantised on disk"
+                f"scheme='none', which dequantizes what is quantized on disk"
             )
 
 
@@ -127,7 +127,7 @@ def _gather(group: EPGroup, module: ExpertsModule, layer: ExpertParallelMoE) -> 
 
 
 def _owners(layer: ExpertParallelMoE) -> dict[int, tuple[int, int]]:
-    """Logical expert -> the first rank that has it, and where there; neighbours on a rank follow each other."""
+    """Logical expert -> the first rank that has it, and where there; neighbors on a rank follow each other."""
     placement = layer.placement
     owners: dict[int, tuple[int, int]] = {}
     for rank in range(placement.num_ranks):

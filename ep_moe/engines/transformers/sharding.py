@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
 from ep_moe.engines.transformers.architectures import check_in_step
-from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, quantise_experts, weights_of
+from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, quantize_experts, weights_of
 from ep_moe.engines.transformers.installing import Options, Part, is_sharded, placement_of, transport_config
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup
@@ -99,4 +99,4 @@ def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dt
 
 def _own_weights(module: ExpertsModule, experts: tuple[int, ...], scheme: QuantScheme) -> ExpertWeights:
     everything = experts == tuple(range(module.down_proj.shape[0]))
-    return quantise_experts(weights_of(module, None if everything else experts), scheme)
+    return quantize_experts(weights_of(module, None if everything else experts), scheme)

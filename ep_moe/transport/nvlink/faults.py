@@ -237,14 +237,14 @@ class Faults:
             return True
         ended, errors = threading.Event(), []
 
-        def synchronise() -> None:
+        def synchronize() -> None:
             try:
                 torch.cuda.synchronize(self._group.device)
             except RuntimeError as error:
                 errors.append(error)
             ended.set()
 
-        threading.Thread(target=synchronise, name="ep_moe-rest", daemon=True).start()
+        threading.Thread(target=synchronize, name="ep_moe-rest", daemon=True).start()
         deadline = time.monotonic() + 2 * self._group.config.timeout_secs + REST_SECS
         while not ended.wait(_POLL_SECS) and time.monotonic() < deadline:
             if self._members is None and self._group.failure is not None:

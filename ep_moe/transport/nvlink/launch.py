@@ -19,7 +19,7 @@ class Launch:
 
     Args:
         kernel: takes `fixed`, then tuples of tensors, then numbers, then its constants. Every pointer is aligned to 16
-            bytes and no number is specialised, so that one compiled kernel serves all launches.
+            bytes and no number is specialized, so that one compiled kernel serves all launches.
         grid: programs. constants: of the kernel, by name. options: of the compiler.
         device: of the tensors; on a CPU, in the interpreter or where nothing runs, every launch goes through Triton.
     """

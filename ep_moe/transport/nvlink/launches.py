@@ -24,7 +24,7 @@ from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import ExpertBatch
 from ep_moe.layout.triton import as_words
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme, as_bytes, get_scheme, quantise
+from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER
 from ep_moe.transport.nvlink.launch import Launch
@@ -115,7 +115,7 @@ class Exchange:
     def make_plan(
         self,
         kind: tuple[Any, ...],
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         layout: Layout,
@@ -125,7 +125,7 @@ class Exchange:
         """Find what rounds like this one have in common, and keep it. Local."""
         rows, num_topk = routing.topk_ids.shape
         plan = self._planner.plan(
-            rows, num_topk, layout, scheme, given=isinstance(x, Quantised), counted=num_tokens is not None
+            rows, num_topk, layout, scheme, given=isinstance(x, Quantized), counted=num_tokens is not None
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.pop(next(iter(self._plans)), None)  # the oldest: prefill brings any T
@@ -157,7 +157,7 @@ class Exchange:
         sent = self.prepare(plan, x, routing, num_tokens=count)
         # of what comes later the dtypes alone count
         batch, shared = Batch(self._nothing, self._unscaled), None
-        if scheme.quantised:
+        if scheme.quantized:
             batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.scale_dtype, **like)))
         if kind.shared_dtype is not None:
             shared = torch.empty(16, dtype=kind.shared_dtype, **like)
@@ -177,7 +177,7 @@ class Exchange:
     def prepare(
         self,
         plan: Plan,
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         num_tokens: torch.Tensor | None = None,
@@ -186,20 +186,20 @@ class Exchange:
     ) -> Sent:
         """Ready a dispatch for its launch; `refusal` 1 says that the round is off. Local, no host sync.
 
-        Quantises what the kernel cannot on the way, and counts the ids of many tokens block by block, in launches.
+        Quantizes what the kernel cannot on the way, and counts the ids of many tokens block by block, in launches.
         """
         scheme, nothing = plan.payload.scheme, self._nothing
         ids, weights = routing.topk_ids, routing.topk_weights
         if plan.how and not plan.blocks and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
             count = nothing if num_tokens is None else aligned(num_tokens)
             return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal, layer)
-        if scheme.quantised and not isinstance(x, Quantised) and not plan.how:
+        if scheme.quantized and not isinstance(x, Quantized) and not plan.how:
             if num_tokens is not None:  # a scale that tokens share must not know the rows that are none
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
-            x = quantise(x, scheme)
+            x = quantize(x, scheme)
         scale = nothing
         scale_strides: tuple[int, ...] = (0, 0)
-        if isinstance(x, Quantised):
+        if isinstance(x, Quantized):
             values, scale = as_words(x.values), aligned(as_bytes(x.scale))
             scale_strides = scale.stride()
         else:
@@ -258,7 +258,7 @@ class Exchange:
         """
         plan = sent.plan
         if plan.layout is not Layout.FLAT:  # its rows stay where they arrive
-            given = plan.payload.scheme.quantised and not plan.how
+            given = plan.payload.scheme.quantized and not plan.how
             sizes = plan.num_tokens, plan.payload.num_topk
             counted = plan.constants["COUNTED"]
             plan = self._planner.plan(*sizes, Layout.FLAT, plan.payload.scheme, given=given, counted=counted)
@@ -271,7 +271,7 @@ class Exchange:
         kept, scheme, device, scale = plan.kept.get(slot), plan.payload.scheme, self._device, None
         if kept is None:
             kept = plan.kept[slot] = self._make_kept(slot, plan)
-        if scheme.quantised:
+        if scheme.quantized:
             scale = torch.empty_strided(plan.scale_shape, plan.scale_strides, dtype=scheme.scale_dtype, device=device)
         if plan.layout is Layout.FLAT:
             return kept["pool"], scale

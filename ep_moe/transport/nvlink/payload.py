@@ -12,7 +12,7 @@ from ep_moe.config import ALIGNMENT
 from ep_moe.quant import QuantScheme
 from ep_moe.transport.wire import RowFormat
 
-_QUANTISED_ON_THE_WAY = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+_QUANTIZED_ON_THE_WAY = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +47,9 @@ class Payload:
 
     @property
     def on_the_way(self) -> str:
-        """How the send kernel quantises, "" where it cannot: then `quantise` does before it."""
+        """How the send kernel quantizes, "" where it cannot: then `quantize` does before it."""
         scheme = self.scheme
-        how = _QUANTISED_ON_THE_WAY.get(scheme.dtype, "") if scheme.dtype is not None else ""
+        how = _QUANTIZED_ON_THE_WAY.get(scheme.dtype, "") if scheme.dtype is not None else ""
         if scheme.scale_dtype is not torch.float32 or scheme.activation not in ("token", "group"):
             return ""
         if scheme.activation == "group" and scheme.block[1] & (scheme.block[1] - 1):

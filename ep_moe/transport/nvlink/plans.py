@@ -16,7 +16,7 @@ from ep_moe.kernels.exchange import HEADER_WORDS
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.nvlink.launch import Launch
 from ep_moe.transport.nvlink.payload import Payload
@@ -42,7 +42,7 @@ class Plan:
     fingerprint: int
     layout: Layout
     num_tokens: int  # T, the rows that are brought
-    how: str  # they are quantised on the way
+    how: str  # they are quantized on the way
     unit: int  # numbers, or words, that strides of rows count
     blocks: int  # of tokens whose ids are counted beforehand, 0 where each program counts all itself
     announcers: int
@@ -53,7 +53,7 @@ class Plan:
     scale_shape: torch.Size
     scale_strides: tuple[int, ...]
     output_shape: tuple[int, ...]  # of the experts' output
-    strides: tuple[int, ...]  # `Sent.strides` where all is contiguous and the kernel quantises or nothing does
+    strides: tuple[int, ...]  # `Sent.strides` where all is contiguous and the kernel quantizes or nothing does
     expected_rows: int
     constants: dict[str, Any]  # of the dispatch kernel, but for its halves
     dispatches: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
@@ -62,21 +62,21 @@ class Plan:
 
 
 def kind_of(
-    x: torch.Tensor | Quantised,
+    x: torch.Tensor | Quantized,
     routing: Routing,
     layout: Layout,
     scheme: QuantScheme,
     num_tokens: torch.Tensor | None,
 ) -> tuple[Any, ...]:
-    """All that a plan depends on and `check_dispatch` looks at, unless x is `Quantised`: that looks at more.
+    """All that a plan depends on and `check_dispatch` looks at, unless x is `Quantized`: that looks at more.
 
     Layout and scheme go by identity: whoever keeps something for a kind keeps both.
     Errors: AttributeError for what is no tensor, which `check_dispatch` refuses.
     """
-    values, ids = (x.values if isinstance(x, Quantised) else x), routing.topk_ids
+    values, ids = (x.values if isinstance(x, Quantized) else x), routing.topk_ids
     counted = None if num_tokens is None else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device)
     sizes = type(values), values.layout, values.shape, values.dtype, values.device, ids.shape, ids.dtype, ids.device
-    return (*sizes, type(routing), id(layout), id(scheme), isinstance(x, Quantised), counted)
+    return (*sizes, type(routing), id(layout), id(scheme), isinstance(x, Quantized), counted)
 
 
 def distinct_sizes(max_tokens: int) -> Iterator[int]:
@@ -104,7 +104,7 @@ class Planner:
         """The plan for so many rows of x, `given` in the scheme, `counted` by the device."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
-        how = "" if given or not scheme.quantised else payload.on_the_way
+        how = "" if given or not scheme.quantized else payload.on_the_way
         planned = rows > UNPLANNED_TOKENS
         programs = self._tuning.dispatch(rows, num_ranks)
         count = BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
@@ -138,7 +138,7 @@ class Planner:
             "NEWS_WORDS": triton.next_power_of_2(self._max_experts + HEADER_WORDS.value),
             "TOKENS": count,
             "COUNTED_EXPERTS": share,
-            "QUANTISE": how,
+            "QUANTIZE": how,
             "COUNTED": counted,
             "PLANNED": planned,
             "BATCHED": layout is Layout.BATCHED,

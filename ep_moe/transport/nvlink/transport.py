@@ -17,7 +17,7 @@ from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.kernels.exchange import PLACE_BITS
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantised, QuantScheme, get_scheme
+from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
@@ -154,7 +154,7 @@ class NvlinkTransport(Transport):
 
     def dispatch_send(
         self,
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         layout: Layout,
@@ -179,7 +179,7 @@ class NvlinkTransport(Transport):
 
     def dispatch(
         self,
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         layout: Layout,
@@ -197,7 +197,7 @@ class NvlinkTransport(Transport):
 
     def _begin(
         self,
-        x: torch.Tensor | Quantised,
+        x: torch.Tensor | Quantized,
         routing: Routing,
         *,
         layout: Layout,
@@ -214,7 +214,7 @@ class NvlinkTransport(Transport):
             plan = self._exchange.plan(kind)
         except (AttributeError, TypeError):  # of what is no tensor
             kind, words, plan = (), NO_LAYER.words, None
-        if plan is None or isinstance(x, Quantised):
+        if plan is None or isinstance(x, Quantized):
             try:
                 check_dispatch(
                     x,

@@ -1,4 +1,4 @@
-"""The intermediate between the two GEMMs, requantised to e4m3 in groups whose scales are powers of two.
+"""The intermediate between the two GEMMs, requantized to e4m3 in groups whose scales are powers of two.
 
 Letters: I intermediate, G scale groups, Q row tiles of all experts.
 """
@@ -6,12 +6,12 @@ Letters: I intermediate, G scale groups, Q row tiles of all experts.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import absmax, e4m3_scale, quantise_e4m3
+from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3
 from ep_moe.kernels.tile_list import _find_rows
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _requantise_rounded_kernel(
+def _requantize_rounded_kernel(
     inner_ptr,  # [Q * BLOCK_M, I] float32
     values_ptr,  # [Q * BLOCK_M, I] float8, out
     scale_ptr,  # [G, scale_stride] float32, out
@@ -26,7 +26,7 @@ def _requantise_rounded_kernel(
     ROWS: tl.constexpr,  # at a time; divides BLOCK_M
     BLOCK: tl.constexpr,  # GROUP rounded up to a power of two
 ):
-    """Requantise ROWS rows of one group at a time, those that hold tokens.
+    """Requantize ROWS rows of one group at a time, those that hold tokens.
 
     Example: a largest magnitude of 448 gives the scale 1, one of 449 gives 2.
     """
@@ -42,4 +42,4 @@ def _requantise_rounded_kernel(
         x = tl.load(inner_ptr + offset, mask=mask, other=0.0)
         scale = e4m3_scale(absmax(x, 1), True)
         tl.store(scale_ptr + group * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-        tl.store(values_ptr + offset, quantise_e4m3(x, scale[:, None]), mask=mask)
+        tl.store(values_ptr + offset, quantize_e4m3(x, scale[:, None]), mask=mask)

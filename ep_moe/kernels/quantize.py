@@ -1,4 +1,4 @@
-"""Activations to fp8 e4m3 or int8 with the bits of `ep_moe.quant.scaled.quantise`.
+"""Activations to fp8 e4m3 or int8 with the bits of `ep_moe.quant.scaled.quantize`.
 
 Letters: T rows, H row width, G scale groups of a row.
 """
@@ -6,11 +6,11 @@ Letters: T rows, H row width, G scale groups of a row.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import E4M3_MAX, INT8_MAX, absmax, quantise_e4m3, tile_scale, to_int8
+from ep_moe.kernels.numerics import E4M3_MAX, INT8_MAX, absmax, quantize_e4m3, tile_scale, to_int8
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _quantise_rows_kernel(
+def _quantize_rows_kernel(
     x_ptr,  # [T, H] float32, bfloat16 or float16, rows `x_stride` apart
     given_ptr,  # [1] float32, the scale where SCALE is "static", the largest magnitude where it is "tensor"
     values_ptr,  # [T, H] e4m3 or int8, out
@@ -21,11 +21,11 @@ def _quantise_rows_kernel(
     GROUP: tl.constexpr,  # columns that share a scale
     COLUMNS: tl.constexpr,  # GROUP rounded up to a power of two
     G: tl.constexpr,
-    GROUPS: tl.constexpr,  # that one program quantises
+    GROUPS: tl.constexpr,  # that one program quantizes
     SCALE: tl.constexpr,  # "own", "tensor" or "static"
     POWER_OF_TWO: tl.constexpr,  # round a scale up
 ):
-    """Quantise GROUPS groups: group i is group i % G of row i // G; the last of a row may be short."""
+    """Quantize GROUPS groups: group i is group i % G of row i // G; the last of a row may be short."""
     IS_INT8: tl.constexpr = values_ptr.dtype.element_ty == tl.int8
     LARGEST: tl.constexpr = INT8_MAX if IS_INT8 else E4M3_MAX
     index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -44,5 +44,5 @@ def _quantise_rows_kernel(
     if IS_INT8:
         tl.store(values_ptrs, to_int8(tl.div_rn(x, scale[:, None])), mask=inside)
     else:
-        tl.store(values_ptrs, quantise_e4m3(x, scale[:, None]), mask=inside)
+        tl.store(values_ptrs, quantize_e4m3(x, scale[:, None]), mask=inside)
     tl.store(scale_ptr + group * num_tokens + token, scale, mask=token < num_tokens)

@@ -1,4 +1,4 @@
-"""Quantised activations: kernel and torch, bit for bit."""
+"""Quantized activations: kernel and torch, bit for bit."""
 
 import dataclasses
 import math
@@ -9,9 +9,9 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
-from ep_moe.kernels.requantise_rounded import _requantise_rounded_kernel
+from ep_moe.kernels.requantize_rounded import _requantize_rounded_kernel
 from ep_moe.layout import Compact
-from ep_moe.quant import dequantise, get_scheme, quantise, quantise_weight, scaled, triton
+from ep_moe.quant import dequantize, get_scheme, quantize, quantize_weight, scaled, triton
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
@@ -20,14 +20,14 @@ SCHEMES = ["fp8_tensor", "fp8_tensor_static", "fp8_token", "fp8_block", "fp8_blo
 SCHEMES += ["fp8_block_ue8m0", "int8_token"]
 
 
-def quantise_both(x: torch.Tensor, name: str) -> tuple:
+def quantize_both(x: torch.Tensor, name: str) -> tuple:
     """What the kernel and torch make of x, a row of which may be followed by a gap."""
     scheme = get_scheme(name.removesuffix("_static"))
     static = torch.tensor([0.003]) if name.endswith("_static") else None
-    expected = scaled.quantise(x, scheme, static)
+    expected = scaled.quantize(x, scheme, static)
     placed = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
     with poisoned_memory():
-        actual = triton.quantise(placed, scheme, None if static is None else static.to(DEVICE))
+        actual = triton.quantize(placed, scheme, None if static is None else static.to(DEVICE))
     return actual, expected
 
 
@@ -35,13 +35,13 @@ def quantise_both(x: torch.Tensor, name: str) -> tuple:
 @pytest.mark.parametrize("width", [16, 48, 144, 2880])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_quantise(name: str, tokens: int, width: int, dtype: torch.dtype) -> None:
+def test_quantize(name: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     """Magnitudes from 1e-3 to 10, and numbers next to those where e4m3 rounds the other way; rows of zeros too."""
     x = torch.randn(tokens, width + 16, generator=generator(f"{tokens} {width}")) * torch.logspace(-3, 1, width + 16)
     if tokens > 2:
         x[1] = 0
         x[2] = 448 * (1 + torch.arange(width + 16) % 32 / 16) / 2 ** (torch.arange(width + 16) % 19)
-    actual, expected = quantise_both(x.to(dtype)[:, :width], name)
+    actual, expected = quantize_both(x.to(dtype)[:, :width], name)
     assert_same_bits(actual.values, expected.values, "values")
     assert_same_bits(actual.scale, expected.scale, "scale")
     assert actual.scale.stride() == expected.scale.stride()
@@ -53,21 +53,21 @@ def test_quantise(name: str, tokens: int, width: int, dtype: torch.dtype) -> Non
 def test_what_is_not_finite(name: str, bad: float) -> None:
     x = torch.randn(4, 272, generator=generator(name))
     x[2, 130] = bad
-    actual, expected = quantise_both(x, name)
-    torch.testing.assert_close(dequantise(actual).cpu(), dequantise(expected), rtol=0, atol=0, equal_nan=True)
+    actual, expected = quantize_both(x, name)
+    torch.testing.assert_close(dequantize(actual).cpu(), dequantize(expected), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(actual.scale.cpu(), expected.scale, rtol=0, atol=0, equal_nan=True)
-    assert bool(dequantise(actual)[2].isnan().any()) == (not (name.endswith("_static") and math.isinf(bad)))
+    assert bool(dequantize(actual)[2].isnan().any()) == (not (name.endswith("_static") and math.isinf(bad)))
 
 
 def test_columns_that_are_apart() -> None:
     x = torch.randn(144, 5, generator=generator("apart")).t()
-    expected = scaled.quantise(x, get_scheme("fp8_block"), None)
-    actual = triton.quantise(x.contiguous().t().to(DEVICE).t(), get_scheme("fp8_block"), None)
+    expected = scaled.quantize(x, get_scheme("fp8_block"), None)
+    actual = triton.quantize(x.contiguous().t().to(DEVICE).t(), get_scheme("fp8_block"), None)
     assert_same_bits(actual.values, expected.values, "values")
 
 
 @pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
-def test_requantise_with_powers_of_two(intermediate: int, group: int) -> None:
+def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
     """Experts of 5, 0 and 17 tokens in tiles of 16 rows; rows of no token are not read and not written."""
     random = generator(f"{intermediate} {group}")
     block_m, counts = 16, [5, 0, 17]
@@ -78,12 +78,12 @@ def test_requantise_with_powers_of_two(intermediate: int, group: int) -> None:
     x[used] = torch.randn(22, intermediate, generator=random) * torch.logspace(-3, 3, 22)[:, None]
     x[used.nonzero()[3], 5] = math.inf
     scheme = dataclasses.replace(get_scheme("fp8_block_ue8m0"), block=(128, group))
-    expected = scaled.quantise(x[used], scheme, None)
+    expected = scaled.quantize(x[used], scheme, None)
     groups = scheme.num_groups(intermediate)
     values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     scale = torch.zeros(groups, 64, device=DEVICE)
     tiles = [torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])]
-    _requantise_rounded_kernel[(2,)](
+    _requantize_rounded_kernel[(2,)](
         x.to(DEVICE),
         values,
         scale,
@@ -106,8 +106,8 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
     """Both experts of "fp8_block_ue8m0" against torch; a format that the kernels do not compute is refused by name."""
     random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
     weights = [torch.randn(2, *shape, generator=random) / 12 for shape in ((160, hidden), (hidden, 80))]
-    (w13, w13_scale, _), (w2, w2_scale, _) = (quantise_weight(weight, scheme) for weight in weights)
-    tokens = quantise(torch.randn(24, hidden, generator=random), scheme)
+    (w13, w13_scale, _), (w2, w2_scale, _) = (quantize_weight(weight, scheme) for weight in weights)
+    tokens = quantize(torch.randn(24, hidden, generator=random), scheme)
     fields = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
     held = ExpertWeights(scheme=scheme, **{name: tensor.to(DEVICE) for name, tensor in fields.items()})
     batch = Compact(
@@ -132,9 +132,9 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
 @pytest.mark.parametrize("name", ["int8_token", "mxfp8", "nvfp4"])
 def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
     scheme = get_scheme(name)
-    tokens = quantise(torch.ones(4, 32), scheme)
-    w13, w13_scale, w13_global = quantise_weight(torch.ones(1, 64, 32), scheme)
-    w2, w2_scale, w2_global = quantise_weight(torch.ones(1, 32, 32), scheme)
+    tokens = quantize(torch.ones(4, 32), scheme)
+    w13, w13_scale, w13_global = quantize_weight(torch.ones(1, 64, 32), scheme)
+    w2, w2_scale, w2_global = quantize_weight(torch.ones(1, 32, 32), scheme)
     one = torch.tensor([1], dtype=torch.int32)
     batch = Compact(
         x=tokens.values,

@@ -1,4 +1,4 @@
-"""The intermediate between the two GEMMs, requantised where it is made or, where a scale spans more, afterwards.
+"""The intermediate between the two GEMMs, requantized where it is made or, where a scale spans more, afterwards.
 
 Letters: L local experts, I intermediate, Q row tiles of all experts.
 """
@@ -6,7 +6,7 @@ Letters: L local experts, I intermediate, Q row tiles of all experts.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import absmax, e4m3_scale, quantise_e4m3, round_to
+from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3, round_to
 from ep_moe.kernels.tile_list import _find_rows
 
 
@@ -22,22 +22,22 @@ def _store_inner(
     column_mask,
     intermediate,
     inner_scale_stride,
-    REQUANTISE: tl.constexpr,
+    REQUANTIZE: tl.constexpr,
     GROUP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Round or requantise a tile of the intermediate [BLOCK_M, BLOCK_N] float32 and store it.
+    """Round or requantize a tile of the intermediate [BLOCK_M, BLOCK_N] float32 and store it.
 
-    "group": GROUP_K neighbours, a power of two within BLOCK_N, share a scale. Rows beyond the expert's tokens are
+    "group": GROUP_K neighbors, a power of two within BLOCK_N, share a scale. Rows beyond the expert's tokens are
     stored too, as the zeros and biases that they hold: nobody reads them.
     """
     ptrs = inner_ptr + inner_row.to(tl.int64)[:, None] * intermediate + columns[None, :]
-    if REQUANTISE == "group":
+    if REQUANTIZE == "group":
         GROUPS: tl.constexpr = BLOCK_N // GROUP_K
         grouped = tl.reshape(inner, [BLOCK_M, GROUPS, GROUP_K])
         scale = e4m3_scale(absmax(grouped, 2))
-        values = tl.reshape(quantise_e4m3(grouped, scale[:, :, None]), [BLOCK_M, BLOCK_N])
+        values = tl.reshape(quantize_e4m3(grouped, scale[:, :, None]), [BLOCK_M, BLOCK_N])
         group = tl.min(columns, 0) // GROUP_K + tl.arange(0, GROUPS)
         tl.store(
             inner_scale_ptr + group.to(tl.int64)[None, :] * inner_scale_stride + inner_row[:, None],
@@ -45,8 +45,8 @@ def _store_inner(
             mask=tl.broadcast_to((group < tl.cdiv(intermediate, GROUP_K))[None, :], [BLOCK_M, GROUPS]),
         )
         tl.store(ptrs, values, mask=column_mask[None, :])
-    elif REQUANTISE == "static":
-        tl.store(ptrs, quantise_e4m3(inner, tl.load(static_scale_ptr + expert)), mask=column_mask[None, :])
+    elif REQUANTIZE == "static":
+        tl.store(ptrs, quantize_e4m3(inner, tl.load(static_scale_ptr + expert)), mask=column_mask[None, :])
     else:
         tl.store(ptrs, round_to(inner, inner_ptr.dtype.element_ty), mask=column_mask[None, :])
 
@@ -75,7 +75,7 @@ def _expert_amax_kernel(
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _requantise_kernel(
+def _requantize_kernel(
     inner_ptr,  # [Q * BLOCK_M, I] float32
     values_ptr,  # [Q * BLOCK_M, I] float8, out
     scale_ptr,  # [ceil(I / group_width), scale_stride], out
@@ -92,7 +92,7 @@ def _requantise_kernel(
     ROWS: tl.constexpr,  # at a time; divides BLOCK_M
     BLOCK: tl.constexpr,  # group_width rounded up to a power of two
 ):
-    """Requantise the intermediate where a scale spans more, or other, columns than a tile of the first GEMM has."""
+    """Requantize the intermediate where a scale spans more, or other, columns than a tile of the first GEMM has."""
     for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
         expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
         offset = row.to(tl.int64)[:, None] * intermediate
@@ -106,4 +106,4 @@ def _requantise_kernel(
             else:
                 scale = e4m3_scale(absmax(x, 1))
             tl.store(scale_ptr + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-            tl.store(values_ptr + offset + column[None, :], quantise_e4m3(x, scale[:, None]), mask=mask)
+            tl.store(values_ptr + offset + column[None, :], quantize_e4m3(x, scale[:, None]), mask=mask)
