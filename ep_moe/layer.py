@@ -15,7 +15,7 @@ from ep_moe.experts import Experts, create_experts
 from ep_moe.group import PeerLostError
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
-from ep_moe.routing import Routing, route, weigh_input
+from ep_moe.routing import Routing, apply_weights_to_input, route
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.rounds import check_tensor
@@ -250,7 +250,7 @@ class ExpertParallelMoE(torch.nn.Module):
         routing = self._route(hidden_states, router, named)
         x: torch.Tensor | Quantized = hidden_states
         if self.config.apply_router_weight_on_input:
-            x, routing = weigh_input(hidden_states, routing)
+            x, routing = apply_weights_to_input(hidden_states, routing)
         if self.weights.w13_input_scale is not None and not isinstance(x, Quantized):
             x = quantize(x, self.scheme, static_scale=self.weights.w13_input_scale)
         return x, routing

@@ -164,7 +164,7 @@ def _weights_of(logits: torch.Tensor, ids: torch.Tensor, method: RoutingMethod) 
     return chosen if method is RoutingMethod.TOPK else torch.sigmoid(chosen)
 
 
-def weigh_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
+def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
     """Multiply each token by its router weight before the experts see it; the weight left for later is 1.
 
     As `apply_router_weight_on_input` of vLLM's BatchedPrepareAndFinalize, but the caller's tensors stay as they are.

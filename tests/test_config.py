@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"routing": routing(method=2, num_group=4, topk_group=2)},
         "num_experts (6) is not a multiple of num_group (4)",
     ),
-    "weigh_input": (
+    "apply_weights_to_input": (
         moe,
         {"routing": routing(), "apply_router_weight_on_input": True},
         "apply_router_weight_on_input needs num_topk 1, got 2",
@@ -202,7 +202,7 @@ ACCEPTED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama4": (routing, {"method": 3, "num_topk": 1}),
     "gpt_oss": (ActivationConfig, {"kind": "swiglu", "alpha": 1.702, "beta": 1.0, "limit": 7.0}),
     "every_expert": (moe, {"routing": routing(num_topk=6)}),
-    "weigh_input": (moe, {"routing": routing(num_topk=1), "apply_router_weight_on_input": True}),
+    "apply_weights_to_input": (moe, {"routing": routing(num_topk=1), "apply_router_weight_on_input": True}),
     "weigh_input_later": (moe, {"apply_router_weight_on_input": True}),
     "least": (transport, {"hidden": 16, "max_tokens_per_rank": 1, "num_slots": 1, "row_alignment": 1}),
     "four_heartbeats": (GroupConfig, {"timeout_secs": 2.0, "heartbeat_secs": 0.5}),

@@ -19,7 +19,7 @@ SIGNATURE = {
     "size": "i32",
     "tokens": ("*bf16", "*i32"),
     "stride": "i32",
-    "patience": "i64",
+    "timeout_ns": "i64",
     "H": "constexpr",
 }
 SIZES = (8, 8, 4, 8, 8, 4, 8)

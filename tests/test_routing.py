@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.quant import Quantized, QuantScheme
-from ep_moe.routing import BIASED_METHODS, Routing, route, weigh_input
+from ep_moe.routing import BIASED_METHODS, Routing, apply_weights_to_input, route
 
 WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
 NEAR = 1e-5  # scores closer than this, but not equal, may change places between float32 and float64
@@ -496,7 +496,7 @@ def test_weigh_input(dtype: torch.dtype) -> None:
     routing = top1(0.3, -2.0, 0.0)
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     kept, kept_weights = x.clone(), routing.topk_weights.clone()
-    weighed, left = weigh_input(x, routing)
+    weighed, left = apply_weights_to_input(x, routing)
     factors = [torch.tensor(value).to(dtype) for value in (0.3, -2.0, 0.0)]
     assert isinstance(weighed, torch.Tensor)
     assert weighed.dtype == dtype
@@ -513,7 +513,7 @@ def test_weigh_input_quantized() -> None:
     scheme = QuantScheme(name="grouped", dtype=torch.int8, activation="group", block=(128, 16))
     values = torch.randint(-127, 128, (2, 40), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    weighed, left = weigh_input(Quantized(values=values, scale=scale, scheme=scheme), top1(0.5, 3.0))
+    weighed, left = apply_weights_to_input(Quantized(values=values, scale=scale, scheme=scheme), top1(0.5, 3.0))
     assert isinstance(weighed, Quantized)
     assert torch.equal(weighed.values, values)
     assert weighed.scale.tolist() == [[0.5, 1.0, 1.5], [12.0, 15.0, 18.0]]
@@ -524,6 +524,6 @@ def test_weigh_input_quantized() -> None:
 def test_weigh_input_errors() -> None:
     two = Routing(topk_ids=torch.zeros(3, 2, dtype=torch.int32), topk_weights=torch.ones(3, 2))
     with pytest.raises(ValueError, match="apply_router_weight_on_input needs num_topk 1, got 2"):
-        weigh_input(torch.zeros(3, 16), two)
+        apply_weights_to_input(torch.zeros(3, 16), two)
     with pytest.raises(ValueError, match="x has 4 tokens, topk_ids 3"):
-        weigh_input(torch.zeros(4, 16), top1(1.0, 1.0, 1.0))
+        apply_weights_to_input(torch.zeros(4, 16), top1(1.0, 1.0, 1.0))

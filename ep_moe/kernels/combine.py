@@ -22,7 +22,7 @@ import triton.language as tl
 from ep_moe.kernels.exchange import (
     ACTIVE,
     BEGUN,
-    COMBINE_CELLS,
+    COMBINE_HEADERS,
     DONE,
     FINE,
     LOST,
@@ -42,10 +42,10 @@ from ep_moe.kernels.exchange import (
 from ep_moe.kernels.numerics import round_to
 from ep_moe.kernels.signals import (
     COMBINE,
-    IMPATIENT,
     LATE,
     OVER,
     SPREAD,
+    TIMED_OUT,
     clock,
     give_up,
     is_over,
@@ -79,8 +79,8 @@ def _rows_of_item(
 ):
     """Return the home and the token of an item, and the first of the token's rows here, -1 where there is none."""
     token = i // (R * BLOCKS)
-    home = (RANK + 1 + i // BLOCKS) % R  # this rank's own come last, for they take no time on the wire
-    return home, token, tl.where(token < pick(tokens, home, RANKS), home * slots + token, -1)
+    source = (RANK + 1 + i // BLOCKS) % R  # this rank's own come last, for they take no time on the wire
+    return source, token, tl.where(token < pick(tokens, source, RANKS), source * slots + token, -1)
 
 
 @triton.jit
@@ -94,42 +94,42 @@ def _return_rows(
     senders,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    ROWS_IN_FLIGHT: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMMED: tl.constexpr,
-    SPOILT: tl.constexpr,
+    POISONED: tl.constexpr,
 ):
-    """Weigh and sum what this rank's experts made of every token that it got, and store it at the token's home.
+    """Weight and sum the outputs of this rank's experts for each received token, and store them at its source rank.
 
-    The bits are those of `ep_moe.layout.weighted_sum`: float32, column order, no fused multiply-add. TOGETHER rows are
-    loaded at a time.
+    The bits are those of `ep_moe.layout.weighted_sum`: float32, column order, no fused multiply-add. ROWS_IN_FLIGHT
+    rows are loaded at a time.
     """
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     place = tl.arange(0, COLUMNS)
     items = tl.max(tokens, 0) * (R * BLOCKS)
-    home, token, slot = _rows_of_item(own, sender, tokens, slots, R, RANK, RANKS, BLOCKS)
+    source, token, slot = _rows_of_item(own, sender, tokens, slots, R, RANK, RANKS, BLOCKS)
     rows = tl.load(own.rows_ptr + slot * K + place, mask=(place < K) & (slot >= 0) & (sender < items), other=-1)
     for i in range(sender, items, senders):
         next_i = i + senders  # whose rows are read while this item's are summed
-        next_home, next_token, next_slot = _rows_of_item(own, next_i, tokens, slots, R, RANK, RANKS, BLOCKS)
+        next_source, next_token, next_slot = _rows_of_item(own, next_i, tokens, slots, R, RANK, RANKS, BLOCKS)
         mask = (place < K) & (next_slot >= 0) & (next_i < items)
         next_rows = tl.load(own.rows_ptr + next_slot * K + place, mask=mask, other=-1)
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         inside = column < H
         if pick(rows, 0, COLUMNS) >= 0:
             total = tl.zeros([BLOCK], tl.float32)
-            if SPOILT:
+            if POISONED:
                 total += float("nan")
             elif SUMMED:
                 total += tl.load(y_ptr + slot * H + column, mask=inside, other=0.0).to(tl.float32)
             else:
                 count = tl.sum((rows >= 0).to(tl.int32), 0)
-                for first in range(0, count, TOGETHER):
-                    for j in tl.static_range(TOGETHER):
+                for first in range(0, count, ROWS_IN_FLIGHT):
+                    for j in tl.static_range(ROWS_IN_FLIGHT):
                         there = first + j < count
                         row = tl.load(own.rows_ptr + slot * K + first + j, mask=there, other=0).to(tl.int64)
                         weight = tl.load(own.weights_ptr + slot * K + first + j, mask=there, other=0.0)
@@ -137,19 +137,19 @@ def _return_rows(
                         total = total + part * weight
             base = links.bases[0]
             for r in tl.static_range(1, R):
-                base = tl.where(home == r, links.bases[r], base)
+                base = tl.where(source == r, links.bases[r], base)
             to_ptr = region(base, links, RETURNED, y_ptr.dtype.element_ty)
             _store_row(total, to_ptr + (RANK * slots + token) * H, column, inside)
-        home, token, slot, rows = next_home, next_token, next_slot, next_rows
+        source, token, slot, rows = next_source, next_token, next_slot, next_rows
 
 
 @triton.jit
-def _load_rows(returned_ptr, homes, slots, token, column, inside, H: tl.constexpr, R: tl.constexpr):
+def _load_rows(returned_ptr, dest_rank_mask, slots, token, column, inside, H: tl.constexpr, R: tl.constexpr):
     """A block of a token's row from each rank that it went to, as bits; zeros for the others."""
     rows = tl.tuple([])
     for r in tl.static_range(R):
         row_ptr = returned_ptr + (r * slots + token) * H
-        sent = inside & (((homes >> r) & 1) > 0)
+        sent = inside & (((dest_rank_mask >> r) & 1) > 0)
         rows = rows + tl.tuple([tl.load(row_ptr + column, mask=sent, other=0, volatile=True)])
     return rows
 
@@ -166,7 +166,7 @@ def _sum_rows(
     shared_stride,
     out_stride,
     epoch,
-    patience,
+    timeout_ns,
     receiver,
     receivers,
     H: tl.constexpr,
@@ -187,19 +187,19 @@ def _sum_rows(
     returned_ptr = region(links.bases[RANK], links, RETURNED, BITS)
     rank = tl.arange(0, SPREAD)
     items = num_tokens * BLOCKS
-    homes = tl.load(own.homes_ptr + receiver // BLOCKS, mask=receiver < items, other=0)
+    dest_rank_mask = tl.load(own.dest_rank_mask_ptr + receiver // BLOCKS, mask=receiver < items, other=0)
     for i in range(receiver, items, receivers):
         next_i = i + receivers  # whose ranks are read while this item's rows are awaited
-        next_homes = tl.load(own.homes_ptr + next_i // BLOCKS, mask=next_i < items, other=0)
+        next_dest_rank_mask = tl.load(own.dest_rank_mask_ptr + next_i // BLOCKS, mask=next_i < items, other=0)
         token = (i // BLOCKS) + tl.zeros([], tl.int64)
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         inside = column < H
-        sent_by = (rank < R) & (((homes >> (rank & 31)) & 1) > 0)
+        sent_by = (rank < R) & (((dest_rank_mask >> (rank & 31)) & 1) > 0)
         last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # polled while waiting, not to read all in vain
-        start, looks = clock(), tl.zeros([], tl.int64)
+        start, polls = clock(), tl.zeros([], tl.int64)
         waiting = alive
         while waiting > 0:
-            rows = _load_rows(returned_ptr, homes, slots, token, column, inside, H, R)
+            rows = _load_rows(returned_ptr, dest_rank_mask, slots, token, column, inside, H, R)
             tl.debug_barrier()  # all loads are issued before the first comparison, for which the compiler would wait
             missing = tl.zeros([BLOCK], tl.int32)
             for r in tl.static_range(R):
@@ -215,7 +215,7 @@ def _sum_rows(
                 tl.store(out_ptr + token * out_stride * UNIT + column, round_to(total, dtype), mask=inside)
                 for r in tl.static_range(R):
                     row_ptr = returned_ptr + (r * slots + token) * H
-                    sent = inside & (((homes >> r) & 1) > 0)
+                    sent = inside & (((dest_rank_mask >> r) & 1) > 0)
                     tl.store(row_ptr + column, tl.full([BLOCK], EMPTY, BITS), mask=sent)
             else:
                 suspect, found = waiting - 1, tl.full([], LATE, tl.int32)
@@ -224,15 +224,15 @@ def _sum_rows(
                     probe_ptr = returned_ptr + (rank * slots + token) * H + last
                     late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
                     # a rank's last column may come before its others: what ends a wait counts without a late one too
-                    found = tl.max(tl.where(late, LATE, 0) | trouble(links, start, looks, patience), 0)
+                    found = tl.max(tl.where(late, LATE, 0) | trouble(links, start, polls, timeout_ns), 0)
                     late_rank = tl.max(tl.where(late, rank, -1), 0)
                     suspect = tl.where(late_rank >= 0, late_rank, suspect)
-                    looks += 1
+                    polls += 1
                 if found >= OVER:
-                    if found >= IMPATIENT:
+                    if found >= TIMED_OUT:
                         give_up(links, COMBINE, epoch, suspect, R)
                     waiting, alive = waiting * 0, alive * 0
-        homes = next_homes
+        dest_rank_mask = next_dest_rank_mask
         if alive == 0:
             lost = tl.full([BLOCK], float("nan"), tl.float32)
             tl.store(out_ptr + token * out_stride * UNIT + column, round_to(lost, dtype), mask=inside)
@@ -246,7 +246,7 @@ def _sum_rows(
         "first_receiver",
         "shared_stride",
         "out_stride",
-        "patience",
+        "timeout_ns",
     ]
 )
 def _combine_kernel(
@@ -258,11 +258,11 @@ def _combine_kernel(
     results,  # `Results`
     shared_stride,
     out_stride,
-    patience,
+    timeout_ns,
     H: tl.constexpr,
     SENT_BLOCK: tl.constexpr,  # columns that are sent at a time
     SUMMED_BLOCK: tl.constexpr,  # and summed
-    TOGETHER: tl.constexpr,
+    ROWS_IN_FLIGHT: tl.constexpr,
     UNIT: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
@@ -270,7 +270,7 @@ def _combine_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMMED: tl.constexpr,  # y is weighed and summed already (FLAT)
-    SPOILT: tl.constexpr,  # there is no y: NaN goes home
+    POISONED: tl.constexpr,  # there is no y: NaN goes home
     SHARED: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
@@ -292,10 +292,10 @@ def _combine_kernel(
         if (pid < senders) & (over == 0):
             tokens = tl.load(own.state_ptr + SOURCE_TOKENS + source, mask=source < R, other=0)
             if pid == 0:
-                cell = make_word(epoch, tl.zeros([], tl.int32))
+                header = make_word(epoch, tl.zeros([], tl.int32))
                 for r in tl.static_range(R):
                     if is_active(active, r):
-                        tl.store(region(links.bases[r], links, COMBINE_CELLS, tl.int64) + RANK, cell)
+                        tl.store(region(links.bases[r], links, COMBINE_HEADERS, tl.int64) + RANK, header)
             if verdict == FINE:
                 _return_rows(
                     results.y_ptr,
@@ -307,14 +307,14 @@ def _combine_kernel(
                     senders,
                     H,
                     SENT_BLOCK,
-                    TOGETHER,
+                    ROWS_IN_FLIGHT,
                     R,
                     RANK,
                     RANKS,
                     K,
                     COLUMNS,
                     SUMMED,
-                    SPOILT,
+                    POISONED,
                 )
     if RECEIVE:
         if pid >= first_receiver:
@@ -326,12 +326,12 @@ def _combine_kernel(
             if alive > 0:
                 index = tl.arange(0, SPREAD)
                 alive = wait_for_words(
-                    region(links.bases[RANK], links, COMBINE_CELLS, tl.int64) + index,
+                    region(links.bases[RANK], links, COMBINE_HEADERS, tl.int64) + index,
                     (index < R) & is_active(active, index),
                     index,
                     epoch,
                     links,
-                    patience,
+                    timeout_ns,
                     COMBINE,
                     own.waited_ptr,
                     leads,
@@ -349,7 +349,7 @@ def _combine_kernel(
                 shared_stride,
                 out_stride,
                 epoch,
-                patience,
+                timeout_ns,
                 pid - first_receiver,
                 tl.num_programs(0) - first_receiver,
                 H,

@@ -50,7 +50,7 @@ from ep_moe.kernels.signals import wait_for_launch
         "weights_stride",
         "layer",
         "settings",
-        "patience",
+        "timeout_ns",
     ]
 )
 def _dispatch_kernel(
@@ -78,7 +78,7 @@ def _dispatch_kernel(
     weights_stride,
     layer,  # this round's, two words of 32 bits that ranks compare
     settings,
-    patience,
+    timeout_ns,
     H: tl.constexpr,  # numbers of a row of x where QUANTIZE, else its words
     GROUP: tl.constexpr,  # numbers that share a scale, where QUANTIZE
     G: tl.constexpr,
@@ -90,7 +90,7 @@ def _dispatch_kernel(
     VALUE_WORDS: tl.constexpr,
     UNIT: tl.constexpr,
     ENTRY: tl.constexpr,  # int32 of an entry, 2 * max_topk
-    FENCED: tl.constexpr,
+    TOKENS_PER_FENCE: tl.constexpr,
     R: tl.constexpr,
     RANK: tl.constexpr,
     STARTS: tl.constexpr,  # R + 1 numbers, the first physical expert of each rank
@@ -99,7 +99,7 @@ def _dispatch_kernel(
     COLUMNS: tl.constexpr,
     L: tl.constexpr,
     EXPERTS: tl.constexpr,
-    NEWS_WORDS: tl.constexpr,
+    HEADER_SPAN: tl.constexpr,
     TOKENS: tl.constexpr,  # of a block, T rounded up where not PLANNED
     COUNTED_EXPERTS: tl.constexpr,
     QUANTIZE: tl.constexpr,  # on the way: "" or how
@@ -221,7 +221,7 @@ def _dispatch_kernel(
                     VALUE_WORDS,
                     UNIT,
                     ENTRY,
-                    FENCED,
+                    TOKENS_PER_FENCE,
                     R,
                     RANK,
                     STARTS,
@@ -249,7 +249,7 @@ def _dispatch_kernel(
                 epoch,
                 over,
                 active,
-                patience,
+                timeout_ns,
                 G,
                 GROUPS,
                 TAKEN_WORDS,
@@ -263,7 +263,7 @@ def _dispatch_kernel(
                 COLUMNS,
                 L,
                 EXPERTS,
-                NEWS_WORDS,
+                HEADER_SPAN,
                 BATCHED,
                 POOLED,
                 WORDY,

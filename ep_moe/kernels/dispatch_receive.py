@@ -17,9 +17,9 @@ from ep_moe.kernels.exchange import (
     FINE,
     FLAGS,
     HEADER_WORDS,
+    HEADERS,
     LOST,
     MISMATCH,
-    NEWS,
     OTHER_LAYER,
     OUT_OF_ORDER,
     PLACE_BITS,
@@ -38,10 +38,10 @@ from ep_moe.kernels.exchange import (
 )
 from ep_moe.kernels.signals import (
     DISPATCH,
-    IMPATIENT,
     LATE,
     OVER,
     SPREAD,
+    TIMED_OUT,
     agree,
     clock,
     epoch_of,
@@ -94,18 +94,18 @@ def _judge(
     odd = compared & (formats != fingerprint)
     kind = tl.where(odd, MISMATCH, kind)
     kind = tl.where(compared & ((layers != layer) | (others != settings)), OTHER_LAYER, kind)
-    guilty = tl.where(pick(kind, RANK, RANKS) != FINE, RANK, tl.min(tl.where(kind != FINE, source, RANKS), 0))
-    verdict, number = pick(kind, guilty, RANKS), pick(said & 0xFFFFFFF, guilty, RANKS)
-    bad_id = pick(formats, guilty, RANKS).to(tl.int64) << 32
+    suspect = tl.where(pick(kind, RANK, RANKS) != FINE, RANK, tl.min(tl.where(kind != FINE, source, RANKS), 0))
+    verdict, number = pick(kind, suspect, RANKS), pick(said & 0xFFFFFFF, suspect, RANKS)
+    bad_id = pick(formats, suspect, RANKS).to(tl.int64) << 32
     number = tl.where(verdict == MISMATCH, tl.sum(odd.to(tl.int32) << source, 0), number).to(tl.int64)
-    tag = make_word(pick(others, guilty, RANKS), pick(layers, guilty, RANKS))
+    tag = make_word(pick(others, suspect, RANKS), pick(layers, suspect, RANKS))
     number = tl.where(verdict == BAD_IDS, number | bad_id, number)
-    return verdict, guilty, tl.where(verdict == OTHER_LAYER, tag, number)
+    return verdict, suspect, tl.where(verdict == OTHER_LAYER, tag, number)
 
 
 @triton.jit
 def _place_experts(
-    news_ptr,
+    headers_ptr,
     own,
     num_experts,
     height,
@@ -124,7 +124,7 @@ def _place_experts(
     """
     source, expert = tl.arange(0, RANKS), tl.arange(0, EXPERTS)
     inside = ((source < R) & is_active(active, source))[:, None] & (expert < num_experts)[None, :]
-    count_ptrs = news_ptr + source[:, None] * (L + HEADER_WORDS) + HEADER_WORDS + expert[None, :]
+    count_ptrs = headers_ptr + source[:, None] * (L + HEADER_WORDS) + HEADER_WORDS + expert[None, :]
     count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
     total = tl.sum(count, 0)
     if BATCHED:
@@ -210,7 +210,7 @@ def _take_words(
     source,
     block,
     epoch,
-    patience,
+    timeout_ns,
     height,
     G: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -233,7 +233,7 @@ def _take_words(
     SPREAD_GROUPS: tl.constexpr = SPREAD if WARP < GROUPS and GROUPS < SPREAD else GROUPS
     column, group = tl.arange(0, COLUMNS), tl.arange(0, SPREAD_GROUPS)
     word = block * WORDS + tl.arange(0, WORDS)
-    start, looks = clock(), tl.zeros([], tl.int64)
+    start, polls = clock(), tl.zeros([], tl.int64)
     waiting, here = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
     while waiting > 0:
         entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
@@ -250,8 +250,8 @@ def _take_words(
             missing += tl.max((needed & mask & (epoch_of(scales) != epoch)).to(tl.int32), 0)
             scale = payload_of(scales).to(batch.out_scale_ptr.dtype.element_ty, bitcast=True)
         late_values = needed & (word < VALUE_WORDS) & (epoch_of(values) != epoch)
-        waiting = agree(late_values | (missing > 0), trouble(links, start, looks, patience))
-        looks += 1
+        waiting = agree(late_values | (missing > 0), trouble(links, start, polls, timeout_ns))
+        polls += 1
         if waiting == 0:
             if COLUMNS > WARP:
                 entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
@@ -281,7 +281,7 @@ def _take_words(
             )
             here += 1
         elif waiting >= OVER:
-            if waiting >= IMPATIENT:
+            if waiting >= TIMED_OUT:
                 give_up(links, DISPATCH, epoch, source, R)
             waiting = waiting * 0
         else:
@@ -299,7 +299,7 @@ def _take_row(
     source,
     block,
     epoch,
-    patience,
+    timeout_ns,
     height,
     G: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -318,7 +318,7 @@ def _take_row(
     word = block * WORDS + tl.arange(0, WORDS)
     base = links.bases[RANK]
     flag_ptr = region(base, links, FLAGS, tl.int64) + slot
-    present = wait_for_flag(flag_ptr, source, epoch, links, patience, DISPATCH, R)
+    present = wait_for_flag(flag_ptr, source, epoch, links, timeout_ns, DISPATCH, R)
     if present > 0:
         values, scale = word, group
         if not POOLED:
@@ -395,7 +395,7 @@ def receive(
     epoch,
     over,
     active,
-    patience,
+    timeout_ns,
     G: tl.constexpr,
     GROUPS: tl.constexpr,
     WORDS: tl.constexpr,  # of a row that are moved at a time
@@ -409,7 +409,7 @@ def receive(
     COLUMNS: tl.constexpr,
     L: tl.constexpr,
     EXPERTS: tl.constexpr,
-    NEWS_WORDS: tl.constexpr,  # HEADER_WORDS + L rounded up
+    HEADER_SPAN: tl.constexpr,  # HEADER_WORDS + L rounded up
     BATCHED: tl.constexpr,
     POOLED: tl.constexpr,
     WORDY: tl.constexpr,  # words may travel
@@ -421,41 +421,41 @@ def receive(
     """
     BLOCKS: tl.constexpr = (VALUE_WORDS + WORDS - 1) // WORDS
     WIDTH: tl.constexpr = 2 * K + VALUE_WORDS + (G + 1) // 2 * 2
-    SPREAD_NEWS: tl.constexpr = SPREAD if RANKS * NEWS_WORDS < SPREAD else RANKS * NEWS_WORDS
+    SPREAD_HEADERS: tl.constexpr = SPREAD if RANKS * HEADER_SPAN < SPREAD else RANKS * HEADER_SPAN
     leads = receiver == 0
     source = tl.arange(0, RANKS)
     is_source = (source < R) & is_active(active, source)
     base = links.bases[RANK]
     num_experts = STARTS[RANK + 1] - STARTS[RANK]
-    news_ptr = region(base, links, NEWS, tl.int64)
+    headers_ptr = region(base, links, HEADERS, tl.int64)
     if leads:
         tl.store(own.waited_ptr + source, tl.zeros([RANKS], tl.int64), mask=source < R)
-    verdict, guilty, value = tl.zeros([], tl.int32) + LOST, tl.zeros([], tl.int32), tl.zeros([], tl.int64)
+    verdict, suspect, value = tl.zeros([], tl.int32) + LOST, tl.zeros([], tl.int32), tl.zeros([], tl.int64)
     arrived = tl.zeros([], tl.int32)
     if over == 0:
-        word = tl.arange(0, SPREAD_NEWS)
-        writer, place = word // NEWS_WORDS, word % NEWS_WORDS
+        word = tl.arange(0, SPREAD_HEADERS)
+        writer, place = word // HEADER_SPAN, word % HEADER_SPAN
         arrived = wait_for_words(
-            news_ptr + writer * (L + HEADER_WORDS) + place,
+            headers_ptr + writer * (L + HEADER_WORDS) + place,
             (writer < R) & (place < num_experts + HEADER_WORDS) & is_active(active, writer),
             writer,
             epoch,
             links,
-            patience,
+            timeout_ns,
             DISPATCH,
             own.waited_ptr,
             leads,
             R,
         )
     first_rows = _place_experts(
-        news_ptr, own, num_experts, height, alignment, leads & (arrived > 0), active, R, RANKS, L, EXPERTS, BATCHED
+        headers_ptr, own, num_experts, height, alignment, leads & (arrived > 0), active, R, RANKS, L, EXPERTS, BATCHED
     )
-    cells = tl.load(news_ptr + source * (L + HEADER_WORDS), mask=source < R, other=0, volatile=True)
+    statuses = tl.load(headers_ptr + source * (L + HEADER_WORDS), mask=source < R, other=0, volatile=True)
     if arrived > 0:
-        verdict, guilty, value = _judge(
-            news_ptr, L + HEADER_WORDS, fingerprint, layer, settings, is_source, R, RANK, RANKS
+        verdict, suspect, value = _judge(
+            headers_ptr, L + HEADER_WORDS, fingerprint, layer, settings, is_source, R, RANK, RANKS
         )
-    tokens = tl.where(is_source & (verdict == FINE), payload_of(cells) & 0xFFFFFFF, 0)
+    tokens = tl.where(is_source & (verdict == FINE), payload_of(statuses) & 0xFFFFFFF, 0)
     if leads:
         if verdict != FINE:
             expert = tl.arange(0, EXPERTS)
@@ -463,9 +463,9 @@ def receive(
             tl.store(own.row_start_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=expert < num_experts)
             if verdict == LOST:
                 value = payload_of(tl.load(links.abort_ptr, volatile=True)).to(tl.int64)
-            report(own.report_ptr, epoch, verdict, guilty, value, make_word(settings, layer))
+            report(own.report_ptr, epoch, verdict, suspect, value, make_word(settings, layer))
         if tl.load(own.state_ptr + BEGUN) != tl.load(own.state_ptr + DONE):
-            report(own.report_ptr, epoch, tl.zeros([], tl.int32) + OUT_OF_ORDER, guilty * 0, value * 0, value * 0)
+            report(own.report_ptr, epoch, tl.zeros([], tl.int32) + OUT_OF_ORDER, suspect * 0, value * 0, value * 0)
         add_waited(own.waited_ptr, R, RANKS)
         tl.debug_barrier()  # all warps have read the state
         tl.store(own.state_ptr + VERDICT, verdict)
@@ -497,7 +497,7 @@ def receive(
                         s,
                         block,
                         epoch,
-                        patience,
+                        timeout_ns,
                         height,
                         G,
                         GROUPS,
@@ -519,7 +519,7 @@ def receive(
                     s,
                     block,
                     epoch,
-                    patience,
+                    timeout_ns,
                     height,
                     G,
                     GROUPS,

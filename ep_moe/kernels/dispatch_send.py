@@ -14,7 +14,7 @@ from ep_moe.kernels.exchange import (
     FINE,
     FLAGS,
     HEADER_WORDS,
-    NEWS,
+    HEADERS,
     OWN_TOKENS,
     PLACE_BITS,
     REFUSED,
@@ -111,7 +111,7 @@ def announce(
             count = tl.sum(hit, 0)
         word = make_word(tl.zeros([EXPERTS], tl.int32) + epoch, count)
         for r in tl.static_range(R):
-            to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + HEADER_WORDS)
+            to = region(links.bases[r], links, HEADERS, tl.int64) + RANK * (L + HEADER_WORDS)
             to += HEADER_WORDS + expert - STARTS[r]
             theirs = (expert >= STARTS[r]) & (expert < STARTS[r + 1])
             tl.store(to, word, mask=theirs & enabled & is_active(active, r))
@@ -128,13 +128,13 @@ def announce(
         kind = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
         kind = tl.where(refusal > 0, REFUSED, kind)
         value = tl.minimum(tl.where(kind == BAD_IDS, bad, num_tokens) & 0x7FFFFFFF, 0xFFFFFFF)  # of 28 bits
-        cell = make_word(epoch, kind << 28 | value)
+        status = make_word(epoch, kind << 28 | value)
         if kind == BAD_IDS:  # there is no payload: its place takes one of the ids
             fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, K, TOKENS)
         for r in tl.static_range(R):
             if enabled & is_active(active, r):
-                to = region(links.bases[r], links, NEWS, tl.int64) + RANK * (L + HEADER_WORDS)
-                tl.store(to, cell)
+                to = region(links.bases[r], links, HEADERS, tl.int64) + RANK * (L + HEADER_WORDS)
+                tl.store(to, status)
                 tl.store(to + 1, make_word(epoch, fingerprint))
                 tl.store(to + 2, make_word(epoch, layer))
                 tl.store(to + 3, make_word(epoch, settings))
@@ -306,7 +306,7 @@ def send_rows(
     VALUE_WORDS: tl.constexpr,
     UNIT: tl.constexpr,
     ENTRY: tl.constexpr,
-    FENCED: tl.constexpr,  # tokens between two fences
+    TOKENS_PER_FENCE: tl.constexpr,  # tokens between two fences
     R: tl.constexpr,
     RANK: tl.constexpr,
     STARTS: tl.constexpr,
@@ -317,11 +317,11 @@ def send_rows(
     PLANNED: tl.constexpr,
 ):
     """Store this program's share of the tokens as rows; fence; then say of each, at every rank, whether it is there."""
-    index = tl.arange(0, FENCED)
-    for chunk in range(sender, (present + FENCED - 1) // FENCED, senders):
-        went = tl.zeros([FENCED], tl.int32)
-        for i in range(FENCED):
-            token = (chunk * FENCED + i) + tl.zeros([], tl.int64)
+    index = tl.arange(0, TOKENS_PER_FENCE)
+    for chunk in range(sender, (present + TOKENS_PER_FENCE - 1) // TOKENS_PER_FENCE, senders):
+        went = tl.zeros([TOKENS_PER_FENCE], tl.int32)
+        for i in range(TOKENS_PER_FENCE):
+            token = (chunk * TOKENS_PER_FENCE + i) + tl.zeros([], tl.int64)
             if token < present:
                 loaded = _load_payload(tokens, token, 0, x_stride, H, GROUP, GROUPS, WORDS, VALUE_WORDS, UNIT, QUANTIZE)
                 tl.debug_barrier()  # the payload is on its way before the routing's arithmetic begins
@@ -331,9 +331,9 @@ def send_rows(
                 values, scale = _make_payload(
                     loaded, tokens, token, scale_token_stride, scale_group_stride, G, GROUPS, WORDS, QUANTIZE
                 )
-                homes = tl.zeros([], tl.int32)
+                dest_rank_mask = tl.zeros([], tl.int32)
                 for d in tl.static_range(R):  # each rank begins with another, so that not all store to one
-                    homes = homes | _deliver_row(
+                    dest_rank_mask = dest_rank_mask | _deliver_row(
                         links.bases[(RANK + d) % R],
                         links,
                         ids,
@@ -355,14 +355,14 @@ def send_rows(
                         K,
                         COLUMNS,
                     )
-                tl.store(own.homes_ptr + token, homes)
-                went = tl.where(index == i, homes, went)
+                tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)
+                went = tl.where(index == i, dest_rank_mask, went)
         fence()  # release: the rows first, everywhere, then the words that say so
-        slot = RANK * slots + chunk * FENCED + index
-        sent = (chunk * FENCED + index < present) & enabled
+        slot = RANK * slots + chunk * TOKENS_PER_FENCE + index
+        sent = (chunk * TOKENS_PER_FENCE + index < present) & enabled
         for d in tl.static_range(R):
             flag_to = region(links.bases[(RANK + d) % R], links, FLAGS, tl.int64) + slot
-            word = make_word(tl.zeros([FENCED], tl.int32) + epoch, (went >> ((RANK + d) % R)) & 1)
+            word = make_word(tl.zeros([TOKENS_PER_FENCE], tl.int32) + epoch, (went >> ((RANK + d) % R)) & 1)
             tl.store(flag_to, word, mask=sent & is_active(active, (RANK + d) % R))
 
 
@@ -460,9 +460,9 @@ def send_words(
             scale_mask = group < G
         scales = make_word(tl.zeros([GROUPS], tl.int32) + epoch, scale.to(tl.int32, bitcast=True))
         row = (RANK * word_tokens.to(tl.int64) + token) * WIDTH
-        homes = tl.zeros([], tl.int32)
+        dest_rank_mask = tl.zeros([], tl.int32)
         for d in tl.static_range(R):
-            homes = homes | _deliver_words(
+            dest_rank_mask = dest_rank_mask | _deliver_words(
                 region(links.bases[(RANK + d) % R], links, WORD_ROWS, tl.int64) + row,
                 links,
                 ids,
@@ -486,4 +486,4 @@ def send_words(
                 COLUMNS,
             )
         if block == 0:
-            tl.store(own.homes_ptr + token, homes)
+            tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)

@@ -12,13 +12,15 @@ import triton.language as tl
 from ep_moe.kernels.signals import SPREAD, as_pointer, fence, is_over, make_word
 
 # regions of a rank's memory for one slot, by place in `Links.offsets`
-NEWS = tl.constexpr(0)  # [R, HEADER_WORDS + L] words, by source: its cell, format, layer (2), its rows for each expert
+HEADERS = tl.constexpr(
+    0
+)  # [R, HEADER_WORDS + L] words, by source: its cell, format, layer (2), its rows for each expert
 FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token comes here
 ENTRIES = tl.constexpr(2)  # [R, M, 2 * max_topk] int32: experts and places, then weights
 VALUES = tl.constexpr(3)  # [R, M, row] payload
 SCALES = tl.constexpr(4)  # [R, M, G] scales
 WORD_ROWS = tl.constexpr(5)  # [R, word_tokens, words of a row] words
-COMBINE_CELLS = tl.constexpr(6)  # [R] words, by source
+COMBINE_HEADERS = tl.constexpr(6)  # [R] words, by source
 RETURNED = tl.constexpr(7)  # [R, M, H] in the model's dtype, by the rank that computed them
 
 HEADER_WORDS = tl.constexpr(4)  # before the counts of rows
@@ -65,7 +67,7 @@ class Own(NamedTuple):
     """What a slot keeps on its rank."""
 
     state_ptr: Any  # int32 words, see above
-    homes_ptr: Any  # [M] int32: a bit for each rank that a token went to
+    dest_rank_mask_ptr: Any  # [M] int32: a bit for each rank that a token went to
     rows_ptr: Any  # [R * M, K] int32: the rows of a received token, those that it has first, then -1
     weights_ptr: Any  # [R * M, K] float32, theirs
     num_rows_ptr: Any  # [L] int32, the batch's

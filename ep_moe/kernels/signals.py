@@ -5,8 +5,8 @@ that it waits for has the payload too, without any fence, and never needs the wo
 for words are stored plainly; then all threads of the program meet, each fences at system scope, and the word that says
 that the row is there follows (release). Who waits for such a word polls it with acquire loads.
 
-Every wait ends: by the word, by another rank's news that the exchange is over (`abort`), or when `patience` is used
-up, in nanoseconds on a GPU and in looks under the interpreter, which has no timer. The first rank to lose patience
+Every wait ends: by the word, by another rank's news that the exchange is over (`abort`), or when `timeout_ns` is used
+up, in nanoseconds on a GPU and in looks under the interpreter, which has no timer. The first rank to lose timeout_ns
 tells all others whom it suspects, and they take that over.
 
 Rule: what may change while it is looked at decides nothing before all warps of a program agree on it (`agree`): warps
@@ -24,7 +24,7 @@ DISPATCH = tl.constexpr(0)  # phases, as an abort word names them
 COMBINE = tl.constexpr(1)
 LATE = tl.constexpr(1)  # what a look finds, added up
 OVER = tl.constexpr(2)
-IMPATIENT = tl.constexpr(4)
+TIMED_OUT = tl.constexpr(4)
 SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # looks at the host's memory: one of these plus one
 SPREAD = tl.constexpr(256)  # elements that are spread over all threads of a program, of 8 warps at most
 
@@ -107,25 +107,25 @@ def pause():
 
 
 @triton.jit
-def out_of_patience(start, looks, patience):
+def timed_out(start, polls, timeout_ns):
     """Whether a wait that began at `start` has lasted too long, as one warp sees it."""
     if INTERPRET:
-        return looks > patience
-    return clock() - start > patience
+        return polls > timeout_ns
+    return clock() - start > timeout_ns
 
 
 @triton.jit
-def trouble(links, start, looks, patience):
-    """What may end a wait, as one warp sees it: OVER where a rank has given up, IMPATIENT, both or 0.
+def trouble(links, start, polls, timeout_ns):
+    """What may end a wait, as one warp sees it: OVER where a rank has given up, TIMED_OUT, both or 0.
 
     Now and then, for it is far away, the word of this rank's host is looked at too, and taken over unless a rank has
     given up already: the next look finds it.
     """
     abort = tl.load(links.abort_ptr, volatile=True)
-    urgent = tl.load(links.urgent_ptr, mask=(looks & SELDOM) == SELDOM, other=0, volatile=True)
+    urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
     tl.store(links.abort_ptr, urgent, mask=(urgent != 0) & (abort == 0))
     over = tl.where(abort != 0, OVER, 0)
-    return over + tl.where(out_of_patience(start, looks, patience), IMPATIENT, 0)
+    return over + tl.where(timed_out(start, polls, timeout_ns), TIMED_OUT, 0)
 
 
 @triton.jit
@@ -151,26 +151,26 @@ def wait_for_words(
     sources,  # [N] int32, the rank that writes each
     epoch,
     links,
-    patience,
+    timeout_ns,
     phase,
     waited_ptr,  # [R] int64, out where `measure`: nanoseconds until the words of each rank were there
     measure,
     R: tl.constexpr,
 ):
     """Wait until all words carry `epoch`; returns 1, or 0 where the exchange is over. Relaxed: a word says it all."""
-    start, looks = clock(), tl.zeros([], tl.int64)
+    start, polls = clock(), tl.zeros([], tl.int64)
     waiting = tl.full([], LATE, tl.int32)
     here = tl.zeros([], tl.int32)
     while waiting > 0:
         word = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
         late = mask & (epoch_of(word) != epoch)
-        waiting = agree(late, trouble(links, start, looks, patience))
+        waiting = agree(late, trouble(links, start, polls, timeout_ns))
         here = (waiting == 0).to(tl.int32)
-        looks += 1
+        polls += 1
         if measure:
             tl.store(waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
         if waiting >= OVER:
-            if waiting >= IMPATIENT:
+            if waiting >= TIMED_OUT:
                 give_up(links, phase, epoch, tl.min(tl.where(late, sources, R), 0), R)
             waiting = waiting * 0
         elif waiting > 0:
@@ -179,13 +179,13 @@ def wait_for_words(
 
 
 @triton.jit
-def wait_for_flag(flag_ptr, source, epoch, links, patience, phase, R: tl.constexpr):
+def wait_for_flag(flag_ptr, source, epoch, links, timeout_ns, phase, R: tl.constexpr):
     """Wait until a word carries `epoch`; returns its payload, or -1 where the exchange is over.
 
     Acquire at system scope by one thread, which then meets the others: what the writer stored before its fence may be
     read after this.
     """
-    start, looks = clock(), tl.zeros([], tl.int64)
+    start, polls = clock(), tl.zeros([], tl.int64)
     waiting, payload = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
     everywhere = tl.arange(0, SPREAD) >= 0
     while waiting > 0:
@@ -193,10 +193,10 @@ def wait_for_flag(flag_ptr, source, epoch, links, patience, phase, R: tl.constex
         payload = tl.where(epoch_of(word) != epoch, -1, payload_of(word))
         waiting = (epoch_of(word) != epoch).to(tl.int32)
         if waiting > 0:
-            waiting = agree(everywhere, trouble(links, start, looks, patience))
-            looks += 1
+            waiting = agree(everywhere, trouble(links, start, polls, timeout_ns))
+            polls += 1
             if waiting >= OVER:
-                if waiting >= IMPATIENT:
+                if waiting >= TIMED_OUT:
                     give_up(links, phase, epoch, source, R)
                 waiting = waiting * 0
             else:

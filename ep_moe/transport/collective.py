@@ -29,7 +29,7 @@ from ep_moe.transport.rounds import (
     bad_ids_message,
     check_dispatch,
     check_expert_output,
-    check_home,
+    check_results,
     count_rows,
     first_tokens,
     too_many_tokens_message,
@@ -215,7 +215,7 @@ class CollectiveTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
         shape = (state.num_rows, self.config.hidden)
-        check_home(shape, self.config, state.buffer.device, shared=shared, out=out)
+        check_results(shape, self.config, state.buffer.device, shared=shared, out=out)
         self._wait(state.work, "combine", state.round)
         result, tokens = state.buffer.new_empty(shape) if out is None else out, slice(state.num_tokens)
         # a token stands at most once among a rank's rows, and ranks are the columns: summed in rank order

@@ -21,7 +21,7 @@ from ep_moe.transport.rounds import (
     bad_ids_message,
     check_dispatch,
     check_expert_output,
-    check_home,
+    check_results,
     first_tokens,
     is_bad_id,
 )
@@ -154,7 +154,7 @@ class LocalTransport(Transport):
         assert state is not None
         assert state.rows is not None
         shape = (state.num_rows, self.config.hidden)
-        check_home(shape, self.config, self.device, shared=shared, out=out)
+        check_results(shape, self.config, self.device, shared=shared, out=out)
         result, tokens = state.rows.new_empty(shape) if out is None else out, slice(state.rows.shape[0])
         own_row = torch.arange(state.rows.shape[0], dtype=torch.int32, device=self.device).unsqueeze(1)
         weighted_sum(state.rows, own_row, None, shared=None if shared is None else shared[tokens], out=result[tokens])

@@ -212,7 +212,7 @@ def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
         )
 
 
-def check_home(
+def check_results(
     shape: tuple[int, int],
     config: TransportConfig,
     device: torch.device,

@@ -51,7 +51,7 @@ def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
         device=CPU,
         most_receivers=MOST_PROGRAMS,
         report=torch.zeros(3, dtype=torch.int64),
-        patience=10**10,
+        timeout_ns=10**10,
     )
     exchange._early = exchange._planner._early = True
     return exchange
@@ -72,7 +72,7 @@ def _round(
     counted: bool = False,
     quantized: bool = False,
     shared: bool = False,
-    spoilt: bool = False,
+    poisoned: bool = False,
     ids_dtype: torch.dtype = torch.int32,
     excuses: Mapping[tuple[str, Rule], str] | None = None,
 ) -> Case:
@@ -95,7 +95,7 @@ def _round(
         if halves:
             exchange.send(0, sent)
         batch = exchange.receive(0, sent, send=not halves)
-        y = None if spoilt else torch.empty(batch.output_shape, dtype=dtype)
+        y = None if poisoned else torch.empty(batch.output_shape, dtype=dtype)
         out = torch.empty(tokens, hidden, dtype=dtype)
         home = {"shared": torch.empty(tokens, hidden, dtype=dtype) if shared else None, "out": out}
         if halves:
@@ -104,7 +104,7 @@ def _round(
         else:
             exchange.combine(0, sent, y=y, send=True, receive=True, **home)
 
-    widths = {"_dispatch_kernel": 16} if spoilt else {"_dispatch_kernel": 16, "_combine_kernel": 16}
+    widths = {"_dispatch_kernel": 16} if poisoned else {"_dispatch_kernel": 16, "_combine_kernel": 16}
     excused = {**SPILLS, **(excuses or {}), **(LOOKS_FIRST if dtype.itemsize == 2 else {})}
     return Case(name=f"nvlink {name}", launch=launch, payload_width_bytes=widths, excuses=excused)
 
@@ -120,7 +120,7 @@ def exchange_cases() -> list[Case]:
     compact, batched, flat = Layout.COMPACT, Layout.BATCHED, Layout.FLAT
     return [
         _round("fp8_block batched", "fp8_block", batched, counted=True),
-        _round("mxfp8 abandoned", "mxfp8", batched, quantized=True, spoilt=True, excuses=BYTE_SCALES),
+        _round("mxfp8 abandoned", "mxfp8", batched, quantized=True, poisoned=True, excuses=BYTE_SCALES),
         _round("fp8_block, 4096 tokens", "fp8_block", compact, tokens=4096, counted=True),
         _round("bf16 flat in halves, 8 tokens", "none", flat, tokens=8, halves=True),
         _round("int8_token, 8 tokens, 1 expert", "int8_token", compact, tokens=8, experts=1),

@@ -53,7 +53,7 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         Acquire(name="loads of results", flags="", parts=("strong load",)),
         Stores(
             name="stores of a combine",
-            words=(Site(function="_combine_kernel", kind="store", words="cell"),),
+            words=(Site(function="_combine_kernel", kind="store", words="header"),),
             others=(Site(function="_store_row", kind="store"), Site(function="_sum_rows", kind="store")),
         ),
         Meet(

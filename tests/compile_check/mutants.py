@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         name="half a word",
         module="dispatch_send",
-        old="tl.store(to, cell)",
-        new="tl.store(to.to(tl.pointer_type(tl.int32)), cell.to(tl.int32))",
+        old="tl.store(to, status)",
+        new="tl.store(to.to(tl.pointer_type(tl.int32)), status.to(tl.int32))",
         found="stores of a dispatch: a word does not travel in one piece",
         beside=True,
     ),
@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         name="no agreement",
         module="signals",
-        old="waiting = agree(late, trouble(links, start, looks, patience))",
-        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(links, start, looks, patience)",
+        old="waiting = agree(late, trouble(links, start, polls, timeout_ns))",
+        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(links, start, polls, timeout_ns)",
         found="agreement: warps may part ways",
     ),
     Mutant(

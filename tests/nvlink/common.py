@@ -71,11 +71,11 @@ def with_programs(programs: Programs) -> Iterator[None]:
     shares = {"senders": programs.senders, "receivers": programs.receivers}
 
     def tuned_dispatch(self: tuning.Tuning, *args: Any) -> tuning.DispatchTuning:
-        pieces = {"fenced": 2, "word_block": 32, "taken_block": 128} if programs.small_pieces else {}
+        pieces = {"tokens_per_fence": 2, "word_block": 32, "taken_block": 128} if programs.small_pieces else {}
         return dataclasses.replace(dispatch(self, *args), announcers=programs.announcers, **shares, **pieces)
 
     def tuned_combine(self: tuning.Tuning, *args: Any) -> tuning.CombineTuning:
-        pieces = {"sent_block": 64, "summed_block": 128, "together": 1} if programs.small_pieces else {}
+        pieces = {"sent_block": 64, "summed_block": 128, "rows_in_flight": 1} if programs.small_pieces else {}
         return dataclasses.replace(combine(self, *args), **shares, **pieces)
 
     fused = {name: _Fused(getattr(launches, name)) for name in ("_dispatch_kernel", "_combine_kernel")}

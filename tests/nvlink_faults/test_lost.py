@@ -30,7 +30,7 @@ GIVEN_UP_SECS = 20.0
 NOBODY = 255
 
 
-def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, looks: int, folder: Path) -> None:
+def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, folder: Path) -> None:
     """Run rounds until the victim is lost; survivors write down whom they blame, when, and what comes after."""
     transport = make_transport(group)
     start = time.monotonic()
@@ -46,7 +46,7 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, looks: int, f
                 check_round(transport, round_)
                 continue
             if round_ == LOST_ROUND:
-                transport._exchange._patience = looks or transport._exchange._patience
+                transport._exchange._timeout_ns = polls or transport._exchange._timeout_ns
                 start = time.monotonic()
             run_round(transport, round_)
     except PeerLostError as error:
@@ -62,7 +62,7 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, looks: int, f
 
 
 @pytest.mark.parametrize(
-    ("how", "victim", "where", "looks", "within_secs"),
+    ("how", "victim", "where", "polls", "within_secs"),
     [
         pytest.param("SIGKILL", 0, "dispatch", 0, SLACK_SECS, id="killed-0-before-dispatch"),
         pytest.param("SIGKILL", 1, "combine", 0, SLACK_SECS, id="killed-1-before-combine"),
@@ -72,11 +72,11 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, looks: int, f
     ],
 )
 def test_survivors_name_the_lost_rank(
-    tmp_path: Path, how: str, victim: int, where: str, looks: int, within_secs: float
+    tmp_path: Path, how: str, victim: int, where: str, polls: int, within_secs: float
 ) -> None:
-    if looks and not INTERPRETING:
+    if polls and not INTERPRETING:
         pytest.skip("on a GPU kernels find whoever is stuck")
-    failed = on_ranks(lose_a_rank, victim, how, where, looks, tmp_path)
+    failed = on_ranks(lose_a_rank, victim, how, where, polls, tmp_path)
     assert isinstance(failed, RankFailedError)
     assert failed.rank == victim
     told = recorded(tmp_path)
@@ -111,21 +111,21 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 def tell(group: EPGroup, phase: str) -> int:
-    """The last rank does not come, and rank 0 alone loses patience: what this rank's abort word says.
+    """The last rank does not come, and rank 0 alone loses timeout_ns: what this rank's abort word says.
 
-    No watchdog runs, nobody asks the group, and the others' patience does not end: their waits end by what rank 0's
+    No watchdog runs, nobody asks the group, and the others' timeout_ns does not end: their waits end by what rank 0's
     kernel writes into their abort words, or by the timer here, which names nobody.
     """
     transport, stuck = make_transport(group), group.num_ranks - 1
     transport._faults._watchdog.stop()
-    transport._exchange._patience = 10**15
+    transport._exchange._timeout_ns = 10**15
     if phase == "combine":
         dispatched = begin(transport, 0)
         group.barrier()  # all have it
     timer = threading.Timer(GIVEN_UP_SECS, transport._memory.end_waits, (1 << 32 | NOBODY,))
     timer.start()
     if group.rank == 0:
-        transport._exchange._patience = 50
+        transport._exchange._timeout_ns = 50
     if group.rank != stuck and phase == "combine":
         finish(transport, dispatched)
     elif group.rank != stuck:

@@ -11,7 +11,7 @@ Letters: a is a rank, b another, e the epoch of a round, s a slot.
 
 from collections.abc import Iterator
 
-from protocol.ranks import EMPTY, HERE, IMPATIENT, LATE, OVER, Case, Message, Rank, Slot, State
+from protocol.ranks import EMPTY, HERE, LATE, OVER, TIMED_OUT, Case, Message, Rank, Slot, State
 
 
 class Model:
@@ -99,7 +99,9 @@ class Model:
             yield from self.settle(state, a, must=op == "check")
         elif op == "send":
             e = rank.slots[s].done + 1
-            after = rank.with_slot(s, sent=e, homes=tuple(b for b in rank.active if b != a))._replace(at=rank.at + 1)
+            after = rank.with_slot(s, sent=e, dest_rank_mask=tuple(b for b in rank.active if b != a))._replace(
+                at=rank.at + 1
+            )
             if self.is_off(rank, s, e):
                 yield self.put(state, a, after)
             else:
@@ -132,7 +134,7 @@ class Model:
         _, s = self.case.calls[rank.at]
         slot = rank.slots[s]
         if rank.part == "Y":
-            return [("Y", b) for b in slot.homes if self.value(state, "Y", a, b, s) == EMPTY]
+            return [("Y", b) for b in slot.dest_rank_mask if self.value(state, "Y", a, b, s) == EMPTY]
         e = slot.done + 1 if rank.part == "D" else slot.begun
         others = (b for b in rank.active if b != a)
         return [(rank.part, b) for b in others if self.value(state, rank.part, a, b, s) != e]
@@ -148,14 +150,14 @@ class Model:
                 if len(rank.warps) == 1 and seen == [LATE]:
                     seen = []  # it looks again
                 if late and not rank.abort and self.may_give_up(state, a):
-                    seen.append(IMPATIENT)
+                    seen.append(TIMED_OUT)
                 for found in seen:
                     there = "left" if alone and found != LATE else "meets"
                     warps = (*rank.warps[:w], (there, found), *rank.warps[w + 1 :])
                     yield self.put(state, a, rank._replace(warps=warps))
         found = [found for where, found in rank.warps if where in ("meets", "left")]
         if len({where for where, _ in rank.warps}) == 1 and found:  # they meet at the same barrier
-            if max(found) == IMPATIENT:
+            if max(found) == TIMED_OUT:
                 yield self.end_wait(self.give_up(state, a), a, fine=False)
             elif max(found) == OVER:
                 yield self.end_wait(state, a, fine=False)
@@ -184,7 +186,7 @@ class Model:
         if rank.part == "C" and slot.fine:
             yield self.put(state, a, self.waiting(rank, "Y"))
         elif rank.part == "Y":
-            for b in slot.homes:
+            for b in slot.dest_rank_mask:
                 e = self.value(state, "Y", a, b, s)
                 if e != slot.begun:
                     yield "stale Y" if e < slot.begun else "Y of the next round"

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 EMPTY = 0
 Call = tuple[Literal["look", "check", "send", "receive", "combine"], int]  # and the slot
 Message = tuple[int, str, int, int, int]  # writer, word, owner, slot, value
-LATE, HERE, OVER, IMPATIENT = range(4)  # what a warp finds when it looks
+LATE, HERE, OVER, TIMED_OUT = range(4)  # what a warp finds when it looks
 
 
 class Slot(NamedTuple):
@@ -21,7 +21,7 @@ class Slot(NamedTuple):
     done: int = 0
     resume: int = 0  # rounds before this epoch are not exchanged
     fine: bool = False  # the dispatch has all that it waited for
-    homes: tuple[int, ...] = ()  # ranks that hold tokens of this one
+    dest_rank_mask: tuple[int, ...] = ()  # ranks that hold tokens of this one
     right: bool = True  # the last result was one
     told: bool = False  # its first cells are out
 
@@ -60,7 +60,7 @@ class Case:
 
     Attributes:
         calls: of every rank but the last, which runs the first round of every slot at most.
-        impatient: the ranks whose patience may end. agrees: hosts go on without a lost rank, and call the others.
+        impatient: the ranks whose timeout_ns may end. agrees: hosts go on without a lost rank, and call the others.
     """
 
     calls: tuple[Call, ...]

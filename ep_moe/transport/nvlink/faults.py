@@ -23,7 +23,7 @@ from ep_moe.transport.nvlink.watchdog import NOBODY, Watchdog
 from ep_moe.transport.rounds import bad_ids_message, too_many_tokens_message
 
 # of a wait under the interpreter, which has no timer: more than it makes, for the watchdog keeps the time there
-_LOOKS_PER_SEC = 1000
+_POLLS_PER_SEC = 1000
 REST_SECS = 10.0  # beyond two timeouts, that all launched kernels have to end
 _POLL_SECS = 1e-3
 
@@ -36,7 +36,7 @@ class Faults:
 
     Attributes:
         report: [3] int64 that kernels write and the host reads without a sync.
-        patience: how long a kernel waits, in nanoseconds, or looks under the interpreter.
+        timeout_ns: how long a kernel waits, in nanoseconds, or looks under the interpreter.
         waiting: notes a launch that waits, by phase and round (`Watchdog.waiting`).
     """
 
@@ -45,7 +45,7 @@ class Faults:
         self._num_physical = placement.num_physical
         self.report = torch.zeros(3, dtype=torch.int64, pin_memory=group.device.type == "cuda")
         self._words = memoryview(self.report.numpy())  # type: ignore[arg-type]
-        self.patience = int(group.config.timeout_secs * (_LOOKS_PER_SEC if INTERPRET else 1e9))
+        self.timeout_ns = int(group.config.timeout_secs * (_POLLS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
         self._watchdog = Watchdog(group, memory, self._members)
         self.waiting = self._watchdog.waiting

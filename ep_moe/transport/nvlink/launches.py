@@ -69,7 +69,7 @@ class Exchange:
         device: torch.device,
         most_receivers: int,
         report: torch.Tensor,
-        patience: int,
+        timeout_ns: int,
     ) -> None:
         self._config, self._rank, self._device, self._memory = config, rank, device, memory
         self.num_ranks = placement.num_ranks
@@ -84,7 +84,7 @@ class Exchange:
         self._own = [
             Own(
                 slot.state,
-                slot.homes,
+                slot.dest_rank_mask,
                 slot.rows,
                 slot.row_weights,
                 slot.num_rows,
@@ -100,7 +100,7 @@ class Exchange:
             for slot in memory.slots
         ]
         self._empty = torch.empty(0, dtype=config.dtype, device=device)
-        self._patience = patience
+        self._timeout_ns = timeout_ns
         # on a GPU a kernel's programs may start before the one before it has ended, and wait for it themselves
         self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
         self._planner = Planner(
@@ -166,12 +166,12 @@ class Exchange:
         for send, receive in halves if kind.split_dispatch else whole:
             launch = self._dispatch_of(0, sent, send=send, receive=receive)
             filled = batch if receive else Batch(self._nothing, self._unscaled)
-            found.append((launch, (sent.tokens, filled), (*sent.strides, *sent.layer, self._patience)))
+            found.append((launch, (sent.tokens, filled), (*sent.strides, *sent.layer, self._timeout_ns)))
         for send, receive in halves if kind.split_combine else whole:
-            home = shared if receive else None
-            launch = self._combine_of(0, sent, spoilt=not send, shared=home, send=send, receive=receive)
-            results = Results(self._empty, self._empty if home is None else home, self._empty)
-            found.append((launch, (results,), (0, 0, self._patience)))
+            added = shared if receive else None
+            launch = self._combine_of(0, sent, poisoned=not send, shared=added, send=send, receive=receive)
+            results = Results(self._empty, self._empty if added is None else added, self._empty)
+            found.append((launch, (results,), (0, 0, self._timeout_ns)))
         return found
 
     def prepare(
@@ -190,10 +190,10 @@ class Exchange:
         """
         scheme, nothing = plan.payload.scheme, self._nothing
         ids, weights = routing.topk_ids, routing.topk_weights
-        if plan.how and not plan.blocks and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
+        if plan.fused_quant and not plan.blocks and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
             count = nothing if num_tokens is None else aligned(num_tokens)
             return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal, layer)
-        if scheme.quantized and not isinstance(x, Quantized) and not plan.how:
+        if scheme.quantized and not isinstance(x, Quantized) and not plan.fused_quant:
             if num_tokens is not None:  # a scale that tokens share must not know the rows that are none
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
             x = quantize(x, scheme)
@@ -203,8 +203,8 @@ class Exchange:
             values, scale = as_words(x.values), aligned(as_bytes(x.scale))
             scale_strides = scale.stride()
         else:
-            values = aligned_rows(x) if plan.how else as_words(x)
-        values = values if plan.how else aligned(values)
+            values = aligned_rows(x) if plan.fused_quant else as_words(x)
+        values = values if plan.fused_quant else aligned(values)
         ids, weights = _aligned_columns(ids), _aligned_columns(weights)
         count = nothing if num_tokens is None else aligned(num_tokens)
         block_counts = self._count_blocks(ids, count, plan) if plan.blocks else nothing
@@ -235,7 +235,7 @@ class Exchange:
     def send(self, slot: int, sent: Sent) -> None:
         """Launch the sending half of a dispatch. Local, no host sync."""
         launch = self._dispatch_of(slot, sent, send=True, receive=False)
-        launch((sent.tokens, Batch(self._nothing, self._unscaled)), (*sent.strides, *sent.layer, self._patience))
+        launch((sent.tokens, Batch(self._nothing, self._unscaled)), (*sent.strides, *sent.layer, self._timeout_ns))
 
     def receive(self, slot: int, sent: Sent, *, send: bool) -> ExpertBatch:
         """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
@@ -243,7 +243,7 @@ class Exchange:
         launch = self._dispatch_of(slot, sent, send=send, receive=True)
         x, scale = self._allocate(plan, slot)
         batch = Batch(x, self._unscaled if scale is None else scale) if launch.loaded else self._as_stored(x, scale)
-        launch((sent.tokens, batch), (*sent.strides, *sent.layer, self._patience))
+        launch((sent.tokens, batch), (*sent.strides, *sent.layer, self._timeout_ns))
         kept = plan.kept[slot]
         if plan.layout is Layout.BATCHED:
             return Batched(x=x, scale=scale, row_index=None, **kept["common"])
@@ -258,7 +258,7 @@ class Exchange:
         """
         plan = sent.plan
         if plan.layout is not Layout.FLAT:  # its rows stay where they arrive
-            given = plan.payload.scheme.quantized and not plan.how
+            given = plan.payload.scheme.quantized and not plan.fused_quant
             sizes = plan.num_tokens, plan.payload.num_topk
             counted = plan.constants["COUNTED"]
             plan = self._planner.plan(*sizes, Layout.FLAT, plan.payload.scheme, given=given, counted=counted)
@@ -354,21 +354,21 @@ class Exchange:
     ) -> None:
         """Launch a combine or one half of it; where it sends without `y`, NaN goes home. Local, no host sync."""
         like = self._empty
-        y, spoilt = (like, True) if y is None else (aligned(y), False)
+        y, poisoned = (like, True) if y is None else (aligned(y), False)
         results = Results(y, like if shared is None else shared, like if out is None else out)
         strides = (
             0 if shared is None else shared.stride(0) // ALIGNMENT,
             0 if out is None else out.stride(0) // ALIGNMENT,
         )
-        launch = self._combine_of(slot, sent, spoilt=spoilt, shared=shared, send=send, receive=receive)
-        launch((results,), (*strides, self._patience))
+        launch = self._combine_of(slot, sent, poisoned=poisoned, shared=shared, send=send, receive=receive)
+        launch((results,), (*strides, self._timeout_ns))
 
     def _combine_of(
-        self, slot: int, sent: Sent, *, spoilt: bool, shared: torch.Tensor | None, send: bool, receive: bool
+        self, slot: int, sent: Sent, *, poisoned: bool, shared: torch.Tensor | None, send: bool, receive: bool
     ) -> Launch:
         """The launch of a combine or one half of it."""
         plan, config = sent.plan, self._config
-        key = (slot, spoilt, None if shared is None else shared.dtype, send, receive)
+        key = (slot, poisoned, None if shared is None else shared.dtype, send, receive)
         launch = plan.combines.get(key)
         if launch is None:
             programs, k = self.tuning.combine(plan.num_tokens, self.num_ranks), plan.payload.num_topk
@@ -378,7 +378,7 @@ class Exchange:
                 "H": config.hidden,
                 "SENT_BLOCK": block_words(config.hidden, programs.sent_block),
                 "SUMMED_BLOCK": awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
-                "TOGETHER": programs.together,
+                "ROWS_IN_FLIGHT": programs.rows_in_flight,
                 "UNIT": ALIGNMENT,
                 "R": self.num_ranks,
                 "RANK": self._rank,
@@ -386,7 +386,7 @@ class Exchange:
                 "K": k,
                 "COLUMNS": triton.next_power_of_2(k),
                 "SUMMED": plan.layout is Layout.FLAT,
-                "SPOILT": spoilt,
+                "POISONED": poisoned,
                 "SHARED": shared is not None,
                 "SEND": send,
                 "RECEIVE": receive,

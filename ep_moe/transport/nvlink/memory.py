@@ -26,13 +26,13 @@ SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: on
 class Regions:
     """Bytes of each region of a slot, in the order of `ep_moe.kernels.exchange`."""
 
-    news: int
+    headers: int
     flags: int
     entries: int
     values: int
     scales: int
     word_rows: int
-    combine_cells: int
+    combine_headers: int
     returned: int
 
     @classmethod
@@ -43,13 +43,13 @@ class Regions:
         scale_bytes = max(config.hidden // SCALE_SHARE, 16)
         words = (row_bytes + scale_bytes + 8 * config.max_topk) // 4 + 2
         return cls(
-            news=num_ranks * (device_code.HEADER_WORDS.value + max_experts) * WORD_BYTES,
+            headers=num_ranks * (device_code.HEADER_WORDS.value + max_experts) * WORD_BYTES,
             flags=rows * WORD_BYTES,
             entries=rows * 8 * config.max_topk,
             values=rows * row_bytes,
             scales=rows * scale_bytes,
             word_rows=num_ranks * word_tokens * words * WORD_BYTES,
-            combine_cells=num_ranks * WORD_BYTES,
+            combine_headers=num_ranks * WORD_BYTES,
             returned=rows * row_bytes,
         )
 
@@ -66,7 +66,7 @@ class SlotMemory:
 
     peers: tuple[int, ...]  # where each rank's memory of this slot is mapped here
     state: torch.Tensor  # [STATE_WORDS] int32
-    homes: torch.Tensor  # [M] int32
+    dest_rank_mask: torch.Tensor  # [M] int32
     waited_ns: torch.Tensor  # [2, R] int64: for each source in this round, and in all
     rows_seen: torch.Tensor  # [L] int64
     num_rows: torch.Tensor  # [L] int32
@@ -127,7 +127,7 @@ class ExchangeMemory:
         return SlotMemory(
             peers=peers,
             state=state,
-            homes=zeros(config.max_tokens_per_rank),
+            dest_rank_mask=zeros(config.max_tokens_per_rank),
             waited_ns=zeros(2, num_ranks, dtype=torch.int64),
             rows_seen=zeros(experts, dtype=torch.int64),
             num_rows=zeros(experts),

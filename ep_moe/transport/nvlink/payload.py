@@ -12,7 +12,7 @@ from ep_moe.config import ALIGNMENT
 from ep_moe.quant import QuantScheme
 from ep_moe.transport.wire import RowFormat
 
-_QUANTIZED_ON_THE_WAY = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+_FUSED_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +46,10 @@ class Payload:
         return self.scheme.num_groups(self.hidden)
 
     @property
-    def on_the_way(self) -> str:
+    def fused_quant(self) -> str:
         """How the send kernel quantizes, "" where it cannot: then `quantize` does before it."""
         scheme = self.scheme
-        how = _QUANTIZED_ON_THE_WAY.get(scheme.dtype, "") if scheme.dtype is not None else ""
+        how = _FUSED_DTYPES.get(scheme.dtype, "") if scheme.dtype is not None else ""
         if scheme.scale_dtype is not torch.float32 or scheme.activation not in ("token", "group"):
             return ""
         if scheme.activation == "group" and scheme.block[1] & (scheme.block[1] - 1):

@@ -42,7 +42,7 @@ class Plan:
     fingerprint: int
     layout: Layout
     num_tokens: int  # T, the rows that are brought
-    how: str  # they are quantized on the way
+    fused_quant: str  # how the send kernel quantizes, "" if it does not
     unit: int  # numbers, or words, that strides of rows count
     blocks: int  # of tokens whose ids are counted beforehand, 0 where each program counts all itself
     announcers: int
@@ -104,29 +104,29 @@ class Planner:
         """The plan for so many rows of x, `given` in the scheme, `counted` by the device."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
-        how = "" if given or not scheme.quantized else payload.on_the_way
+        fused_quant = "" if given or not scheme.quantized else payload.fused_quant
         planned = rows > UNPLANNED_TOKENS
         programs = self._tuning.dispatch(rows, num_ranks)
         count = BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
         share = max(min(triton.next_power_of_2(num_physical), _ANNOUNCED // count), 1)
         words, row_words = block_words(payload.value_words, programs.word_block), block_words(payload.value_words)
-        if how:  # words are made of whole groups
+        if fused_quant:  # words are made of whole groups
             words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
         groups = triton.next_power_of_2(max(payload.num_groups, 1))
-        unit = ALIGNMENT if how else math.gcd(payload.value_words, 4)
+        unit = ALIGNMENT if fused_quant else math.gcd(payload.value_words, 4)
         constants = {
-            "H": config.hidden if how else payload.value_words,
-            "GROUP": payload.group if how else 1,
+            "H": config.hidden if fused_quant else payload.value_words,
+            "GROUP": payload.group if fused_quant else 1,
             "G": payload.num_groups,
             "GROUPS": groups,
             "SENT_WORDS": row_words,
             "WORD_BLOCK": words,
-            "WORD_GROUPS": words * 4 // payload.group if how else groups,
+            "WORD_GROUPS": words * 4 // payload.group if fused_quant else groups,
             "TAKEN_WORDS": awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
             "VALUE_WORDS": payload.value_words,
             "UNIT": unit,
             "ENTRY": 2 * config.max_topk,
-            "FENCED": programs.fenced,
+            "TOKENS_PER_FENCE": programs.tokens_per_fence,
             "R": num_ranks,
             "RANK": self._rank,
             "STARTS": self._placement.starts,
@@ -135,10 +135,10 @@ class Planner:
             "COLUMNS": triton.next_power_of_2(num_topk),
             "L": self._max_experts,
             "EXPERTS": triton.next_power_of_2(self._max_experts),
-            "NEWS_WORDS": triton.next_power_of_2(self._max_experts + HEADER_WORDS.value),
+            "HEADER_SPAN": triton.next_power_of_2(self._max_experts + HEADER_WORDS.value),
             "TOKENS": count,
             "COUNTED_EXPERTS": share,
-            "QUANTIZE": how,
+            "QUANTIZE": fused_quant,
             "COUNTED": counted,
             "PLANNED": planned,
             "BATCHED": layout is Layout.BATCHED,
@@ -157,7 +157,7 @@ class Planner:
             fingerprint=payload.fingerprint,
             layout=layout,
             num_tokens=rows,
-            how=how,
+            fused_quant=fused_quant,
             unit=unit,
             blocks=triton.cdiv(rows, BLOCK_TOKENS) if planned else 0,
             announcers=1 if planned else min(triton.cdiv(num_physical, share), programs.announcers),
@@ -168,7 +168,13 @@ class Planner:
             scale_shape=scale.shape[lead:],
             scale_strides=scale.stride()[lead:],
             output_shape=(*frame.x.shape[lead:-1], config.hidden),
-            strides=(config.hidden // ALIGNMENT if how else payload.value_words // unit, 0, 0, num_topk, num_topk),
+            strides=(
+                config.hidden // ALIGNMENT if fused_quant else payload.value_words // unit,
+                0,
+                0,
+                num_topk,
+                num_topk,
+            ),
             expected_rows=max(triton.cdiv(rows * num_ranks * num_topk, num_physical), 1),
             constants=constants,
         )

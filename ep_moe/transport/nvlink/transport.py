@@ -29,7 +29,7 @@ from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
 from ep_moe.transport.nvlink.plans import kind_of
 from ep_moe.transport.nvlink.room import OpenRounds, Room, most_receivers
 from ep_moe.transport.nvlink.tuning import WORD_TOKENS
-from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_home, count_rows
+from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_results, count_rows
 
 MOST_RANKS = 32  # a bit for each
 MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry holds a place below this, and the expert above it
@@ -42,7 +42,7 @@ _STILL_IN_USE: list[object] = []  # by kernels that did not end: to free it woul
 class _Round:
     round: int
     sent: Sent
-    home: torch.Tensor | None = None  # y of a combine that has been sent: it must outlive its launch
+    sent_y: torch.Tensor | None = None  # of a combine that has been sent: it must outlive its launch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class NvlinkTransport(Transport):
             device=group.device,
             most_receivers=most_receivers(group.device, config.num_slots),
             report=self._faults.report,
-            patience=self._faults.patience,
+            timeout_ns=self._faults.timeout_ns,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
         self._open: OpenRounds | None = None
@@ -257,7 +257,7 @@ class NvlinkTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
         self._check_output(y, state, dispatched)
-        return self._bring_home(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
+        return self._receive_results(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
 
     def _check_output(self, y: torch.Tensor, state: _Round, dispatched: Dispatched) -> None:
         """As `check_expert_output`; what fits takes the host no time."""
@@ -274,7 +274,7 @@ class NvlinkTransport(Transport):
         self._check_output(y, state, dispatched)
         y = y.contiguous()
         self._combine(handle.slot, state, y, send=True, receive=False)
-        state.home = y
+        state.sent_y = y
         self._slots.advance(handle.slot, "combine_send", state)
 
     def combine_recv(
@@ -285,9 +285,9 @@ class NvlinkTransport(Transport):
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
-        return self._bring_home(handle.slot, state, None, shared=shared, out=out, send=False)
+        return self._receive_results(handle.slot, state, None, shared=shared, out=out, send=False)
 
-    def _bring_home(
+    def _receive_results(
         self,
         slot: int,
         state: _Round,
@@ -299,7 +299,7 @@ class NvlinkTransport(Transport):
     ) -> torch.Tensor:
         """Launch the receiving half of a combine, or with `send` both."""
         shape = (state.sent.num_tokens, self.config.hidden)
-        check_home(shape, self.config, self.device, shared=shared, out=out)
+        check_results(shape, self.config, self.device, shared=shared, out=out)
         shared = None if shared is None else aligned_rows(shared)
         direct = out is not None and is_aligned(out)
         target = out if direct else None

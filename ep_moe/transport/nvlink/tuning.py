@@ -23,7 +23,7 @@ class DispatchTuning:
     senders: int
     receivers: int
     num_warps: int
-    fenced: int  # tokens that a program sends between two fences
+    tokens_per_fence: int  # tokens that a program sends between two fences
     word_block: int  # 32-bit words of a token that a program sends at a time as words
     taken_block: int  # 32-bit words of a row that a program takes at a time
 
@@ -37,7 +37,7 @@ class CombineTuning:
     num_warps: int
     sent_block: int  # columns that a program sends at a time
     summed_block: int  # columns that a program sums at a time
-    together: int  # rows of a token that are loaded at a time
+    rows_in_flight: int  # rows of a token that are loaded at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Tuning:
         """For T tokens of this rank at most."""
         if INTERPRET:
             return DispatchTuning(
-                announcers=1, senders=1, receivers=1, num_warps=4, fenced=2, word_block=512, taken_block=1024
+                announcers=1, senders=1, receivers=1, num_warps=4, tokens_per_fence=2, word_block=512, taken_block=1024
             )
         words = num_tokens <= WORD_TOKENS
         announcers = min(32, self._share(8))
@@ -65,7 +65,7 @@ class Tuning:
             senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132, self._share(2, announcers)),
             receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers, self._share(2, announcers)),
             num_warps=4,
-            fenced=1 if num_tokens <= UNPLANNED_TOKENS else 2 if num_tokens <= 1024 else 4,
+            tokens_per_fence=1 if num_tokens <= UNPLANNED_TOKENS else 2 if num_tokens <= 1024 else 4,
             word_block=512,
             taken_block=2048,
         )
@@ -77,7 +77,9 @@ class Tuning:
     def combine(self, num_tokens: int, num_ranks: int) -> CombineTuning:
         """For T tokens of this rank at most."""
         if INTERPRET:
-            return CombineTuning(senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, together=2)
+            return CombineTuning(
+                senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, rows_in_flight=2
+            )
         block = 1024 if num_tokens <= WORD_TOKENS else 2048
         return CombineTuning(
             senders=min(max(num_tokens * num_ranks * 4, 32), 264 if num_tokens <= 1024 else 200, self._share(2)),
@@ -87,7 +89,7 @@ class Tuning:
             num_warps=4,
             sent_block=block,
             summed_block=block,
-            together=4,
+            rows_in_flight=4,
         )
 
     def _share(self, parts: int, taken: int = 0) -> int:
