@@ -1,15 +1,17 @@
-"""The experts' results home, by stores into the memory of the ranks that sent the tokens.
+"""The combine kernel: stores the experts' results into the memory of the tokens' source ranks, and sums them there.
 
-The experts' rank weighs and sums a token's local experts and stores one row at home; home sums the ranks' rows. No
-flag says that a row is there: no number of it is ever all ones (any NaN travels as one that is not), home keeps all
-ones where a row is to come, looks until none are left, and restores them once it has read the row. So a row is summed
-as soon as it arrives, and nothing is fenced.
+The rank of the experts weights and sums a token's local experts and stores one row at the token's source rank, which
+sums the rows of all ranks. No flag says that a row has arrived; rows carry a Lamport-style sentinel instead: the source
+rank fills the place of each expected row with all ones, which no stored element is (a NaN is stored as another NaN),
+polls until none are left, and restores them after it has read the row. So a row is summed as soon as it arrives, and
+nothing is fenced.
 
-Rule: a combine cell says that its rank has read all that this round's dispatch brought it; only then may the next
-round's dispatch overwrite that. Rule: nothing here reads what the dispatch brought, only this slot's own copies of it,
-for peers may send the next round as soon as they have all cells. Rule: every rank waits for all cells. Rule: a round's
-results are sent once: home has restored all ones by then, and would take them for the next round's. Rule: a rank
-restores all ones before its next dispatch announces itself, which peers wait for before they send results again.
+Rule: a combine header says that its rank has read all that this round's dispatch sent it; only then may the next
+round's dispatch overwrite that. Rule: the combine reads only this slot's own copies of what the dispatch brought, since
+peers may send the next round as soon as they have all combine headers. Rule: every rank waits for all combine headers.
+Rule: a round's results are sent once: the source rank has restored the sentinel by then, and would take a second copy
+for the next round's results. Rule: a rank restores the sentinel before it sends its next dispatch's header, which peers
+wait for before they send results again.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
 """
@@ -68,7 +70,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def _store_row(total, to_ptr, column, inside):
-    """Round a block of a row and store it, any NaN as the one that is not all ones."""
+    """Round a block of a row and store it, every NaN as one that is not all ones."""
     clean = tl.where(total == total, total, float("nan"))
     tl.store(to_ptr + column, round_to(clean, to_ptr.dtype.element_ty), mask=inside)
 
@@ -77,7 +79,7 @@ def _store_row(total, to_ptr, column, inside):
 def _rows_of_item(
     own, i, tokens, slots, R: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Return the home and the token of an item, and the first of the token's rows here, -1 where there is none."""
+    """Return an item's source rank, its token, and the token's pool row, -1 if the source has fewer tokens."""
     token = i // (R * BLOCKS)
     source = (RANK + 1 + i // BLOCKS) % R  # this rank's own come last, for they take no time on the wire
     return source, token, tl.where(token < pick(tokens, source, RANKS), source * slots + token, -1)
@@ -178,7 +180,7 @@ def _sum_rows(
 ):
     """Sum every token's rows in rank order in float32 as they arrive, add `shared`, round once.
 
-    A token that a row is lost of is NaN.
+    A token with a missing row becomes NaN.
     """
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -269,8 +271,8 @@ def _combine_kernel(
     RANKS: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SUMMED: tl.constexpr,  # y is weighed and summed already (FLAT)
-    POISONED: tl.constexpr,  # there is no y: NaN goes home
+    SUMMED: tl.constexpr,  # y is weighted and summed already (FLAT)
+    POISONED: tl.constexpr,  # there is no y: NaN is sent
     SHARED: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,

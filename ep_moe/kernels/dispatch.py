@@ -1,19 +1,19 @@
-"""Tokens to the ranks of their experts by stores into these ranks' memory, and from there into a layout.
+"""The dispatch kernel: stores tokens into the memory of the ranks of their experts, and lays out what arrives there.
 
-Of the programs of a launch the first announce, some send and the last receive; one may do all, in this order. Only
-receivers wait. Send and receive may be one launch or two, of any numbers of programs; receivers must be resident beside
-the senders of their launch, or come after them.
+The first programs of a launch send headers, some send tokens, the last receive; one program may do all three, in this
+order. Only receivers wait. Send and receive may be one launch or two, with any number of programs; receivers must be
+resident beside the senders of their launch, or run after them.
 
-What a rank tells every rank in a round, first of all: a cell (its number of tokens, or why it refuses), the format of
-its payload, which layer the round is of, and how many rows each expert gets from it. These are words (see `signals`):
-they need no fence, and the receiver can compute where every row goes before the first row is there.
+A rank sends every rank its header first: a status word (its number of tokens, or why it refuses), the format of its
+payload, the layer, and the number of rows for each expert. These are LL words (see `signals`): they need no fence, and
+the receiver can compute the place of every row before the first row arrives.
 
-A rank with at most `word_tokens` tokens sends them as words too, one for each 32 bits of payload: twice the bytes, but
-no fence and no flag. Else a token is a row, stored plainly, and a flag word.
+A rank with at most `word_tokens` tokens sends them as LL words too, one for each 32 bits of payload: twice the bytes,
+but no fence and no flag. Otherwise a token is a row, stored plainly, and a flag word.
 
-Rule: every rank publishes to every rank in every round and waits for every rank, with no tokens too. Rule: nothing is
-written here before the round before has ended on this rank (its combine, that is): only then is it known that the
-others have read all of it. Rule: the epoch is the device's own, one more than the last round that has ended here.
+Rule: every rank publishes to every rank in every round and waits for every rank, with zero tokens too. Rule: nothing is
+written before the previous round's combine has ended on this rank: only then have the others read all of that round.
+Rule: the epoch is the device's own, one more than the last round that has ended on this rank.
 
 Letters: T tokens on this rank, K top-k, H hidden, G scale groups, R ranks, M max_tokens_per_rank, P physical experts, B
 blocks of tokens, L the most experts that a rank owns, C rows that share a matrix of scales.
@@ -102,7 +102,7 @@ def _dispatch_kernel(
     HEADER_SPAN: tl.constexpr,
     TOKENS: tl.constexpr,  # of a block, T rounded up where not PLANNED
     COUNTED_EXPERTS: tl.constexpr,
-    QUANTIZE: tl.constexpr,  # on the way: "" or how
+    QUANTIZE: tl.constexpr,  # by the sender: "" or how
     COUNTED: tl.constexpr,  # the device says how many tokens there are
     PLANNED: tl.constexpr,  # ids are counted already
     BATCHED: tl.constexpr,

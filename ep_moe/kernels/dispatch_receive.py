@@ -1,4 +1,4 @@
-"""The receiving half of a dispatch: waits for what ranks announce, and lays their tokens out as they arrive.
+"""The receiving half of a dispatch: waits for all headers, and lays out tokens as they arrive.
 
 Letters: K top-k, G scale groups, R ranks, M max_tokens_per_rank, L the most experts that a rank owns, C rows that share
 a matrix of scales.
@@ -77,10 +77,10 @@ def _judge(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return why a round is off, FINE where it is not, the rank that it is due to, and the int64 that belongs to it.
+    """Return a round's verdict (FINE, or why it fails), the rank that caused it, and the int64 that describes it.
 
     This rank's own mistake comes first: its host has raised it already. The number of a mismatch has a bit for each
-    rank whose format is not this one's; that of bad ids is one of them above their count; that of another layer is the
+    rank with another format; that of bad ids is one of them above their count; that of another layer is the
     other rank's `settings` above its `layer`.
     """
     source = tl.arange(0, RANKS)
@@ -118,7 +118,7 @@ def _place_experts(
     EXPERTS: tl.constexpr,  # L rounded up
     BATCHED: tl.constexpr,
 ):
-    """Return the first row of each expert for each source, [RANKS * EXPERTS], from the counts; `tells` writes them.
+    """Return the first row of each expert for each source, [RANKS * EXPERTS]; with `tells` also write the counts.
 
     Example: two sources send expert 7, whose rows start at 64, 3 and 2 rows: they begin at 64 and at 67.
     """
@@ -164,7 +164,7 @@ def _write_token(
     POOLED: tl.constexpr,
     COPY: tl.constexpr,  # of values, which where POOLED may lie where they are to be
 ):
-    """Write a block of a token to all of its rows, and where they are.
+    """Write a block of a token to all of its rows, and note the rows.
 
     Example: entry (expert 2, place 3) of a source whose first row for expert 2 is 64 is row 67.
     """
@@ -222,13 +222,13 @@ def _take_words(
     EXPERTS: tl.constexpr,
     POOLED: tl.constexpr,
 ):
-    """Wait for a block of a token that travels as words, and write it out; returns 0 where the exchange is over.
+    """Wait for a block of a token that was sent as LL words, and write it out; returns 0 if the exchange is aborted.
 
-    The words are used where the wait sees them complete: nothing has to be read again.
+    The words are used as the completing poll has read them: nothing is read twice.
 
-    Rule: a warp uses only copies that it has judged itself, or has read after all warps agreed. Warps that hold no
-    part of a short tensor of their own hold copies of others' parts. Up to WARP elements every warp has all of them;
-    above that scales are spread over all threads, and entries are read again.
+    Rule: a warp uses only copies that it has checked itself, or has read after all warps agreed. Warps beyond the size
+    of a short tensor hold copies of other warps' parts. Up to WARP elements every warp has all of them; above that
+    scales are spread over all threads, and entries are read again.
     """
     SPREAD_GROUPS: tl.constexpr = SPREAD if WARP < GROUPS and GROUPS < SPREAD else GROUPS
     column, group = tl.arange(0, COLUMNS), tl.arange(0, SPREAD_GROUPS)
@@ -313,7 +313,7 @@ def _take_row(
     EXPERTS: tl.constexpr,
     POOLED: tl.constexpr,
 ):
-    """Wait for the flag of a token that travels as a row, and write a block of it out; returns 0 where it is over."""
+    """Wait for the flag of a token that was sent as a row, and write out a block of it; returns 0 if aborted."""
     column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
     word = block * WORDS + tl.arange(0, WORDS)
     base = links.bases[RANK]
@@ -365,7 +365,7 @@ def _take_row(
 
 @triton.jit
 def _fill_unused(own, tokens, receiver, receivers, slots, R: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr):
-    """Say of the slots of a pool that no token came into that they have no expert."""
+    """Mark the pool rows that received no token as rows without experts."""
     for first in range(receiver * FILLED, R * slots, receivers * FILLED):
         slot = first + tl.arange(0, FILLED).to(tl.int64)
         present = tl.zeros([FILLED], tl.int32)
@@ -415,9 +415,9 @@ def receive(
     WORDY: tl.constexpr,  # words may travel
     TAKE_ROWS: tl.constexpr,  # and rows
 ):
-    """Wait for what all ranks announce, find where rows go, and write out this program's share of them.
+    """Wait for the headers of all ranks, compute the place of every row, and write out this program's share of rows.
 
-    Rule: how many tokens there are is read from this round's cells, which the combine finds copied in the state.
+    Rule: the numbers of tokens come from this round's headers; the combine reads their copies in the slot's state.
     """
     BLOCKS: tl.constexpr = (VALUE_WORDS + WORDS - 1) // WORDS
     WIDTH: tl.constexpr = 2 * K + VALUE_WORDS + (G + 1) // 2 * 2

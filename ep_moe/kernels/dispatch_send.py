@@ -1,4 +1,4 @@
-"""The sending half of a dispatch: what a rank announces, and its tokens as rows or as words.
+"""The sending half of a dispatch: a rank's header, and its tokens as rows or as LL words.
 
 Letters: T tokens on this rank, K top-k, H hidden, G scale groups, R ranks, P physical experts, B blocks of tokens.
 """
@@ -93,9 +93,9 @@ def announce(
     EXPERTS: tl.constexpr,  # that are announced at a time
     PLANNED: tl.constexpr,
 ):
-    """Tell every rank this rank's cell, format, layer and counts.
+    """Send every rank this rank's header: status, format, layer and counts.
 
-    Rule: all of it goes out in every round, also where a cell says that the round is off, for all is waited for.
+    Rule: all of it is sent in every round, also with a status that refuses the round, since receivers wait for all.
     """
     token = tl.arange(0, TOKENS)
     totals_ptr = tokens.block_counts_ptr + num_blocks.to(tl.int64) * (num_physical + 1)
@@ -154,7 +154,7 @@ def _read_routing(
     TOKENS: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
-    """Return of one token the experts [COLUMNS], -1 for repeats and none, their weights, repeats added, and places.
+    """Return a token's experts [COLUMNS] (-1 for repeats and none), their weights with repeats added, and their places.
 
     The place is how many earlier tokens of this rank go to the expert. Weights are added in column order, as in
     `ep_moe.layout.reference.merge_repeats`.
@@ -316,7 +316,7 @@ def send_rows(
     QUANTIZE: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
-    """Store this program's share of the tokens as rows; fence; then say of each, at every rank, whether it is there."""
+    """Store this program's share of the tokens as rows; fence; then set each token's flag at every rank."""
     index = tl.arange(0, TOKENS_PER_FENCE)
     for chunk in range(sender, (present + TOKENS_PER_FENCE - 1) // TOKENS_PER_FENCE, senders):
         went = tl.zeros([TOKENS_PER_FENCE], tl.int32)
@@ -441,7 +441,7 @@ def send_words(
     QUANTIZE: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
-    """Store this program's share of blocks of tokens as words, which say themselves that they are there."""
+    """Store this program's share of blocks of tokens as LL words, which need no flag."""
     BLOCKS: tl.constexpr = (VALUE_WORDS + WORDS - 1) // WORDS
     WIDTH: tl.constexpr = 2 * K + VALUE_WORDS + (G + 1) // 2 * 2  # even, so that pairs of words are aligned
     for i in range(sender, present * BLOCKS, senders):

@@ -12,10 +12,8 @@ import triton.language as tl
 from ep_moe.kernels.signals import SPREAD, as_pointer, fence, is_over, make_word
 
 # regions of a rank's memory for one slot, by place in `Links.offsets`
-HEADERS = tl.constexpr(
-    0
-)  # [R, HEADER_WORDS + L] words, by source: its cell, format, layer (2), its rows for each expert
-FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token comes here
+HEADERS = tl.constexpr(0)  # [R, HEADER_WORDS + L] words, by source: status, format, layer (2), rows for each expert
+FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token was sent here
 ENTRIES = tl.constexpr(2)  # [R, M, 2 * max_topk] int32: experts and places, then weights
 VALUES = tl.constexpr(3)  # [R, M, row] payload
 SCALES = tl.constexpr(4)  # [R, M, G] scales
@@ -38,8 +36,8 @@ RUNS = tl.constexpr(43)  # what programs of this round's combine have added up t
 SENT_ONCE = tl.constexpr(1 << 14)  # those of a whole launch that sends; also the most programs of a launch
 RECEIVED_ONCE = tl.constexpr(1 << 29)  # those of one that receives
 
-# what a cell says above 28 bits of number
-FINE = tl.constexpr(0)  # tokens
+# codes of a header's status word, above 28 bits of number
+FINE = tl.constexpr(0)  # the number of tokens follows
 REFUSED = tl.constexpr(1)  # the caller's input is bad
 TOO_MANY = tl.constexpr(2)  # tokens, above the limit
 BAD_IDS = tl.constexpr(3)  # ids that no rank owns
@@ -83,27 +81,27 @@ class Own(NamedTuple):
 
 @triton.jit
 def region(base, links, name: tl.constexpr, dtype: tl.constexpr):
-    """Where a region begins in the memory of a rank that is mapped at `base`."""
+    """The start of a region in the memory of a rank, which is mapped at `base`."""
     return as_pointer(base.to(tl.int64) + links.offsets[name], dtype)
 
 
 @triton.jit
 def is_active(active, r):
-    """Whether rank r takes part. A rank that does not is never sent to, waited for or read."""
+    """Whether rank r takes part. Nothing is sent to a rank that does not, nor read or awaited from it."""
     return ((active >> (r & 31)) & 1) > 0
 
 
 @triton.jit
 def next_epoch(done):
-    """The epoch after `done`; never 0, which is what memory holds that nobody has written."""
+    """The epoch after `done`; never 0, the value of memory that was never written."""
     return tl.where(done == -1, 1, done + 1)
 
 
 @triton.jit
 def is_off(links, own, epoch):
-    """Whether a round is not to be exchanged: a rank has given up, or the ranks have agreed to resume later.
+    """Whether a round is skipped: this rank's abort word is set, or the ranks have agreed to resume with a later round.
 
-    The same in all warps of all programs of a rank, but for the moment in which a rank gives up.
+    The same in all warps of all programs of a rank, except at the moment in which the abort word is set.
     """
     return is_over(links.abort_ptr) | _is_before_resumption(own, epoch)
 
@@ -117,11 +115,12 @@ def _is_before_resumption(own, epoch):
 
 @triton.jit
 def begin_combine(links, own, epoch, SEND: tl.constexpr, RECEIVE: tl.constexpr):
-    """Return whether a launch of this half of the round's combine has run already, and whether the round is off or so.
+    """Return whether this half of the round's combine has been launched already, and whether the round is skipped.
 
-    The first is the same in all programs of a launch: each looks, and only then adds its part. A launch adds up to the
-    same, whatever its number of programs: while the first one runs no program finds it complete, and in a second one
-    every program does. Relaxed: nothing else hangs on it. Example: 3 programs that send add 16382, 1 and 1.
+    The first is the same in all programs of a launch: each reads the sum, and only then adds its part. The parts of a
+    launch add up to a constant, whatever its number of programs: no program of the first launch finds the sum complete,
+    and every program of a second one does. Relaxed: it orders nothing else. Example: 3 programs that send add 16382, 1
+    and 1.
     """
     UNIT: tl.constexpr = (1 if SEND else 0) + (RECEIVED_ONCE // SENT_ONCE if RECEIVE else 0)
     everywhere = tl.arange(0, SPREAD) * 0
@@ -146,9 +145,9 @@ def pick(vector, index, N: tl.constexpr):
 
 @triton.jit
 def report(report_ptr, epoch, verdict, source, value, own_value):
-    """Tell the host of a round that is off; what was told before and not yet read stays.
+    """Report a failed round to the host; a report that the host has not read yet stays.
 
-    Release at system scope: the host reads the numbers after the word.
+    Release at system scope: the host reads the word first, then the numbers.
     """
     told = tl.load(report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
     if tl.max((told != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence

@@ -1,18 +1,18 @@
-"""Words that ranks write into each other's memory, and bounded waits for them.
+"""Signals between ranks: 64-bit words that carry an epoch (NCCL calls this an LL protocol), and bounded waits for them.
 
-A word is 64 bits, the epoch of its round above 32 bits of payload, and is written in one piece: whoever finds the epoch
-that it waits for has the payload too, without any fence, and never needs the word to be cleared. Rows that are too long
-for words are stored plainly; then all threads of the program meet, each fences at system scope, and the word that says
-that the row is there follows (release). Who waits for such a word polls it with acquire loads.
+A word holds the epoch of its round above 32 bits of payload and is written in one piece: a reader that finds the epoch
+it waits for has the payload too, without any fence, and words never need to be cleared. Rows are too long for that:
+they are stored plainly, then all threads of the program pass a barrier, each fences at system scope, and a flag word
+follows (release). The receiver polls the flag with acquire loads.
 
-Every wait ends: by the word, by another rank's news that the exchange is over (`abort`), or when `timeout_ns` is used
-up, in nanoseconds on a GPU and in looks under the interpreter, which has no timer. The first rank to lose timeout_ns
-tells all others whom it suspects, and they take that over.
+Every wait is bounded. It ends when the word arrives, when another rank has set this rank's abort word, or after
+`timeout_ns`: nanoseconds on a GPU, polls in the interpreter, which has no timer. The first rank that times out sets
+every peer's abort word to the rank that it suspects, and they take that suspect over.
 
-Rule: what may change while it is looked at decides nothing before all warps of a program agree on it (`agree`): warps
-that part ways never meet again.
+Rule: a value that may change while it is read decides no branch before all warps of the program agree on it (`agree`):
+warps that diverge here deadlock at the next barrier.
 
-Functions that take `links` read of it what tells of aborts (`ep_moe.kernels.exchange.Links`). Letters: R ranks.
+Functions that take `links` use its abort words (`ep_moe.kernels.exchange.Links`). Letters: R ranks.
 """
 
 import triton
@@ -22,10 +22,10 @@ from ep_moe.kernels.numerics import INTERPRET
 
 DISPATCH = tl.constexpr(0)  # phases, as an abort word names them
 COMBINE = tl.constexpr(1)
-LATE = tl.constexpr(1)  # what a look finds, added up
+LATE = tl.constexpr(1)  # results of one poll, added up
 OVER = tl.constexpr(2)
 TIMED_OUT = tl.constexpr(4)
-SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # looks at the host's memory: one of these plus one
+SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # the host's word is read in one of these plus one polls
 SPREAD = tl.constexpr(256)  # elements that are spread over all threads of a program, of 8 warps at most
 
 
@@ -65,7 +65,7 @@ def clock():
 def fence():
     """Order all earlier accesses of this program before its later ones, for every rank.
 
-    All threads meet, so that each one's fence covers what the others have stored.
+    The barrier comes first, so that each thread's fence covers the stores of all threads.
     """
     tl.debug_barrier()
     if not INTERPRET:
@@ -86,9 +86,9 @@ def wait_for_launch(PDL: tl.constexpr):
 
 @triton.jit
 def give_up(links, phase, epoch, suspect, R: tl.constexpr):
-    """Say that `suspect` did not answer in a phase of a round. What was said first stays, here and at every rank.
+    """Set every rank's abort word: `suspect` did not answer in a phase of a round. A word that is set already stays.
 
-    The word is (epoch, suspect + 1 + 256 * phase). Compare-and-swap at system scope, relaxed: nothing else hangs on it.
+    The word is (epoch, suspect + 1 + 256 * phase). Compare-and-swap at system scope, relaxed: it orders nothing else.
     """
     word = make_word(epoch, (suspect + 1 + 256 * phase).to(tl.int32))
     zero = tl.zeros([], tl.int64)
@@ -101,7 +101,7 @@ def give_up(links, phase, epoch, suspect, R: tl.constexpr):
 
 @triton.jit
 def pause():
-    """Leave the processor to others for a moment, between two looks."""
+    """Yield the SM to other warps for a moment, between two polls."""
     if not INTERPRET:
         tl.inline_asm_elementwise("nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -116,10 +116,10 @@ def timed_out(start, polls, timeout_ns):
 
 @triton.jit
 def trouble(links, start, polls, timeout_ns):
-    """What may end a wait, as one warp sees it: OVER where a rank has given up, TIMED_OUT, both or 0.
+    """What may end a wait, as one warp sees it: OVER if this rank's abort word is set, TIMED_OUT, both or 0.
 
-    Now and then, for it is far away, the word of this rank's host is looked at too, and taken over unless a rank has
-    given up already: the next look finds it.
+    The abort word in host memory is read in few polls, since that is slow, and copied to the one on the device unless
+    that is set: the next poll finds it.
     """
     abort = tl.load(links.abort_ptr, volatile=True)
     urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
@@ -130,16 +130,16 @@ def trouble(links, start, polls, timeout_ns):
 
 @triton.jit
 def agree(late, what):
-    """Return 0 where no element of `late` is true, else LATE + `what`, the same in all warps of the program.
+    """Return 0 if no element of `late` is true, else LATE + `what`: the same value in all warps of the program.
 
-    `late` has an element per thread at least, so that the reduction is one over all warps, which meet in it.
+    `late` has at least one element per thread, so that the reduction spans all warps and synchronizes them.
     """
     return tl.max(tl.where(late, LATE + what, 0), 0)
 
 
 @triton.jit
 def is_over(abort_ptr):
-    """Whether a rank has given up, the same in all warps. Loads a word per thread."""
+    """Whether this rank's abort word is set, the same in all warps. Each thread loads it."""
     index = tl.arange(0, SPREAD)
     return tl.max((tl.load(abort_ptr + index * 0, volatile=True) != 0).to(tl.int32), 0) > 0
 
@@ -157,7 +157,7 @@ def wait_for_words(
     measure,
     R: tl.constexpr,
 ):
-    """Wait until all words carry `epoch`; returns 1, or 0 where the exchange is over. Relaxed: a word says it all."""
+    """Wait until all words carry `epoch`; returns 1, or 0 if the exchange is aborted. Relaxed: a word is complete."""
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting = tl.full([], LATE, tl.int32)
     here = tl.zeros([], tl.int32)
@@ -180,10 +180,10 @@ def wait_for_words(
 
 @triton.jit
 def wait_for_flag(flag_ptr, source, epoch, links, timeout_ns, phase, R: tl.constexpr):
-    """Wait until a word carries `epoch`; returns its payload, or -1 where the exchange is over.
+    """Wait until a word carries `epoch`; returns its payload, or -1 if the exchange is aborted.
 
-    Acquire at system scope by one thread, which then meets the others: what the writer stored before its fence may be
-    read after this.
+    One thread acquires at system scope, then all pass a barrier: what the writer stored before its fence may be read
+    after this.
     """
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting, payload = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
