@@ -75,16 +75,16 @@ _ENGINE_OPTIONS: dict[str, Any] = {
         int | None,
         typer.Option(help=f"Ranks to start on this machine, {_ENGINE.nproc} if not given; torchrun starts its own."),
     ],
-    "device": Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where every rank has its own GPU.")],
-    "dtype": Annotated[str, typer.Option(help=f"Of weights and activations: {', '.join(DTYPES)}.")],
+    "device": Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda if every rank has its own GPU.")],
+    "dtype": Annotated[str, typer.Option(help=f"Dtype of weights and activations: {', '.join(DTYPES)}.")],
     "scheme": Annotated[
         str, typer.Option("--quant", help=f"{_QUANT}; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}.")
     ],
-    "transport": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['transport'])}.")],
-    "experts": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['experts'])}.")],
-    "placement": Annotated[str, typer.Option(help=f"{', '.join(_NAMES['placement'])}.")],
-    "layout": Annotated[Layout, typer.Option(help="How tokens lie in memory for the experts.")],
-    "max_tokens_per_rank": Annotated[int, typer.Option(help="Most tokens that a rank brings to one forward pass.")],
+    "transport": Annotated[str, typer.Option(help=f"Token exchange: {', '.join(_NAMES['transport'])}.")],
+    "experts": Annotated[str, typer.Option(help=f"Expert implementation: {', '.join(_NAMES['experts'])}.")],
+    "placement": Annotated[str, typer.Option(help=f"Which rank owns which expert: {', '.join(_NAMES['placement'])}.")],
+    "layout": Annotated[Layout, typer.Option(help="Layout of the expert batch.")],
+    "max_tokens_per_rank": Annotated[int, typer.Option(help="Most tokens of one rank in a forward pass.")],
     "timeout_secs": Annotated[float, typer.Option(help="How long a rank waits for another before naming it lost.")],
 }
 # what is not read from a checkpoint has no scheme of its own
@@ -202,10 +202,14 @@ def run_command(
 def generate_command(
     engine: EngineConfig,
     prompts: Annotated[list[str], typer.Argument(help="Texts to continue; - reads one from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(help="For each prompt.")] = _GENERATE.max_new_tokens,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = _GENERATE.temperature,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass.")] = _GENERATE.top_p,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = _GENERATE.seed,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = _GENERATE.max_new_tokens,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")
+    ] = _GENERATE.temperature,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the likeliest tokens that hold this share of the probability.")
+    ] = _GENERATE.top_p,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = _GENERATE.seed,
 ) -> dict[str, Any]:
     """Continue prompts, which are spread over the ranks."""
     texts = tuple(sys.stdin.read() if prompt == "-" else prompt for prompt in prompts)
@@ -220,18 +224,20 @@ def generate_command(
 def eval_command(
     engine: EngineConfig,
     text: Annotated[str, typer.Option(help="A UTF-8 file; empty is the held-out text that ships.")] = _EVAL.text,
-    max_bytes: Annotated[int, typer.Option(help="Use no more of the text; 0 uses all.")] = _EVAL.max_bytes,
-    window: Annotated[int, typer.Option(help="Tokens that the model sees at once.")] = _EVAL.window,
+    max_bytes: Annotated[int, typer.Option(help="Most bytes of the text that are used; 0 uses all.")] = _EVAL.max_bytes,
+    window: Annotated[int, typer.Option(help="Tokens per window.")] = _EVAL.window,
     batch: Annotated[int, typer.Option(help="Windows in one forward pass.")] = _EVAL.batch,
-    whole: Annotated[bool, typer.Option(help="Evaluate the whole model beside it.")] = _EVAL.whole,
+    whole: Annotated[bool, typer.Option(help="Evaluate the whole model on every rank too.")] = _EVAL.whole,
 ) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
     return evaluate(engine, EvalConfig(text=text, max_bytes=max_bytes, window=window, batch=batch, whole=whole))
 
 
 _APPEND = Annotated[Path | None, typer.Option(help="Add the measured rows to this .jsonl file; needs --commit.")]
-_COMMIT = Annotated[str, typer.Option(help="Of the source that is measured, as `git rev-parse HEAD` prints it.")]
-_SWEEP = Annotated[bool, typer.Option("--sweep", help="Mark the rows as exploring: they do not count.")]
+_COMMIT = Annotated[
+    str, typer.Option(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append.")
+]
+_SWEEP = Annotated[bool, typer.Option("--sweep", help="Mark the rows as exploratory: the report leaves them out.")]
 _NOT_REPEATED = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # options of a row and their values
 
 
@@ -242,7 +248,7 @@ def _measure(run: Callable[[], dict[str, Any]], append: Path | None, commit: str
     """
     if append is None:
         if commit or sweep:
-            raise ValueError("commit and sweep are said of a row that is written down: they need --append")
+            raise ValueError("--commit and --sweep require --append")
         return run()
     check_path(append)
     if not commit:
@@ -311,16 +317,16 @@ def _repeatable(arguments: list[str]) -> str:
 def bench_layer_command(
     engine: EngineConfig,
     preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _LAYER.preset,
-    tokens: Annotated[list[int], typer.Option(help="Of each rank; may be given again.")] = list(_LAYER.tokens),  # noqa: B006
-    hidden: Annotated[int, typer.Option(help="In place of the preset's, if not 0.")] = _LAYER.hidden,
-    intermediate: Annotated[int, typer.Option(help="The same.")] = _LAYER.intermediate,
-    num_experts: Annotated[int, typer.Option(help="The same.")] = _LAYER.num_experts,
-    num_topk: Annotated[int, typer.Option(help="The same.")] = _LAYER.num_topk,
-    routing: Annotated[str, typer.Option(help=f"{', '.join(ROUTINGS)}: some are popular.")] = _LAYER.routing,
-    seed: Annotated[int, typer.Option(help="Of experts, tokens and logits.")] = _LAYER.seed,
-    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = _LAYER.warmup,
+    tokens: Annotated[list[int], typer.Option(help="Tokens per rank (repeatable).")] = list(_LAYER.tokens),  # noqa: B006
+    hidden: Annotated[int, typer.Option(help="Overrides the preset's hidden size, if not 0.")] = _LAYER.hidden,
+    intermediate: Annotated[int, typer.Option(help="Overrides the preset's intermediate size.")] = _LAYER.intermediate,
+    num_experts: Annotated[int, typer.Option(help="Overrides the preset's number of experts.")] = _LAYER.num_experts,
+    num_topk: Annotated[int, typer.Option(help="Overrides the preset's experts per token.")] = _LAYER.num_topk,
+    routing: Annotated[str, typer.Option(help=f"Expert popularity: {', '.join(ROUTINGS)}.")] = _LAYER.routing,
+    seed: Annotated[int, typer.Option(help="Seed of experts, tokens and logits.")] = _LAYER.seed,
+    warmup: Annotated[int, typer.Option(help="Warm-up calls.")] = _LAYER.warmup,
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = _LAYER.repeats,
-    sample_rows: Annotated[int, typer.Option(help="Tokens of each rank that are checked.")] = _LAYER.sample_rows,
+    sample_rows: Annotated[int, typer.Option(help="Tokens per rank whose results are checked.")] = _LAYER.sample_rows,
     graph: Annotated[bool, typer.Option("--graph", help="Time the replay of CUDA graphs too.")] = _LAYER.graph,
     append: _APPEND = None,
     commit: _COMMIT = "",
@@ -358,30 +364,40 @@ def bench_layer_command(
 def bench_transport_command(
     engine: EngineConfig,
     suite: Annotated[
-        str, typer.Option(help=f"A set of sizes, in place of all below but the transports: {', '.join(SUITES)}.")
+        str,
+        typer.Option(
+            help=f"A named set of sizes, which replaces all options below but the transports: {', '.join(SUITES)}."
+        ),
     ] = _TRANSPORT.suite,
-    tokens: Annotated[list[int], typer.Option(help="Of each rank; may be given again.")] = list(_TRANSPORT.tokens),  # noqa: B006
-    hidden: Annotated[int, typer.Option(help="Size of a token.")] = _TRANSPORT.hidden,
-    num_topk: Annotated[int, typer.Option(help="Experts of a token.")] = _TRANSPORT.num_topk,
-    num_experts: Annotated[int, typer.Option(help="Of all ranks.")] = _TRANSPORT.num_experts,
-    layout: Annotated[
-        list[Layout], typer.Option(help="How tokens lie in memory for the experts; may be given again.")
-    ] = list(_TRANSPORT.layouts),  # noqa: B006
-    payload: Annotated[
-        list[str], typer.Option(help=f"How tokens travel; may be given again: {', '.join(SCHEMES)}.")
-    ] = list(_TRANSPORT.payloads),  # noqa: B006
-    routing: Annotated[str, typer.Option(help=f"{', '.join(TRANSPORT_ROUTINGS)}.")] = _TRANSPORT.routing,
+    tokens: Annotated[list[int], typer.Option(help="Tokens per rank (repeatable).")] = list(_TRANSPORT.tokens),  # noqa: B006
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = _TRANSPORT.hidden,
+    num_topk: Annotated[int, typer.Option(help="Experts per token.")] = _TRANSPORT.num_topk,
+    num_experts: Annotated[int, typer.Option(help="Experts of all ranks.")] = _TRANSPORT.num_experts,
+    layout: Annotated[list[Layout], typer.Option(help="Layout of the expert batch (repeatable).")] = list(
+        _TRANSPORT.layouts
+    ),  # noqa: B006
+    payload: Annotated[list[str], typer.Option(help=f"Payload format (repeatable): {', '.join(SCHEMES)}.")] = list(
+        _TRANSPORT.payloads
+    ),  # noqa: B006
+    routing: Annotated[
+        str, typer.Option(help=f"Expert popularity: {', '.join(TRANSPORT_ROUTINGS)}.")
+    ] = _TRANSPORT.routing,
     graph: Annotated[
-        bool, typer.Option("--graph/--eager", help="Replay CUDA graphs, or call; collective and local are called.")
+        bool,
+        typer.Option(
+            "--graph/--eager", help="Replay CUDA graphs, or call eagerly; collective and local are always called."
+        ),
     ] = _TRANSPORT.graph,
     num_sms: Annotated[
-        int, typer.Option(help="The most multiprocessors that a kernel of nvlink takes; 0 sets no limit.")
+        int, typer.Option(help="Most SMs that a kernel of nvlink takes; 0 sets no limit.")
     ] = _TRANSPORT.num_sms,
-    transport: Annotated[list[str], typer.Option(help=f"May be given again: {', '.join(_NAMES['transport'])}.")] = list(  # noqa: B006
+    transport: Annotated[
+        list[str], typer.Option(help=f"Transports (repeatable): {', '.join(_NAMES['transport'])}.")
+    ] = list(  # noqa: B006
         _TRANSPORT.transports
     ),
-    seed: Annotated[int, typer.Option(help="Of tokens, ids and weights.")] = _TRANSPORT.seed,
-    warmup: Annotated[int, typer.Option(help="Replays before the timed ones.")] = _TRANSPORT.warmup,
+    seed: Annotated[int, typer.Option(help="Seed of tokens, ids and weights.")] = _TRANSPORT.seed,
+    warmup: Annotated[int, typer.Option(help="Warm-up replays.")] = _TRANSPORT.warmup,
     repeats: Annotated[int, typer.Option(help="Timed replays.")] = _TRANSPORT.repeats,
     append: _APPEND = None,
     commit: _COMMIT = "",
@@ -416,14 +432,14 @@ def bench_transport_command(
 def bench_model_command(
     engine: EngineConfig,
     preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(MODEL_PRESETS)}.")] = _MODEL.preset,
-    layers: Annotated[int, typer.Option(help="How many, whatever the model has.")] = _MODEL.layers,
-    batch: Annotated[int, typer.Option(help="Sequences of each rank.")] = _MODEL.batch,
-    prompt_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = _MODEL.prompt_tokens,
-    new_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = _MODEL.new_tokens,
+    layers: Annotated[int, typer.Option(help="MoE layers of the random model.")] = _MODEL.layers,
+    batch: Annotated[int, typer.Option(help="Sequences per rank.")] = _MODEL.batch,
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per sequence.")] = _MODEL.prompt_tokens,
+    new_tokens: Annotated[int, typer.Option(help="New tokens per sequence.")] = _MODEL.new_tokens,
     repeats: Annotated[int, typer.Option(help="Timed generations.")] = _MODEL.repeats,
-    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = _MODEL.seed,
+    seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = _MODEL.seed,
     baseline_experts: Annotated[
-        str, typer.Option(help=f"Of transformers' own: {', '.join(EXPERTS_IMPLEMENTATIONS)}.")
+        str, typer.Option(help=f"Experts implementation of transformers' own: {', '.join(EXPERTS_IMPLEMENTATIONS)}.")
     ] = _MODEL.baseline_experts,
     hook: Annotated[bool, typer.Option("--hook", help="Plug our exchange into transformers' own too.")] = _MODEL.hook,
     append: _APPEND = None,
@@ -460,13 +476,13 @@ def bench_experts_command(
     engine: EngineConfig,
     preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _EXPERTS.preset,
     ep_size: Annotated[
-        int, typer.Option(help="Ranks that the preset's experts are spread over; one's share is measured.")
+        int, typer.Option(help="Ranks that share the preset's experts; one rank's share is measured.")
     ] = _EXPERTS.ep_size,
-    rows: Annotated[list[int], typer.Option(help="Of an average expert; may be given again.")] = list(_EXPERTS.rows),  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of experts, tokens and rows of each expert.")] = _EXPERTS.seed,
-    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = _EXPERTS.warmup,
+    rows: Annotated[list[int], typer.Option(help="Average rows per expert (repeatable).")] = list(_EXPERTS.rows),  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of experts, tokens and rows per expert.")] = _EXPERTS.seed,
+    warmup: Annotated[int, typer.Option(help="Warm-up calls.")] = _EXPERTS.warmup,
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = _EXPERTS.repeats,
-    sample_experts: Annotated[int, typer.Option(help="Experts that are checked, all rows.")] = _EXPERTS.sample_experts,
+    sample_experts: Annotated[int, typer.Option(help="Experts whose rows are all checked.")] = _EXPERTS.sample_experts,
     append: _APPEND = None,
     commit: _COMMIT = "",
     sweep: _SWEEP = False,

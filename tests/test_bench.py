@@ -1121,7 +1121,7 @@ def test_the_page_of_this_repository_is_what_its_rows_make() -> None:
 WRONG = {
     "no-commit": (["layer", "--append", "a.jsonl"], "append needs --commit"),
     "bad-commit": (["layer", "--append", "a.jsonl", "--commit", "HEAD"], "commit ('HEAD') is not 7 to 40 hex digits"),
-    "no-append": (["model", "--sweep"], "commit and sweep are said of a row that is written down"),
+    "no-append": (["model", "--sweep"], "--commit and --sweep require --append"),
     "suffix": (["model", "--append", "a.json", "--commit", "0123abc"], "append ('a.json') must end in .jsonl"),
     "folder": (
         ["layer", "--append", f"{__file__}/a.jsonl", "--commit", "0123abc"],
