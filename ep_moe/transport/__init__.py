@@ -1,4 +1,4 @@
-"""Token exchange. `base` is the seam; `TRANSPORTS` holds the implementations by name."""
+"""Token exchange. `base` is the interface; `TRANSPORTS` holds the implementations by name."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def _nvlink_transport(group: EPGroup, placement: Placement, config: TransportConfig) -> Transport:
-    """Import Triton when it is asked for: it is there on Linux alone."""
+    """Build the one-sided transport. Triton is imported here because it exists only on Linux."""
     try:
         import triton
     except ImportError as error:
@@ -40,11 +40,11 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
     """Build a transport by name.
 
     "auto" is "local" for one rank; "nvlink" on GPUs that all reach each other's memory; else "collective". Rank 0 logs
-    what it is, and why it is not "nvlink", at level INFO.
+    the choice, and the reason if it is not "nvlink", at level INFO.
 
-    "nvlink" on a CPU needs TRITON_INTERPRET=1 in the environment before Triton is imported: it is for tests.
+    "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
-    Errors: ValueError lists the names; RuntimeError for "nvlink" where memory or Triton is out of reach. Collective.
+    Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton. Collective.
     """
     if name == "auto":
         name = _choose(group)
@@ -54,7 +54,7 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
 
 
 def _choose(group: EPGroup) -> str:
-    """What "auto" is for a group. Collective."""
+    """The name of the transport that "auto" selects for a group. Collective."""
     if group.num_ranks == 1:
         name, reason = "local", "there is one rank"
     elif group.device.type != "cuda":

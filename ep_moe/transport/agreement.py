@@ -1,4 +1,4 @@
-"""What the ranks of a transport compare when they make it: sizes and placement must be the same on all of them."""
+"""The check, when a transport is created, that sizes and placement are the same on all ranks."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from ep_moe.placement import Placement
 
 
 def compare_ranks(group: EPGroup, placement: Placement, config: TransportConfig) -> None:
-    """Raise ValueError where a rank makes its transport differently, or where the placement is for other ranks.
+    """Raise ValueError if ranks differ in config or placement, or if the placement is for another number of ranks.
 
-    The message holds what differs, this rank's value and the other's. Collective, host sync.
+    The message holds the differing fields, with this rank's value and the other's. Collective, host sync.
     """
     for rank, (their_placement, their_config) in enumerate(group.all_gather_object((placement, config))):
         differences = [*_config_differences(config, their_config), *_placement_differences(placement, their_placement)]
@@ -33,7 +33,7 @@ def _config_differences(own: TransportConfig, theirs: TransportConfig) -> Iterat
 
 
 def _placement_differences(own: Placement, theirs: Placement) -> Iterator[str]:
-    """The first place where the tuples of two placements differ: whole ones have hundreds of numbers."""
+    """The first element at which the tuples of two placements differ: a whole tuple has hundreds of elements."""
     for name in ("starts", "physical_to_logical"):
         mine, other = getattr(own, name), getattr(theirs, name)
         if len(mine) != len(other):

@@ -1,4 +1,4 @@
-"""The seam of token exchange: what a transport promises, whoever moves the bytes.
+"""The interface that every token exchange implements.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank.
 """
@@ -18,9 +18,9 @@ from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
-    """What a transport needs to bring a round home. Made by a dispatch, spent by its combine.
+    """Identifies a round to its combine. Made by a dispatch, valid for one combine.
 
-    A transport may keep more in a subclass; callers pass it back untouched.
+    A transport may keep more state in a subclass; callers pass it back unchanged.
     """
 
     slot: int
@@ -29,7 +29,7 @@ class Handle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatched:
-    """The outcome of a dispatch: the batch for the experts and the handle for the combine."""
+    """The result of a dispatch: the batch for the experts and the handle for the combine."""
 
     batch: ExpertBatch
     handle: Handle
@@ -39,29 +39,29 @@ class Transport(Protocol):
     """Moves tokens to the ranks of their experts and the weighted sums back.
 
     Ids are physical: rank r owns [placement.starts[r], placement.starts[r + 1]). Every rank of the group takes part in
-    every round, with zero tokens too. A slot goes dispatch_send, dispatch_recv, combine_send, combine_recv, in that
-    order, and serves one thread at a time; `config.num_slots` rounds may be open at once. A round that cannot go on is
-    ended by `refuse` or `sit_out` in place of its dispatch_send, or by `abandon` after it.
+    every round, even with zero tokens. The calls on a slot are dispatch_send, dispatch_recv, combine_send and
+    combine_recv, in that order, from one thread at a time; `config.num_slots` rounds may be open at once. A round that
+    cannot continue is ended by `refuse` or `sit_out` in place of its dispatch_send, or by `abandon` after it.
 
-    Once the transport or its group is destroyed every call is a RuntimeError, but for `destroy`.
+    Once the transport or its group is destroyed every call except `destroy` raises RuntimeError.
 
     Attributes:
-        num_rounds: how many rounds this rank has begun. A dispatch that raises and leaves it as it was has told the
-            others nothing: they wait until it is made again, or for `sit_out`.
+        num_rounds: how many rounds this rank has begun. A dispatch that raises without changing it has sent nothing:
+            the other ranks wait until this rank repeats the call or calls `sit_out`.
     """
 
     config: TransportConfig
     placement: Placement
     rank: int
     num_ranks: int
-    device: torch.device  # where x, ids and results live
+    device: torch.device  # of x, ids and results
     num_rounds: int
     num_layers: int = 0
 
     def number_layer(self) -> int:
-        """Count one layer more that uses this transport; returns its number, from 0.
+        """Register one more layer that uses this transport; returns its number, from 0.
 
-        Ranks that make their layers in the same order give the same layer the same number. Local.
+        A layer has the same number on all ranks if they create their layers in the same order. Local.
         """
         self.num_layers += 1
         return self.num_layers - 1
@@ -77,22 +77,22 @@ class Transport(Protocol):
         num_tokens: torch.Tensor | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
-        """Quantize once (a `Quantized` is taken as it is) and send each token once to every rank that needs it.
+        """Quantize once (a `Quantized` x is sent as it is) and send each token once to every rank that needs it.
 
         Args:
             x: [T, H], T <= M, in the config's dtype, or `Quantized` in `scheme`. With one rank and FLAT the experts
-                may read it where it lies.
+                may read this tensor in place.
             routing: physical topk_ids [T, K] int32 or int64, -1 none; topk_weights [T, K] float32.
             layout: of this rank's batch; ranks may differ. scheme: of the payload, the same on all ranks.
-            num_tokens: optional, one int32 on the device: how many of the T rows are tokens. The round is that of these
-                rows, and what combine returns holds anything in the others.
-            layer: which layer the round is of, compared between all ranks.
-        Errors: ValueError, before any payload is sent, on the rank that passed bad input, of whatever type, and, naming
-        that rank, on all others; the next round works. Ranks whose `layer` differs are named by a ValueError on all of
-        them. A slot that does not exist is a ValueError on this rank alone, which may call again. A transport that does
-        not wait for the others raises on the others, and on this rank for what only the device knows (ids,
-        `num_tokens`, `layer`), in `check`: that round gives NaN. `PeerLostError` names a rank that does not answer
-        within the deadline. Collective.
+            num_tokens: optional, one int32 on the device: how many of the T rows are tokens. Only the first
+                `num_tokens` rows are sent; the other rows of combine's result are undefined.
+            layer: the layer that the round belongs to, compared between all ranks.
+        Errors: bad input of any kind raises ValueError before any payload is sent: on the rank that passed it, and on
+        all others with that rank's name; the next round works. Ranks whose `layer` differs are named by a ValueError
+        on all of them. A slot that does not exist is a ValueError on this rank alone, which may call again. A transport
+        that does not wait for the others raises in `check` on the other ranks, and on this rank if only the device
+        knows the bad value (ids, `num_tokens`, `layer`); that round gives NaN. `PeerLostError` names a rank that does
+        not answer within the deadline. Collective.
         """
         ...
 
@@ -101,13 +101,13 @@ class Transport(Protocol):
         ...
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
-        """Weigh and sum each token's local experts in float32, send one row per (token, rank) in the config's dtype.
+        """Weight and sum each token's local experts in float32, send one row per (token, rank) in the config's dtype.
 
         Args:
-            y: the experts' output for `dispatched.batch`; FLAT outputs are weighed and summed already. It may travel
-                as it lies: nobody writes to it before combine_recv has returned. If it was allocated on another
-                stream than the current one, the caller records that (`Tensor.record_stream`), as for x and routing.
-        Errors: ValueError, with the slot as it was, for a y that does not fit the batch. Collective.
+            y: the experts' output for `dispatched.batch`; in FLAT it is the weighted sum already. It may be sent in
+                place: do not write to it before combine_recv has returned. If it was allocated on another stream than
+                the current one, the caller records that (`Tensor.record_stream`), as for x and routing.
+        Errors: ValueError, with the slot unchanged, for a y that does not fit the batch. Collective.
         """
         ...
 
@@ -120,20 +120,20 @@ class Transport(Protocol):
             shared: [T, H] in the config's dtype or float32, the shared experts' output.
             out: optional result, [T, H] in the config's dtype.
         Returns: [T, H] in the config's dtype; a token without experts gets zeros (or `shared`).
-        Errors: ValueError, with the slot as it was, where shared or out do not fit. Collective.
+        Errors: ValueError, with the slot unchanged, if shared or out do not fit. Collective.
         """
         ...
 
     def refuse(self, error: ValueError, *, slot: int = 0) -> NoReturn:
-        """Join a round with no tokens and an error flag, in place of dispatch_send, because this rank's input is bad.
+        """Join a round with zero tokens and an error flag, in place of dispatch_send, because this rank's input is bad.
 
-        Every rank raises ValueError, this one `error` itself, the others as in `dispatch_send`, and the next round
-        works. Collective.
+        Every rank raises ValueError: this rank `error` itself, the others as in `dispatch_send`. The next round works.
+        Collective.
         """
         ...
 
     def sit_out(self, *, num_topk: int, scheme: QuantScheme, slot: int = 0, layer: LayerTag = NO_LAYER) -> None:
-        """Join a round with no tokens and compute nothing, in place of dispatch_send, because this rank has failed.
+        """Join a round with zero tokens and compute nothing, in place of dispatch_send, because this rank has failed.
 
         The other ranks get NaN for the tokens that they sent here, and the next round works.
 
@@ -151,26 +151,26 @@ class Transport(Protocol):
         self.abandon(slot=slot)
 
     def abandon(self, *, slot: int = 0) -> None:
-        """End an open round whose experts cannot be computed here, whatever it waits for.
+        """End an open round, at any of its calls, because its experts cannot be computed here.
 
-        This rank's rows go home as NaN: the others get a result that cannot be taken for one. A slot that is not open
-        stays as it is. Errors: `PeerLostError`. Collective.
+        This rank returns NaN rows to the source ranks, so that none mistakes them for a result. A slot that is not
+        open is left unchanged. Errors: `PeerLostError`. Collective.
         """
         ...
 
     def check(self) -> None:
-        """Wait for the rounds that this rank has begun and ended, and raise what went wrong in them.
+        """Wait for the rounds that this rank has begun and ended, and raise their errors.
 
-        A rank that replays CUDA graphs and makes no eager call learns of a lost rank here alone. With `on_peer_loss`
-        "mask" it also votes here on who goes on. The others leave out a rank that does not vote within
-        `timeout_secs`, so such a rank calls this more often than that. Rounds that it replays before the vote give NaN.
-        Errors: ValueError for a round that a rank refused, `PeerLostError`. Local, host sync; collective where a rank
-        was lost and others go on.
+        A rank that only replays CUDA graphs, without eager calls, learns of a lost rank here alone. With `on_peer_loss`
+        "mask" it also votes here on the ranks that stay active. The others drop a rank that does not vote within
+        `timeout_secs`, so it must call this more often than that. Rounds that it replays before the vote give NaN.
+        Errors: ValueError for a round that a rank refused, `PeerLostError`. Local, host sync; collective if a rank
+        was lost and the others continue.
         """
         ...
 
     def destroy(self) -> None:
-        """Free what the transport holds. Local; calling it twice is fine."""
+        """Free the transport's memory. Local; calling it twice is fine."""
         ...
 
     def dispatch(

@@ -1,9 +1,9 @@
-"""The transport that runs everywhere: all_to_all over gloo or NCCL. The yardstick of the faster ones.
+"""The transport that runs everywhere: all_to_all over gloo or NCCL. The baseline for the faster ones.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, N received rows, P physical experts.
 
-A round is three exchanges: a header (counts, refusals), the rows of tokens, and the rows that come home. The header
-makes every rank learn of a bad input before any payload is sent, so that all of them raise and the next round works.
+A round is three exchanges: headers (counts, error flags), the rows of tokens, and the result rows back to their source
+ranks. Headers tell every rank of bad input before any payload is sent: all ranks raise, and the next round works.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from ep_moe.transport.wire import RowFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveHandle(Handle):
-    """The way back of a round: where each received row belongs."""
+    """The maps by which a combine returns each received row to its source rank."""
 
     token_to_row: torch.Tensor  # [N, K] int32
     topk_weights: torch.Tensor  # [N, K] float32, repeats merged
@@ -49,21 +49,21 @@ class CollectiveHandle(Handle):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Round:
     round: int
-    num_rows: int  # that were brought, of which the first `num_tokens` are tokens
+    num_rows: int  # rows of x, of which the first `num_tokens` are tokens
     num_tokens: int
     layout: Layout
     scheme: QuantScheme
     row_format: RowFormat
-    token_to_row: torch.Tensor  # [T, R] int32: which row that was sent, and so comes home, is a token's, -1 none
+    token_to_row: torch.Tensor  # [T, R] int32: a token's row in the send buffer, and in the results' buffer, -1 none
     send_counts: tuple[int, ...]  # rows sent to each rank
     recv_counts: tuple[int, ...]  # rows received from each rank
     recv_pairs: int  # received (token, local expert) pairs
-    buffer: torch.Tensor  # what the exchange in flight fills
+    buffer: torch.Tensor  # destination of the exchange in flight
     work: dist.Work | None
-    keep: torch.Tensor  # what the exchange in flight reads; it must outlive it
+    keep: torch.Tensor  # source of the exchange in flight, kept alive until it ends
 
     def settled(self) -> "_Round":
-        """The round between its exchanges: nothing is in flight, and its buffers are free."""
+        """The round between its exchanges: nothing is in flight, and its buffers are released."""
         nothing = self.buffer.new_empty(0)
         return dataclasses.replace(self, buffer=nothing, keep=nothing, work=None)
 
@@ -72,7 +72,7 @@ class CollectiveTransport(Transport):
     """Exchange by `all_to_all_single`, each token once per destination rank.
 
     Args:
-        group: the ranks; gloo or NCCL, one rank without a process group too.
+        group: the ranks; gloo or NCCL, or one rank without a process group.
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
@@ -107,7 +107,7 @@ class CollectiveTransport(Transport):
         num_tokens: torch.Tensor | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
-        """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload travels on behind."""
+        """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload is sent asynchronously."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         device = self.device
@@ -137,7 +137,7 @@ class CollectiveTransport(Transport):
             routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, layer=layer.words, header=headers[0]
         )
         if scheme.quantized and not isinstance(x, Quantized):
-            x = quantize(x, scheme)  # may find no memory: nobody waits for these rows yet
+            x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         sent, received = self._exchange_headers(headers, round_)
         self._raise_refusals(received, round_)
@@ -218,7 +218,7 @@ class CollectiveTransport(Transport):
         check_results(shape, self.config, state.buffer.device, shared=shared, out=out)
         self._wait(state.work, "combine", state.round)
         result, tokens = state.buffer.new_empty(shape) if out is None else out, slice(state.num_tokens)
-        # a token stands at most once among a rank's rows, and ranks are the columns: summed in rank order
+        # a token has at most one row per rank, and ranks are the columns: summed in rank order
         weighted_sum(
             state.buffer,
             state.token_to_row,
@@ -230,7 +230,7 @@ class CollectiveTransport(Transport):
         return result
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
-        """See `Transport.refuse`. `num_tokens` is what the other ranks are told that this one brought."""
+        """See `Transport.refuse`. `num_tokens`: this rank's token count in the header."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
@@ -258,17 +258,17 @@ class CollectiveTransport(Transport):
         self._slots.close(slot)
 
     def check(self) -> None:
-        """See `Transport.check`. What goes wrong in a round is raised by its own calls; here, what the group knows."""
+        """See `Transport.check`. A round's errors are raised by its own calls; this raises the group's."""
         self._slots.check_open()
         self._group.check()
 
     def destroy(self) -> None:
-        """See `Transport.destroy`. Rounds that are open are forgotten; the group stays."""
+        """See `Transport.destroy`. Open rounds are dropped; the group stays."""
         self._slots.destroy()
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell the others of an error inside: they wait for rows that this rank has announced and cannot exchange."""
+        """Report an error inside to the other ranks: they wait for rows that this rank announced and cannot send."""
         try:
             yield
         except Exception as error:
@@ -276,13 +276,13 @@ class CollectiveTransport(Transport):
             raise
 
     def _exchange_headers(self, headers: torch.Tensor, round_: int) -> list[list[list[int]]]:
-        """Send headers[0], receive into headers[1]; return what this rank told and was told, by rank. One host sync."""
+        """Send headers[0], receive into headers[1]; return both as lists, by rank. One host sync."""
         ones = (1,) * self.num_ranks
         self._wait(self._all_to_all(headers[1], headers[0], ones, ones), "dispatch", round_)
         return headers.tolist()
 
     def _raise_refusals(self, received: list[list[int]], round_: int) -> None:
-        """Raise the same news on every rank: this rank's own error first, then another's with its rank."""
+        """Raise the error of a refused round on every rank: this rank's own first, then another's with its rank."""
         in_turn = sorted(enumerate(received), key=lambda entry: entry[0] != self.rank)
         for rank, (_, num_tokens, refused, bad, _, _, bad_id, *_) in in_turn:
             if num_tokens > self.config.max_tokens_per_rank:
@@ -293,13 +293,13 @@ class CollectiveTransport(Transport):
                 raise ValueError(f"rank {rank} refused its input in round {round_}; its own error says why")
 
     def _compare_layers(self, received: list[list[int]], own: LayerTag, round_: int) -> None:
-        """Raise on every rank where ranks are in different layers, or have made one with different settings."""
+        """Raise on every rank if ranks are in different layers, or created a layer with different settings."""
         for rank, words in enumerate(received):
             if tuple(words[7:]) != own.words:
                 raise ValueError(other_layer_message(own, self.rank, LayerTag.from_words(*words[7:]), rank, round_))
 
     def _compare_formats(self, received: list[list[int]], row_format: RowFormat, round_: int) -> None:
-        """Raise on every rank where ranks send different formats."""
+        """Raise on every rank if ranks send different formats."""
         odd = [rank for rank, words in enumerate(received) if words[4] != row_format.fingerprint]
         if odd:
             raise ValueError(
@@ -323,7 +323,7 @@ class CollectiveTransport(Transport):
             return dist.all_to_all_single(
                 incoming, outgoing, list(recv_counts), list(send_counts), group=group, async_op=True
             )
-        except RuntimeError as error:  # a connection that is broken already fails the call, not the wait
+        except RuntimeError as error:  # if the connection is already broken, the call fails and not the wait
             cause = self._group.explain(error)
             if cause is error:
                 raise

@@ -1,7 +1,7 @@
-"""Which layer a round is of, in the few bits that every rank's header has for it.
+"""The tag in every rank's header that identifies the layer of a round, in two 32-bit words.
 
-Ranks that call different layers, or layers that were made with different settings, would mix their tokens without an
-error: so each round compares the tags of all ranks before any payload is used.
+Ranks that call different layers, or layers created with different settings, would mix their tokens without an error.
+So each round compares the tags of all ranks before any payload is used.
 """
 
 import dataclasses
@@ -10,12 +10,12 @@ import zlib
 from ep_moe.config import ALIGNMENT, MoEConfig
 from ep_moe.placement import Placement
 
-MOST_LAYERS = 1 << 12  # numbers count modulo this
+MOST_LAYERS = 1 << 12  # layer numbers are taken modulo this
 _ACTIVATION_BITS, _PLACEMENT_BITS, _SIZE_BITS = 20, 20, 12
 
 
 def _digest(value: object, bits: int) -> int:
-    """A checksum of plain values, the same on every rank, whatever Python's hash seed is."""
+    """A checksum of plain values that is the same on every rank: it does not depend on Python's hash seed."""
     checksum = zlib.crc32(repr(value).encode())
     return (checksum ^ checksum >> bits) & ((1 << bits) - 1)
 
@@ -27,9 +27,9 @@ def _signed(word: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTag:
-    """A layer as ranks compare it: its number, and checksums of what they need to compute each other's tokens.
+    """A layer as ranks compare it: its number, and checksums of the settings that must be the same on all ranks.
 
-    The default is the tag of rounds that are of no layer.
+    The default is the tag of rounds that belong to no layer.
     """
 
     number: int = 0  # [0, MOST_LAYERS)
@@ -47,7 +47,7 @@ class LayerTag:
 
     @classmethod
     def of(cls, number: int, config: MoEConfig, placement: Placement) -> "LayerTag":
-        """The tag of a layer. Ranks may differ in its layout; its scheme is compared as the payload's format."""
+        """The tag of a layer. Its layout may differ between ranks; its scheme is compared as the payload's format."""
         kind, *numbers = dataclasses.astuple(config.activation)
         activation = (kind.value, *(None if number is None else float(number) for number in numbers))
         return cls(
@@ -59,7 +59,7 @@ class LayerTag:
 
     @classmethod
     def from_words(cls, layer: int, settings: int) -> "LayerTag":
-        """What `words` was made from; of each number the lower 32 bits count."""
+        """The tag with these `words`, of which only the lower 32 bits are used."""
         layer, settings = layer & 0xFFFFFFFF, settings & 0xFFFFFFFF
         return cls(
             number=layer >> _ACTIVATION_BITS,
@@ -73,7 +73,7 @@ NO_LAYER = LayerTag()
 
 
 def other_layer_message(own: LayerTag, rank: int, theirs: LayerTag, their_rank: int, round_: int) -> str:
-    """How every transport words a round that two ranks call for different layers; each rank names itself first."""
+    """The message of every transport if two ranks are in different layers in a round; each rank names itself first."""
     if own.number != theirs.number:
         return (
             f"ranks are out of step in round {round_}: rank {rank} is in layer {own.number}, rank {their_rank} in "

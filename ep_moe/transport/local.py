@@ -1,4 +1,4 @@
-"""One rank that owns every expert: nothing travels, the layouts and the arithmetic are those of all transports.
+"""One rank that owns every expert: no tokens move, with the same layouts and arithmetic as all transports.
 
 Letters: T tokens, K top-k, H hidden, P physical experts.
 """
@@ -29,7 +29,7 @@ from ep_moe.transport.rounds import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalHandle(Handle):
-    """The way back of a local round."""
+    """The map from tokens to batch rows that the combine of a local round needs."""
 
     token_to_row: torch.Tensor  # [T, K] int32
     topk_weights: torch.Tensor  # [T, K] float32, repeats merged
@@ -38,16 +38,16 @@ class LocalHandle(Handle):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Round:
     round: int
-    num_rows: int  # that were brought, of which the first are tokens
+    num_rows: int  # rows of x, of which the first are tokens
     dispatched: Dispatched
-    rows: torch.Tensor | None = None  # [T, H], weighed and summed
+    rows: torch.Tensor | None = None  # [T, H], weighted sums
 
 
 class LocalTransport(Transport):
     """The transport of a group of one rank.
 
     Args:
-        group: of one rank; its device is where tensors live.
+        group: of one rank; tensors are on its device.
         placement: of all experts on that rank.
         config: sizes and dtype.
     """
@@ -75,7 +75,7 @@ class LocalTransport(Transport):
         num_tokens: torch.Tensor | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
-        """See `Transport.dispatch_send`. Local; reads back whether all ids are in range."""
+        """See `Transport.dispatch_send`. Local; host sync to check that all ids are in range."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         config, num_physical = self.config, self.placement.num_physical
@@ -168,13 +168,13 @@ class LocalTransport(Transport):
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
-        """See `Transport.abandon`. Local: there is nobody to tell."""
+        """See `Transport.abandon`. Local."""
         self._group.check()
         if self._slots.stage(slot)[1] is not None:
             self._slots.close(slot)
 
     def check(self) -> None:
-        """See `Transport.check`. There is nothing else that its calls have not raised."""
+        """See `Transport.check`. Other errors were raised by the calls themselves."""
         self._slots.check_open()
         self._group.check()
 

@@ -1,4 +1,4 @@
-"""Where a rank's tokens go: counted on the device, told to every rank in a header, and read back once.
+"""The destination ranks of tokens: counted on the device, sent to every rank in a header, read by the host once.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of tokens.
 """
@@ -11,8 +11,8 @@ from ep_moe.transport.rounds import is_bad_id
 
 INT32 = torch.iinfo(torch.int32)
 
-# rows for you, tokens of the sender, refused (0 or 1), bad ids, format, (token, expert) pairs for you, one of the bad
-# ids, and the two words of the layer's tag
+# int64 words: rows for the receiver, tokens of the sender, error flag (0 or 1), number of bad ids, format fingerprint,
+# (token, expert) pairs for the receiver, one of the bad ids, and the two words of the layer's tag
 HEADER_WORDS = 9
 
 
@@ -20,7 +20,7 @@ HEADER_WORDS = 9
 class SendPlan:
     """The rows of the send buffer, ordered by (rank, token).
 
-    Token t goes to rank r as row `block_start[t // block_tokens, r] + place[t, r]`, unless its place is -1.
+    Token t is sent to rank r as row `block_start[t // block_tokens, r] + place[t, r]`, unless place[t, r] is -1.
     """
 
     place: torch.Tensor  # [T, R] int32, -1 none
@@ -28,7 +28,7 @@ class SendPlan:
     block_tokens: int
 
     def token_to_row(self) -> torch.Tensor:
-        """[T, R] int32: the row of the send buffer by which a token goes to a rank, -1 none. Local, no host sync."""
+        """[T, R] int32: each token's row of the send buffer for each rank, -1 none. Local, no host sync."""
         block = torch.arange(self.place.shape[0], device=self.place.device) // self.block_tokens
         return torch.where(self.place >= 0, self.place + self.block_start[block], -1)
 
@@ -36,14 +36,14 @@ class SendPlan:
 def plan_send(
     topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, layer: tuple[int, int], header: torch.Tensor
 ) -> SendPlan:
-    """Find the ranks that need each token, and write the header. Ids that no rank owns are counted and go nowhere.
+    """Find the ranks that need each token, and write the header. Ids that no rank owns are counted, never sent.
 
     Args:
         topk_ids: [T, K] int32 or int64, physical. owner: [P] int32, the rank of each expert.
-        fingerprint: of the row format. layer: `LayerTag.words`. header: [R, HEADER_WORDS] int64, filled here.
+        fingerprint: of the row format. layer: `LayerTag.words`. header: [R, HEADER_WORDS] int64, written here.
     Local, on the current stream, no host sync.
     """
-    if topk_ids.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
+    if topk_ids.is_cuda:  # Triton is imported only here: it exists only on Linux and is slow to import
         from ep_moe.transport import triton
 
         return triton.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)

@@ -1,4 +1,4 @@
-"""What all transports check alike: the input of a dispatch, and the order of calls on a slot.
+"""Checks shared by all transports: the input of a dispatch, and the order of calls on a slot.
 
 Letters: T tokens on this rank, K top-k, H hidden, M max_tokens_per_rank, P physical experts.
 """
@@ -24,10 +24,10 @@ class _Slot(Generic[State]):
 
 
 class Slots(Generic[State]):
-    """The open rounds of a transport: each slot goes dispatch_send, dispatch_recv, combine_send, combine_recv.
+    """The open rounds of a transport: dispatch_send, dispatch_recv, combine_send, combine_recv in turn on each slot.
 
-    A call out of order is a RuntimeError that names the slot and what it waits for; the slot keeps its state. So is any
-    call once they are destroyed.
+    A call out of order raises RuntimeError with the slot and the call that it expects; the slot keeps its state. Any
+    call after `destroy` raises RuntimeError.
     """
 
     _NEXT = {
@@ -60,7 +60,7 @@ class Slots(Generic[State]):
         return state
 
     def stage(self, slot: int) -> tuple[str, State | None]:
-        """Which call the slot waits for, and its state. Errors: as `expect`."""
+        """The slot's next call, and its state. Errors: as `expect`."""
         entry = self._entry(slot)
         return self._NEXT[entry.stage], entry.state
 
@@ -69,7 +69,7 @@ class Slots(Generic[State]):
         self._slots[slot] = _Slot()
 
     def advance(self, slot: int, call: str, state: State | None) -> None:
-        """Note that `call` is done and what the next one needs."""
+        """Record that `call` is done, with the state for the next one."""
         entry = self._slots[slot]
         entry.stage, entry.state = self._AFTER[call], state
 
@@ -91,7 +91,7 @@ class Slots(Generic[State]):
 
 
 def check_tensor(tensor: object, name: str, rank: int) -> None:
-    """Raise ValueError for what is not a dense tensor of this rank: other types, sparse and distributed ones."""
+    """Raise ValueError unless it is a dense tensor of this rank: neither another type, nor sparse or distributed."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is {_shorten(tensor)} on rank {rank}, not a tensor")
     if tensor.layout is not torch.strided or hasattr(tensor, "to_local"):
@@ -99,7 +99,7 @@ def check_tensor(tensor: object, name: str, rank: int) -> None:
 
 
 def _shorten(value: object) -> str:
-    """A value for a message: its type, and what it says of itself where that is short."""
+    """A value for a message: its type, and its repr if that is short."""
     said = repr(value)
     return f"{type(value).__name__} {said}" if len(said) <= 60 else f"a {type(value).__name__}"
 
@@ -116,7 +116,7 @@ def check_dispatch(
     num_tokens: torch.Tensor | None = None,
     layer: LayerTag = NO_LAYER,
 ) -> None:
-    """Raise ValueError, with the value and the limit, for a dispatch that can be refused without looking at the ids.
+    """Raise ValueError, with the value and the limit, for bad input that shows without reading the ids.
 
     Local, no host sync.
     """
@@ -163,9 +163,9 @@ def check_dispatch(
 def first_tokens(
     x: torch.Tensor | Quantized, routing: Routing, num_tokens: torch.Tensor, *, rank: int
 ) -> tuple[torch.Tensor | Quantized, Routing]:
-    """Cut a dispatch to the tokens that a number on the device counts. Host sync.
+    """Cut a dispatch to its first `num_tokens` rows. Host sync.
 
-    Errors: ValueError where there are fewer rows than that, or where it is negative.
+    Errors: ValueError if num_tokens is negative or exceeds the rows.
     """
     count, rows = int(num_tokens), routing.topk_ids.shape[0]
     if not 0 <= count <= rows:
@@ -178,23 +178,23 @@ def first_tokens(
 
 
 def count_rows(x: object) -> int:
-    """How many rows a dispatch that is refused has brought, as the other ranks are told; 0 for what has no rows."""
+    """The number of rows of a refused dispatch, as its header tells the other ranks; 0 if x has no rows."""
     values = x.values if isinstance(x, Quantized) else x
     return values.shape[0] if isinstance(values, torch.Tensor) and values.dim() else 0
 
 
 def is_bad_id(topk_ids: torch.Tensor, num_physical: int) -> torch.Tensor:
-    """Which ids are outside [-1, P), bool. Local, no host sync."""
+    """A bool mask of the ids outside [-1, P). Local, no host sync."""
     return (topk_ids < -1) | (topk_ids >= num_physical)
 
 
 def too_many_tokens_message(num_tokens: int, max_tokens_per_rank: int, rank: int) -> str:
-    """How every transport words a T above M."""
+    """The message of every transport for T above M."""
     return f"num_tokens ({num_tokens}) exceeds max_tokens_per_rank ({max_tokens_per_rank}) on rank {rank}"
 
 
 def bad_ids_message(count: int, example: int, num_physical: int, rank: int) -> str:
-    """How every transport words ids that no rank owns. Args: example: one of them, cut to int32 by some transports."""
+    """The message of every transport for ids that no rank owns. example: one of them, clamped to int32 by some."""
     more = " or more" if example == torch.iinfo(torch.int32).max else ""
     return (
         f"topk_ids has {count} ids outside [-1, num_experts ({num_physical})) on rank {rank}, such as {example}{more}"
@@ -202,7 +202,7 @@ def bad_ids_message(count: int, example: int, num_physical: int, rank: int) -> s
 
 
 def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
-    """Raise ValueError where `y` is not the experts' output for `batch`. Local, no host sync."""
+    """Raise ValueError if `y` is not the experts' output for `batch`. Local, no host sync."""
     if not isinstance(y, torch.Tensor) or y.layout is not torch.strided:
         raise ValueError(f"expert output is {_shorten(y)}, not a dense tensor")
     if tuple(y.shape) != batch.output_shape or y.dtype != batch.dtype or y.device != batch.x.device:
@@ -220,7 +220,7 @@ def check_results(
     shared: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError where `shared` or `out` do not fit a round of `shape` [T, H]. Local, no host sync."""
+    """Raise ValueError if `shared` or `out` does not fit a round of `shape` [T, H]. Local, no host sync."""
     for name, tensor in (("shared", shared), ("out", out)):
         if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided):
             raise ValueError(f"{name} is {_shorten(tensor)}, not a dense tensor")

@@ -1,4 +1,4 @@
-"""What a rank sends, as Triton kernels. Runs on a CPU under TRITON_INTERPRET=1.
+"""Launchers of the Triton kernels that plan and write the send buffer. Run on a CPU under TRITON_INTERPRET=1.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, G scale groups.
 """
@@ -12,8 +12,8 @@ from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
 from ep_moe.transport.plan import HEADER_WORDS, SendPlan
 
-_PLACES = 2048  # (token, rank) that one program finds
-_SUMMED_COUNTS = 2048  # at a time
+_PLACES = 2048  # (token, rank) pairs per program
+_SUMMED_COUNTS = 2048  # counts that are summed at a time
 
 
 def plan_send(

@@ -1,8 +1,8 @@
-"""One token as bytes: how a row with its scales, ids and weights is packed for a byte-wise all-to-all.
+"""The byte layout of a token's row, with its scales, ids and weights, for an all-to-all of bytes.
 
 Letters: T tokens on this rank, N rows, R ranks, H hidden, V stored values of a row, G scale groups, K top-k. A row is
 [values | scales | ids K x 4 | weights K x 4]; values and scales are padded to 4 bytes each, and the row to 64, so that
-the strides of all its views are multiples of 16 elements; gloo cannot carry 8-bit floats, bytes go everywhere.
+the strides of all its views are multiples of 16 elements. Rows are sent as bytes because gloo has no 8-bit floats.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowFormat:
-    """The places of a row's parts."""
+    """The sizes, dtypes and byte offsets of a row's parts."""
 
     scheme: str
     dtype: torch.dtype  # of the values
@@ -36,7 +36,7 @@ class RowFormat:
 
     @classmethod
     def of(cls, scheme: QuantScheme, dtype: torch.dtype, hidden: int, num_topk: int) -> "RowFormat":
-        """The format of rows in `scheme`, or in `dtype` where the scheme leaves the model's."""
+        """The format of rows in `scheme`, or in the model's `dtype` if the scheme has none."""
         return cls(
             scheme=scheme.name,
             dtype=scheme.dtype or dtype,
@@ -49,17 +49,17 @@ class RowFormat:
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs where formats differ, for ranks to compare; of 32 bits."""
+        """A 32-bit checksum of the format (CRC-32), for ranks to compare."""
         return zlib.crc32(repr(self).encode())
 
     @property
     def scales_at(self) -> int:
-        """The byte of a row where its scales begin."""
+        """The byte offset of a row's scales."""
         return _round_up(self.value_bytes, WORD_BYTES)
 
     @property
     def ids_at(self) -> int:
-        """The byte of a row where its ids begin."""
+        """The byte offset of a row's ids."""
         return self.scales_at + _round_up(self.num_groups * self.scale_dtype.itemsize, WORD_BYTES)
 
     @property
@@ -73,12 +73,12 @@ class RowFormat:
         """Copy every token to its rows of the send buffer.
 
         Args:
-            x: [T, H], or quantized. routing: of these tokens. plan: where they go.
-            num_rows: N, as the plan's header has it.
-        Returns: the rows [N, row_bytes] uint8, with anything behind what a row holds; and [T, R] int32, the row by
-        which a token goes to a rank, -1 none. Local, on the current stream; no host sync on a GPU.
+            x: [T, H], or quantized. routing: of these tokens. plan: their destinations.
+            num_rows: N, the sum of the header's row counts.
+        Returns: the rows [N, row_bytes] uint8, whose padding is undefined; and [T, R] int32, each token's row for each
+        rank, -1 none. Local, on the current stream; no host sync on a GPU.
         """
-        if plan.place.is_cuda:  # only here is Triton imported, which is for Linux alone and takes time
+        if plan.place.is_cuda:  # Triton is imported only here: it exists only on Linux and is slow to import
             from ep_moe.transport import triton
 
             return triton.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=self.row_bytes)
@@ -89,7 +89,7 @@ class RowFormat:
         buffer = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=token.device)
         row = token_to_row[token, rank].long()
         for place, part in parts.items():
-            # cloned, for a single column may count as contiguous and yet not be viewed as bytes
+            # cloned: a single column may count as contiguous although torch cannot view it as bytes
             whole = part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
             buffer[row, place : place + whole.shape[1]] = whole[token]
         return buffer, token_to_row

@@ -1,4 +1,4 @@
-"""One-sided exchange by stores into the memory of peers: `memory`, `launches` of the kernels, `faults`, `transport`."""
+"""One-sided exchange by stores into peers' memory: `memory`, `launches` of the kernels, `faults`, `transport`."""
 
 from ep_moe.transport.nvlink.transport import NvlinkTransport
 

@@ -1,7 +1,7 @@
-"""The CUDA driver's own launch, its arguments kept where it reads them: all that a repeated launch needs of a host.
+"""Repeated launches through the CUDA driver, from an array of arguments that is updated in place.
 
-Triton's front end looks at every argument of every launch, and its launcher unpacks them one by one: that takes the
-host several times as long as a small exchange takes the GPU. Structures and numbers are those of cuda.h.
+Triton's front end inspects every argument of every launch, and its launcher unpacks them one by one: that takes the
+host several times as long as a small exchange takes the GPU. Structures and constants are those of cuda.h.
 """
 
 import ctypes
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
-_NO_CONTEXT = 201  # of CUresult
-_SCRATCH_POINTERS = 2  # that Triton adds behind a kernel's own arguments; our kernels need no scratch memory
-_BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # of an argument, by Triton's name; 8 of a pointer
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_NO_CONTEXT = 201  # CUresult
+_SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
+_BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # of an argument, by Triton's type name; a pointer has 8
 
 
 class LaunchMismatchError(RuntimeError):
-    """A kernel cannot be launched from here: what it takes is not what is known, or cannot be asked."""
+    """The driver and Triton disagree on a kernel's parameters, or the driver cannot tell them."""
 
 
 class _Attribute(ctypes.Structure):
@@ -49,7 +49,7 @@ def _driver() -> Any:
 
 
 def _flatten(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments that a compiled kernel takes, with their types: tuples one by one, constants left out."""
+    """The arguments of a compiled kernel, with their types: tuples flattened, constants left out."""
     for kind, value in zip(kinds, values, strict=False):  # constants follow the arguments
         if isinstance(kind, tuple):
             yield from _flatten(kind, value)
@@ -58,7 +58,7 @@ def _flatten(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str,
 
 
 def _takes(function: int, sizes: Sequence[int]) -> bool:
-    """Whether a kernel's arguments have these sizes in bytes, and there are no more."""
+    """Whether these are the sizes, in bytes, of all parameters of a kernel."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
 
     def size_of(index: int) -> int:
@@ -68,16 +68,16 @@ def _takes(function: int, sizes: Sequence[int]) -> bool:
 
 
 class DriverLaunch:
-    """A compiled kernel on a grid, launched again and again with other last arguments.
+    """A compiled kernel on a grid, launched repeatedly with new values of its last arguments.
 
     Args:
         compiled: Triton's CompiledKernel, loaded.
-        arguments: one set of arguments, nested as the kernel takes them; tensors stand for their addresses, and whoever
-            launches keeps those that stay.
-        num_last: how many numbers, counted flat, change from launch to launch.
-        device: that the kernel was loaded on.
-    Errors: LaunchMismatchError where the driver and Triton do not agree on the arguments, or the driver is too old to
-    tell (before CUDA 12.4): then Triton's own launcher serves.
+        arguments: one set of arguments, nested as the kernel takes them. Only the addresses of tensors are kept: the
+            caller keeps the tensors themselves alive.
+        num_last: how many of the flattened arguments, the last ones, change from launch to launch.
+        device: the GPU that the kernel was loaded on.
+    Errors: LaunchMismatchError if the driver and Triton disagree on the arguments, or the driver is too old to tell
+    (before CUDA 12.4): the caller then uses Triton's own launcher.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class DriverLaunch:
         metadata = compiled.metadata
         if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:
             raise LaunchMismatchError(f"the kernel takes other arguments than {flat}")
-        self._compiled, self._device = compiled, device  # the kernel goes with what was compiled
+        self._compiled, self._device = compiled, device  # the kernel is valid as long as `compiled` lives
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in flat]
-        self._cells = (ctypes.c_int64 * len(sizes))(*values, *[0] * _SCRATCH_POINTERS)  # a narrow one's low bytes count
+        self._cells = (ctypes.c_int64 * len(sizes))(*values, *[0] * _SCRATCH_POINTERS)  # 4-byte ones use the low half
         self._last = slice(len(flat) - num_last, len(flat))
         start = ctypes.addressof(self._cells)
         self._parameters = (ctypes.c_void_p * len(sizes))(*range(start, start + 8 * len(sizes), 8))
@@ -114,7 +114,7 @@ class DriverLaunch:
         self._cells[self._last] = last  # type: ignore[assignment]
         self._config.stream = stream
         status = self._launch(*self._addresses)
-        if status == _NO_CONTEXT:  # in a thread that has not used CUDA yet: a kernel of torch's gives it one
+        if status == _NO_CONTEXT:  # this thread has not used CUDA yet: a torch kernel makes the context current
             with torch.cuda.device(self._device):
                 torch.zeros(1, device=self._device)
             status = self._launch(*self._addresses)

@@ -1,4 +1,4 @@
-"""What went wrong on the device, as the host learns it: refused rounds and ranks that do not answer.
+"""Errors that kernels detect, read by the host: refused rounds and ranks that do not answer.
 
 Letters: R ranks, S slots, M max_tokens_per_rank.
 """
@@ -22,22 +22,22 @@ from ep_moe.transport.nvlink.memory import ExchangeMemory
 from ep_moe.transport.nvlink.watchdog import NOBODY, Watchdog
 from ep_moe.transport.rounds import bad_ids_message, too_many_tokens_message
 
-# of a wait under the interpreter, which has no timer: more than it makes, for the watchdog keeps the time there
+# of timeout under the interpreter, which has no timer: more polls than it makes, so that the watchdog times out first
 _POLLS_PER_SEC = 1000
-REST_SECS = 10.0  # beyond two timeouts, that all launched kernels have to end
+REST_SECS = 10.0  # for all launched kernels to end, in addition to two timeouts
 _POLL_SECS = 1e-3
 
-MOST_TOLD = 0xFFFFFFF  # a cell's number has 28 bits
+MOST_TOLD = 0xFFFFFFF  # a header's status word has 28 bits for a count
 _log = logging.getLogger(__name__)
 
 
 class Faults:
-    """Reads the report that the kernels write to the host's memory, and settles what it says with the other ranks.
+    """Reads the report that kernels write to host memory, and agrees with the other ranks on how to continue.
 
     Attributes:
         report: [3] int64 that kernels write and the host reads without a sync.
-        timeout_ns: how long a kernel waits, in nanoseconds, or looks under the interpreter.
-        waiting: notes a launch that waits, by phase and round (`Watchdog.waiting`).
+        timeout_ns: how long a kernel waits, in nanoseconds, or in polls under the interpreter.
+        waiting: measures a launch that waits, by phase and round (`Watchdog.waiting`).
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, memory: ExchangeMemory) -> None:
@@ -50,27 +50,27 @@ class Faults:
         self._watchdog = Watchdog(group, memory, self._members)
         self.waiting = self._watchdog.waiting
         self._refusal: Exception | None = None
-        self._told: collections.deque[int] = collections.deque(maxlen=16)  # numbers of tokens that this host refused
+        self._told: collections.deque[int] = collections.deque(maxlen=16)  # token counts that this host refused
         self._lost: PeerLostError | None = None  # ends this transport
         self._suspects: set[int] = set()
         self._destroyed, self._rested = False, False
 
     @property
     def active(self) -> tuple[bool, ...]:
-        """Of each rank, whether rounds go on with it."""
+        """[R], by rank, whether it takes part in rounds."""
         return (True,) * self._group.num_ranks if self._members is None else self._members.active
 
     def tell_too_many(self, num_tokens: int) -> None:
-        """Note a refusal of this rank's host that the device will report with a number, and that `check` leaves out."""
+        """Record a token count that this host has refused: the device reports it too, and `check` skips that report."""
         self._told.append(num_tokens)
 
     def look(self, *, settle: bool = False) -> None:
-        """Learn what the kernels have reported; refused rounds are kept for `check`.
+        """Read the kernels' report and raise if a rank is lost; refused rounds are kept for `check`.
 
         Args:
-            settle: where a rank is lost and may be, go on without it; the next round begins behind this.
+            settle: if a rank is lost and `on_peer_loss` is "mask", agree to continue without it, before the next round.
         Errors: PeerLostError; RuntimeError once the transport or its group is destroyed. Local, no host sync; with
-        `settle` collective where a rank was lost.
+        `settle` collective if a rank was lost.
         """
         if self._destroyed or self._group.destroyed:
             self._group.check_open()
@@ -90,19 +90,19 @@ class Faults:
             self._settle()
 
     def check(self) -> None:
-        """Wait for all that was launched, then raise what went wrong: PeerLostError first, then a refused round."""
+        """Wait for all launches, then raise their errors: PeerLostError first, then that of a refused round."""
         if not self._rest():
             limit = 2 * self._group.config.timeout_secs + REST_SECS
             raise RuntimeError(f"what rank {self._group.rank} has launched did not end within {limit:g} s")
         self._read_report()
-        self._note_loss(int(self._memory.abort[0]))  # the report may have been taken by a refused round
+        self._note_loss(int(self._memory.abort[0]))  # a refused round may occupy the report
         self.look(settle=True)
         error, self._refusal = self._refusal, None
         if error is not None:
             raise error
 
     def set_active(self, wanted: tuple[bool, ...]) -> None:
-        """Go on with just these ranks. Errors: ValueError where ranks ask for different ones. Collective, host sync."""
+        """Continue with only these ranks. Errors: ValueError if ranks ask for different ones. Collective, host sync."""
         if self._members is None:
             raise ValueError("active ranks can be set where on_peer_loss is 'mask', here it is 'raise'")
         if not self._rest():
@@ -110,13 +110,13 @@ class Faults:
         self._settle(wanted)
 
     def destroy(self) -> bool:
-        """Stop watching; returns whether all that was launched has ended. Local; calling it twice is fine."""
+        """Stop the watchdog; returns whether all launched kernels have ended. Local; calling it twice is fine."""
         self._watchdog.stop()
         if self._destroyed:
             return self._rested
         self._destroyed = True
         if self._members is not None:
-            with contextlib.suppress(RuntimeError):  # where the store is gone nobody reads this
+            with contextlib.suppress(RuntimeError):  # if the store is gone, no rank reads this
                 self._members.leave()
         try:
             self._rested = self._rest()
@@ -129,7 +129,7 @@ class Faults:
         if not word:
             return
         value, own_value = int(self._words[1]), int(self._words[2])
-        self._words[0] = 0  # the kernels write the next; the number is theirs alone
+        self._words[0] = 0  # lets kernels write the next report; only they write the other two words
         epoch, verdict, source = (word >> 32) & 0xFFFFFFFF, (word >> 8) & 0xFF, word & 0xFF
         if verdict == device_code.LOST.value:
             self._note_loss(epoch << 32 | value & 0xFFFFFFFF)
@@ -140,7 +140,7 @@ class Faults:
             self._refusal = self._refusal or error
 
     def _explain(self, round_: int, verdict: int, source: int, value: int, own_value: int) -> Exception | None:
-        """The error of a round that is off; None where this rank has raised it already."""
+        """The error of a reported round; None if this rank has raised it already."""
         own = source == self._group.rank
         if verdict == device_code.OUT_OF_ORDER.value:
             return RuntimeError(
@@ -170,9 +170,9 @@ class Faults:
         return None if own else ValueError(f"rank {source} refused its input in round {round_}; its own error says why")
 
     def _note_loss(self, word: int) -> None:
-        """Take over what an abort word says: (epoch, suspect + 1 + 256 * phase)."""
+        """Record the loss that an abort word tells: (epoch, suspect + 1 + 256 * phase)."""
         said = word & 0xFFFFFFFF
-        if not said or self._lost is not None:  # a round that is only behind names nobody
+        if not said or self._lost is not None:  # a round before the resumption names no rank
             return
         suspect, phase, round_ = (said & 0xFF) - 1, "combine" if said >> 8 & 1 else "dispatch", (word >> 32) - 1
         ranks = () if said & 0xFF == NOBODY else (suspect,)
@@ -184,7 +184,7 @@ class Faults:
         self._lost = self._group.failure or self._group.blame(ranks, phase, round_, reason)
 
     def _settle(self, wanted: tuple[bool, ...] | None = None) -> None:
-        """Agree with the others on who goes on, until all of these have met with clean memory."""
+        """Agree with the others on the active ranks, until all of these have met with reset memory."""
         members = self._members
         assert members is not None
         missing: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ class Faults:
         while True:
             self._read_report()
             before = members.active
-            asked = wanted  # unless a rank is lost, which comes first
+            asked = wanted  # unless a rank is lost, which is settled first
             if before[rank] and (settled or missing or self._watchdog.ended):
                 asked = None
                 self._watchdog.end(missing)
@@ -214,7 +214,7 @@ class Faults:
                 return
 
     def _take_up(self, active: tuple[bool, ...], resume: tuple[int, ...], *, catch_up: bool) -> None:
-        """Clean this rank's memory and go on."""
+        """Reset this rank's memory and continue with these ranks."""
         with self._watchdog.lock:
             self._memory.reset(active, resume)
             if catch_up:
@@ -229,9 +229,9 @@ class Faults:
         return self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _rest(self) -> bool:
-        """Wait until all that this rank has launched has ended; False where it does not. Bounded, host sync.
+        """Wait until all launches of this rank have ended; False if they do not within the limit. Host sync.
 
-        The sync is another thread's, for a kernel of somebody else may wait for a lost rank without end.
+        Another thread makes the sync, because a kernel of another library may wait for a lost rank forever.
         """
         if self._group.device.type != "cuda":
             return True

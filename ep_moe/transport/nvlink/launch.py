@@ -1,4 +1,4 @@
-"""A kernel with all that its launches have in common."""
+"""A kernel that is launched repeatedly, with the arguments that its launches share."""
 
 import logging
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from triton.runtime.jit import JITFunction
 
 from ep_moe.transport.nvlink.driver import DriverLaunch, LaunchMismatchError
 
-Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one tuple of the kernel's for each of them
+Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one inner tuple for each tuple that the kernel takes
 _log = logging.getLogger(__name__)
 
 
 class Launch:
-    """A launch that is repeated: the same kernel, grid and constants, other tensors and numbers.
+    """A repeated launch: the same kernel, grid and constants, with other tensors and numbers each time.
 
     Args:
         kernel: takes `fixed`, then tuples of tensors, then numbers, then its constants. Every pointer is aligned to 16
             bytes and no number is specialized, so that one compiled kernel serves all launches.
         grid: programs. constants: of the kernel, by name. options: of the compiler.
-        device: of the tensors; on a CPU, in the interpreter or where nothing runs, every launch goes through Triton.
+        device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def loaded(self) -> bool:
-        """Whether tensors stand for their addresses alone: their dtypes are known."""
+        """Whether the kernel is loaded: from then on only the addresses of tensors matter, not their dtypes."""
         return self._run is not None
 
     def compile(self, tensors: Tensors, numbers: tuple[int, ...]) -> Any:
@@ -50,10 +50,10 @@ class Launch:
         return self._kernel.warmup(*arguments, grid=(self._grid,), **self._constants, **self._options)
 
     def load(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:
-        """Put the compiled kernel on the GPU; nothing is launched. Local; may wait for the whole device."""
+        """Load the compiled kernel onto the GPU without launching it. Local; may wait for the whole device."""
         compiled = self.compile(tensors, numbers)
         self._current_stream = triton.runtime.driver.active.get_current_stream
-        run = compiled[(self._grid, 1, 1)]  # this loads it
+        run = compiled[(self._grid, 1, 1)]  # loads the kernel
         num_last = sum(map(len, tensors)) + len(numbers)
         try:
             arguments = (*self._fixed, *tensors, *numbers)
@@ -73,11 +73,11 @@ class Launch:
             self._run = run_by_triton
 
     def _constants_in_order(self, given: int) -> list[Any]:
-        """Those behind so many arguments."""
+        """The constants in the kernel's order; the first `given` parameters of the kernel are no constants."""
         return [self._constants[name] for name in self._kernel.arg_names[given:]]
 
     def __call__(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:
-        """Launch on the current stream. Local, no host sync; the first one compiles and loads."""
+        """Launch on the current stream. Local, no host sync; the first call compiles and loads the kernel."""
         if self._run is None:
             if self._device.type != "cuda":
                 self._kernel[(self._grid,)](*self._fixed, *tensors, *numbers, **self._constants, **self._options)

@@ -1,6 +1,6 @@
-"""The exchange kernels and how they are launched. Runs on a CPU under TRITON_INTERPRET=1.
+"""Launchers of the exchange kernels. Run on a CPU under TRITON_INTERPRET=1.
 
-Nothing is read back, and what is launched does not depend on counts or ids: all of it may be captured in a CUDA graph.
+There is no host sync, and launches do not depend on counts or ids: all of them may be captured in a CUDA graph.
 
 Letters: T tokens on this rank, H hidden, V stored values of a row, G scale groups, K top-k, R ranks, M
 max_tokens_per_rank, L local experts, P physical experts, B blocks of tokens.
@@ -38,11 +38,11 @@ _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
 _EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
 _MOST_PLANS = 512
-_MOST_COMPILERS = 8  # threads that compile at a time
+_MOST_COMPILERS = 8  # threads
 
 
 class Sent(NamedTuple):
-    """A dispatch that is ready for its launch, or was launched."""
+    """The plan and arguments of a dispatch that is about to be launched, or was launched."""
 
     plan: Plan
     tokens: Tokens
@@ -52,7 +52,7 @@ class Sent(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """T, the rows that were brought."""
+        """T, the rows of x."""
         return self.plan.num_tokens
 
 
@@ -76,7 +76,7 @@ class Exchange:
         self.num_local = placement.num_local_experts(rank)
         self._num_physical = placement.num_physical
         self.tuning = Tuning(most_receivers=most_receivers, num_sms=config.num_sms)
-        self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # where a kernel reads nothing
+        self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # for unused arguments
         self._unscaled = torch.zeros(4, device=device)
         self._links = [
             Links(slot.peers, memory.offsets, memory.aborts, memory.abort, memory.urgent) for slot in memory.slots
@@ -101,7 +101,7 @@ class Exchange:
         ]
         self._empty = torch.empty(0, dtype=config.dtype, device=device)
         self._timeout_ns = timeout_ns
-        # on a GPU a kernel's programs may start before the one before it has ended, and wait for it themselves
+        # programs may start before the previous kernel has ended, and wait for it themselves
         self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
         self._planner = Planner(
             config, placement, rank=rank, tuning=self.tuning, early=self._early, max_experts=memory.max_experts
@@ -109,7 +109,7 @@ class Exchange:
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(self, kind: tuple[Any, ...]) -> Plan | None:
-        """What is known of rounds of a kind (`kind_of`)."""
+        """The cached plan of a kind (`kind_of`), or None."""
         return self._plans.get(kind)
 
     def make_plan(
@@ -122,18 +122,18 @@ class Exchange:
         scheme: QuantScheme,
         num_tokens: torch.Tensor | None,
     ) -> Plan:
-        """Find what rounds like this one have in common, and keep it. Local."""
+        """Make and cache the plan of a kind. Local."""
         rows, num_topk = routing.topk_ids.shape
         plan = self._planner.plan(
             rows, num_topk, layout, scheme, given=isinstance(x, Quantized), counted=num_tokens is not None
         )
         if len(self._plans) >= _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans)), None)  # the oldest: prefill brings any T
+            self._plans.pop(next(iter(self._plans)), None)  # the oldest: T varies freely in prefill
         self._plans[kind] = plan
         return plan
 
     def compile(self, kinds: tuple[RoundKind, ...]) -> None:
-        """Compile the kernels of rounds of these kinds, of any T, and put them on the GPU. Local."""
+        """Compile the kernels of these kinds of rounds, for every T, and load them onto the GPU. Local."""
         launches = []
         for kind in kinds:
             for rows in distinct_sizes(self._config.max_tokens_per_rank):
@@ -146,7 +146,7 @@ class Exchange:
             launch.load(tensors, numbers)
 
     def _launches_of(self, kind: RoundKind, rows: int) -> list[tuple[Launch, Any, Any]]:
-        """What a round of T = `rows` launches, with arguments."""
+        """The launches of a round with T = `rows`, with arguments to compile for."""
         like: dict[str, Any] = {"device": self._device}
         config, scheme = self._config, get_scheme(kind.scheme)
         x = torch.zeros(rows, config.hidden, dtype=config.dtype, **like)
@@ -155,7 +155,7 @@ class Exchange:
         count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
         plan = self._planner.plan(rows, kind.num_topk, kind.layout, scheme, given=False, counted=kind.counted)
         sent = self.prepare(plan, x, routing, num_tokens=count)
-        # of what comes later the dtypes alone count
+        # only the dtypes of these arguments matter
         batch, shared = Batch(self._nothing, self._unscaled), None
         if scheme.quantized:
             batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.scale_dtype, **like)))
@@ -184,9 +184,9 @@ class Exchange:
         refusal: int = 0,
         layer: tuple[int, int] = NO_LAYER.words,
     ) -> Sent:
-        """Ready a dispatch for its launch; `refusal` 1 says that the round is off. Local, no host sync.
+        """Prepare a dispatch for its launch; `refusal` 1 sends the error flag. Local, no host sync.
 
-        Quantizes what the kernel cannot on the way, and counts the ids of many tokens block by block, in launches.
+        Launches `quantize` if the dispatch kernel cannot quantize, and for large T the kernels that count ids by block.
         """
         scheme, nothing = plan.payload.scheme, self._nothing
         ids, weights = routing.topk_ids, routing.topk_weights
@@ -194,7 +194,7 @@ class Exchange:
             count = nothing if num_tokens is None else aligned(num_tokens)
             return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal, layer)
         if scheme.quantized and not isinstance(x, Quantized) and not plan.fused_quant:
-            if num_tokens is not None:  # a scale that tokens share must not know the rows that are none
+            if num_tokens is not None:  # rows that are no tokens must not affect a scale that tokens share
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
             x = quantize(x, scheme)
         scale = nothing
@@ -212,7 +212,7 @@ class Exchange:
         return Sent(plan, Tokens(values, scale, ids, weights, count, block_counts), strides, refusal, layer)
 
     def _count_blocks(self, ids: torch.Tensor, count: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Count the rows of every expert before each block of tokens, and in all. Two launches."""
+        """Count the rows of every expert before each block of tokens, and in total. Two launches."""
         width = self._num_physical + 1
         counts = torch.empty(plan.blocks + 1, width, dtype=torch.int32, device=ids.device)
         _count_block_kernel[(plan.blocks, triton.cdiv(self._num_physical, _BLOCK_EXPERTS))](
@@ -238,7 +238,7 @@ class Exchange:
         launch((sent.tokens, Batch(self._nothing, self._unscaled)), (*sent.strides, *sent.layer, self._timeout_ns))
 
     def receive(self, slot: int, sent: Sent, *, send: bool) -> ExpertBatch:
-        """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
+        """Launch the receiving half, or with `send` both halves; returns the batch it fills. Local, no host sync."""
         plan = sent.plan
         launch = self._dispatch_of(slot, sent, send=send, receive=True)
         x, scale = self._allocate(plan, slot)
@@ -252,12 +252,12 @@ class Exchange:
         return Flat(x=x, scale=scale, **kept["common"], **kept["rows"])
 
     def discard(self, slot: int, sent: Sent) -> Sent:
-        """Launch the receiving half of a dispatch whose rows nobody wants, which takes no memory for them.
+        """Launch the receiving half of a dispatch whose rows are not needed, without allocating memory for x.
 
-        Returns what the round goes on with. Local, no host sync.
+        Returns the `Sent` with which the round continues. Local, no host sync.
         """
         plan = sent.plan
-        if plan.layout is not Layout.FLAT:  # its rows stay where they arrive
+        if plan.layout is not Layout.FLAT:  # FLAT rows stay in the slot's memory
             given = plan.payload.scheme.quantized and not plan.fused_quant
             sizes = plan.num_tokens, plan.payload.num_topk
             counted = plan.constants["COUNTED"]
@@ -267,7 +267,7 @@ class Exchange:
         return sent
 
     def _allocate(self, plan: Plan, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A batch's x and scale."""
+        """Allocate a batch's x and scale; in FLAT x is the slot's pool."""
         kept, scheme, device, scale = plan.kept.get(slot), plan.payload.scheme, self._device, None
         if kept is None:
             kept = plan.kept[slot] = self._make_kept(slot, plan)
@@ -275,16 +275,16 @@ class Exchange:
             scale = torch.empty_strided(plan.scale_shape, plan.scale_strides, dtype=scheme.scale_dtype, device=device)
         if plan.layout is Layout.FLAT:
             return kept["pool"], scale
-        # takes half of the time of torch.empty
+        # takes half the time of torch.empty
         x = torch.empty_strided(plan.x_shape, plan.x_strides, dtype=scheme.dtype or self._config.dtype, device=device)
         return x, scale
 
     def _as_stored(self, x: torch.Tensor, scale: torch.Tensor | None) -> Batch:
-        """Views of dtypes that the kernel stores."""
+        """Views in the dtypes that the kernel stores."""
         return Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
 
     def _make_kept(self, slot: int, plan: Plan) -> dict[str, Any]:
-        """What batches of a slot share: views of its memory, and what the plan says."""
+        """The fields that batches of a slot share: views of its memory, and values of the plan."""
         memory, num_rows = self._memory.slots[slot], self.num_ranks * self._config.max_tokens_per_rank
         k, index = plan.payload.num_topk, plan.frame.row_index
         size = num_rows * plan.payload.value_words * 4
@@ -352,7 +352,7 @@ class Exchange:
         send: bool,
         receive: bool,
     ) -> None:
-        """Launch a combine or one half of it; where it sends without `y`, NaN goes home. Local, no host sync."""
+        """Launch a combine or one half of it; without `y` the sending half sends NaN. Local, no host sync."""
         like = self._empty
         y, poisoned = (like, True) if y is None else (aligned(y), False)
         results = Results(y, like if shared is None else shared, like if out is None else out)
@@ -409,7 +409,7 @@ class Exchange:
         return launch
 
     def destroy(self) -> None:
-        """Let go of the memory. Local; calling it twice is fine."""
+        """Drop the references to the slots' memory. Local; calling it twice is fine."""
         self._plans, self._links, self._own = {}, [], []
 
 
@@ -420,5 +420,5 @@ def _lie_side_by_side(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor)
 
 
 def _aligned_columns(rows: torch.Tensor) -> torch.Tensor:
-    """The rows themselves, or a copy whose numbers lie side by side, aligned."""
+    """The rows themselves, or an aligned copy with a column stride of 1."""
     return aligned(rows if rows.stride(1) == 1 else rows.contiguous())

@@ -1,9 +1,9 @@
-"""How the ranks of a transport agree, through the group's store, on who goes on after one is lost.
+"""How the ranks of a transport agree, through the group's store, on the ranks that stay active after one is lost.
 
-Every agreement has a number, the same on every rank. A rank votes: whom it suspects, and the last epoch that each of
-its slots has begun to send. Who votes is alive, whatever others suspect. Who does not is lost: a suspect after some
-heartbeats, another rank after the whole timeout. The first rank to see all votes that it waits for writes the decision
-down, and all take that one.
+Agreements are numbered, the same on every rank. A rank's vote holds the ranks that it suspects, and the last epoch that
+each of its slots has begun to send. A rank that votes is alive, even if others suspect it. A rank that does not vote is
+lost: a suspect after some heartbeats, another rank after the whole timeout. The first rank to see all the votes that it
+waits for writes the decision to the store, and all ranks adopt it.
 
 Letters: R ranks, S slots.
 """
@@ -16,24 +16,24 @@ from typing import Any
 
 from ep_moe.group import EPGroup, PeerLostError
 
-GRACE_HEARTBEATS = 4  # that a suspected rank has to vote
-PAUSE_SECS = 0.01  # between two looks at the store
+GRACE_HEARTBEATS = 4  # in which a suspected rank must vote
+PAUSE_SECS = 0.01  # between two polls of the store
 
 Vote = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all ranks go on with."""
+    """The outcome of an agreement, the same on all ranks."""
 
     active: tuple[bool, ...]  # [R]
     resume: tuple[int, ...]  # [S] int32: rounds of an earlier epoch count as failed on every rank
-    as_wanted: bool  # it is what `wanted` asked for, less ranks that are lost
-    error: str  # why it is not, "" where it is
+    as_wanted: bool  # whether it follows `wanted`, less ranks that are lost
+    error: str  # set if ranks want different active ranks, else ""
 
 
 def later_epoch(epochs: Iterable[int]) -> int:
-    """The one after the last of int32 epochs that are less than 2^31 apart; never 0. (-1, 5, 3) gives 6."""
+    """The epoch after the latest of int32 epochs that are less than 2^31 apart; never 0. (-1, 5, 3) gives 6."""
     last, *others = epochs
     for epoch in others:
         last = epoch if 0 < (epoch - last) % 2**32 < 2**31 else last
@@ -41,16 +41,16 @@ def later_epoch(epochs: Iterable[int]) -> int:
 
 
 def earlier_epoch(epoch: int) -> int:
-    """The one before an int32 epoch; never 0."""
+    """The epoch before an int32 epoch; never 0."""
     return -1 if epoch == 1 else (epoch - 1 + 2**31) % 2**32 - 2**31
 
 
 class Members:
-    """Who takes part in a transport's rounds.
+    """The ranks that take part in a transport's rounds.
 
     Attributes:
-        active: of each rank, whether rounds go on with it.
-    Collective: every rank makes its own, in the same order. Used by one thread, but for `called`.
+        active: [R], by rank, whether it takes part.
+    Collective: every rank creates one, in the same order. Used by one thread, except for `called`.
     """
 
     def __init__(self, group: EPGroup) -> None:
@@ -60,20 +60,20 @@ class Members:
         self._watching = self._store if group.num_ranks == 1 else self._store.clone()
 
     def called(self) -> bool:
-        """Whether another rank waits for this one's vote because a rank is lost. For one other thread."""
+        """Whether another rank waits for this one's vote because a rank is lost. Safe in one other thread."""
         return self._watching.check([f"called/{self._number}"])
 
     def decide(
         self, suspects: Sequence[int], epochs: Sequence[int], wanted: tuple[bool, ...] | None = None
     ) -> Decision:
-        """Vote, and wait for the decision; `active` is what it says. After it comes `meet`, of those who are active.
+        """Vote, wait for the decision and set `active` to it. The active ranks then call `meet`.
 
         Args:
             suspects: ranks that did not answer.
-            epochs: [S], the last that each slot has begun to send here.
-            wanted: [R], who shall be active from now on; all ranks that are or shall be active ask for the same. Where
-                another rank asks because one is lost, that is decided first.
-        Errors: PeerLostError where the store is gone. Collective, host sync with the others.
+            epochs: [S], the last epoch that each slot of this rank has begun to send.
+            wanted: [R], the ranks to be active from now on, the same on all ranks that are or become active. If another
+                rank votes because a rank is lost, that is decided first.
+        Errors: PeerLostError if the store is gone. Collective, host sync with the others.
         """
         vote = {"suspects": list(suspects), "epochs": list(epochs), "wanted": wanted}
         try:
@@ -89,7 +89,7 @@ class Members:
 
     def _decide(self, vote: Vote) -> Decision:
         while not self.active[self._rank] and self._store.check([f"decision/{self._number}"]):
-            self.active = self._read_decision().active  # what was decided while this rank took no part
+            self.active = self._read_decision().active  # decided while this rank was inactive
             self._number += 1
         number, start = self._number, time.monotonic()
         self._store.set(f"vote/{number}/{self._rank}", json.dumps(vote))
@@ -118,7 +118,7 @@ class Members:
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def _is_complete(self, votes: dict[int, Vote], waited_secs: float) -> bool:
-        """Whether nobody else's vote is to be waited for."""
+        """Whether no other vote needs to be waited for."""
         config = self._group.config
         suspected = {rank for vote in votes.values() for rank in vote["suspects"]}
         for rank in self._expected(votes) - set(votes) - self._absent():
@@ -128,7 +128,7 @@ class Members:
         return True
 
     def _expected(self, votes: dict[int, Vote]) -> set[int]:
-        """The ranks that are active, and those that shall be."""
+        """The ranks that are active, and those that votes want to be."""
         masks = [self.active, *(vote["wanted"] for vote in votes.values() if vote["wanted"] is not None)]
         return {rank for mask in masks for rank, there in enumerate(mask) if there}
 
@@ -138,7 +138,7 @@ class Members:
         return {*self._group.gone_ranks, *self._group.left_ranks, *left}
 
     def _judge(self, votes: dict[int, Vote]) -> Decision:
-        """What follows from the votes: the active ranks that vote go on, or those that all of them want."""
+        """Decide by the votes: active ranks that voted stay active; or the ranks that all votes want, if they voted."""
         wishes = {tuple(vote["wanted"]) for vote in votes.values() if vote["wanted"] is not None}
         wish_counts = all(vote["wanted"] is not None for vote in votes.values())
         active, error = self.active, ""
@@ -158,7 +158,7 @@ class Members:
         )
 
     def meet(self) -> tuple[int, ...]:
-        """Wait until all active ranks are here; return those that are not within the timeout. Collective."""
+        """Wait until all active ranks have arrived; return those that have not by the timeout. Collective."""
         number, start = self._number, time.monotonic()
         try:
             self._store.set(f"met/{number}/{self._rank}", "1")
@@ -175,5 +175,5 @@ class Members:
             raise self._store_is_gone(error) from error
 
     def leave(self) -> None:
-        """Say that this rank votes no more. Local."""
+        """Tell the other ranks that this one will not vote again. Local."""
         self._store.set(f"left/{self._rank}", "1")

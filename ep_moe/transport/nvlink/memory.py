@@ -1,4 +1,4 @@
-"""What a slot of the one-sided exchange keeps: regions that peers write to, and what is this rank's alone.
+"""The memory of a slot of the one-sided exchange: regions that peers write to, and tensors of this rank alone.
 
 Letters: H hidden, K top-k, R ranks, M max_tokens_per_rank, L the most experts that a rank owns.
 """
@@ -18,8 +18,8 @@ from ep_moe.placement import Placement
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 8
 STATE_WORDS = 64
-_ENDED = device_code.SENT_ONCE.value + device_code.RECEIVED_ONCE.value  # of RUNS: there is nothing to combine
-SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: one float32 for 16 numbers
+_ENDED = device_code.SENT_ONCE.value + device_code.RECEIVED_ONCE.value  # value of RUNS if nothing is left to combine
+SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: one float32 for 16 elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Regions:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each region begins, and last where the next slot does."""
+        """The byte offset of each region, and last that of the next slot."""
         sizes = (-(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES for size in dataclasses.astuple(self))
         return (0, *itertools.accumulate(sizes))
 
@@ -64,19 +64,19 @@ class Regions:
 class SlotMemory:
     """One slot's memory on this rank."""
 
-    peers: tuple[int, ...]  # where each rank's memory of this slot is mapped here
+    peers: tuple[int, ...]  # addresses at which each rank's memory of this slot is mapped here
     state: torch.Tensor  # [STATE_WORDS] int32
     dest_rank_mask: torch.Tensor  # [M] int32
-    waited_ns: torch.Tensor  # [2, R] int64: for each source in this round, and in all
+    waited_ns: torch.Tensor  # [2, R] int64: wait for each source rank in this round, and in all rounds
     rows_seen: torch.Tensor  # [L] int64
     num_rows: torch.Tensor  # [L] int32
     row_start: torch.Tensor  # [L] int32
     rows: torch.Tensor  # [R * M * max_topk] int32
     row_weights: torch.Tensor  # the same, float32
-    token_to_row: torch.Tensor  # the same, int32: what FLAT has of a pool's rows, as the next two
+    token_to_row: torch.Tensor  # the same, int32: fields of a FLAT batch, as the next two
     local_ids: torch.Tensor
     pooled_weights: torch.Tensor  # float32
-    row_index: torch.Tensor  # [R * M * min(max_topk, L)] int32: always slots of the pool, also where a round is lost
+    row_index: torch.Tensor  # [R * M * min(max_topk, L)] int32: always valid pool rows, even if a round is lost
     values: torch.Tensor  # uint8, the region of received rows
     scales: torch.Tensor  # uint8
     returned: torch.Tensor  # uint8
@@ -86,8 +86,8 @@ class ExchangeMemory:
     """The symmetric memory of a transport, by slot.
 
     Args:
-        word_tokens: up to how many tokens a rank sends as words.
-    Errors: RuntimeError where the machine lacks the memory. Collective.
+        word_tokens: up to this T a rank sends rows as LL words.
+    Errors: RuntimeError if the machine lacks the memory. Collective.
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, *, word_tokens: int) -> None:
@@ -108,7 +108,7 @@ class ExchangeMemory:
             self.slots.append(self._make_slot(config, slot * slot_bytes, num_ranks, peers, device))
         self.urgent = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.reset((True,) * num_ranks, (0,) * config.num_slots)
-        group.barrier()  # nobody sends results before all ones stand everywhere
+        group.barrier()  # no rank sends results before all ranks have written the sentinel
 
     def _make_slot(
         self, config: TransportConfig, start: int, num_ranks: int, peers: tuple[int, ...], device: torch.device
@@ -144,11 +144,11 @@ class ExchangeMemory:
         )
 
     def reset(self, active: Sequence[bool], resume: Sequence[int]) -> None:
-        """Put all ones where results are to come, and forget an abort, while nobody sends.
+        """Fill the results' region with the sentinel (all ones) and clear the abort words, while no rank sends.
 
         Args:
-            active: of each rank, whether rounds go on with it.
-            resume: for each slot the epoch from which on rounds count, int32; 0 where all do.
+            active: by rank, whether it takes part in rounds.
+            resume: by slot, the first epoch that is exchanged, int32; 0 if all are.
         Local, on the current stream.
         """
         bits = sum(1 << rank if rank < 31 else -1 << rank for rank, alive in enumerate(active) if alive)  # int32
@@ -162,13 +162,13 @@ class ExchangeMemory:
     def begun(self) -> tuple[int, ...]:
         """The epoch of the last round that each slot has begun to send, int32. Local, host sync.
 
-        Ranks agree to resume behind the last of them. A round that was sent and not yet received counts: some of it
-        went to ranks that may be lost, and home would wait for their results.
+        Ranks agree to resume after the latest of them. A round that was sent and not yet received counts: some of its
+        rows went to ranks that may be lost, and the source rank would wait for their results.
         """
         return tuple(int(slot.state[device_code.SENT.value]) for slot in self.slots)
 
     def catch_up(self, epochs: Sequence[int]) -> None:
-        """Let each slot's last round be that of the epoch, int32. Local, on the current stream."""
+        """Set each slot's last round to the given epoch, int32. Local, on the current stream."""
         for slot, epoch in zip(self.slots, epochs, strict=True):
             slot.state[device_code.SENT.value] = epoch
             slot.state[device_code.BEGUN.value] = epoch
@@ -176,7 +176,7 @@ class ExchangeMemory:
             slot.state[device_code.RUNS.value] = _ENDED
 
     def end_waits(self, word: int) -> None:
-        """Have all waits of this rank end with an abort word. Local; no call of CUDA's, which may wait for them."""
+        """Write an abort word that ends all waits of this rank. Local; no CUDA call, which could block on them."""
         self.urgent[0] = word
 
     def destroy(self) -> None:

@@ -1,4 +1,4 @@
-"""What travels in a round, in the terms of the kernels.
+"""The payload of a round, as the kernels see it.
 
 Letters: H hidden, K top-k, G scale groups.
 """
@@ -17,7 +17,7 @@ _FUSED_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Payload:
-    """What travels in a round: a scheme's rows of a model's dtype with K ids each."""
+    """The rows of a round: in a scheme or the model's dtype, with K ids each."""
 
     scheme: QuantScheme
     dtype: torch.dtype
@@ -26,13 +26,13 @@ class Payload:
 
     @property
     def fingerprint(self) -> int:
-        """What ranks compare, as int32."""
+        """`RowFormat.fingerprint` as int32, for ranks to compare."""
         bits = RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk).fingerprint
         return bits - 2**32 if bits >= 2**31 else bits
 
     @property
     def wordy(self) -> bool:
-        """Whether few tokens travel as words: their scales, if any, are of 32 bits."""
+        """Whether few tokens may be sent as LL words: scales, if any, must have 32 bits."""
         return self.scheme.scale_dtype.itemsize == 4
 
     @property
@@ -42,12 +42,12 @@ class Payload:
 
     @property
     def num_groups(self) -> int:
-        """G."""
+        """G, scale groups of a row."""
         return self.scheme.num_groups(self.hidden)
 
     @property
     def fused_quant(self) -> str:
-        """How the send kernel quantizes, "" where it cannot: then `quantize` does before it."""
+        """How the send kernel quantizes, "" if it cannot: then `quantize` runs before it."""
         scheme = self.scheme
         how = _FUSED_DTYPES.get(scheme.dtype, "") if scheme.dtype is not None else ""
         if scheme.scale_dtype is not torch.float32 or scheme.activation not in ("token", "group"):
@@ -58,17 +58,17 @@ class Payload:
 
     @property
     def group(self) -> int:
-        """Numbers that share a scale, a power of two: the last group of a row may be short."""
+        """Elements that share a scale, a power of two: the last group of a row may be short."""
         return self.scheme.block[1] if self.scheme.activation == "group" else triton.next_power_of_2(self.hidden)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where it does not begin on 16 bytes, as every pointer of a kernel must."""
+    """The tensor itself, or a copy if it is not aligned to 16 bytes, as kernels need every pointer."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def is_aligned(rows: torch.Tensor) -> bool:
-    """Whether rows can be moved in 16-byte pieces where they lie: contiguous, and ALIGNMENT numbers apart or more."""
+    """Whether rows can be moved in 16-byte pieces in place: each contiguous, ALIGNMENT elements or a multiple apart."""
     aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % ALIGNMENT == 0
     return aligned and (rows.stride(1) == 1 or rows.shape[1] == 1)
 

@@ -1,4 +1,4 @@
-"""What rounds of a kind have in common: what their kernels are compiled for, and the shapes of a batch.
+"""Plans of rounds: the compile-time constants of the kernels and the batch's shapes, made once per kind of round.
 
 Letters: T tokens on this rank, H hidden, K top-k, R ranks, M max_tokens_per_rank, L local experts, P physical experts.
 """
@@ -29,36 +29,36 @@ from ep_moe.transport.nvlink.tuning import (
     block_words,
 )
 
-BLOCK_TOKENS = 64  # whose ids are counted together, where there are many
+BLOCK_TOKENS = 64  # tokens per block, if ids are counted block by block
 _ANNOUNCED = 1024  # (token, expert) pairs that an announcer compares at a time
-_FEWEST_TOKENS = 16  # that kernels are compiled for: fewer take no longer
+_FEWEST_TOKENS = 16  # smallest T that kernels are compiled for: with it, fewer tokens take no longer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All that rounds of a kind have in common, found once."""
+    """Constants, shapes and launches shared by all rounds of a kind."""
 
     payload: Payload
     fingerprint: int
     layout: Layout
-    num_tokens: int  # T, the rows that are brought
+    num_tokens: int  # T, the rows of x
     fused_quant: str  # how the send kernel quantizes, "" if it does not
-    unit: int  # numbers, or words, that strides of rows count
-    blocks: int  # of tokens whose ids are counted beforehand, 0 where each program counts all itself
+    unit: int  # elements, or words, per unit of a row stride
+    blocks: int  # of tokens whose ids are counted before the dispatch, 0 if each program counts all ids itself
     announcers: int
     programs: DispatchTuning
-    frame: Frame  # on no device: the shapes of the batch
-    x_shape: torch.Size  # of the batch's x, and of its scale
+    frame: Frame  # meta tensors with the shapes of the batch
+    x_shape: torch.Size  # of the batch's x
     x_strides: tuple[int, ...]
     scale_shape: torch.Size
     scale_strides: tuple[int, ...]
     output_shape: tuple[int, ...]  # of the experts' output
-    strides: tuple[int, ...]  # `Sent.strides` where all is contiguous and the kernel quantizes or nothing does
+    strides: tuple[int, ...]  # `Sent.strides` if inputs are contiguous, and quantized in the kernel or not at all
     expected_rows: int
-    constants: dict[str, Any]  # of the dispatch kernel, but for its halves
+    constants: dict[str, Any]  # of the dispatch kernel, except SEND and RECEIVE
     dispatches: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
     combines: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
-    kept: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # what batches of a slot share
+    kept: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by slot, its batches' fields
 
 
 def kind_of(
@@ -68,10 +68,10 @@ def kind_of(
     scheme: QuantScheme,
     num_tokens: torch.Tensor | None,
 ) -> tuple[Any, ...]:
-    """All that a plan depends on and `check_dispatch` looks at, unless x is `Quantized`: that looks at more.
+    """The cache key of a plan: all that the plan and `check_dispatch` depend on; a `Quantized` x needs further checks.
 
-    Layout and scheme go by identity: whoever keeps something for a kind keeps both.
-    Errors: AttributeError for what is no tensor, which `check_dispatch` refuses.
+    Layout and scheme are compared by identity: a cache must keep both alive with the key.
+    Errors: AttributeError for an input that is no tensor, which `check_dispatch` refuses.
     """
     values, ids = (x.values if isinstance(x, Quantized) else x), routing.topk_ids
     counted = None if num_tokens is None else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device)
@@ -80,7 +80,7 @@ def kind_of(
 
 
 def distinct_sizes(max_tokens: int) -> Iterator[int]:
-    """Numbers of tokens up to M that kernels differ for; all others have the kernels of the next one up."""
+    """The T up to M that have kernels of their own; any other T uses those of the next larger one."""
     size = _FEWEST_TOKENS
     sizes = {UNPLANNED_TOKENS, 1024, max_tokens}
     while size < UNPLANNED_TOKENS:
@@ -101,7 +101,7 @@ class Planner:
     def plan(
         self, rows: int, num_topk: int, layout: Layout, scheme: QuantScheme, *, given: bool, counted: bool
     ) -> Plan:
-        """The plan for so many rows of x, `given` in the scheme, `counted` by the device."""
+        """The plan for x with `rows` rows. given: x is `Quantized` already. counted: `num_tokens` is passed."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
         fused_quant = "" if given or not scheme.quantized else payload.fused_quant
@@ -110,7 +110,7 @@ class Planner:
         count = BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
         share = max(min(triton.next_power_of_2(num_physical), _ANNOUNCED // count), 1)
         words, row_words = block_words(payload.value_words, programs.word_block), block_words(payload.value_words)
-        if fused_quant:  # words are made of whole groups
+        if fused_quant:  # a block of words holds whole groups
             words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
         groups = triton.next_power_of_2(max(payload.num_groups, 1))
         unit = ALIGNMENT if fused_quant else math.gcd(payload.value_words, 4)
@@ -150,7 +150,7 @@ class Planner:
             "PDL": self._early,
         }
         frame = self._frame(payload, layout)
-        lead = 0 if layout is Layout.BATCHED else 1  # dimensions that a batch does not have
+        lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         scale = torch.empty(0, 0, 0, device="meta") if frame.scale is None else frame.scale
         return Plan(
             payload=payload,
@@ -180,7 +180,7 @@ class Planner:
         )
 
     def _frame(self, payload: Payload, layout: Layout) -> Frame:
-        """The shapes of a batch, of tensors without memory."""
+        """The shapes of a batch, as meta tensors."""
         rows, scheme = self._placement.num_ranks * self._config.max_tokens_per_rank, payload.scheme
         k, groups = payload.num_topk, payload.num_groups
         shape = (rows, scheme.row_values(self._config.hidden))

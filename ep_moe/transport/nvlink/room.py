@@ -1,9 +1,9 @@
-"""How many programs may wait on a GPU at once, and which rounds of this process are open on it together.
+"""How many programs may wait on a GPU at once, and which rounds of this process are open on it at the same time.
 
-Receivers wait for other ranks, and keep their place on a GPU while they do. Whatever the others wait for must find a
-place beside them, in whatever order launches come, or ranks wait for each other until the timeout. Programs of one size
-fit wherever they stand, packed on few multiprocessors (SMs) or spread over all. A program that takes the whole of an SM
-finds none if receivers stand on every one, and a GPU spreads programs before it packs them.
+Receivers stay resident on a GPU while they wait for other ranks. The programs that those ranks wait for must fit beside
+them, in any order of launches, or ranks wait for each other until the timeout. Programs of one size fit however they
+are distributed over multiprocessors (SMs). A program that needs a whole SM does not fit while every SM has a receiver,
+and a GPU spreads programs over SMs before it packs them.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-REGISTERS = 168  # of a thread, so that three programs of 4 warps share an SM; fewer spill
-NCCL_SMS = 32  # that NCCL's kernels may take: a program of theirs, of up to 640 threads, takes a whole one
+REGISTERS = 168  # per thread: three programs of 4 warps share an SM; with fewer, kernels spill
+NCCL_SMS = 32  # that NCCL's kernels may take: each of their programs, of up to 640 threads, takes a whole SM
 _WARPS = 4
-_WARP_THREADS, _REGISTER_UNIT = 32, 256  # a warp's registers are given out in units of so many
-_REGISTERS_OF_AN_SM = 65536  # where torch does not tell: of all since compute capability 5
+_WARP_THREADS, _REGISTER_UNIT = 32, 256  # a warp's registers are allocated in such units
+_REGISTERS_OF_AN_SM = 65536  # if torch does not report it: the same on all GPUs since compute capability 5
 _ON_A_CPU = 8  # receivers of a launch in the interpreter
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What a GPU has for programs that wait."""
+    """The resources of a GPU that limit how many programs may wait on it."""
 
     num_sms: int
     registers: int  # of an SM
@@ -34,7 +34,7 @@ class Room:
 
     @classmethod
     def of(cls, device: torch.device) -> "Room":
-        """What CUDA says of a GPU. Local."""
+        """The resources that CUDA reports for a GPU. Local."""
         found = torch.cuda.get_device_properties(device)
         return cls(
             num_sms=found.multi_processor_count,
@@ -50,22 +50,22 @@ class Room:
 
     @property
     def places(self) -> int:
-        """Receivers that always fit at once, beside a kernel of NCCL's that came before them."""
+        """Receivers that always fit at once, beside an NCCL kernel that was launched before them."""
         return max((self.num_sms - NCCL_SMS) * self.programs_of_an_sm, 1)
 
     @property
     def sparing(self) -> int:
-        """Receivers that always leave an SM empty beside NCCL's, however they are spread."""
+        """Receivers that always leave an SM empty beside NCCL's, however they are distributed."""
         return max(self.num_sms - NCCL_SMS - 1, 0)
 
     def most_receivers(self, num_slots: int) -> int:
         """The most receivers of one launch: those of all slots always fit at once, beside NCCL's programs.
 
-        So rounds never wait for a place, and what waits for one gets it when rounds have ended. What is not promised
-        is an empty SM: that takes `sparing` receivers at most in all rounds that are open but the one whose turn it is
-        (`TransportConfig.num_sms`). Example: of 132 SMs 300, 150, 100 and 75 receivers with 1, 2, 3 and 4 slots; an SM
-        stays empty with 99, 49 and 33 in each of 2, 3 and 4.
-        Errors: RuntimeError where there are more slots than places.
+        So rounds never wait for a free place on an SM; other programs get one at the latest when rounds end. An empty
+        SM is not guaranteed: it needs at most `sparing` receivers in all open rounds except the one whose turn it is
+        (`TransportConfig.num_sms`). Example: 132 SMs give 300, 150, 100 and 75 receivers with 1, 2, 3 and 4 slots; an
+        SM stays empty with 99, 49 and 33 in each of 2, 3 and 4.
+        Errors: RuntimeError if num_slots exceeds `places`.
         """
         if num_slots > self.places:
             raise RuntimeError(f"num_slots ({num_slots}) exceeds {self.places}, the programs that may wait on this GPU")
@@ -81,18 +81,18 @@ _Open = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and th
 
 
 class OpenRounds:
-    """The open rounds of one transport, beside those of the process's other transports on the same GPU.
+    """The open rounds of one transport, checked against those of the process's other transports on the same GPU.
 
-    Warns, once, where rounds are open on several streams and their receivers may fill the GPU: then ranks that begin
-    them in different orders may wait for each other. Rounds of one stream never wait together: a transport for decode
-    and one for prefill that are used in turn take nothing from each other.
+    Warns, once, if rounds are open on several streams and their receivers may fill the GPU: ranks that begin them in
+    different orders may then wait for each other. Rounds on one stream never wait at the same time: a transport for
+    decode and one for prefill that are used in turn do not compete for SMs.
 
     Args:
-        receivers_of: the receivers of a launch for T tokens.
-        current_stream: of a GPU by index, as a number.
+        receivers_of: gives the number of receivers of a launch for T tokens.
+        current_stream: gives a GPU's current stream, as an integer, by the GPU's index.
     """
 
-    _beside: dict[int, dict[tuple[int, int], _Open]] = {}  # of each GPU of this process, by transport and slot
+    _beside: dict[int, dict[tuple[int, int], _Open]] = {}  # by GPU of this process; then by (transport, slot)
 
     def __init__(
         self,
@@ -107,18 +107,18 @@ class OpenRounds:
         self._end = weakref.finalize(self, _forget, self._all, id(self))
 
     def begin(self, slot: int, num_tokens: int) -> None:
-        """Note a round of T tokens whose kernels go to the current stream. Local, no host sync."""
+        """Record a round of T tokens whose kernels run on the current stream. Local, no host sync."""
         begun = self._current_stream(self._index), num_tokens, self._receivers_of
         if self._all and not self._warned:
             self._look(slot, begun)
         self._all[id(self), slot] = begun
 
     def end(self, slot: int) -> None:
-        """Note that a slot's round is closed; one that was not open is fine. Local."""
+        """Remove a slot's round, if one is open. Local."""
         self._all.pop((id(self), slot), None)
 
     def destroy(self) -> None:
-        """Forget all of the transport's rounds. Local; calling it twice is fine."""
+        """Remove all rounds of the transport. Local; calling it twice is fine."""
         self._end()
 
     def _look(self, slot: int, begun: _Open) -> None:

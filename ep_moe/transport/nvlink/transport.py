@@ -1,4 +1,4 @@
-"""The one-sided transport of ranks that reach each other's memory: stores into peers, no collective, no host sync.
+"""The one-sided transport for ranks with peer memory access: stores into peers, no collective, no host sync.
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank, L local experts.
 """
@@ -31,46 +31,46 @@ from ep_moe.transport.nvlink.room import OpenRounds, Room, most_receivers
 from ep_moe.transport.nvlink.tuning import WORD_TOKENS
 from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_results, count_rows
 
-MOST_RANKS = 32  # a bit for each
-MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry holds a place below this, and the expert above it
+MOST_RANKS = 32  # one bit each in int32 masks
+MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry's low bits hold a row's place, its high bits the expert
 MOST_LOCAL_EXPERTS = 1 << 31 - PLACE_BITS.value
 _NOT_WAITING = contextlib.nullcontext()
-_STILL_IN_USE: list[object] = []  # by kernels that did not end: to free it would break the device for all
+_STILL_IN_USE: list[object] = []  # memory of kernels that did not end: freeing it would break the device for all
 
 
 @dataclasses.dataclass(slots=True)
 class _Round:
     round: int
     sent: Sent
-    sent_y: torch.Tensor | None = None  # of a combine that has been sent: it must outlive its launch
+    sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeStatistics:
-    """What the kernels of this rank count, on the device: reading it waits for them."""
+    """Counters of this rank's kernels, on the device: reading them waits for the kernels."""
 
-    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert got in all rounds
+    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert received in all rounds
     waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
-    last_waited_ns: torch.Tensor  # [slots, R] int64, and in the last phase of each slot
+    last_waited_ns: torch.Tensor  # [slots, R] int64, the same in the last phase of each slot
 
 
 class NvlinkTransport(Transport):
     """Dispatch and combine by stores over NVLink, from Triton kernels; on a CPU under TRITON_INTERPRET=1.
 
     Args:
-        group: of one machine, each rank with a GPU of its own and peer access to the others'; or all on its CPU.
+        group: ranks of one machine, each with its own GPU and peer access to the others'; or all on the CPU.
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
     The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
-    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. To load a kernel CUDA may wait for the whole
-    GPU: rounds of other kinds run once before two slots are used in other orders on other ranks.
+    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. CUDA may wait for the whole GPU to load a
+    kernel: run a round of any other kind once before ranks use two slots in different orders.
 
-    A round reads nothing back and may be captured in a CUDA graph, which may be replayed with other counts, ids and, by
-    `num_tokens`, other T, in turn with other graphs and eager rounds.
+    A round has no host sync and may be captured in a CUDA graph. Replays may have other counts, ids and, by
+    `num_tokens`, other T, and may alternate with other graphs and eager rounds.
 
-    What a batch holds beside x and its scales is the slot's: valid until its next dispatch. In FLAT x is the slot's
-    too, and valid until `combine_send`: the others may send the next round as soon as they have this one's combine.
+    A batch's tensors other than x and scale are the slot's memory, valid until its next dispatch. In FLAT x is too, and
+    is valid until `combine_send`: the other ranks may send the next round once they have this round's results.
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
@@ -113,7 +113,7 @@ class NvlinkTransport(Transport):
                 triton.runtime.driver.active.get_current_stream,
             )
             self._exchange.compile(config.kinds)
-        group.wait_for_all("compile")  # ranks take as long as they do
+        group.wait_for_all("compile")  # compile times differ between ranks
 
     @property
     def peer_bytes(self) -> int:
@@ -121,7 +121,7 @@ class NvlinkTransport(Transport):
         return self._memory.num_bytes
 
     def statistics(self) -> ExchangeStatistics:
-        """What this rank has received and whom it has waited for, since it was made. Local, no host sync."""
+        """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
         slots = self._memory.slots
         return ExchangeStatistics(
@@ -132,17 +132,17 @@ class NvlinkTransport(Transport):
 
     @property
     def active_ranks(self) -> tuple[bool, ...]:
-        """Of each rank, whether rounds go on with it: the others get no tokens, and theirs are not waited for."""
+        """By rank, whether it takes part in rounds: inactive ranks are sent no tokens and are not waited for."""
         return self._faults.active
 
     def set_active_ranks(self, mask: Sequence[bool]) -> None:
-        """Choose the ranks that rounds go on with, between two rounds; a rank that comes back is up to date at once.
+        """Choose the ranks that take part, between two rounds; brings a rank that comes back up to date.
 
         Args:
             mask: [R], the same on every rank.
-        Errors: ValueError where ranks ask for different ones, or where `on_peer_loss` is not "mask"; RuntimeError where
-        a round is open; PeerLostError. A rank that is lost meanwhile is left out. Collective among the ranks that are
-        active and those that shall be, host sync.
+        Errors: ValueError if ranks ask for different masks, or `on_peer_loss` is not "mask"; RuntimeError if a round is
+        open; PeerLostError. A rank that is lost meanwhile is left out. Collective among the ranks that are active and
+        those that become active, host sync.
         """
         self._slots.check_open()
         wanted = tuple(bool(there) for there in mask)
@@ -190,7 +190,7 @@ class NvlinkTransport(Transport):
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
-        Where there is no memory for the batch nothing has been sent, and the call may be made again.
+        If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
         state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
         return self._receive(slot, state, send=True)
@@ -206,13 +206,13 @@ class NvlinkTransport(Transport):
         num_tokens: torch.Tensor | None,
         layer: LayerTag,
     ) -> _Round:
-        """Check a dispatch and ready it for its launch."""
+        """Check a dispatch and prepare its launch."""
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
         try:
             kind, words = kind_of(x, routing, layout, scheme, num_tokens), layer.words
             plan = self._exchange.plan(kind)
-        except (AttributeError, TypeError):  # of what is no tensor
+        except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             kind, words, plan = (), NO_LAYER.words, None
         if plan is None or isinstance(x, Quantized):
             try:
@@ -260,7 +260,7 @@ class NvlinkTransport(Transport):
         return self._receive_results(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
 
     def _check_output(self, y: torch.Tensor, state: _Round, dispatched: Dispatched) -> None:
-        """As `check_expert_output`; what fits takes the host no time."""
+        """`check_expert_output`, with a fast path for a y that fits."""
         fits = type(y) is torch.Tensor and y.shape == state.sent.plan.output_shape and y.dtype == self.config.dtype
         if not fits or y.device != self.device or y.layout is not torch.strided:
             check_expert_output(y, dispatched.batch)
@@ -297,7 +297,7 @@ class NvlinkTransport(Transport):
         out: torch.Tensor | None,
         send: bool,
     ) -> torch.Tensor:
-        """Launch the receiving half of a combine, or with `send` both."""
+        """Launch the receiving half of a combine, or with `send` both halves."""
         shape = (state.sent.num_tokens, self.config.hidden)
         check_results(shape, self.config, self.device, shared=shared, out=out)
         shared = None if shared is None else aligned_rows(shared)
@@ -311,9 +311,9 @@ class NvlinkTransport(Transport):
         return target if out is None or direct else out.copy_(target)
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
-        """See `Transport.refuse`. The others' rounds give NaN, and `check` raises there.
+        """See `Transport.refuse`. On the other ranks the round gives NaN, and `check` raises.
 
-        `num_tokens` is what they are told that this rank brought.
+        `num_tokens`: the token count that the header tells them.
         """
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
@@ -334,7 +334,7 @@ class NvlinkTransport(Transport):
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
             self._exchange.receive(slot, sent, send=True)
-        self._slots.advance(slot, "dispatch_recv", state)  # if the next launch fails, `abandon` goes on here
+        self._slots.advance(slot, "dispatch_recv", state)  # if the next launch fails, `abandon` continues here
         self._combine(slot, state, None, send=True, receive=True)
         self._close(slot)
         raise error
@@ -342,7 +342,7 @@ class NvlinkTransport(Transport):
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`. Local, on the current stream, no host sync.
 
-        If it fails, for want of memory or at a launch, it may be called again and goes on behind what was launched.
+        If it runs out of memory or a launch fails, it may be called again and continues after the last launch.
         """
         self._faults.look()
         call, state = self._slots.stage(slot)
@@ -362,17 +362,16 @@ class NvlinkTransport(Transport):
     def check(self) -> None:
         """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
 
-        Where a rank is lost and the others go on, this is where a rank that only replays graphs agrees with them: no
-        replay does. Until then its kernels give NaN without waiting, and the others wait for its vote, for
-        `timeout_secs` at most.
+        If a rank is lost and the others continue, a rank that only replays graphs votes here: a replay cannot. Until
+        then its kernels give NaN without waiting, and the others wait for its vote, for `timeout_secs` at most.
         """
         self._slots.check_open()
         self._faults.check()
 
     def destroy(self) -> None:
-        """See `Transport.destroy`. Waits for what this rank has launched; rounds that are open are forgotten.
+        """See `Transport.destroy`. Waits for this rank's launches, with a timeout; open rounds are dropped.
 
-        Memory that kernels still use after that wait's bound is never freed.
+        Memory that kernels still use after the timeout is never freed.
         """
         self._slots.destroy()
         if self._open is not None:

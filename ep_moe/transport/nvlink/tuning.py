@@ -1,6 +1,6 @@
-"""Launch parameters of the exchange kernels, by what they move.
+"""Launch parameters of the exchange kernels, by T and R.
 
-They were chosen on 4 H200s (docs/BENCHMARKS.md); every choice is right on every machine. Letters: T tokens, R ranks.
+They were tuned on 4 H200s (docs/BENCHMARKS.md); results are correct on any machine. Letters: T tokens, R ranks.
 """
 
 import dataclasses
@@ -9,10 +9,10 @@ import triton
 
 from ep_moe.kernels.numerics import INTERPRET
 
-WORD_TOKENS = 16  # up to so many tokens a rank sends words, which take twice the bytes and no fence
-_HELD_BYTES = 256  # of a thread's registers, for rows that are added up
-MANY = 2**30  # programs, where nothing limits them
-UNPLANNED_TOKENS = 256  # up to so many every program of a dispatch reads all ids itself
+WORD_TOKENS = 16  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
+_HELD_BYTES = 256  # of a thread's registers, for rows that are accumulated
+MANY = 2**30  # programs, if nothing limits them
+UNPLANNED_TOKENS = 256  # up to this T every program of a dispatch reads all ids itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +24,8 @@ class DispatchTuning:
     receivers: int
     num_warps: int
     tokens_per_fence: int  # tokens that a program sends between two fences
-    word_block: int  # 32-bit words of a token that a program sends at a time as words
-    taken_block: int  # 32-bit words of a row that a program takes at a time
+    word_block: int  # 32-bit words of a token that a program sends at a time as LL words
+    taken_block: int  # 32-bit words of a row that a program receives at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +45,8 @@ class Tuning:
     """Launch parameters of a transport.
 
     Args:
-        most_receivers: of one launch (`Room.most_receivers`). Senders do not wait: they need no room of their own.
-        num_sms: programs of one launch at most, which never take more multiprocessors than that; 0 sets no limit.
+        most_receivers: of one launch (`Room.most_receivers`). Senders never wait: they do not count towards the limit.
+        num_sms: programs of one launch at most, so that they take at most as many SMs; 0 sets no limit.
     """
 
     most_receivers: int
@@ -93,7 +93,7 @@ class Tuning:
         )
 
     def _share(self, parts: int, taken: int = 0) -> int:
-        """One of so many parts of the programs that a launch may have, but for those that are taken."""
+        """`num_sms` less `taken` programs, divided into `parts`; MANY without a limit."""
         return max((self.num_sms - taken) // parts, 1) if self.num_sms else MANY
 
 
@@ -103,13 +103,13 @@ def block_words(row_words: int, most: int = 2**30) -> int:
 
 
 def awaited_words(row_words: int, most: int, num_warps: int) -> int:
-    """The same for a program that waits for them: one per thread at least.
+    """`block_words` for a program that polls them: at least one per thread.
 
-    With fewer, warps would hold the same ones, and each might find another answer to whether they have arrived.
+    With fewer, several warps would poll the same word and could disagree on whether it has arrived.
     """
     return max(block_words(row_words, most), 32 * num_warps)
 
 
 def held_words(num_ranks: int, itemsize: int, num_warps: int) -> int:
-    """Columns of a row that a program may load from each rank before it adds them up: a thread keeps them all."""
+    """Columns that a program may load from each rank's row before it accumulates: registers must hold them all."""
     return max(_HELD_BYTES * 32 * num_warps // (itemsize * triton.next_power_of_2(num_ranks)), 1)

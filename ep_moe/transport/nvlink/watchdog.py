@@ -1,8 +1,8 @@
-"""The thread that ends a rank's waits on the device once they are known to be in vain.
+"""The thread that ends the waits of a rank's kernels as soon as a rank is known to be lost.
 
-A wait in a kernel ends by itself, after the whole timeout. The group often knows earlier that a rank is lost: then the
-thread writes a word of the host's memory, which kernels look at, and all that wait give up. It calls nothing of CUDA's:
-a call may wait behind these very kernels. Under the interpreter, which has no timer, the thread keeps the time too.
+A wait in a kernel ends by itself after the whole timeout. The group often knows earlier that a rank is lost: then the
+thread writes an abort word to host memory, which kernels poll, and all that wait give up. It makes no CUDA calls, which
+could block on these very kernels. Under the interpreter, which has no timer, the thread enforces the timeout too.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ep_moe.kernels.numerics import INTERPRET
 from ep_moe.transport.nvlink.members import Members
 from ep_moe.transport.nvlink.memory import ExchangeMemory
 
-NOBODY = 255  # in place of a rank's number in an abort word that names none
+NOBODY = 255  # in place of the rank, in an abort word that names none
 STOP_SECS = 3.0
 _UNTIMED = contextlib.nullcontext()
 
@@ -25,22 +25,22 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Looks twice in a heartbeat; ends with its owner, which need not stop it.
+    """Looks for lost ranks twice per heartbeat; its thread ends with this object, with or without `stop`.
 
     Args:
-        members: where rounds go on without lost ranks, else None.
+        members: the transport's, if rounds continue without lost ranks; else None.
 
     Attributes:
-        lock: held while that word is written; whoever forgets an abort holds it too.
-        ended: whether the waits of this rank were ended, since `restart`.
-        suspects: the ranks that they were ended for.
+        lock: held while the abort word is written or cleared.
+        ended: whether the waits of this rank were ended since the last `restart`.
+        suspects: the lost ranks for which they were ended.
     """
 
     def __init__(self, group: EPGroup, memory: ExchangeMemory, members: Members | None) -> None:
         self.lock = threading.Lock()
         self.ended = False
         self.suspects: tuple[int, ...] = ()
-        self._turn = 0  # counts restarts: what was found before one is old
+        self._turn = 0  # counts restarts: a loss found before one is stale
         self._group, self._memory, self._members = group, memory, members
         self._wait: tuple[str, int, float] | None = None
         self._stop = threading.Event()
@@ -52,7 +52,7 @@ class Watchdog:
             self._thread.start()
 
     def waiting(self, phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
-        """Keep the time of a wait that runs in this thread; on a GPU kernels keep their own. Local."""
+        """Measure a wait that runs in this thread, for its timeout; on a GPU kernels do so themselves. Local."""
         return self._timed(phase, round) if INTERPRET else _UNTIMED
 
     @contextlib.contextmanager
@@ -79,7 +79,7 @@ class Watchdog:
             self.end(gone, turn)
 
     def _overdue(self) -> tuple[int, ...]:
-        """Who keeps a wait of this thread's owner from ending in time."""
+        """The ranks that a measured wait has waited for beyond the timeout."""
         wait = self._wait
         if wait is None or time.monotonic() - wait[2] < self._group.config.timeout_secs:
             return ()
@@ -90,7 +90,7 @@ class Watchdog:
         return tuple(rank for rank in ranks if self._members.active[rank])
 
     def end(self, suspects: tuple[int, ...], turn: int | None = None) -> None:
-        """End this rank's waits, unless it has gone on since `turn`. Local."""
+        """End this rank's waits, unless there was a restart since `turn`. Local."""
         with self.lock:
             if self.ended or turn not in (None, self._turn):
                 return
@@ -101,7 +101,7 @@ class Watchdog:
         _log.warning("rank %d ends its waits: %s is lost", self._group.rank, names)
 
     def restart(self) -> None:
-        """Look again, after the abort has been forgotten. The caller holds `lock`."""
+        """Look for lost ranks again, after the abort word was cleared. The caller holds `lock`."""
         self.ended, self.suspects = False, ()
         self._turn += 1
 
@@ -119,7 +119,7 @@ def _run(owner: "weakref.ref[Watchdog]", stop: threading.Event, period_secs: flo
             return
         try:
             watchdog.look()
-        except RuntimeError as error:  # of the store or the device: kernels end their waits by themselves
+        except RuntimeError as error:  # of the store or the device: kernels still time out by themselves
             _log.warning("the watch over waits of kernels has ended: %s", error)
             return
         del watchdog
