@@ -226,7 +226,7 @@ class TransportConfig:
     """Sizes and options of a transport; every rank of the group passes the same.
 
     Args:
-        hidden: H of the tokens that travel.
+        hidden: H of the tokens.
         max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
         dtype: the model's dtype: of tokens that are not quantized, of expert outputs and of the combine wire.
         num_slots: slots, that is rounds that may be open at once. They share the thread blocks that can wait on the

@@ -30,7 +30,7 @@ def typed(value: Any, wanted: Any, name: str) -> Any:
     """Convert a value to the type `wanted`: an integer to a float, a list to a tuple, a name to an enum member.
 
     Args:
-        value: of a config's field, or read from a file. name: what errors call it.
+        value: of a config's field, or read from a file. name: its name in errors.
         wanted: bool, int, float, str, an enum or another class; a tuple of any number of one of these; one or None.
     Errors: ValueError names the value and the wanted type; a float must be finite. Local.
     """

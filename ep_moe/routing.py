@@ -54,7 +54,7 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _choose_biased(choice: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
-    """Return the ids [T, K] int64 of the largest `choice` [T, E], for method 2 within the best groups alone.
+    """Return the ids [T, K] int64 of the largest `choice` [T, E], for method 2 only within the best groups.
 
     A group's score is the sum of its two largest scores, or its only one. The experts of the chosen groups are
     gathered rather than the others masked: so no score, not even -inf, lets an expert of another group in.
@@ -117,7 +117,7 @@ def route(
     """Choose K experts for every token and compute their weights, in float32.
 
     Methods, numbered as FlashInfer's `RoutingMethodType`, with s = sigmoid(logits), sums over the K chosen:
-    0 softmax over all; 1 and 4 softmax over the chosen (the same number as softmax over all divided by its sum);
+    0 softmax over all; 1 and 4 softmax over the chosen (equal to softmax over all, divided by the sum of the chosen);
     2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 only within its `topk_group` best groups
     (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2 and 6
     do not divide by the sum.

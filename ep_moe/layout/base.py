@@ -1,6 +1,6 @@
 """The dataclasses of the layouts: rows as they arrive, and as experts compute on them.
 
-Letters: N received token rows, K top-k, H hidden, V stored values of a row (H, or H / 2 where two share a byte), G
+Letters: N received token rows, K top-k, H hidden, V stored values of a row (H, or H / 2 if two share a byte), G
 scale groups, L local experts, C = R * M rows per expert in BATCHED.
 """
 
