@@ -1,6 +1,6 @@
-"""The words and numbers that a user may choose: frozen, validated configs.
+"""The options that a user can set: frozen, validated configs.
 
-This room alone reads TOML files and the environment.
+No other module reads TOML files or the environment.
 Letters: T tokens on this rank, H hidden, I intermediate, K top-k, E experts, R ranks, M max_tokens_per_rank.
 """
 
@@ -22,14 +22,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MAX_TIMEOUT_SECS = 1e9  # in nanoseconds still within 64 bits, twice
+MAX_TIMEOUT_SECS = 1e9  # twice this, in nanoseconds, still fits int64
 ALIGNMENT = 16  # hidden and intermediate sizes are multiples of this: one 16-byte access in the narrowest format
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Layout(str, enum.Enum):
-    """How received tokens lie in memory for the experts; `ep_moe.layout` has the shapes."""
+    """Memory layout of the received tokens that the experts compute on; `ep_moe.layout` has the shapes."""
 
     BATCHED = "batched"
     COMPACT = "compact"
@@ -37,7 +37,7 @@ class Layout(str, enum.Enum):
 
 
 class RoutingMethod(enum.IntEnum):
-    """How logits become (ids, weights). The numbers are those of FlashInfer's `RoutingMethodType`."""
+    """How logits become (ids, weights). The values are those of FlashInfer's `RoutingMethodType`."""
 
     DEFAULT = 0  # softmax over all, then top-k, no renormalization
     RENORMALIZE = 1  # top-k of the logits, then softmax over the chosen
@@ -61,7 +61,7 @@ class ActivationKind(str, enum.Enum):
 
     @property
     def gated(self) -> bool:
-        """True where the first GEMM is 2 * intermediate wide."""
+        """True if the first GEMM is 2 * intermediate wide."""
         return self in (ActivationKind.SILU, ActivationKind.GELU, ActivationKind.SWIGLU)
 
 
@@ -101,8 +101,8 @@ class RoutingConfig:
     Args:
         method: one of `RoutingMethod`, by number or member; 9 ("unspecified" at FlashInfer) is a ValueError.
         num_topk: K, experts per token.
-        num_group, topk_group: groups of experts and how many of them stay, method 2 only.
-        routed_scaling_factor: multiplies the weights of methods 2 and 7; any other method takes 1.0 alone.
+        num_group, topk_group: groups of experts and how many of them are kept, method 2 only.
+        routed_scaling_factor: multiplies the weights of methods 2 and 7; must be 1.0 for any other method.
         norm_topk_prob: False skips the division by the sum, methods 2 and 6 only.
     """
 
@@ -148,11 +148,11 @@ class MoEConfig:
         hidden: H, a multiple of 16.
         intermediate: I of one expert, a multiple of 16.
         num_experts: E, logical experts of the whole layer.
-        routing: how logits choose experts; None where the caller always brings topk_ids and topk_weights.
+        routing: how logits choose experts; None if the caller always brings topk_ids and topk_weights.
         activation: between the two GEMMs.
-        apply_router_weight_on_input: weigh the token before the experts rather than their output; K must be 1.
+        apply_router_weight_on_input: multiply the experts' input by the router weight, not their output; K must be 1.
         scheme: name of the `ep_moe.quant` scheme of weights and payload, "none" for the model's own dtype.
-        layout: what the experts compute on.
+        layout: of the received tokens, for the experts.
     """
 
     hidden: int
@@ -186,16 +186,16 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoundKind:
-    """A kind of round that a transport is to be ready for, of any number of tokens.
+    """The parameters of a round that select its compiled kernels; the number of tokens is not among them.
 
     Args:
         num_topk: K. scheme: of the payload, a name that `ep_moe.quant.get_scheme` knows.
         layout: of the batch.
         ids_dtype: of topk_ids, torch.int32 or torch.int64.
         counted: `num_tokens` is given.
-        shared_dtype: of `shared` in the combine, None where there is none.
-        split_dispatch: dispatch_send and dispatch_recv are called apart, as a layer with shared experts does.
-        split_combine: combine_send and combine_recv are.
+        shared_dtype: of `shared` in the combine, None if there is none.
+        split_dispatch: dispatch_send and dispatch_recv are called separately, as a layer with shared experts does.
+        split_combine: combine_send and combine_recv are called separately.
     """
 
     num_topk: int
@@ -223,21 +223,22 @@ class RoundKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportConfig:
-    """What a transport is built for; every rank of the group passes the same.
+    """Sizes and options of a transport; every rank of the group passes the same.
 
     Args:
-        hidden: H of the tokens that travel.
+        hidden: H of the tokens.
         max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
         dtype: the model's dtype: of tokens that are not quantized, of expert outputs and of the combine wire.
-        num_slots: rounds that may be open at once. They share the GPU's places for programs that wait: one is fastest.
+        num_slots: slots, that is rounds that may be open at once. They share the thread blocks that can wait on the
+            GPU at a time, so 1 is fastest.
         row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
-        max_topk: the most experts of a token, in any round.
-        on_peer_loss: "raise" ends every later call with `PeerLostError`; "mask" goes on without the lost ranks and
-            their experts, where the transport can.
-        num_sms: the most multiprocessors of a GPU that a launch which moves tokens takes, so that others have room;
-            0 takes what is fastest. `collective` leaves that to NCCL.
-        kinds: rounds whose kernels a transport that has any compiles and loads when it is made; those of others compile
-            in the first such round, while the other ranks wait for this one.
+        max_topk: the largest K of any round.
+        on_peer_loss: "raise" makes every later call raise `PeerLostError`; "mask" continues without the lost ranks and
+            their experts, if the transport supports it.
+        num_sms: the most SMs that one exchange kernel uses, which leaves the others to other work; 0 chooses the
+            fastest. `collective` leaves that to NCCL.
+        kinds: rounds whose kernels are compiled and loaded when the transport is made, if it has kernels; those of
+            other kinds compile in their first round, while the other ranks wait for this one.
     """
 
     hidden: int
@@ -275,8 +276,8 @@ class GroupConfig:
     """Deadlines of a group of ranks.
 
     Args:
-        timeout_secs: a wait for other ranks that lasts longer is an error that names the missing rank.
-        heartbeat_secs: how often a rank says that it lives.
+        timeout_secs: a longer wait for other ranks is an error that names the missing rank.
+        heartbeat_secs: interval between a rank's heartbeats.
     """
 
     timeout_secs: float = 60.0
@@ -301,13 +302,13 @@ class EngineConfig:
 
     Args:
         model: a Hugging Face directory; "" is the model that ships with the package.
-        nproc: ranks to start on this machine; under torchrun the environment says how many there are.
-        device: "cpu", "cuda", or "auto": CUDA where every rank of this machine has a GPU of its own.
+        nproc: ranks to start on this machine; under torchrun the environment determines it.
+        device: "cpu", "cuda", or "auto": CUDA if every rank of this machine has a GPU of its own.
         dtype: of weights and activations, one of DTYPES.
         scheme: of experts and payload: "auto" as the checkpoint stores them, "none" in `dtype`, or a name of
             `ep_moe.quant.SCHEMES`, into which they are quantized on load.
         transport, experts, placement: implementations by name.
-        layout: what the experts compute on.
+        layout: of the received tokens, for the experts.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass.
         timeout_secs: how long a rank waits for another before it names it as lost.
     """
@@ -343,7 +344,7 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
+        """`dtype` as a torch.dtype."""
         return DTYPES[self.dtype]
 
     @property
@@ -354,7 +355,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnv:
-    """The place of this process among its ranks, as torchrun and its kin write it into the environment."""
+    """This process' rank and rendezvous, as torchrun and similar launchers set them in the environment."""
 
     rank: int
     world_size: int
@@ -362,18 +363,18 @@ class LaunchEnv:
     local_world_size: int
     master_addr: str
     master_port: int
-    store_is_hosted: bool  # True where the launcher itself serves the store, so that no rank's death takes it away
-    restart_count: int = 0  # restarts share one store: what was written there before this one is not to be read again
+    store_is_hosted: bool  # True if the launcher itself serves the store, so that it outlives every rank
+    restart_count: int = 0  # restarts share one store: keys written before this restart must not be read again
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "LaunchEnv | None":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and what torchrun adds.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and torchrun's own variables.
 
-        Returns: None where RANK is not set.
-        Errors: ValueError names the variable that is missing, is no number or is out of range.
+        Returns: None if RANK is not set.
+        Errors: ValueError names the variable that is missing, not a number or out of range.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env:
@@ -423,14 +424,14 @@ Config = TypeVar("Config")
 
 
 def config_dir() -> Path:
-    """The folder of the TOML files: inside an installed package, beside it in a source tree."""
+    """The folder of the TOML files: inside an installed package, next to the package in a source tree."""
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
-    """Build a flat config dataclass from a mapping: of numbers, texts, enums, tuples of them, and None in their place.
+    """Build a flat config dataclass from a mapping of numbers, strings, enum values, lists of these, and None.
 
     Errors: ValueError names `source` and the key that is unknown, missing, not of the annotated type or out of range.
     """

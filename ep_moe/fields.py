@@ -1,4 +1,4 @@
-"""Values against the types that they are annotated with: fields of configs, and what is read from files."""
+"""Checks of values against type annotations: fields of configs, and values read from files."""
 
 import dataclasses
 import enum
@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any
 
-_PLAIN: dict[type, tuple[type, str]] = {  # what fits a field of a plain type, and how errors call it; bool is no number
+_PLAIN: dict[type, tuple[type, str]] = {  # accepted type and its name in errors; a bool is not accepted as a number
     bool: (bool, "true or false"),
     int: (numbers.Integral, "an integer"),
     float: (numbers.Real, "a number"),
@@ -18,7 +18,7 @@ _SHOWN_CHARS = 200
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: its repr, cut where it is long."""
+    """A value as errors show it: its repr, truncated if long."""
     try:
         text = repr(value)
     except RecursionError:
@@ -27,12 +27,12 @@ def shown(value: Any) -> str:
 
 
 def typed(value: Any, wanted: Any, name: str) -> Any:
-    """Return a value as the type `wanted` has it: an integer as a float, a list as a tuple, a name as an enum's member.
+    """Convert a value to the type `wanted`: an integer to a float, a list to a tuple, a name to an enum member.
 
     Args:
-        value: of a config's field, or read from a file. name: what errors call it.
-        wanted: bool, int, float, str, an enum or another class; a tuple of any number of one; one or None.
-    Errors: ValueError names the value and what is wanted; a float must be finite. Local.
+        value: of a config's field, or read from a file. name: its name in errors.
+        wanted: bool, int, float, str, an enum or another class; a tuple of any number of one of these; one or None.
+    Errors: ValueError names the value and the wanted type; a float must be finite. Local.
     """
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
@@ -73,10 +73,10 @@ def field_types(config_type: type[Any]) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Check every field of a frozen dataclass against its annotation, and keep it as `typed` returns it.
+    """Check every field of a frozen dataclass against its annotation, and replace it by the result of `typed`.
 
-    The first line of a config's `__post_init__`: what is wrong is told when a config is made, not at its first use.
-    Errors: ValueError names the field, its value and what is wanted. Local.
+    The first line of a config's `__post_init__`, so that errors come when a config is made, not at its first use.
+    Errors: ValueError names the field, its value and the wanted type. Local.
     """
     for name, wanted in field_types(type(config)).items():
         object.__setattr__(config, name, typed(getattr(config, name), wanted, name))

@@ -1,4 +1,4 @@
-"""The layer: route, dispatch, experts, combine. Which transport, experts, format and layout is never asked here.
+"""The layer: route, dispatch, experts, combine. It does not depend on the transport, experts, format or layout chosen.
 
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
@@ -23,10 +23,10 @@ from ep_moe.weights import ExpertWeights
 
 
 class Phases(Protocol):
-    """Somebody who wants to know when the phases of a layer begin and end: route, dispatch, experts, combine."""
+    """An observer of a layer's phases (route, dispatch, experts, combine), such as a profiler."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context that lasts as long as the phase."""
+        """A context manager that is entered when the phase begins and left when it ends."""
         ...
 
 
@@ -55,8 +55,8 @@ def refuse_backward(run: Callable[[], torch.Tensor], inputs: Iterable[Any]) -> t
     """Call `run`; if autograd records one of its inputs, a backward pass through the result is a RuntimeError.
 
     Args:
-        inputs: tensors and parameters that `run` reads, a generator where they are costly to list: outside of grad
-            mode nothing asks for them. What is no tensor is passed over.
+        inputs: tensors and parameters that `run` reads; they are not iterated outside of grad mode, so a generator
+            can be lazy. Values that are not tensors are ignored.
     Local.
     """
     if not torch.is_grad_enabled():
@@ -65,29 +65,30 @@ def refuse_backward(run: Callable[[], torch.Tensor], inputs: Iterable[Any]) -> t
     if recorded:
         return _NoBackward.apply(run, *recorded)
     result = run()
-    # `run` may have read what nobody listed, as shared experts that are a function do
+    # `run` may have read tensors that are not in `inputs`: shared experts given as a function, for example
     return _NoBackward.apply(result.detach, result) if result.requires_grad else result
 
 
 class ExpertParallelMoE(torch.nn.Module):
     """One MoE layer whose experts are spread over the ranks of a transport.
 
-    It holds its weights as they are, not as parameters: `to` and `state_dict` of a model pass them by.
+    Its weights are plain tensors, not parameters: a model's `to` and `state_dict` ignore them.
 
     Args:
-        config: the layer; every rank passes the same.
+        config: of the layer; the same on every rank.
         weights: this rank's experts, in the order of `placement.local_experts(rank)` and in `config.scheme`.
         transport: moves the tokens; one serves all layers of a model.
-        placement: logical to physical experts; the transport's own where the layer has no other.
-        experts: name of the implementation, "auto" picks by device.
+        placement: logical to physical experts; by default the transport's.
+        experts: name of the implementation; "auto" chooses by device.
         routing_bias: [E], for the routing methods that take one.
-        shared_experts: called with hidden_states [T, H] while the tokens travel; its output is added in float32.
-        layer_index: the layer's number in its model, the same on every rank; without it layers count in the order in
-            which they are made for a transport. Ranks that are in different layers, or have made a layer with another
-            intermediate size, activation or placement, get a ValueError that names them in the first such round.
-        phases: told when each phase begins and ends.
+        shared_experts: called with hidden_states [T, H] between dispatch_send and dispatch_recv; its output is added
+            in float32.
+        layer_index: the layer's number in its model, the same on every rank; by default layers of a transport are
+            numbered in the order of their construction. If ranks call different layers, or built a layer with another
+            intermediate size, activation or placement, the first such round raises a ValueError that names them.
+        phases: observer of the phases.
 
-    Errors: ValueError where config, weights and transport do not fit each other, or for a bad `layer_index`.
+    Errors: ValueError if config, weights and transport do not fit each other, or for a bad `layer_index`.
     """
 
     def __init__(
@@ -159,12 +160,12 @@ class ExpertParallelMoE(torch.nn.Module):
             router_logits: [T, E]; or, by position or by name,
             topk_ids, topk_weights: [T, K] int32 or int64, logical, -1 none, and [T, K] float32.
         Returns: [T, H] in the transport's dtype.
-        Errors: ValueError on every rank for bad input on one, and the next call works; a transport that does not wait
-        for the others (`nvlink`) raises it there in its `check`, and the result is NaN. `PeerLostError` for a rank that
-        does not answer. Where this rank fails in any other way, for want of memory for example, it raises that, the
-        other ranks get NaN for the tokens that they sent here, and the next call works. RuntimeError once the transport
-        or its group is destroyed. There is no backward pass: it raises RuntimeError.
-        Collective: every rank calls it the same number of times, with zero tokens too.
+        Errors: bad input on one rank raises ValueError on every rank, and the next call works; with a transport that
+        does not wait for its peers (`nvlink`), ranks that do not raise get NaN, and their `check` raises the error.
+        `PeerLostError` if a rank does not answer. Any other failure of this rank, such as out of memory, is raised
+        here; the other ranks get NaN for the tokens that they sent to it, and the next call works. RuntimeError once
+        the transport or its group is destroyed, and from the backward pass, which is not supported.
+        Collective: every rank calls it the same number of times, also with zero tokens.
         """
 
         def run() -> torch.Tensor:
@@ -173,7 +174,7 @@ class ExpertParallelMoE(torch.nn.Module):
         return refuse_backward(run, self._inputs(hidden_states, *router, *named.values()))
 
     def _inputs(self, *given: torch.Tensor) -> Iterator[Any]:
-        """Everything that the result depends on: what the caller gave, weights, bias, shared experts' parameters."""
+        """Everything that the result depends on: the call's arguments, weights, bias, shared experts' parameters."""
         yield from given
         yield from (getattr(self.weights, field.name) for field in dataclasses.fields(self.weights))
         yield self.routing_bias
@@ -217,12 +218,12 @@ class ExpertParallelMoE(torch.nn.Module):
             return transport.combine(y, dispatched, shared=shared)
 
     def _sit_out(self, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
-        """Join the round that this rank cannot take its tokens to: the others wait for it."""
+        """Join the round without tokens after a failure on this rank, since the other ranks wait for it."""
         ids = named["topk_ids"] if "topk_ids" in named else router[0] if len(router) == 2 else None
         if ids is not None:
             num_topk = ids.shape[1]
         else:
-            assert self.config.routing is not None  # else there was no way to route: refused
+            assert self.config.routing is not None  # router_logits without a routing config were refused before
             num_topk = self.config.routing.num_topk
         self.transport.sit_out(num_topk=num_topk, scheme=self.scheme, layer=self.tag)
 
@@ -237,7 +238,8 @@ class ExpertParallelMoE(torch.nn.Module):
     def _prepare(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor | Quantized, Routing]:
-        """What the transport gets: tokens, weighed or quantized where the layer asks for it, and physical ids."""
+        """Check the input and return the transport's: tokens, scaled by router weights or quantized as configured,
+        and the routing with physical ids."""
         rank = self.transport.rank
         names = ("router_logits",) if len(router) == 1 else ("topk_ids", "topk_weights")
         given = {"hidden_states": hidden_states, **dict(zip(names, router, strict=False)), **named}
@@ -258,7 +260,7 @@ class ExpertParallelMoE(torch.nn.Module):
     def _route(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]
     ) -> Routing:
-        """The routing of these tokens over physical experts."""
+        """Route these tokens to physical experts."""
         if not router and set(named) == {"topk_ids", "topk_weights"}:
             router = (named["topk_ids"], named["topk_weights"])
         elif not router and set(named) == {"router_logits"}:

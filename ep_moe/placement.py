@@ -1,6 +1,6 @@
-"""Which rank owns which expert: logical experts on physical slots, and the maps between them.
+"""Which rank owns which expert: logical experts at physical positions, and the maps between them.
 
-Letters: T tokens on this rank, K top-k, E logical experts, P physical slots (E + redundant copies), R ranks.
+Letters: T tokens on this rank, K top-k, E logical experts, P physical experts (E + redundant copies), R ranks.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ INT32 = torch.iinfo(torch.int32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where experts live.
+    """The assignment of experts to ranks.
 
-    Physical slot p holds logical expert `physical_to_logical[p]`, and rank r owns the slots [starts[r], starts[r + 1]).
-    A rank may own none; a logical expert may have several slots.
+    Position p (a physical id) holds logical expert `physical_to_logical[p]`; rank r owns positions
+    [starts[r], starts[r + 1]). A rank may own none; a logical expert may have several positions.
 
     Example: 5 experts round robin on 2 ranks are `Placement((0, 2, 4, 1, 3), (0, 3, 5))`.
 
-    Tensors that the methods return are made once for each device, are shared between callers and must not be
-    written to; the first call for a device copies to it, so it comes before a CUDA graph is captured.
+    The tensors that the methods return are cached per device and shared: callers must not write to them. The first
+    call for a device copies to it and must come before a CUDA graph is captured.
 
     Args:
-        physical_to_logical: P logical ids; every id in [0, E) stands at least once.
-        starts: R + 1 ascending slot numbers from 0 to P.
-    Errors: ValueError where one of the two does not hold.
+        physical_to_logical: P logical ids; every id in [0, E) occurs at least once.
+        starts: R + 1 ascending positions from 0 to P.
+    Errors: ValueError if one of the two does not hold.
     """
 
     physical_to_logical: tuple[int, ...]
@@ -55,7 +55,7 @@ class Placement:
         object.__setattr__(self, "_is_identity", self.physical_to_logical == tuple(range(num_physical)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the two tuples alone: tensors of one process' device are of no use to another."""
+        """Pickle only the two tuples: cached tensors belong to this process' devices."""
         return Placement, (self.physical_to_logical, self.starts)
 
     @classmethod
@@ -63,7 +63,7 @@ class Placement:
         """Give each rank neighboring experts; the first num_experts % num_ranks ranks own one more.
 
         Example: 10 experts on 4 ranks are 0 1 2 | 3 4 5 | 6 7 | 8 9.
-        Errors: ValueError where a number is below 1.
+        Errors: ValueError if a number is below 1.
         """
         _check_sizes(num_experts, num_ranks)
         each, rest = divmod(num_experts, num_ranks)
@@ -75,7 +75,7 @@ class Placement:
         """Give logical expert e to rank e % num_ranks.
 
         Example: 10 experts on 4 ranks are 0 4 8 | 1 5 9 | 2 6 | 3 7.
-        Errors: ValueError where a number is below 1.
+        Errors: ValueError if a number is below 1.
         """
         _check_sizes(num_experts, num_ranks)
         owned = [tuple(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)]
@@ -88,7 +88,7 @@ class Placement:
 
     @property
     def num_physical(self) -> int:
-        """P, physical slots."""
+        """P, physical experts."""
         return len(self.physical_to_logical)
 
     @property
@@ -97,25 +97,25 @@ class Placement:
         return len(self.starts) - 1
 
     def local_expert_offset(self, rank: int) -> int:
-        """Return the first physical id of `rank`. Errors: ValueError where rank is not in [0, R)."""
+        """Return the first physical id of `rank`. Errors: ValueError if rank is not in [0, R)."""
         self._check_rank(rank)
         return self.starts[rank]
 
     def num_local_experts(self, rank: int) -> int:
-        """Return how many slots `rank` owns. Errors: ValueError where rank is not in [0, R)."""
+        """Return how many physical experts `rank` owns. Errors: ValueError if rank is not in [0, R)."""
         self._check_rank(rank)
         return self.starts[rank + 1] - self.starts[rank]
 
     def local_experts(self, rank: int) -> tuple[int, ...]:
-        """Return the logical experts of `rank` in physical order. Errors: ValueError where rank is not in [0, R)."""
+        """Return the logical experts of `rank` in physical order. Errors: ValueError if rank is not in [0, R)."""
         self._check_rank(rank)
         return self.physical_to_logical[self.starts[rank] : self.starts[rank + 1]]
 
     def expert_map(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Map a logical expert to its index among the experts of `rank`, as vLLM's `expert_map` does.
 
-        Returns: [E] int32 on `device` (default: CPU), -1 where another rank owns the expert; where this rank owns it
-        twice, the first. Errors: ValueError where rank is not in [0, R). Local; the first call for a device copies.
+        Returns: [E] int32 on `device` (default: CPU), -1 if another rank owns the expert; the first index if this rank
+        has several copies. Errors: ValueError if rank is not in [0, R). Local; the first call for a device copies.
         """
 
         def local_indices() -> list[int]:
@@ -126,22 +126,22 @@ class Placement:
         return self._tensor(("expert_map", rank), device, torch.int32, local_indices)
 
     def logical_to_physical(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Map a logical expert to its physical slot, the first where it has several.
+        """Map a logical expert to its physical id, the first if it has several.
 
         Returns: [E] int64 on `device` (default: CPU). Local; the first call for a device copies.
         """
         return self._tensor("logical_to_physical", device, torch.int64, self._first_slots)
 
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Turn logical ids into physical ones; -1 stays.
+        """Map logical ids to physical ids; -1 stays.
 
-        An invalid id stays invalid, for the transport to refuse on every rank: below -1 it is kept, from E on it
-        grows by P - E, so that physical id - (P - E) is what the caller passed. Where int32 cannot hold that, it
-        becomes some other invalid number.
+        An invalid id stays invalid, so that the transport refuses it on every rank: ids below -1 are kept, ids from E
+        on grow by P - E, so that physical id - (P - E) is the caller's id. If int32 cannot hold the result, it is
+        another invalid id.
 
         Args:
             topk_ids: [T, K] int32 or int64, logical, -1 none.
-        Returns: the same shape, int32; `topk_ids` itself where nothing changes.
+        Returns: the same shape, int32; `topk_ids` itself if nothing changes.
         Errors: ValueError for another dtype.
         Local, no host sync, safe in CUDA graphs after the first call for a device.
         """
@@ -149,7 +149,7 @@ class Placement:
             raise ValueError(f"topk_ids are {topk_ids.dtype}; int32 or int64 needed")
         physical = topk_ids
         if not self._is_identity:
-            # For ids 0 to E - 1, for all from E on and, last, for all below 0, which index -1 finds there.
+            # shifts: one for each id in [0, E), one for all ids from E on, and last one for negative ids (index -1)
             shifts = self._tensor("shifts", topk_ids.device, torch.int32, self._shifts)
             physical = topk_ids + shifts[topk_ids.clamp(-1, len(shifts) - 2)]
         if physical.dtype == torch.int64:
@@ -181,7 +181,7 @@ class Placement:
 
 
 def _first_index(values: tuple[int, ...]) -> dict[int, int]:
-    """Return where each value stands first."""
+    """Return the first index of each value."""
     return {value: index for index, value in reversed(list(enumerate(values)))}
 
 

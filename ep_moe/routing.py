@@ -1,4 +1,4 @@
-"""From router logits to the chosen experts and their weights, by every method that engines use.
+"""From router logits to the chosen experts and their weights, by the routing methods of serving engines.
 
 Letters: T tokens on this rank, E experts, K top-k, H hidden.
 """
@@ -12,15 +12,15 @@ from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.quant import Quantized
 
 EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
-MAX_REPLAY_EXPERTS = 32767  # what int16 holds
+MAX_REPLAY_EXPERTS = 32767  # the largest int16
 BIASED_METHODS = (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """Which experts each token goes to, and how much each counts.
+    """The experts that each token goes to, and their weights.
 
-    Errors: ValueError for another shape, dtype or device. The values are checked by the transport.
+    Errors: ValueError for another shape, dtype or device. The transport checks the ids' values.
     """
 
     topk_ids: torch.Tensor  # [T, K] int32 or int64, logical or physical expert, -1 none
@@ -45,8 +45,8 @@ class Routing:
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the columns [T, count] int64 of the largest scores of each row, in descending order.
 
-    Equal scores go to the lower column, for which `torch.topk` gives no promise and a stable sort does. CUDA's sort
-    orders bits: -0.0 is made 0.0 first, and NaN of either sign +inf, so that every device chooses alike.
+    Ties go to the lower column, which a stable sort guarantees and `torch.topk` does not. CUDA's sort orders bits:
+    -0.0 is made 0.0 first, and NaN of either sign +inf, so that every device chooses alike.
     """
     infinity = float("inf")
     keys = torch.nan_to_num(scores + 0.0, nan=infinity, posinf=infinity, neginf=-infinity)
@@ -54,10 +54,10 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _choose_biased(choice: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
-    """Return the ids [T, K] int64 of the largest `choice` [T, E], for method 2 within the best groups alone.
+    """Return the ids [T, K] int64 of the largest `choice` [T, E], for method 2 only within the best groups.
 
-    A group scores the sum of its two largest (its only one where it has one). The experts of the chosen groups are
-    gathered, not the others masked: no score, -inf included, then lets an expert of another group in.
+    A group's score is the sum of its two largest scores, or its only one. The experts of the chosen groups are
+    gathered rather than the others masked: so no score, not even -inf, lets an expert of another group in.
     """
     if config.num_group == 1:
         return _largest(choice, config.num_topk)
@@ -114,24 +114,24 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
 ) -> Routing:
-    """Choose K experts for every token and weigh them, in float32.
+    """Choose K experts for every token and compute their weights, in float32.
 
     Methods, numbered as FlashInfer's `RoutingMethodType`, with s = sigmoid(logits), sums over the K chosen:
-    0 softmax over all; 1 and 4 softmax over the chosen (the same number as softmax over all divided by its sum);
-    2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 within its `topk_group` best groups alone
+    0 softmax over all; 1 and 4 softmax over the chosen (equal to softmax over all, divided by the sum of the chosen);
+    2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 only within its `topk_group` best groups
     (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2 and 6
-    divide by no sum.
-    Softmax and sigmoid keep the order, so methods other than 2 and 7 choose by the logits themselves: rounding makes
-    no ties. Equal scores go to the lower expert. A NaN score counts as +inf, so that NaN logits of a token show in its
-    output; a NaN in the bias makes the weights of every token NaN. The ids are valid whatever logits and bias are.
+    do not divide by the sum.
+    Softmax and sigmoid are monotonic, so methods other than 2 and 7 choose by the logits themselves, and rounding
+    creates no ties. Ties go to the lower expert. A NaN score counts as +inf, so that NaN logits of a token show in its
+    output; a NaN in the bias makes the weights of every token NaN. The ids are always valid.
 
     Args:
         router_logits: [T, E], any float dtype.
-        config: the method and its numbers.
+        config: the method and its parameters.
         routing_bias: [E], any float dtype, for the choice only, methods 2 and 7 only.
-        routing_replay_out: optional [at least T, K] int16; rows [0, T) receive topk_ids, the others are left alone.
+        routing_replay_out: optional [at least T, K] int16; topk_ids are written to rows [0, T).
     Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
-    Errors: ValueError where shapes, dtypes, the method and its arguments do not fit each other.
+    Errors: ValueError if shapes, dtypes, the method and its arguments do not fit each other.
     Local, on the current stream, no host sync, safe in CUDA graphs.
     """
     _check(router_logits, config, routing_bias, routing_replay_out)
@@ -140,7 +140,7 @@ def route(
         scores = torch.sigmoid(logits)
         choice = scores if routing_bias is None else scores + routing_bias.float()
         ids = _choose_biased(choice, config)
-        # the weights are of the scores alone: without this a NaN in the bias would choose experts and leave no trace
+        # the weights do not contain the bias: without this, a NaN in it would change the choice and go unnoticed
         weights = scores.gather(1, ids).masked_fill(choice.isnan().any(1, keepdim=True), math.nan)
     else:
         ids = _largest(logits, config.num_topk)
@@ -155,7 +155,7 @@ def route(
 
 
 def _weights_of(logits: torch.Tensor, ids: torch.Tensor, method: RoutingMethod) -> torch.Tensor:
-    """Return the weights [T, K] of the chosen ids by the methods that choose by the logits, before any division."""
+    """Return the weights [T, K] of the chosen ids, before any division, for the methods that choose by the logits."""
     if method is RoutingMethod.DEFAULT:
         return torch.softmax(logits, 1).gather(1, ids)
     chosen = logits.gather(1, ids)
@@ -165,16 +165,16 @@ def _weights_of(logits: torch.Tensor, ids: torch.Tensor, method: RoutingMethod) 
 
 
 def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
-    """Multiply each token by its router weight before the experts see it; the weight left for later is 1.
+    """Multiply each token by its router weight before the experts; the weight that remains for the combine is 1.
 
-    As `apply_router_weight_on_input` of vLLM's BatchedPrepareAndFinalize, but the caller's tensors stay as they are.
+    As `apply_router_weight_on_input` of vLLM's BatchedPrepareAndFinalize, but not in place.
 
     Args:
         x: [T, H], any float dtype, multiplied by the weight in that dtype; of a `Quantized` the scale is multiplied,
-            row by row even where a scheme shares one scale in a tensor.
+            row by row even if the scheme has one scale per tensor.
         routing: K = 1.
-    Returns: the weighed tokens, and the routing with weights 1.
-    Errors: ValueError where K is not 1 or x has another number of tokens. Local, no host sync, safe in CUDA graphs.
+    Returns: the scaled tokens, and the routing with weights 1.
+    Errors: ValueError if K is not 1 or x has another number of tokens. Local, no host sync, safe in CUDA graphs.
     """
     num_tokens, num_topk = routing.topk_ids.shape
     if num_topk != 1:

@@ -1,1 +1,1 @@
-"""How serving engines run on ep_moe, one module each; nothing of an engine is imported before its module is."""
+"""Integrations of ep_moe into serving engines, one module each, which alone imports its engine."""

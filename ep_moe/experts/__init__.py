@@ -1,4 +1,4 @@
-"""Expert computation. `base` is the seam; `EXPERTS` holds the implementations by name."""
+"""Expert computation. `base` has the protocol, `EXPERTS` the implementations by name."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from ep_moe.quant import QuantScheme
 
 
 def _triton_experts(activation: ActivationConfig) -> Experts:
-    """Import Triton when it is asked for: it is there on Linux alone."""
+    """Import Triton only on demand: it exists only on Linux."""
     from ep_moe.experts.triton import TritonExperts
 
     return TritonExperts(activation)
@@ -25,15 +25,15 @@ _AUTO = {"cpu": "torch", "cuda": "triton"}  # by the type of the device
 def create_experts(
     name: str, activation: ActivationConfig, device: torch.device, *, scheme: QuantScheme | None = None
 ) -> Experts:
-    """Build an expert implementation by name; "auto" picks by the device that holds the weights.
+    """Build an expert implementation by name; "auto" chooses by the device that holds the weights.
 
-    Given the `scheme` of the weights, "auto" is "torch" where "triton" does not compute it, and "triton" is refused;
-    without it such weights are refused when they come.
+    For a `scheme` that "triton" does not compute, "auto" is "torch" and "triton" raises; without `scheme`, the first
+    call with such weights raises.
 
-    "triton" on a CPU needs TRITON_INTERPRET=1 in the environment before Triton is imported: it is for tests.
+    "triton" on a CPU is for tests; it needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
-    Errors: ValueError lists the names, or the kinds of device, or names the scheme; RuntimeError for "triton" where
-    Triton is not installed, or on a CPU without its interpreter. Local.
+    Errors: ValueError lists the names or device types, or names the scheme; RuntimeError for "triton" if Triton is not
+    installed, or on a CPU without its interpreter. Local.
     """
     if device.type not in _AUTO:
         raise ValueError(f"device ({device}) is not one of {', '.join(_AUTO)}")
@@ -50,7 +50,7 @@ def create_experts(
 
 
 def _require_triton(device: torch.device) -> None:
-    """Say what is missing before a kernel fails for it."""
+    """Raise RuntimeError if Triton is not installed, or if the device is a CPU and its interpreter is off."""
     try:
         import triton
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The seam of expert computation: an `Experts` takes a batch in any layout and one layer's weights."""
+"""The protocol of expert computation: an `Experts` takes a batch in any layout and one layer's weights."""
 
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from ep_moe.weights import ExpertWeights
 class Experts(Protocol):
     """Two grouped GEMMs with an activation between them.
 
-    Implementations hold an `ActivationConfig`; they are called for every layer with that layer's weights.
+    Implementations hold an `ActivationConfig`; every call passes a layer's weights.
     """
 
     activation: ActivationConfig
@@ -24,18 +24,18 @@ class Experts(Protocol):
         Args:
             batch: `Batched`, `Compact` or `Flat`; rows that hold no token are never read.
             weights: of the batch's L local experts, in the batch's scheme.
-            out: optional result, of the shape and dtype below; rows that hold no token are left as they are.
-        Returns: `batch.dtype`; BATCHED [L, C, H], COMPACT [rows, H]; FLAT [N, H], already weighed and summed.
-        Errors: ValueError where batch and weights do not fit each other.
+            out: optional result, of the shape and dtype below; rows that hold no token are not written.
+        Returns: `batch.dtype`; BATCHED [L, C, H], COMPACT [rows, H]; FLAT [N, H], weights applied and summed.
+        Errors: ValueError if batch and weights do not fit each other.
         Local, on the current stream.
         """
         ...
 
 
 def kernels_compute(scheme: QuantScheme) -> bool:
-    """True where "triton" experts compute weights and tokens in `scheme`; "torch" experts compute all. Local.
+    """True if "triton" experts support weights and tokens in `scheme`; "torch" experts support all schemes. Local.
 
-    Their tensor cores get e4m3 values, or the model's own dtype, with float32 scales.
+    The kernels multiply e4m3 values, or the model's own dtype, and apply float32 scales.
     """
     return scheme.dtype in (None, torch.float8_e4m3fn) and scheme.scale_dtype == torch.float32
 

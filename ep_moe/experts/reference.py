@@ -1,9 +1,7 @@
-"""Experts in plain torch: what users run on a CPU, and what every expert kernel is compared with.
-
-They take all formats.
+"""Experts in plain torch, for all formats: the implementation for CPUs, and the reference for every expert kernel.
 
 Letters: N received token rows, K top-k, H hidden, I intermediate, G scale groups, L local experts, C rows of an expert
-in BATCHED; W = 2I where the activation is gated, else I.
+in BATCHED; W = 2I if the activation is gated, else I.
 """
 
 import torch
@@ -21,10 +19,10 @@ def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Ten
     Example: "silu" on [gate; up] = [1, 2] is 1 * sigmoid(1) * 2 = 1.4621.
 
     Args:
-        x: [..., W] floating point, [gate; up] where the activation is gated.
-        activation: which one; `ActivationConfig` and `ActivationKind` have the formulas.
+        x: [..., W] floating point, [gate; up] if the activation is gated.
+        activation: `ActivationConfig` and `ActivationKind` have the formulas.
     Returns: [..., I] float32.
-    Errors: ValueError where a gated activation gets an odd width. Local, no host sync.
+    Errors: ValueError if a gated activation gets an odd width. Local, no host sync.
     """
     x = x.float()
     if not activation.kind.gated:
@@ -44,9 +42,9 @@ def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Ten
 def check_fit(
     batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig, out: torch.Tensor | None = None
 ) -> None:
-    """Raise ValueError, with what was found and what is needed, unless batch, weights and out fit each other.
+    """Raise ValueError, with the found and the needed value, unless batch, weights and out fit each other.
 
-    Local, no host sync: of tensors only shape, dtype and device are asked.
+    Local, no host sync: only shapes, dtypes and devices are checked.
     """
     scheme, device = weights.scheme, weights.w13.device
     if weights.w13.dim() != 3:
@@ -94,7 +92,7 @@ def check_fit(
 def _needed(
     batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig
 ) -> dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]]:
-    """By name: a tensor, the shape that w13 and the batch ask of it, and the dtype, None where any will do."""
+    """By name: a tensor, the shape that w13 and the batch require, and the dtype, None for any float dtype."""
     scheme = weights.scheme
     experts, width, row_values = weights.w13.shape
     hidden, intermediate = scheme.row_width(row_values), width // 2 if activation.kind.gated else width
@@ -134,10 +132,10 @@ class ReferenceExperts:
     """The two GEMMs of every expert in float32, one expert after the other.
 
     Tokens and weights are dequantized to float32; w13 @ x + b13 and the activation stay in float32; the intermediate
-    is then rounded to the model's dtype, or requantized where the scheme quantizes; w2 @ . + b2 is rounded to the
-    model's dtype. Where the scheme scales activations per tensor, the intermediate's tensor is one expert's rows; where
-    its weights have a global scale, each row of the intermediate has one too (`ep_moe.quant.round_trip`).
-    FLAT rows are rounded too before they are weighed and summed, so the bits are those of COMPACT.
+    is then rounded to the model's dtype, or requantized if the scheme is quantized; w2 @ . + b2 is rounded to the
+    model's dtype. If the scheme scales activations per tensor, the intermediate of each expert is one tensor; if its
+    weights have a global scale, each row of the intermediate has one too (`ep_moe.quant.round_trip`).
+    FLAT rows are also rounded before the weighted sum, so results are bitwise those of COMPACT.
 
     Args:
         activation: between the two GEMMs.
@@ -147,9 +145,9 @@ class ReferenceExperts:
         self.activation = activation
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the experts of every row; `ep_moe.experts.base.Experts` says what goes in and comes out.
+        """Compute the experts of every row; `ep_moe.experts.base.Experts` has the arguments and the result.
 
-        Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H].
+        If the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H].
         Local, on the current stream, reads counts and starts back to the host.
         """
         check_fit(batch, weights, self.activation, out)
@@ -173,7 +171,7 @@ class ReferenceExperts:
                 _rows_of(out, start, count).copy_(self._expert(rows, batch, weights, expert))
 
     def _expert(self, x: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, expert: int) -> torch.Tensor:
-        """One expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
+        """Compute one expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
         scheme = weights.scheme
         first = x @ _matrix(weights.w13, weights.w13_scale, weights.w13_global_scale, scheme, expert).t()
         if weights.w13_bias is not None:
@@ -197,13 +195,13 @@ def _matrix(
     scheme: QuantScheme,
     expert: int,
 ) -> torch.Tensor:
-    """One expert's matrix of a stack, float32."""
+    """One expert's matrix, dequantized to float32."""
     scale, global_scale = (None if s is None else s[expert] for s in (scale, global_scale))
     return dequantize_weight(values[expert], scale, scheme, global_scale)
 
 
 def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """View rows [start, start + count) of [rows, .] or, as if flattened, of [L, C, .], where they lie in one expert."""
+    """View rows [start, start + count) of [rows, .] or of flattened [L, C, .]; in the latter all of one expert."""
     height = tensor.shape[-2]
     block, first = (0, start) if tensor.dim() == 2 else divmod(start, max(height, 1))
     if start < 0 or first + count > height or block >= (tensor.shape[0] if tensor.dim() == 3 else 1):
@@ -212,7 +210,7 @@ def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def _read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
-    """The rows of one expert, [count, H] float32: a view where they are float32 and packed already."""
+    """The rows of one expert, [count, H] float32: a view if they are float32 and contiguous already."""
     if batch.row_index is None:
         scale = None if batch.scale is None else _rows_of(batch.scale, start, count)
         return dequantize_rows(_rows_of(batch.x, start, count), scale, batch.scheme)
@@ -220,7 +218,7 @@ def _read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
     pool = batch.x.reshape(-1, batch.x.shape[-1])
     if batch.scale is None:
         return dequantize_rows(pool[index], None, batch.scheme)
-    # indexed as bytes, for not every device indexes fp8; scales by (expert, row), for their rows cannot be flattened
+    # bytes, since not every device indexes fp8; scales by (expert, row), since their strides cannot be flattened
     values, scales = pool.view(torch.uint8)[index].view(pool.dtype), as_bytes(batch.scale)
     height = scales.shape[-2]
     scale = scales[index] if scales.dim() == 2 else scales[index // height, index % height]

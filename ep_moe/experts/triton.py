@@ -1,7 +1,7 @@
-"""The experts as Triton kernels: a list of tiles, the first GEMM with all that follows it, the second GEMM.
+"""The experts as Triton kernels: a tile list, the first GEMM with its fused epilogue, the second GEMM.
 
-Nothing is read back to the host, and what is launched does not depend on the counts: a call can be captured in a CUDA
-graph and replayed with others. Runs on a CPU under TRITON_INTERPRET=1.
+No host sync, and launches do not depend on the counts: a call can be captured in a CUDA graph and replayed with other
+counts. Runs on a CPU under TRITON_INTERPRET=1.
 
 Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts.
 """
@@ -25,8 +25,8 @@ from ep_moe.quant import FP8_CAPABILITY, QuantScheme
 from ep_moe.weights import ExpertWeights
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
-_REQUANTIZE_NUMBERS = 2048  # that one program holds at a time, if a row has not more
-_CPU_PROGRAMS = 4  # of the interpreter, which runs them one after the other
+_REQUANTIZE_NUMBERS = 2048  # elements that one program holds at a time, unless a single row has more
+_CPU_PROGRAMS = 4  # grid in the interpreter, which runs programs one after the other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,27 +36,27 @@ class TileList:
     tile_expert: torch.Tensor  # [>= Q] int32
     first_tile: torch.Tensor  # [L] int32
     num_tiles: torch.Tensor  # [1] int32, Q
-    amax: torch.Tensor  # [L] int32, zeros, for magnitudes; empty unless asked for
-    max_tiles: int  # Q never exceeds it
+    amax: torch.Tensor  # [L] int32 zeros, for the bits of the largest magnitudes; empty without `with_amax`
+    max_tiles: int  # upper bound of Q
     block_m: int
 
     @property
     def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the kernels take them."""
+        """The kernels' arguments, in order."""
         return self.tile_expert, self.first_tile, self.num_tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Inner:
-    """What lies between the GEMMs: rows in the order of the tile list."""
+    """The intermediate between the GEMMs: rows in the order of the tile list."""
 
     values: torch.Tensor  # [max_tiles * block_m, I]
-    scale: torch.Tensor  # [G, max_tiles * block_m]; [L] where static; anything where there is none
+    scale: torch.Tensor  # [G, max_tiles * block_m]; [L] if static; unused if the scheme is not quantized
     static: bool
 
 
 def _max_tiles(batch: ExpertBatch, block_m: int) -> int:
-    """The most row tiles that the batch can have, known from shapes alone."""
+    """The most row tiles that the batch can have, from shapes alone."""
     experts = batch.num_local_experts
     if isinstance(batch, Batched) and batch.row_index is None:
         return experts * math.ceil(batch.x.shape[1] / block_m)
@@ -95,14 +95,14 @@ def build_tile_list(batch: ExpertBatch, block_m: int, *, with_amax: bool) -> Til
 
 
 def _num_programs(device: torch.device, per_sm: int, most: int) -> int:
-    """A grid that fills the device once, and no more programs than there can be tiles."""
+    """The grid of a persistent kernel: one wave of the device, and at most `most` programs."""
     if device.type != "cuda":
         return min(_CPU_PROGRAMS, most)
     return min(torch.cuda.get_device_properties(device).multi_processor_count * per_sm, most)
 
 
 def _requantize_mode(weights: ExpertWeights, block_n: int) -> str:
-    """How the first GEMM leaves the intermediate: "none", "group" and "static" are final, the others are not."""
+    """How to requantize the intermediate: "none", "group" and "static" in the first GEMM, others in further kernels."""
     scheme = weights.scheme
     if scheme.activation == "none" or scheme.activation == "token":
         return scheme.activation
@@ -115,7 +115,7 @@ def _requantize_mode(weights: ExpertWeights, block_n: int) -> str:
 
 
 def _scale_args(scheme: QuantScheme, tiles: GemmTiles, *, aligned: bool) -> dict[str, object]:
-    """What both GEMMs are told about the scales of their weights."""
+    """The constexprs of both GEMMs that describe the scales of their weights."""
     blocked = scheme.weight == "block"
     return {
         "WEIGHT_SCALE": scheme.weight,
@@ -126,7 +126,7 @@ def _scale_args(scheme: QuantScheme, tiles: GemmTiles, *, aligned: bool) -> dict
 
 
 def _tile_args(tiles: GemmTiles, shared: ExpertTiles, columns: int, sums: int) -> dict[str, object]:
-    """The tile sizes as the kernels and Triton take them."""
+    """The tile sizes as constexprs and Triton launch options."""
     return {
         "SWAP": tiles.swap,
         "BLOCK_M": shared.block_m,
@@ -143,14 +143,14 @@ def _tile_args(tiles: GemmTiles, shared: ExpertTiles, columns: int, sums: int) -
 class TritonExperts:
     """Two grouped GEMMs of all local experts as persistent Triton kernels.
 
-    The numbers are those of `ReferenceExperts` but for the order of sums: products are added in float32, the
-    intermediate is requantized from float32, in the first GEMM's own kernel where its tiles hold all that shares a
-    scale (groups of 16, 32, 64 or 128; static scales), but for scales that are powers of two.
+    Results differ from `ReferenceExperts` only in the order of sums: products accumulate in float32, and the
+    intermediate is requantized from float32. That is fused into the first GEMM if each tile holds whole scale groups
+    (of 16, 32, 64 or 128) or scales are static, but not if scales are powers of two.
 
     Args:
         activation: between the two GEMMs.
-        tiles: how the work is cut; None chooses by the batch's `expected_rows`. A call raises ValueError where
-            they do not fit the scheme of its weights.
+        tiles: tile sizes; None chooses by the batch's `expected_rows`. A call raises ValueError if they do not fit
+            the scheme of its weights.
     """
 
     def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | None = None) -> None:
@@ -158,11 +158,11 @@ class TritonExperts:
         self.tiles = tiles
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the experts of every row; `ep_moe.experts.base.Experts` says what goes in and comes out.
+        """Compute the experts of every row; `ep_moe.experts.base.Experts` has the arguments and the result.
 
-        Where the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H]. Weights that are not
+        If the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H]. Weights that are not
         contiguous are copied for each call.
-        Errors: also ValueError for a format or scales that the kernels do not compute, RuntimeError for fp8 on a GPU
+        Errors: also ValueError for a format or scales that the kernels do not support, RuntimeError for fp8 on a GPU
         before sm_89.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
@@ -190,7 +190,7 @@ class TritonExperts:
         self._second(batch, weights, tiles, tile_list, inner, y)
 
     def _choose_tiles(self, batch: ExpertBatch, weights: ExpertWeights) -> ExpertTiles:
-        """Tiles for this batch and these weights: those that were asked for, or our choice."""
+        """Tiles for this batch and these weights: those of the constructor, or chosen by size."""
         gated, (block_n, block_k) = self.activation.kind.gated, weights.scheme.block
         blocked = weights.scheme.weight == "block"
         if self.tiles is not None:
@@ -215,13 +215,13 @@ class TritonExperts:
         return fit_stages(tiles, properties["max_shared_mem"], dtype.itemsize, gated=gated)
 
     def _halves_aligned(self, weights: ExpertWeights) -> bool:
-        """True where the up half of w13 begins with a block of scales of its own."""
+        """True if no block of scales of w13 spans both the gate and the up half."""
         return not self.activation.kind.gated or weights.w2.shape[2] % weights.scheme.block[0] == 0
 
     def _first(
         self, batch: ExpertBatch, weights: ExpertWeights, tiles: ExpertTiles, tile_list: TileList, mode: str
     ) -> _Inner:
-        """w13, bias, activation and what can be requantized there."""
+        """Launch the first GEMM: w13, bias, activation and fused requantization; else requantize afterwards."""
         scheme, activation, device = weights.scheme, self.activation, batch.x.device
         hidden, intermediate = batch.hidden, weights.w2.shape[2]
         rows = tile_list.max_tiles * tile_list.block_m
@@ -289,7 +289,7 @@ class TritonExperts:
         scale: torch.Tensor,
         mode: str,
     ) -> _Inner:
-        """Requantize the float32 intermediate [rows, I] where the first GEMM could not."""
+        """Requantize the float32 intermediate [rows, I] if the first GEMM could not."""
         rows, intermediate = inner.shape
         assert scheme.dtype is not None
         values = torch.empty(inner.shape, dtype=scheme.dtype, device=inner.device)
@@ -367,7 +367,7 @@ class TritonExperts:
         inner: _Inner,
         y: torch.Tensor,
     ) -> None:
-        """w2, bias and the one rounding."""
+        """Launch the second GEMM: w2, bias and a single rounding."""
         _, hidden, intermediate = weights.w2.shape
         most = tile_list.max_tiles * triton.cdiv(hidden, tiles.second.block_n)
         _second_gemm_kernel[(_num_programs(y.device, tiles.second.programs_per_sm, most),)](
@@ -391,12 +391,12 @@ class TritonExperts:
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """The tensor, packed, or any other in the place of one that is not there and not read."""
+    """The tensor, contiguous; or `other` as a placeholder pointer that the kernel does not read."""
     return other if tensor is None else tensor.contiguous()
 
 
 def _packed(batch: ExpertBatch) -> ExpertBatch:
-    """The batch with its index tensors packed, as the kernels read them."""
+    """The batch with contiguous index tensors, as the kernels need them."""
     return dataclasses.replace(
         batch,
         expert_row_start=batch.expert_row_start.contiguous(),
@@ -406,7 +406,7 @@ def _packed(batch: ExpertBatch) -> ExpertBatch:
 
 
 def _check_machine(weights: ExpertWeights) -> None:
-    """Raise for what the kernels do not compute: formats, scales that do not go together, fp8 on a GPU without it."""
+    """Raise for unsupported formats and combinations of scales, and for fp8 on a GPU without it."""
     scheme, device = weights.scheme, weights.w13.device
     check_scheme(scheme)
     if (scheme.weight == "block") != (scheme.activation == "group"):

@@ -1,4 +1,4 @@
-"""How the expert kernels cut their work into tiles.
+"""Tile sizes of the expert kernels.
 
 Letters: I intermediate, K columns that a GEMM sums over.
 """
@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-_OTHER_SHARED_BYTES = 2048  # of barriers and scales, beside the buffers of the stages
+_OTHER_SHARED_BYTES = 2048  # shared memory for barriers and scales, besides the stages' buffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,10 +15,10 @@ class GemmTiles:
     """Tiles of one grouped GEMM.
 
     Args:
-        block_n, block_k: columns of the result, and of the sum, that a program holds at a time; powers of two.
-        swap: weights are the rows of the tensor core's product.
-        num_warps, num_stages: as Triton has them.
-        programs_per_sm: how many programs share a multiprocessor.
+        block_n, block_k: columns of the result, and of the reduction, that a program holds at a time; powers of two.
+        swap: the weights are the left operand (rows) of the tensor core's product.
+        num_warps, num_stages: Triton's launch options.
+        programs_per_sm: programs that share an SM.
     """
 
     block_n: int = 128
@@ -31,9 +31,9 @@ class GemmTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTiles:
-    """Tiles of both GEMMs; they share the rows, `block_m` tokens of an expert.
+    """Tiles of both GEMMs, which share the row tiles of `block_m` tokens of an expert.
 
-    `group_m` row tiles go through all columns of an expert's weights before the next ones do.
+    Tiles are ordered in groups of `group_m` row tiles, each of which covers all columns before the next group.
     """
 
     block_m: int
@@ -45,14 +45,14 @@ class ExpertTiles:
 def choose_tiles(
     expected_rows: int, dtype: torch.dtype, *, gated: bool, group_k: int = 0, whole_blocks: bool = True
 ) -> ExpertTiles:
-    """Choose tiles by the average tokens of an expert, as they were fastest on an H200 (docs/BENCHMARKS.md).
+    """Choose tiles by the average tokens of an expert, as measured fastest on an H200 (docs/BENCHMARKS.md).
 
-    Few tokens need 16 or 32 of them in a tile, which the tensor cores of Hopper have as columns only: `swap`. The two
-    halves of a gated w13 ask for eight warps, and fp8, whose sums are held twice, for no more than 64 tokens.
+    Few tokens want tiles of 16 or 32 tokens, which Hopper's tensor cores support only as columns: `swap`. The two
+    halves of a gated w13 want eight warps; fp8, with two sets of accumulators, at most 64 tokens.
 
     Args:
-        expected_rows: the host's hint. dtype: of the stored weights. gated: whether w13 has two halves.
-        group_k: columns that share a weight scale; a step of the sum never crosses it. 0 where there are none.
+        expected_rows: the batch's hint. dtype: of the stored weights. gated: whether w13 has two halves.
+        group_k: columns that share a weight scale, which no step of the reduction crosses; 0 without block scales.
         whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
     Local.
     """
@@ -65,14 +65,14 @@ def choose_tiles(
 
 
 def fit_stages(tiles: ExpertTiles, shared_bytes: int, itemsize: int, *, gated: bool) -> ExpertTiles:
-    """Take stages away until both GEMMs' buffers fit the shared memory of a block. H200 has room for all our choices.
+    """Reduce num_stages until both GEMMs' buffers fit a block's shared memory. An H200 fits all of `choose_tiles`.
 
-    Example: 128 rows and two halves of 128 columns, 64 bfloat16 of the sum each, are 48 KiB a stage: of four, three fit
+    Example: 128 rows and two halves of 128 columns with a bfloat16 block_k of 64 take 48 KiB a stage: three stages fit
     the 163 KiB of an A100.
 
     Args:
-        shared_bytes: that a block may have. itemsize: bytes of a stored number. gated: whether w13 has two halves.
-    Errors: RuntimeError where one stage alone does not fit. Local.
+        shared_bytes: available to a thread block. itemsize: bytes of a stored value. gated: whether w13 has two halves.
+    Errors: RuntimeError if one stage alone does not fit. Local.
     """
 
     def fitted(gemm: GemmTiles, halves: int) -> GemmTiles:
@@ -92,13 +92,13 @@ def _fp8_tiles(expected_rows: int, group_k: int, *, gated: bool, whole_blocks: b
     if group_k:
         block_k = min(group_k & -group_k, block_k)
     block_m = 16 if few or block_k < 32 else 64 if whole_blocks else 32
-    most_warps = block_m * block_k // 128  # each thread loads 4 bytes of tokens at least
+    most_warps = block_m * block_k // 128  # each thread loads at least 4 bytes of tokens
     tiles = GemmTiles(block_k=block_k, swap=block_m < 64, num_warps=min(4, most_warps), num_stages=3)
     wide = dataclasses.replace(tiles, num_warps=min(8, most_warps), programs_per_sm=1)
     if few:
         first = tiles if expected_rows > 8 and group_k and whole_blocks else wide
         return ExpertTiles(block_m=block_m, first=first, second=dataclasses.replace(tiles, programs_per_sm=4))
-    if gated and not group_k:  # nothing asks for 128 columns of the intermediate in one tile
+    if gated and not group_k:  # no scale group needs 128 columns of the intermediate in one tile
         wide = dataclasses.replace(tiles, block_n=64, block_k=64, num_stages=5)
     return ExpertTiles(block_m=block_m, first=wide if gated else tiles, second=tiles)
 

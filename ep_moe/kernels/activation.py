@@ -8,8 +8,8 @@ import triton.language as tl
 def activate(gate, up, KIND: tl.constexpr, alpha, beta, limit, LIMITED: tl.constexpr):
     """Apply the activation to float32 tiles. Example: "silu" of gate 1 and up 2 is 1 * sigmoid(1) * 2 = 1.4621.
 
-    KIND is the value of an `ActivationKind`; `up` is not looked at where the kind has no gate. LIMITED says that
-    "swiglu" clamps its gate from above and its up from both sides; NaN passes through.
+    KIND is the value of an `ActivationKind`; `up` is unused if the kind is not gated. With LIMITED, "swiglu" clamps
+    gate from above and up from both sides; NaN propagates.
     """
     if KIND == "silu":
         return gate * tl.sigmoid(gate) * up

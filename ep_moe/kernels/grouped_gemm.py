@@ -1,12 +1,11 @@
-"""The two GEMMs of all experts of a rank, as persistent kernels over the list of tiles.
+"""The two GEMMs of all experts of a rank, as persistent kernels over the tile list.
 
-Letters: L local experts, H hidden, I intermediate, K columns that a GEMM sums over, N columns that it makes,
+Letters: L local experts, H hidden, I intermediate, K columns that a GEMM reduces over, N columns of its result,
 G scale groups, Q row tiles of all experts.
 
-Every program works through the tiles t = program, program + programs, ...; consecutive t share an expert's weights.
+Every program processes the tiles t = program, program + programs, ...; consecutive t share an expert's weights.
 
-SWAP makes the weights the rows of the tensor core's product, of which there are 64 at least: an expert may have few
-tokens.
+SWAP makes the weights the left operand: a tensor core's product has at least 64 rows, an expert may have fewer tokens.
 """
 
 import triton
@@ -24,13 +23,14 @@ def _multiply(
 ):
     """Return acc plus the product of x [BLOCK_M, BLOCK_K] and w [BLOCK_N, BLOCK_K], times the scales of this block.
 
-    acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products leave the tensor core after each step where they
-    are scaled, else after 64 columns: Hopper's own sums keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products are promoted to float32 accumulators after each
+    step if they have block scales, else after 64 columns: Hopper's tensor cores accumulate fp8 with 14 bits
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     """
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    if FP8 and x.shape[1] < 32:  # too narrow for an fp8 product; float16 holds every e4m3 number
+    if FP8 and x.shape[1] < 32:  # too narrow for an fp8 dot; float16 represents every e4m3 value
         x = x.to(tl.float16)
         w = w.to(tl.float16)
     if SWAP:
@@ -63,13 +63,13 @@ def _accumulate(
     x_scale_ptrs,  # [BLOCK_M]
     row_mask,  # [BLOCK_M]
     w_ptrs,  # [BLOCK_N, 1]
-    w_scale_ptrs,  # [BLOCK_N] where VECTOR, else scalar
-    up_offset,  # from a row of w to its row of the other half, in elements
+    w_scale_ptrs,  # [BLOCK_N] if VECTOR, else scalar
+    up_offset,  # from a gate row of w to its up row, in elements
     up_scale_ptrs,
     column_mask,  # [BLOCK_N]
     K,
     x_scale_stride_group,
-    PAIR: tl.constexpr,  # the gate and the up half at once
+    PAIR: tl.constexpr,  # gate and up half together
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -81,7 +81,7 @@ def _accumulate(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Sum a tile over K. Returns [BLOCK_M, BLOCK_N] float32 twice: gate and up where PAIR, else the same."""
+    """Accumulate a tile over K. Returns two [BLOCK_M, BLOCK_N] float32: gate and up if PAIR, else the result twice."""
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -121,7 +121,7 @@ def _accumulate(
 
 @triton.jit
 def _load_weight(ptrs, column_mask, columns, columns_left, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Load [BLOCK_N, BLOCK_K] weights, zeros beyond their edges."""
+    """Load [BLOCK_N, BLOCK_K] weights, zeros out of bounds."""
     if EVEN_N and EVEN_K:
         return tl.load(ptrs)
     elif EVEN_K:
@@ -134,7 +134,7 @@ def _load_weight(ptrs, column_mask, columns, columns_left, EVEN_N: tl.constexpr,
 
 @triton.jit
 def _load_weight_scale(ptrs, column_mask, SCALED: tl.constexpr, VECTOR: tl.constexpr):
-    """Load the scales of this step of the sum: one for each weight row where VECTOR, else one for all."""
+    """Load the weight scales of this step over K: one for each weight row if VECTOR, else a scalar."""
     if not SCALED:
         return 1.0
     elif VECTOR:
@@ -147,7 +147,7 @@ def _load_weight_scale(ptrs, column_mask, SCALED: tl.constexpr, VECTOR: tl.const
 def _scale_rows_and_columns(
     acc, x_scale_ptrs, w_scale_ptr, expert, N, columns, row_mask, column_mask, WEIGHT_SCALE: tl.constexpr
 ):
-    """Apply the scales that a whole row and a whole column share: one per token, and per channel or per tensor."""
+    """Apply scales that do not vary along K: one per token, times one per channel or per tensor."""
     acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
     if WEIGHT_SCALE == "channel":
         return acc * tl.load(w_scale_ptr + expert.to(tl.int64) * N + columns, mask=column_mask, other=0.0)[None, :]
@@ -167,7 +167,7 @@ def _scale_pointers(
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,
 ):
-    """Where the scales of these weight rows lie in [L, ceil(N / GROUP_N), ceil(K / GROUP_K)], at the first column."""
+    """Pointers to the scales of these weight rows in [L, ceil(N / GROUP_N), ceil(K / GROUP_K)], at K = 0."""
     groups_k = (K + GROUP_K - 1) // GROUP_K
     base = w_scale_ptr + expert.to(tl.int64) * ((N + GROUP_N - 1) // GROUP_N) * groups_k
     if VECTOR:
@@ -184,8 +184,8 @@ def _first_gemm_kernel(
     w13_scale_ptr,
     bias_ptr,  # [L, 2I or I]
     inner_ptr,  # [Q * BLOCK_M, I], out
-    inner_scale_ptr,  # [ceil(I / GROUP_K), inner_scale_stride], out where REQUANTIZE is "group"
-    static_scale_ptr,  # [L] where REQUANTIZE is "static"
+    inner_scale_ptr,  # [ceil(I / GROUP_K), inner_scale_stride], out if REQUANTIZE is "group"
+    static_scale_ptr,  # [L] if REQUANTIZE is "static"
     expert_row_start_ptr,
     expert_num_tokens_ptr,
     row_index_ptr,
@@ -195,7 +195,7 @@ def _first_gemm_kernel(
     K,
     intermediate,
     x_stride,
-    x_scale_height,  # rows of a block of scales: row r is row r % height of block r // height
+    x_scale_height,  # rows per block of scales: row r is row r % height of block r // height
     x_scale_stride_block,
     x_scale_stride_row,
     x_scale_stride_group,
@@ -335,7 +335,7 @@ def _first_gemm_kernel(
 @triton.jit(do_not_specialize=["inner_scale_stride"])
 def _second_gemm_kernel(
     inner_ptr,  # [Q * BLOCK_M, K]
-    inner_scale_ptr,  # [G, inner_scale_stride]; [L] where STATIC
+    inner_scale_ptr,  # [G, inner_scale_stride]; [L] if STATIC
     w2_ptr,  # [L, N, K]
     w2_scale_ptr,
     bias_ptr,  # [L, N]

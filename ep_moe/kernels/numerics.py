@@ -1,25 +1,25 @@
-"""Arithmetic that has the same bits on a GPU and in Triton's interpreter, those of `ep_moe.quant`.
+"""Arithmetic that is bitwise equal on a GPU, in Triton's interpreter and in `ep_moe.quant`.
 
-The interpreter keeps bfloat16 as its bits, so that arithmetic and dots on it are wrong, and it truncates where it casts
-to bfloat16 and float8: here such casts are spelt out for it.
+The interpreter represents bfloat16 by its bits, so that arithmetic and dots on it are wrong, and its casts to bfloat16
+and float8 truncate: such casts are written out here.
 """
 
 import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.scaled, and INT8_MAX and MIN_AMAX
+E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.scaled, also INT8_MAX and MIN_AMAX
 INT8_MAX = tl.constexpr(127.0)
 MIN_AMAX = tl.constexpr(1e-10)
 INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
-INTEGER_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # here float32 counts in steps of 1
-E4M3_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # here float32 counts in steps of 2^-9, as e4m3 near 0
+INTEGER_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # the spacing of float32 here is 1: adding and subtracting it rounds
+E4M3_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # the spacing of float32 here is 2^-9, that of e4m3 near 0
 
 
 @triton.jit
 def clamp_to_int32(x):
-    """The int32 nearest to an int32 or int64."""
+    """Clamp an int32 or int64 to the range of int32."""
     return tl.minimum(tl.maximum(x, INT32_MIN), INT32_MAX).to(tl.int32)
 
 
@@ -64,8 +64,8 @@ def _larger(a, b):
 
 @triton.jit
 def absmax(x, axis: tl.constexpr):
-    """The largest magnitude along an axis; NaN where one is NaN, as torch has it."""
-    if INTERPRET:  # its maximum passes NaN over, and a function of ours would run once for each number
+    """The largest magnitude along an axis; NaN if any element is NaN, as in torch."""
+    if INTERPRET:  # its maximum ignores NaN, and a custom reduction would run once for each element
         largest = tl.max(tl.abs(x), axis)
         return tl.where(tl.max((x != x).to(tl.int32), axis) > 0, float("nan"), largest)
     return tl.reduce(tl.abs(x), axis, _larger)
@@ -73,9 +73,9 @@ def absmax(x, axis: tl.constexpr):
 
 @triton.jit
 def tile_scale(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr = False):
-    """The scale of what shares this largest magnitude: max(amax, 1e-10) / LARGEST, divided as IEEE says.
+    """The scale for a largest magnitude: max(amax, 1e-10) / LARGEST, with IEEE division.
 
-    With POWER_OF_TWO the next one, by the bits; what is not finite stays. Example: 0.75 is 1.0.
+    With POWER_OF_TWO rounded up to the next one, by its bits; inf and NaN stay. Example: 0.75 gives 1.0.
     """
     scale = tl.div_rn(tl.maximum(amax, MIN_AMAX, propagate_nan=tl.PropagateNan.ALL), LARGEST)
     if POWER_OF_TWO:
@@ -92,10 +92,10 @@ def e4m3_scale(amax, POWER_OF_TWO: tl.constexpr = False):
 
 @triton.jit
 def divide_rows(x, scale):
-    """x [N, C] / scale [N], as IEEE says, where the quotients neither overflow nor are subnormal.
+    """x [N, C] / scale [N], bitwise IEEE division if no quotient overflows or is subnormal.
 
     One correctly rounded reciprocal for each row and one correction of the quotient by its remainder, exact under fused
-    multiply-add (P. Markstein, 1990); a scale that is not finite gives what its reciprocal does.
+    multiply-add (P. Markstein, 1990); for a scale that is not finite, x times its reciprocal.
     """
     if INTERPRET:
         return tl.div_rn(x, scale[:, None])

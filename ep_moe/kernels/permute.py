@@ -2,13 +2,13 @@
 
 Letters: N token rows, K top-k, H hidden, G scale groups, L local experts, B blocks of TOKENS tokens each.
 
-The sort takes two launches. The first counts the rows of every expert in every block of tokens, the second sums the
-counts of the blocks before each. Where a row goes is then: the start of its expert, the rows of earlier blocks, and
-those of earlier tokens of its own block, which whoever copies the row counts anew. Example: starts [0, 16], block 1 has
-3 rows of expert 1 before it and its first token chose expert 1 too: the block's second token has row 16 + 3 + 1 there.
+The sort takes two launches. The first counts the rows of every expert in every block of tokens, the second computes
+prefix sums of the counts over the blocks. The index of a row is then the start of its expert, plus the expert's rows in
+earlier blocks, plus those of earlier tokens of its own block, which the copying program counts. Example: starts
+[0, 16], 3 rows of expert 1 precede block 1, whose first two tokens both chose expert 1: the second has row 16 + 3 + 1.
 
-Rows are copied as 32-bit words, whatever they hold; strides count units, of four words where 16 bytes divide a row, so
-that the compiler knows that four words at a time are aligned.
+Rows of any dtype are copied as 32-bit words; strides count units, of four words if 16 bytes divide a row, so that the
+compiler knows that accesses of four words are aligned.
 """
 
 import triton
@@ -32,10 +32,10 @@ def _merge_repeats_kernel(
     COLUMNS: tl.constexpr,  # K rounded up to a power of two
     TOKENS: tl.constexpr,
 ):
-    """Make ids of [first, last) local, others -1, and sum the weights of repeats at the place of the first.
+    """Make ids of [first, last) local, others -1, and sum the weights of repeats in the column of the first.
 
-    A weight of an earlier place takes what stands at every later one, zero where that is another expert: the additions
-    of `ep_moe.layout.reference.merge_repeats`, in its order.
+    To each weight, those of all later columns are added in order, zero for another expert: the same additions, in the
+    same order, as `ep_moe.layout.reference.merge_repeats`.
     """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -66,7 +66,7 @@ def _count_rows_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr,  # that one program counts
+    EXPERTS: tl.constexpr,  # experts that one program counts
 ):
     """Count the rows of EXPERTS experts in one block of tokens."""
     block = tl.program_id(0).to(tl.int64)
@@ -84,14 +84,14 @@ def _sum_counts_kernel(
     expert_num_tokens_ptr,  # [L] int32, out
     expert_row_start_ptr,  # [L] int32, out
     num_blocks,
-    capacity,  # rows of an expert where BATCHED
-    alignment,  # of starts where not
+    capacity,  # rows of an expert if BATCHED
+    alignment,  # of starts if not BATCHED
     L: tl.constexpr,
     EXPERTS: tl.constexpr,  # L rounded up to a power of two
-    BLOCKS: tl.constexpr,  # that are summed at a time
+    BLOCKS: tl.constexpr,  # blocks that are summed at a time
     BATCHED: tl.constexpr,
 ):
-    """Turn counts into the rows that come before; one program, for starts need the counts of all experts."""
+    """Exclusive prefix sums of the counts over blocks; one program, since starts need the totals of all experts."""
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < L
     total = tl.zeros([EXPERTS], tl.int32)
@@ -122,7 +122,7 @@ def _rows_of_token(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Return the rows [COLUMNS] of a token, -1 none."""
+    """Return the row [COLUMNS] of each of a token's experts, -1 none."""
     column = tl.arange(0, COLUMNS)
     mine = tl.load(ids_ptr + token * K + column, mask=column < K, other=-1)
     block = token // TOKENS
@@ -141,13 +141,13 @@ def _pack_rows_kernel(
     before_ptr,  # [B, L] int32, rows of each expert in earlier blocks
     expert_row_start_ptr,  # [L] int32
     x_ptr,  # [N, ROW_WORDS] int32 words, rows `x_stride` units apart
-    scale_ptr,  # [N, G] of any dtype that Triton has, any strides
+    scale_ptr,  # [N, G], any Triton dtype, any strides
     token_to_row_ptr,  # [N, K] int32, out
-    row_index_ptr,  # [rows] int32, out where POOLED
-    out_ptr,  # [rows, ROW_WORDS] int32 words; [N, ROW_WORDS] where POOLED
+    row_index_ptr,  # [rows] int32, out if POOLED
+    out_ptr,  # [rows, ROW_WORDS] int32 words; [N, ROW_WORDS] if POOLED
     out_scale_ptr,  # [experts, G, height], out
     height,  # rows that share a matrix of scales
-    out_rows,  # that there is room for; those beyond are dropped
+    out_rows,  # capacity in rows; rows beyond it are dropped
     x_stride,
     scale_token_stride,
     scale_group_stride,
@@ -156,19 +156,19 @@ def _pack_rows_kernel(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROW_WORDS: tl.constexpr,  # of a row's values
-    UNIT: tl.constexpr,  # words that x_stride counts by
-    WORDS: tl.constexpr,  # that one program copies
+    UNIT: tl.constexpr,  # words in a unit of x_stride
+    WORDS: tl.constexpr,  # words that one program copies
     G: tl.constexpr,
     GROUPS: tl.constexpr,  # G rounded up to a power of two
-    POOLED: tl.constexpr,  # rows stay where they are, `row_index` says which
-    COPY: tl.constexpr,  # values are copied
+    POOLED: tl.constexpr,  # rows keep their order, `row_index` maps an expert's rows to them
+    COPY: tl.constexpr,  # copy the values
 ):
-    """Read WORDS words of one token once and write them to each of its rows, with its scales and where the rows are."""
+    """Copy WORDS words of one token to each of its rows; its first program also writes scales and row indices."""
     token = tl.program_id(0).to(tl.int64)
     column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     is_word = word < ROW_WORDS
-    leads = tl.program_id(1) == 0  # the program of a token that writes what there is once
+    leads = tl.program_id(1) == 0
     is_group = (group < G) & leads
     row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, L, K, COLUMNS, TOKENS)
     row = tl.where(row < out_rows, row, -1)
@@ -198,21 +198,21 @@ def _pack_rows_kernel(
 def _weighted_sum_kernel(
     y_ptr,  # [rows, H]
     token_to_row_ptr,  # [N, K] int32, -1 none
-    weights_ptr,  # [N, K] float32, where WEIGHTED
-    shared_ptr,  # [N, H], rows `shared_stride` apart, where SHARED
+    weights_ptr,  # [N, K] float32, if WEIGHTED
+    shared_ptr,  # [N, H], rows `shared_stride` apart, if SHARED
     out_ptr,  # [N, H], rows `out_stride` apart
     shared_stride,
     out_stride,
     H: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of one program
+    BLOCK: tl.constexpr,  # columns per program
     WEIGHTED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     """Sum a token's rows in float32, in column order, add `shared`, round once.
 
-    A row that is missing adds zero, which changes no sum that began at zero. To be launched without fused
-    multiply-add, so that the bits are those of a product and a sum.
+    A missing row adds zero, which does not change a sum that starts at zero. Launch with enable_fp_fusion=False, so
+    that product and sum are rounded separately, as in the reference.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

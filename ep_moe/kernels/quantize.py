@@ -1,4 +1,4 @@
-"""Activations to fp8 e4m3 or int8 with the bits of `ep_moe.quant.scaled.quantize`.
+"""Quantization of activations to fp8 e4m3 or int8, bitwise equal to `ep_moe.quant.scaled.quantize`.
 
 Letters: T rows, H row width, G scale groups of a row.
 """
@@ -12,7 +12,7 @@ from ep_moe.kernels.numerics import E4M3_MAX, INT8_MAX, absmax, quantize_e4m3, t
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantize_rows_kernel(
     x_ptr,  # [T, H] float32, bfloat16 or float16, rows `x_stride` apart
-    given_ptr,  # [1] float32, the scale where SCALE is "static", the largest magnitude where it is "tensor"
+    given_ptr,  # [1] float32, the scale if SCALE is "static", the largest magnitude if it is "tensor"
     values_ptr,  # [T, H] e4m3 or int8, out
     scale_ptr,  # [G, T] float32, out
     num_tokens,
@@ -21,9 +21,9 @@ def _quantize_rows_kernel(
     GROUP: tl.constexpr,  # columns that share a scale
     COLUMNS: tl.constexpr,  # GROUP rounded up to a power of two
     G: tl.constexpr,
-    GROUPS: tl.constexpr,  # that one program quantizes
+    GROUPS: tl.constexpr,  # groups that one program quantizes
     SCALE: tl.constexpr,  # "own", "tensor" or "static"
-    POWER_OF_TWO: tl.constexpr,  # round a scale up
+    POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
 ):
     """Quantize GROUPS groups: group i is group i % G of row i // G; the last of a row may be short."""
     IS_INT8: tl.constexpr = values_ptr.dtype.element_ty == tl.int8

@@ -1,4 +1,4 @@
-"""The intermediate between the two GEMMs, requantized where it is made or, where a scale spans more, afterwards.
+"""Requantization of the intermediate, in the first GEMM's epilogue, or in a kernel of its own if a scale spans more.
 
 Letters: L local experts, I intermediate, Q row tiles of all experts.
 """
@@ -29,8 +29,8 @@ def _store_inner(
 ):
     """Round or requantize a tile of the intermediate [BLOCK_M, BLOCK_N] float32 and store it.
 
-    "group": GROUP_K neighbors, a power of two within BLOCK_N, share a scale. Rows beyond the expert's tokens are
-    stored too, as the zeros and biases that they hold: nobody reads them.
+    "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. Rows beyond the expert's tokens are stored
+    without a mask; they are never read.
     """
     ptrs = inner_ptr + inner_row.to(tl.int64)[:, None] * intermediate + columns[None, :]
     if REQUANTIZE == "group":
@@ -54,7 +54,7 @@ def _store_inner(
 @triton.jit
 def _expert_amax_kernel(
     inner_ptr,  # [Q * BLOCK_M, I] float32
-    amax_ptr,  # [L] int32, zeros; out: the bits of the largest magnitude of each expert
+    amax_ptr,  # [L] int32 zeros; out: the bits of the largest magnitude of each expert
     expert_num_tokens_ptr,
     tile_expert_ptr,
     first_tile_ptr,
@@ -64,7 +64,7 @@ def _expert_amax_kernel(
     ROWS: tl.constexpr,  # at a time; divides BLOCK_M
     BLOCK: tl.constexpr,  # I rounded up to a power of two
 ):
-    """Find the largest magnitude among the rows of each expert; magnitudes order as their bits do."""
+    """Find the largest magnitude of each expert's rows, by an integer atomic max: magnitudes order as their bits."""
     column = tl.arange(0, BLOCK)
     for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
         expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
@@ -79,7 +79,7 @@ def _requantize_kernel(
     inner_ptr,  # [Q * BLOCK_M, I] float32
     values_ptr,  # [Q * BLOCK_M, I] float8, out
     scale_ptr,  # [ceil(I / group_width), scale_stride], out
-    amax_ptr,  # [L] int32, where PER_TENSOR
+    amax_ptr,  # [L] int32, if PER_TENSOR
     expert_num_tokens_ptr,
     tile_expert_ptr,
     first_tile_ptr,
@@ -92,7 +92,7 @@ def _requantize_kernel(
     ROWS: tl.constexpr,  # at a time; divides BLOCK_M
     BLOCK: tl.constexpr,  # group_width rounded up to a power of two
 ):
-    """Requantize the intermediate where a scale spans more, or other, columns than a tile of the first GEMM has."""
+    """Requantize the intermediate if a tile of the first GEMM does not hold whole scale groups."""
     for group in range(tl.program_id(0), tl.load(num_tiles_ptr) * (BLOCK_M // ROWS), tl.num_programs(0)):
         expert, row, row_mask = _find_rows(group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M, ROWS)
         offset = row.to(tl.int64)[:, None] * intermediate

@@ -1,4 +1,4 @@
-"""The intermediate between the two GEMMs, requantized to e4m3 in groups whose scales are powers of two.
+"""Requantization of the intermediate between the two GEMMs to e4m3 in groups whose scales are powers of two.
 
 Letters: I intermediate, G scale groups, Q row tiles of all experts.
 """
@@ -26,7 +26,7 @@ def _requantize_rounded_kernel(
     ROWS: tl.constexpr,  # at a time; divides BLOCK_M
     BLOCK: tl.constexpr,  # GROUP rounded up to a power of two
 ):
-    """Requantize ROWS rows of one group at a time, those that hold tokens.
+    """Requantize one scale group of ROWS rows at a time; rows without a token are skipped.
 
     Example: a largest magnitude of 448 gives the scale 1, one of 449 gives 2.
     """

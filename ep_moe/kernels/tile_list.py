@@ -1,9 +1,9 @@
-"""The list of row tiles that the expert kernels work through.
+"""The list of row tiles that the expert kernels process.
 
 Letters: L local experts, Q row tiles of all experts.
 
-Tokens of an expert are cut into row tiles of BLOCK_M. Tiles are numbered expert by expert, and each has a place of
-BLOCK_M rows in the intermediate, so that what lies between the GEMMs is dense whatever the layout of the batch.
+Tokens of an expert are split into row tiles of BLOCK_M. Tiles are numbered expert by expert, and each owns BLOCK_M rows
+of the intermediate, so that the intermediate is dense in any layout of the batch.
 Example: counts [3, 0, 40] with BLOCK_M = 16 are 4 row tiles, experts [0, 2, 2, 2], first tiles [0, 1, 1].
 """
 
@@ -17,15 +17,15 @@ def _tile_list_kernel(
     tile_expert_ptr,  # [>= Q] int32, out
     first_tile_ptr,  # [L] int32, out
     num_tiles_ptr,  # [1] int32, out: Q
-    amax_ptr,  # [L] int32, out: zeros, where HAS_AMAX
+    amax_ptr,  # [L] int32, out: zeros, if HAS_AMAX
     num_experts,
     max_tiles,
     BLOCK_M: tl.constexpr,
     EXPERTS: tl.constexpr,  # L rounded up to a power of two
-    TILES: tl.constexpr,  # list entries of a program
+    TILES: tl.constexpr,  # list entries per program
     HAS_AMAX: tl.constexpr,
 ):
-    """List the row tiles of all experts. Each program finds the experts of its own entries; nothing is shared."""
+    """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
     counts = tl.load(expert_num_tokens_ptr + expert, mask=is_expert, other=0)
@@ -53,8 +53,8 @@ def _find_tile(
 ):
     """Return (expert, its tokens, row tile within the expert, first row tile of the expert, column tile) of tile t.
 
-    Within an expert GROUP_M row tiles go through all columns before the next ones do: weights and tokens that run at
-    the same time stay in the cache.
+    Tiles of an expert are ordered in groups of GROUP_M row tiles, each of which covers all columns before the next
+    group, so that concurrent tiles share weights and tokens in the cache.
     """
     expert = tl.load(tile_expert_ptr + t // num_columns)
     num_tokens = tl.load(expert_num_tokens_ptr + expert)

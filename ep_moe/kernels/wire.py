@@ -1,4 +1,4 @@
-"""Tokens to the rows that travel: which ranks need a token, what each rank is told, and the rows as bytes.
+"""Send side of the collective exchange: destination ranks of each token, headers, and rows as bytes.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of TOKENS tokens each, G scale groups.
 """
@@ -13,7 +13,7 @@ from ep_moe.kernels.numerics import INT32_MIN, clamp_to_int32
 def _find_destinations_kernel(
     ids_ptr,  # [T, K] int32 or int64, physical expert, rows `ids_stride` apart
     owner_ptr,  # [P] int32, the rank of each physical expert
-    place_ptr,  # [T, R] int32, out: the token's place among those of its block that go to the rank, -1 none
+    place_ptr,  # [T, R] int32, out: the token's index among those of its block that go to the rank, -1 none
     counts_ptr,  # [2 * B * R + 2 * B] int32, out: tokens and (token, expert) pairs [B, R], bad ids and one of them [B]
     num_tokens,
     num_physical,
@@ -24,7 +24,7 @@ def _find_destinations_kernel(
     COLUMNS: tl.constexpr,  # K rounded up to a power of two
     TOKENS: tl.constexpr,
 ):
-    """Find the ranks that need each token of a block, a rank once and an expert once; bad ids go nowhere."""
+    """Find the destination ranks of each token of a block, counting a rank and an expert once; skip bad ids."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
@@ -56,7 +56,7 @@ def _find_destinations_kernel(
 def _write_header_kernel(
     counts_ptr,  # [2 * B * R + 2 * B] int32, as `_find_destinations_kernel` leaves it
     block_start_ptr,  # [B, R] int32, out: the first row of the send buffer that a block's tokens for a rank take
-    header_ptr,  # [R, WORDS] int64, out: tokens, T, 0, bad ids, format, pairs, a bad id, layer (2)
+    header_ptr,  # [R, WORDS] int64, out: tokens, T, 0, bad ids, format fingerprint, pairs, a bad id, layer (2 words)
     num_blocks,
     num_tokens,
     fingerprint: tl.int64,
@@ -64,10 +64,10 @@ def _write_header_kernel(
     settings,
     R: tl.constexpr,
     RANKS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # that are summed at a time
+    BLOCKS: tl.constexpr,  # blocks that are summed at a time
     WORDS: tl.constexpr,
 ):
-    """Sum the counts of all blocks; one program, which writes what each rank is told."""
+    """Sum the counts of all blocks and write the header for each rank; a single program."""
     rank, index = tl.arange(0, RANKS), tl.arange(0, BLOCKS)
     bad_ptr = counts_ptr + num_blocks.to(tl.int64) * R * 2
     tokens = tl.zeros([RANKS], tl.int32)
@@ -108,11 +108,11 @@ def _write_rows_kernel(
     place_ptr,  # [T, R] int32
     block_start_ptr,  # [B, R] int32
     x_ptr,  # [T, VALUE_WORDS] int32 words of values, rows `x_stride` units apart
-    scale_ptr,  # [T, G] of any dtype that Triton has, any strides
+    scale_ptr,  # [T, G], any Triton dtype, any strides
     ids_ptr,  # [T, K] int32 or int64, rows `ids_stride` apart
     weights_ptr,  # [T, K] float32, rows `weights_stride` apart
     out_ptr,  # [rows, 4 * ROW_UNITS] int32 words, out
-    out_scale_ptr,  # the same memory as numbers of the dtype of scales
+    out_scale_ptr,  # the same memory, viewed in the dtype of scales
     token_to_row_ptr,  # [T, R] int32, out: the row of the send buffer that goes to the rank, -1 none
     x_stride,
     scale_token_stride,
@@ -123,16 +123,16 @@ def _write_rows_kernel(
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
-    UNIT: tl.constexpr,  # words that x_stride counts by
-    SCALE_BYTES: tl.constexpr,  # of one scale; those of a row are padded to whole words
+    UNIT: tl.constexpr,  # words in a unit of x_stride
+    SCALE_BYTES: tl.constexpr,  # of one scale; the scales of a row are padded to whole words
     ROW_UNITS: tl.constexpr,  # 16-byte units of a row of the buffer
-    WORDS: tl.constexpr,  # of values that one program copies
+    WORDS: tl.constexpr,  # value words that one program copies
     G: tl.constexpr,
     GROUPS: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Read WORDS words of one token once and write them to each of its rows; the first program also what follows."""
+    """Copy WORDS value words of a token to each of its rows; its first program also writes scales, ids and weights."""
     token = tl.program_id(0).to(tl.int64)
     rank, group, column = tl.arange(0, RANKS), tl.arange(0, GROUPS), tl.arange(0, COLUMNS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

@@ -1,10 +1,10 @@
-"""The layouts that experts compute on, with packing and unpacking. Transport and experts meet here only.
+"""The layouts that experts compute on, with packing and unpacking: the only interface of transport and experts.
 
-`reference` does it in torch on a CPU, `triton` in kernels on a GPU; the device of the tensors chooses.
+`reference` implements it in torch for CPUs, `triton` in kernels for GPUs; the tensors' device selects one.
 
 Letters: N received token rows, K top-k, H hidden, L local experts, C = R * M rows of an expert in BATCHED.
-Received rows are ordered by (source rank, source token), and so are the rows of every expert: the same input gives the
-same bits, run after run.
+Received rows are ordered by (source rank, source token), and so are the rows of every expert: results are bitwise
+reproducible.
 """
 
 from types import ModuleType
@@ -18,7 +18,7 @@ from ep_moe.quant import QuantScheme
 
 
 def _implementation(tensor: torch.Tensor) -> ModuleType:
-    """The module that serves the tensor's device. Triton is for Linux alone, and takes time to import."""
+    """The module for the tensor's device. Triton exists only on Linux and is slow to import."""
     if not tensor.is_cuda:
         return reference
     from ep_moe.layout import triton
@@ -29,16 +29,14 @@ def _implementation(tensor: torch.Tensor) -> ModuleType:
 def merge_repeats(
     ids: torch.Tensor, weights: torch.Tensor, *, first: int = 0, last: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make ids local, and an expert that stands several times in a row stand once, where it stood first.
-
-    Its weight is the sum of its weights, in column order.
+    """Make ids local and merge repeated experts of a row: the first keeps the sum of their weights, in column order.
 
     Example: ids [[3, 5, 3, 9]], weights [[.1, .2, .3, .4]], first 3 and last 7 give [[0, 2, -1, -1]] and
     [[.4, .2, 0, 0]].
 
     Args:
         ids: [N, K] int32 or int64, -1 none. weights: [N, K] float32. Both of any strides.
-        first, last: this rank's experts [first, last); all others are -1. None has no end.
+        first, last: this rank's experts [first, last); all others become -1. last = None is no upper limit.
     Returns: new ids [N, K] int32 and weights [N, K] float32, 0 where the id is -1. Local, no host sync.
     """
     return _implementation(ids).merge_repeats(ids, weights, first=first, last=last)
@@ -55,20 +53,20 @@ def pack(
     alignment: int = 1,
     max_rows: int | None = None,
 ) -> Packed:
-    """Lay received rows out for the experts.
+    """Copy received rows into a layout for the experts.
 
     Example, COMPACT, alignment 2, two experts: local_topk_ids [[0, 1], [1, -1], [1, 0]] gives expert_num_tokens
     [2, 3], expert_row_start [0, 2], token_to_row [[0, 2], [3, -1], [4, 1]] and x of 8 rows, the last three unwritten:
     without `max_rows` all 6 ids may be rows, and each expert may leave one row unused.
 
     Args:
-        rows: N received rows, any row strides. layout: which one. scheme, dtype: of the payload and of the model.
+        rows: N received rows, any row strides. layout: of the batch. scheme, dtype: of the payload and of the model.
         num_local_experts: L. capacity: C, rows of an expert in BATCHED. alignment: of starts in COMPACT.
-        max_rows: no fewer than the ids in `local_topk_ids` that are not -1; N * min(K, L) where it is not given. It
-            sizes what COMPACT and FLAT allocate, so that no count is read back.
+        max_rows: upper bound of the ids in `local_topk_ids` that are not -1; N * min(K, L) by default. It determines
+            the size of COMPACT and FLAT batches, so that no count is read back.
     Returns: the batch and `token_to_row`.
-    Errors: ValueError where an expert has more than C rows in BATCHED, on a GPU already where N exceeds C; and where
-    there are more than `max_rows` rows, for which a GPU cannot be asked: it drops those that have no room.
+    Errors: ValueError if an expert has more than C rows in BATCHED, on a GPU already if N exceeds C; on a CPU also if
+    there are more than `max_rows` rows. A GPU cannot check that without a host sync: it drops the excess rows.
     Local, on the current stream; no host sync on a GPU.
     """
     return _implementation(rows.x).pack(
@@ -91,13 +89,13 @@ def weighted_sum(
     shared: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Weigh and sum each token's rows in float32, in column order, without fused multiply-add, and round once.
+    """Weighted sum of each token's rows in float32, in column order, without fused multiply-add, rounded once.
 
     Args:
         y: [rows, H], or [L, C, H], the experts' output. token_to_row: [N, K] int32, -1 none.
-        topk_weights: [N, K] float32; None counts every row once.
-        shared: [N, H] of any float, added last, in float32.
-        out: optional result, [N, H] of any float.
+        topk_weights: [N, K] float32; None means weight 1.
+        shared: [N, H], any float dtype, added last, in float32.
+        out: optional result, [N, H], any float dtype.
     Returns: `out`, or [N, H] in y's dtype; a token without rows is zero (or `shared`). Other rows are never read.
     Errors: ValueError for another shape or device.
     Local, on the current stream; no host sync on a GPU.

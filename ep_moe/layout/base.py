@@ -1,6 +1,6 @@
-"""What rows look like as they arrive, and as experts compute on them: the dataclasses of the layouts.
+"""The dataclasses of the layouts: rows as they arrive, and as experts compute on them.
 
-Letters: N received token rows, K top-k, H hidden, V stored values of a row (H, or H / 2 where two share a byte), G
+Letters: N received token rows, K top-k, H hidden, V stored values of a row (H, or H / 2 if two share a byte), G
 scale groups, L local experts, C = R * M rows per expert in BATCHED.
 """
 
@@ -15,31 +15,31 @@ from ep_moe.quant import QuantScheme
 class TokenRows:
     """Tokens as they arrive at a rank, one row for each (source rank, source token), before any packing.
 
-    An expert stands at most once in a row of `local_topk_ids` (`merge_repeats`).
+    An expert occurs at most once in a row of `local_topk_ids` (`merge_repeats`).
     """
 
     x: torch.Tensor  # [N, V] in the model's dtype or the scheme's
-    scale: torch.Tensor | None  # [N, G] in the scheme's scale dtype, None where it does not scale
-    local_topk_ids: torch.Tensor  # [N, K] int32, local expert, -1 none here
+    scale: torch.Tensor | None  # [N, G] in the scheme's scale dtype, None if the scheme has no scales
+    local_topk_ids: torch.Tensor  # [N, K] int32, local expert, -1 none or on another rank
     topk_weights: torch.Tensor  # [N, K] float32, 0 where the id is -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertBatch:
-    """What every layout carries. Row i of expert e is `expert_row_start[e] + i`, for i < `expert_num_tokens[e]`.
+    """The fields of all layouts. Row i of expert e is `expert_row_start[e] + i`, for i < `expert_num_tokens[e]`.
 
-    Where `row_index` is set, that row of the batch reads row `row_index[expert_row_start[e] + i]` of `x`, a pool.
-    Rows that belong to no token hold anything, NaN included, and are never read.
+    If `row_index` is set, `x` is a pool of rows, and that row of the batch is row `row_index[expert_row_start[e] + i]`
+    of it. Rows that belong to no token have undefined values, possibly NaN, and are never read.
     """
 
-    x: torch.Tensor  # the subclass says the shape
-    scale: torch.Tensor | None  # of the scheme's scale dtype, a last dimension of G instead of V, rows contiguous
+    x: torch.Tensor  # the subclass documents the shape
+    scale: torch.Tensor | None  # x's shape with G instead of V, in the scheme's scale dtype; rows contiguous
     scheme: QuantScheme
-    dtype: torch.dtype  # the model's, which the experts' output has
+    dtype: torch.dtype  # the model's, also of the experts' output
     expert_row_start: torch.Tensor  # [L] int32
     expert_num_tokens: torch.Tensor  # [L] int32
     row_index: torch.Tensor | None  # [rows] int32
-    expected_rows: int  # host hint: rows of an average local expert, rounded up
+    expected_rows: int  # hint known on the host: average rows of a local expert, rounded up
 
     @property
     def hidden(self) -> int:
@@ -53,7 +53,7 @@ class ExpertBatch:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The shape of the experts' output: x's, with H; or [rows of row_index, H] where rows come from a pool."""
+        """The shape of the experts' output: x's, with H; or [rows of row_index, H] if rows come from a pool."""
         rows = self.x.shape[:-1] if self.row_index is None else self.row_index.shape
         return (*rows, self.hidden)
 
@@ -62,7 +62,7 @@ class ExpertBatch:
 class Batched(ExpertBatch):
     """`x` [L, C, V], `scale` [L, C, G] with strides (C*G, 1, C); expert e starts at e*C.
 
-    The same as PPLX, DeepEP low latency, vLLM BatchedExperts and SGLang masked, but for the order of scales (PPLX).
+    As in PPLX, DeepEP low latency, vLLM BatchedExperts and SGLang masked, except for the order of scales (PPLX).
     """
 
 
@@ -70,8 +70,7 @@ class Batched(ExpertBatch):
 class Compact(ExpertBatch):
     """`x` [rows, V], `scale` [rows, G] with strides (1, rows); starts are an aligned prefix sum.
 
-    `rows` is a bound that the host knows; it may exceed what the experts use.
-    The same as DeepGEMM contiguous.
+    `rows` is an upper bound known on the host; the experts may use fewer. As DeepGEMM contiguous.
     """
 
 
@@ -79,8 +78,8 @@ class Compact(ExpertBatch):
 class Flat(ExpertBatch):
     """`x` [N, V], the received rows themselves; `row_index` lists them expert by expert (DeepEP normal, vLLM Standard).
 
-    The experts weigh and sum here: their output is [N, H], row n the weighted sum over this rank's experts. Entries of
-    `row_index` that are no expert's row hold anything.
+    The experts apply the weights here: their output is [N, H], row n the weighted sum over this rank's experts.
+    Entries of `row_index` that belong to no expert are undefined.
     """
 
     local_topk_ids: torch.Tensor  # [N, K] int32, -1 none
@@ -95,7 +94,7 @@ class Flat(ExpertBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A batch and the way back: `token_to_row` [N, K] int32 is the row that computes token n's k-th expert, -1 none."""
+    """A batch, and `token_to_row` [N, K] int32: the row that computes token n's k-th expert, -1 none."""
 
     batch: ExpertBatch
     token_to_row: torch.Tensor

@@ -1,4 +1,4 @@
-"""The memory of a batch before rows are in it: what every implementation of packing allocates alike, and fills.
+"""Allocation of a batch, shared by all implementations of packing, which then fill it.
 
 Letters: N received token rows, K top-k, V stored values of a row, G scale groups, L local experts, C rows of an
 expert in BATCHED.
@@ -17,20 +17,20 @@ from ep_moe.quant import QuantScheme
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """The tensors that a batch of these rows needs, and what rows go by."""
+    """The empty tensors of a batch, and the sizes that determine where rows go."""
 
     layout: Layout
     num_local_experts: int
-    max_rows: int  # no more rows than this go to experts
-    alignment: int  # of an expert's first row where experts follow each other
-    height: int  # rows that share a matrix of scales: C, the rows of COMPACT, N of FLAT
-    x: torch.Tensor  # [L or 1, height, V]; in FLAT the received rows themselves where they are contiguous
+    max_rows: int  # upper bound of the rows of all experts
+    alignment: int  # of an expert's first row in COMPACT, else 1
+    height: int  # rows that share a matrix of scales: C in BATCHED, all rows in COMPACT, N in FLAT
+    x: torch.Tensor  # [L or 1, height, V]; in FLAT the received rows themselves if they are contiguous
     scale: torch.Tensor | None  # [L or 1, height, G], rows contiguous
     row_index: torch.Tensor | None  # [max_rows] int32, FLAT
 
     @property
     def num_rows(self) -> int:
-        """Rows that there is room for."""
+        """The capacity in rows."""
         return self.x.shape[0] * self.x.shape[1] if self.row_index is None else self.row_index.shape[0]
 
     def finish(
@@ -78,9 +78,9 @@ def make_frame(
     alignment: int,
     max_rows: int | None,
 ) -> Frame:
-    """Allocate for `rows`. COMPACT gets as many rows as `max_rows` rows can take up, wherever they go.
+    """Allocate a batch for `rows`. COMPACT gets the most rows that `max_rows` rows can occupy with alignment.
 
-    Example: of 10 rows on 3 experts with alignment 4 each may leave 3 unused: 10 + 3 * 3 = 19, so 16 rows.
+    Example: 10 rows on 3 experts with alignment 4, each of which may leave 3 unused: 10 + 3 * 3 = 19, so 16 rows.
 
     Local, no host sync.
     """

@@ -1,4 +1,4 @@
-"""Packing and unpacking in plain torch: what runs on a CPU, and the oracle of the kernels.
+"""Packing and unpacking in plain torch: the CPU implementation, and the reference for the kernels' tests.
 
 Letters: N received token rows, K top-k, H hidden, G scale groups, L local experts, C rows of an expert in BATCHED.
 """
@@ -104,7 +104,7 @@ def weighted_sum(
     shared: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ep_moe.layout.weighted_sum`. Local, on the current stream, reads back which ids are valid."""
+    """`ep_moe.layout.weighted_sum`. Local, on the current stream; host sync for the number of valid ids."""
     y = y.reshape(-1, y.shape[-1])
     total = torch.zeros(token_to_row.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
     for column in range(token_to_row.shape[1]):

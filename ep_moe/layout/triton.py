@@ -1,6 +1,6 @@
-"""Packing and unpacking as Triton kernels: nothing is read back, and what is launched does not depend on the ids.
+"""Packing and unpacking as Triton kernels, without host sync; launches do not depend on the ids.
 
-All of it may be captured in a CUDA graph. Runs on a CPU under TRITON_INTERPRET=1.
+Safe in CUDA graphs. Runs on a CPU under TRITON_INTERPRET=1.
 
 Letters: N received token rows, K top-k, H hidden, G scale groups, L local experts, C rows of an expert in BATCHED.
 """
@@ -23,19 +23,19 @@ from ep_moe.layout.base import Packed, TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.quant import QuantScheme, as_bytes
 
-_MERGE_IDS = 1024  # that one program merges
-_BLOCK_COMPARISONS = 4096  # of ids, by which the program of a token finds its place among those of its block
-_BLOCK_TOKENS = 64  # at most
-_COUNTED_EXPERTS = 32  # by one program
-_SUMMED_COUNTS = 4096  # at a time
-UNIT_WORDS = 4  # of 32 bits in one 16-byte access
-_COPIED_WORDS = 2048  # by one program at most
+_MERGE_IDS = 1024  # ids that one program merges
+_BLOCK_COMPARISONS = 4096  # of ids, by which a token's program finds its rows' order within the block of tokens
+_BLOCK_TOKENS = 64  # the most tokens of a block
+_COUNTED_EXPERTS = 32  # experts that one program counts
+_SUMMED_COUNTS = 4096  # counts that are summed at a time
+UNIT_WORDS = 4  # 32-bit words in one 16-byte access
+_COPIED_WORDS = 2048  # the most words that one program copies
 _SUMMED_BY_THREAD = 8  # columns: one 16-byte access in the narrower dtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Places:
-    """Where rows go, but for their order within a block of tokens."""
+    """Where rows go, except for their order within a block of tokens."""
 
     expert_row_start: torch.Tensor  # [L] int32
     expert_num_tokens: torch.Tensor  # [L] int32
@@ -77,7 +77,7 @@ def merge_repeats(
 
 
 def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
-    """Count the rows of every expert, and of every expert in the blocks before each. Two launches."""
+    """Count the rows of every expert, in total and in the blocks of tokens before each block. Two launches."""
     (num_tokens, num_topk), experts, device = ids.shape, frame.num_local_experts, ids.device
     columns = triton.next_power_of_2(num_topk)
     tokens = min(max(_BLOCK_COMPARISONS // columns**2, 1), _BLOCK_TOKENS)
@@ -120,11 +120,11 @@ def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
 
 
 def row_unit(x: torch.Tensor) -> int:
-    """The words of 32 bits that rows [N, V] are copied by: 4, or 2 or 1 where 16 or 8 bytes do not divide a row.
+    """The unit, in 32-bit words, by which rows [N, V] are copied: the largest of 4, 2 and 1 that divides a row.
 
-    Example: 48 numbers of "nvfp4" are 24 bytes, copied 8 at a time.
+    Example: 48 elements of "nvfp4" are 24 bytes, copied 8 at a time.
 
-    Errors: ValueError where a row is no multiple of 4 bytes. Local, no host sync.
+    Errors: ValueError if a row is not a multiple of 4 bytes. Local, no host sync.
     """
     row_bytes = x.shape[1] * x.element_size()
     if row_bytes % 4:
@@ -133,9 +133,9 @@ def row_unit(x: torch.Tensor) -> int:
 
 
 def as_words(x: torch.Tensor) -> torch.Tensor:
-    """View rows [N, V] as int32 words [N, W] that start on a `row_unit`; copied first where they do not lie so.
+    """View rows [N, V] as int32 words [N, W], each row aligned to `row_unit`; unaligned rows are copied first.
 
-    Errors: ValueError where a row is no multiple of 4 bytes. Local, no host sync.
+    Errors: ValueError if a row is not a multiple of 4 bytes. Local, no host sync.
     """
     unit_bytes = 4 * row_unit(x)
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % unit_bytes or x.data_ptr() % unit_bytes:
@@ -144,7 +144,7 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
 
 
 def copy_block(row_words: int) -> tuple[int, int]:
-    """The words of a row that one program copies, and its warps: every thread has 16 bytes at least."""
+    """The words of a row that one program copies, and its warps: at least 16 bytes for every thread."""
     words = min(max(triton.next_power_of_2(row_words), 32 * UNIT_WORDS), _COPIED_WORDS)
     return words, min(words // (32 * UNIT_WORDS), 4)
 
@@ -162,8 +162,8 @@ def pack(
 ) -> Packed:
     """`ep_moe.layout.pack` in three launches.
 
-    Errors: ValueError for more than C received rows in BATCHED, whoever their experts are: fewer always fit, and that
-    is known without asking the device. Local, on the current stream, no host sync.
+    Errors: ValueError for more than C received rows in BATCHED, whichever experts they go to: N <= C always fits and
+    can be checked without a host sync. Local, on the current stream, no host sync.
     """
     num_tokens, num_topk = rows.local_topk_ids.shape
     if layout is Layout.BATCHED and num_tokens > capacity:
@@ -197,7 +197,7 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
     if num_tokens == 0:
         return
     copy = frame.x.data_ptr() != rows.x.data_ptr()
-    x = as_words(rows.x) if copy else rows.x  # values that stay where they are need not be words
+    x = as_words(rows.x) if copy else rows.x
     row_words = rows.x.shape[1] * rows.x.element_size() // 4
     unit = row_unit(rows.x) if copy else UNIT_WORDS
     scale = None if rows.scale is None else as_bytes(rows.scale)

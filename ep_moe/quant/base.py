@@ -1,6 +1,6 @@
-"""What a number format is: a `QuantScheme` says how activations and weights become narrow numbers and scales.
+"""Number formats: a `QuantScheme` describes how activations and weights are stored as narrow values and scales.
 
-Letters: T rows, H row width, G scale groups of a row, V stored values of a row (H, or H / 2 where two numbers share a
+Letters: T rows, H row width, G scale groups of a row, V stored values of a row (H, or H / 2 if two elements share a
 byte), N and K rows and columns of a weight.
 """
 
@@ -18,19 +18,19 @@ WeightGranularity = Literal["none", "tensor", "channel", "block"]
 class QuantScheme:
     """One number format of expert weights and of the tokens that reach them.
 
-    Real value = stored value * scale, of a weight with a second scale (stored value * scale) * second scale.
+    Real value = stored value * scale; of a weight with a global scale, (stored value * scale) * global scale.
 
     Args:
-        name: what configs and the command line call it.
+        name: in configs and on the command line.
         dtype: of the stored values; None leaves the model's own dtype.
-        activation: what shares a scale among activations: nothing is scaled, a tensor, a token (row), or
-            a group of `block[1]` neighbors in a row.
-        weight: the same for weights [N, K]: a tensor, an output channel (row), or a block of `block` = (n, k).
-        block: rows and columns of a weight block; its columns are the activation group too.
+        activation: granularity of activation scales: none, one per tensor, per token (row), or per group of
+            `block[1]` neighbors in a row.
+        weight: the same for weights [N, K]: per tensor, per output channel (row), or per block of `block` = (n, k).
+        block: rows and columns of a weight block; its columns are also the activation group.
         scale_dtype: of the scales.
         power_of_two: every scale is a power of two.
-        packed: numbers of a row in one stored value.
-        weight_global_scale: weights have a second scale, float32, one for each matrix, that multiplies them: modelopt's
+        packed: elements of a row in one stored value.
+        weight_global_scale: each weight matrix has a second, float32 scale that multiplies it: modelopt's
             `weight_scale_2`, the reciprocal of compressed-tensors' `weight_global_scale`.
     """
 
@@ -46,7 +46,7 @@ class QuantScheme:
 
     @property
     def quantized(self) -> bool:
-        """True where values carry scales."""
+        """True if values carry scales."""
         return self.dtype is not None
 
     def num_groups(self, width: int) -> int:
@@ -56,24 +56,24 @@ class QuantScheme:
         return math.ceil(width / self.block[1]) if self.activation == "group" else 1
 
     def row_values(self, width: int) -> int:
-        """V, the stored values of a row of `width` numbers. Errors: ValueError where numbers that share one are odd."""
+        """V, the stored values of a row of `width` elements. Errors: ValueError if `packed` does not divide `width`."""
         if width % self.packed:
             raise ValueError(f"scheme '{self.name}' stores {self.packed} numbers in one, a row of {width} has one over")
         return width // self.packed
 
     def row_width(self, num_values: int) -> int:
-        """The numbers of a row of `num_values` stored values: what `row_values` takes."""
+        """The elements of a row of `num_values` stored values, the inverse of `row_values`."""
         return num_values * self.packed
 
     def values_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """Bytes of one token's values; `dtype` is the model's, theirs where the scheme is not quantized.
+        """Bytes of one token's values; `dtype` is the model's, used if the scheme is not quantized.
 
         Example: hidden 2880 is 1440 bytes in "nvfp4", 2880 in the other quantized schemes.
         """
         return self.row_values(hidden) * (self.dtype or dtype).itemsize
 
     def scale_bytes(self, hidden: int) -> int:
-        """Bytes of one token's scales, without any padding. Example: hidden 2880 in "mxfp8" has 90, one each."""
+        """Bytes of one token's scales, without padding. Example: hidden 2880 in "mxfp8" has 90 scales of one byte."""
         return self.num_groups(hidden) * self.scale_dtype.itemsize
 
     def weight_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,10 +88,10 @@ class QuantScheme:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Quantized:
-    """Activations in a quantized format, ready to travel.
+    """Activations in a quantized format, ready for dispatch.
 
-    `values` [T, V] in the scheme's dtype; `scale` [T, G] in its scale dtype, any strides: G = 1 per token, and per
-    tensor the same number in every row (a row that travels takes its scale along).
+    `values` [T, V] in the scheme's dtype; `scale` [T, G] in its scale dtype, any strides: G = 1 per token, and also per
+    tensor, then the same scale in every row, since each row is sent with its scales.
     """
 
     values: torch.Tensor
@@ -119,7 +119,7 @@ class Quantized:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View numbers of one byte as uint8, for which every device can index and every kernel load; others as they are.
+    """View one-byte dtypes as uint8, which every device can index and every kernel can load; others are unchanged.
 
     Local, no copy.
     """

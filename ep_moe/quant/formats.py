@@ -1,7 +1,7 @@
-"""The schemes by name, and what every caller uses: checked, then handed to the family that the scheme belongs to.
+"""The schemes by name, and the public functions: they check their arguments and call the scheme's family.
 
-Plain torch, the oracle of all kernels; on a GPU activations are quantized by a kernel that has its bits. Nothing here
-reads back to the host, so all of it may be captured in a graph.
+Plain torch, the reference for all kernels; on a GPU activations are quantized by a kernel, bitwise equal. No host sync,
+safe in CUDA graphs.
 Letters: T rows, H row width, G scale groups of a row, V stored values of a row, N and K rows and columns of a weight.
 """
 
@@ -12,7 +12,7 @@ import torch
 from ep_moe.quant import micro, scaled
 from ep_moe.quant.base import Quantized, QuantScheme
 
-FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch does without
+FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch casts on any
 
 SCHEMES: dict[str, QuantScheme] = {
     "none": QuantScheme(name="none"),
@@ -24,7 +24,7 @@ SCHEMES: dict[str, QuantScheme] = {
 def get_scheme(name: str) -> QuantScheme:
     """Find a scheme by name: one of `SCHEMES`, or "fp8_block_<n>x<k>" for weight blocks of n rows and k columns.
 
-    Errors: ValueError that lists the known names, or says what n and k must be. Local.
+    Errors: ValueError that lists the known names, or the valid n and k. Local.
     """
     scheme = SCHEMES.get(name) or scaled.parse_block_scheme(name)
     if scheme is None:
@@ -33,7 +33,7 @@ def get_scheme(name: str) -> QuantScheme:
 
 
 def _family(scheme: QuantScheme) -> ModuleType:
-    """The module that implements a scheme, by how wide its scales are."""
+    """The module that implements a scheme, chosen by the dtype of its scales."""
     if scheme.dtype is None:
         raise ValueError(f"scheme '{scheme.name}' has no quantized form")
     return scaled if scheme.scale_dtype == torch.float32 else micro
@@ -47,7 +47,7 @@ def _require_floats(name: str, tensor: torch.Tensor) -> None:
 def _require_stored(
     values: torch.Tensor, scale: torch.Tensor | None, scale_shape: tuple[int, ...], scheme: QuantScheme
 ) -> None:
-    """Check that `values` are of the scheme's dtype and that `scale` is the scheme's, of `scale_shape`."""
+    """Check that values and scale have the scheme's dtypes, and that scale has `scale_shape`."""
     if values.dtype != scheme.dtype:
         raise ValueError(f"values are {values.dtype}, scheme '{scheme.name}' stores {scheme.dtype}")
     if scale is None or tuple(scale.shape) != scale_shape or scale.dtype != scheme.scale_dtype:
@@ -59,7 +59,7 @@ def _require_stored(
 
 
 def _require_global_scale(global_scale: torch.Tensor | None, shape: tuple[int, ...], scheme: QuantScheme) -> None:
-    """Check that there is a global scale of `shape` where the scheme has them, and none elsewhere."""
+    """Check that there is a global scale of `shape` if the scheme has them, else none."""
     found = None if global_scale is None else (tuple(global_scale.shape), global_scale.dtype)
     needed = (shape, torch.float32) if scheme.weight_global_scale else None
     if found != needed:
@@ -79,18 +79,18 @@ def _check_rows(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor
 def quantize(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantized:
     """Quantize activations in float32 arithmetic; values are rounded to nearest even.
 
-    fp8 and int8 take scale = max(amax, 1e-10) / 448 or / 127, "fp8_block_ue8m0" the next power of two;
-    `ep_moe.quant.scaled` has the rule, and `ep_moe.quant.micro` that of "mxfp8" and "nvfp4", and for which magnitudes a
-    row of "nvfp4", which carries no second scale, is right: groups of 16 whose largest is in [0.094, 2688].
+    fp8 and int8 use scale = max(amax, 1e-10) / 448 or / 127, "fp8_block_ue8m0" the next power of two:
+    `ep_moe.quant.scaled` has the rule, `ep_moe.quant.micro` that of "mxfp8" and "nvfp4". A row of "nvfp4" carries no
+    global scale, so it is accurate only for groups of 16 whose largest magnitude is in [0.094, 2688].
 
-    A row of zeros gives zeros. What is not finite is not hidden: dequantized, a NaN or infinity makes NaN of all that
-    shares its scale. Under a static scale a NaN stays one NaN and what exceeds 448 * scale saturates, infinity too.
+    A row of zeros gives zeros. A NaN or infinity is not hidden: everything that shares its scale dequantizes to NaN.
+    With a static scale a NaN stays a single NaN, and magnitudes above 448 * scale saturate, also infinity.
 
     Example: "fp8_block" on [T, 2880] gives scale [T, 23], strides (1, T); the last group has 64 columns. "nvfp4" gives
     values [T, 1440] uint8 and scale [T, 180] e4m3.
 
     Args:
-        x: [T, H] float32, bfloat16 or float16, T = 0 too; H even for "nvfp4".
+        x: [T, H] float32, bfloat16 or float16, T may be 0; H even for "nvfp4".
         scheme: any that is quantized.
         static_scale: one float32 number > 0 on x's device instead of amax / 448, for activations scaled per tensor.
     Returns: values [T, V] contiguous and scale [T, G] with strides (1, T).
@@ -99,7 +99,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
     family = _family(scheme)
     _check_rows(x, scheme, static_scale)
     if family is scaled and x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
-        # only here is Triton imported, which is for Linux alone and takes time
+        # imported lazily: Triton exists only on Linux and is slow to import
         from ep_moe.quant import triton
 
         return triton.quantize(x, scheme, static_scale)
@@ -117,8 +117,8 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: Qu
     Args:
         values: [..., V] as the scheme stores them; [..., H] in the model's dtype under a scheme that is not quantized.
         scale: [..., G] in the scheme's scale dtype, any strides; None under a scheme that is not quantized.
-    Returns: [..., H] float32; `values` itself where it is float32 already.
-    Errors: ValueError where values and scale do not fit each other and the scheme. Local.
+    Returns: [..., H] float32; `values` itself if it is float32 already.
+    Errors: ValueError if values and scale do not fit each other and the scheme. Local.
     """
     if not scheme.quantized:
         return values.float()
@@ -128,10 +128,10 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: Qu
 
 
 def round_trip(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantize rows that do not travel, such as the intermediate between the GEMMs, and dequantize them.
+    """Quantize and dequantize rows that are not sent, such as the intermediate between the GEMMs.
 
-    As `dequantize(quantize(x))`, but where weights have a second scale each row gets one too, by the same rule: so rows
-    of any magnitude keep the format's own error.
+    As `dequantize(quantize(x))`, but if the scheme's weights have a global scale, each row gets one too, by the same
+    rule: so the error is the format's own for rows of any magnitude.
 
     Args and errors: as of `quantize`.
     Returns: [T, H] float32. Local.
@@ -155,13 +155,13 @@ def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int
 def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize weights by the rule of `quantize`; every leading index, an expert, has scales of its own.
+    """Quantize weights by the rule of `quantize`; every leading index, such as an expert, has its own scales.
 
     Args:
         weight: [..., N, K] float32, bfloat16 or float16.
         scheme: any that is quantized.
     Returns: values [..., N, V]; scale of `weight_scale_shape` in the scheme's scale dtype; global scale [...] float32
-        where the scheme has `weight_global_scale`, else None.
+        if the scheme has `weight_global_scale`, else None.
     Errors: ValueError for another dtype or shape, or a scheme that is not quantized. Local.
     """
     family = _family(scheme)
@@ -174,15 +174,15 @@ def quantize_weight(
 def dequantize_weight(
     values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Turn weights back into float32: stored value * scale, times the global scale where the scheme has one.
+    """Turn weights back into float32: stored value * scale, times the global scale if the scheme has one.
 
     Args:
         values: [..., N, V] as the scheme stores them; [..., N, K] in the model's dtype under a scheme that is not
             quantized.
         scale: of `weight_scale_shape` in the scheme's scale dtype; None under a scheme that is not quantized.
-        global_scale: [...] float32 where the scheme has `weight_global_scale`, else None.
-    Returns: [..., N, K] float32; `values` itself where it is float32 already.
-    Errors: ValueError where values and scale do not fit each other and the scheme. Local.
+        global_scale: [...] float32 if the scheme has `weight_global_scale`, else None.
+    Returns: [..., N, K] float32; `values` itself if it is float32 already.
+    Errors: ValueError if values and scale do not fit each other and the scheme. Local.
     """
     _require_global_scale(global_scale, tuple(values.shape[:-2]), scheme)
     if not scheme.quantized:
@@ -200,7 +200,7 @@ def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:
     bfloat16 14336.
 
     Args:
-        hidden: H. dtype: the model's, that of the values where the scheme is not quantized.
+        hidden: H. dtype: the model's, that of the values if the scheme is not quantized.
     Local.
     """
     return scheme.values_bytes(hidden, dtype) + scheme.scale_bytes(hidden)

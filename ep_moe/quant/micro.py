@@ -1,22 +1,22 @@
-"""Numbers whose scales are one byte for a few neighbors: MXFP8 and NVFP4.
+"""Microscaling formats, with a one-byte scale for each small group of neighbors: MXFP8 and NVFP4.
 
-Activations and weights [N, K] are the same here: the neighbors lie in a row; its last group may be short.
+Activations and weights [N, K] are stored alike: groups lie in a row, whose last group may be short.
 
 "mxfp8", of the OCP Microscaling Formats specification v1.0, sections 5.2 and 6.3: groups of 32, values e4m3, scale e8m0
 (torch.float8_e8m0fnu: a byte b means 2^(b - 127), 255 NaN):
     scale = 2^(floor(log2(amax)) - 8), value = e4m3(clamp(x / scale, -448, 448))
-where 8 is the exponent of 448. floor(log2(.)) is read from the bits of amax, so there is no log2 to be inexact. No
-scale is below 2^-127, which a group of zeros has too. A group whose amax is NaN or infinite gets the scale NaN.
+where 8 is the exponent of 448. floor(log2(.)) is read from the bits of amax, which is exact. The smallest scale is
+2^-127, also that of a group of zeros. A group whose amax is NaN or infinite gets the scale NaN.
 
 "nvfp4", after NVIDIA's description of its Blackwell format: groups of 16, values e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a
-sign), two in a byte, the first in the low four bits, scale e4m3, and a second scale s in float32 that multiplies:
+sign), two in a byte, the first in the low four bits, scale e4m3, and a global scale s in float32 that multiplies:
     scale = e4m3(min(amax / s / 6, 448)), value = e2m1(x / (scale * s)), real number = (value * scale) * s
 where s of a weight is max(amax of the matrix [N, K], 1e-10) / 2688, so that the largest group has the largest scale,
-448 (modelopt's `weight_scale_2`; compressed-tensors stores 1 / s), and s of the intermediate between the GEMMs, which
-does not travel, is the same for each row (`round_trip`). A row of a payload carries no second scale, its s is 1. It has
-the format's own error where the amax of every group is in [6 * 2^-6, 2688], which is [0.094, 2688]. Below, scales are
+448 (modelopt's `weight_scale_2`; compressed-tensors stores 1 / s). The intermediate between the GEMMs, which is not
+sent, has an s of the same rule for each row (`round_trip`). A payload row carries no global scale: its s is 1. Its
+error is the format's own if the amax of every group is in [6 * 2^-6, 2688], that is [0.094, 2688]. Below, scales are
 subnormal and lose bits, and a group of amax <= 6 * 2^-10 (0.0059) becomes zeros; above, values saturate.
-A group whose amax is NaN or infinite gets the scale NaN and values 0, for e2m1 has no NaN; s is that of other groups.
+A group whose amax is NaN or infinite gets the scale NaN and values 0, since e2m1 has no NaN; s ignores such groups.
 
 All rounding is to nearest, ties to even, all arithmetic float32.
 Letters: W width of a row, G groups of a row, V stored values of a row.
@@ -59,7 +59,7 @@ E2M1_MAX = 6.0
 
 
 def _group_amax(x: torch.Tensor, group: int) -> torch.Tensor:
-    """The largest magnitude [..., G] of each group of x [..., W] float32; NaN where one is NaN."""
+    """The largest magnitude [..., G] of each group of x [..., W] float32; NaN if one of the group is NaN."""
     groups = math.ceil(x.shape[-1] / group)
     missing = groups * group - x.shape[-1]
     padded = pad(x, (0, missing)) if missing else x
@@ -72,41 +72,41 @@ def _spread(scale: torch.Tensor, group: int, width: int) -> torch.Tensor:
 
 
 def _e8m0_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The shared scale of MX. Example: amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121."""
+    """The group scale of MX. Example: amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
     byte = torch.where(exponent == 0xFF, exponent, (exponent - E4M3_MAX_EXPONENT).clamp(min=0))
     return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _e4m3_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of NVFP4. Example: amax 6 gives 1."""
-    # by a tensor, for torch on CUDA divides by a Python number through its reciprocal, which may differ in the last bit
+    """The group scale of NVFP4. Example: amax 6 gives 1."""
+    # torch on CUDA divides by a Python number through its reciprocal, whose last bit may differ: divide by a tensor
     scale = (amax / torch.full_like(amax, E2M1_MAX)).clamp_(max=LARGEST[torch.float8_e4m3fn])
     return torch.where(amax.isfinite(), scale, math.nan).to(torch.float8_e4m3fn)
 
 
 def _global_scale(amax: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
-    """The second scale of NVFP4 for group maxima [..., G], one for all along the dimensions `shared`, which stay as 1.
+    """The global scale of NVFP4 for group maxima [..., G], reduced over the dimensions `shared`, which are kept as 1.
 
-    Example: of maxima [672, 2688] it is 1, of zeros 1e-10 / 2688.
+    Example: for maxima [672, 2688] it is 1, for zeros 1e-10 / 2688.
     """
     largest = torch.where(amax.isfinite(), amax, 0.0).amax(dim=shared, keepdim=True).clamp_(min=MIN_AMAX)
     return largest / torch.full_like(largest, E2M1_MAX * LARGEST[torch.float8_e4m3fn])
 
 
 def _to_e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round x / scale to e2m1, two codes in a byte: [..., W] to [..., W / 2] uint8. Example: 2.5 is 2, code 4."""
+    """Round x / scale to e2m1, two codes in a byte: [..., W] to [..., W / 2] uint8. Example: 2.5 gives 2, code 4."""
     x = torch.where(scale > 0, x / scale, 0.0)
     magnitude, code = x.abs(), x.signbit().to(torch.uint8) << 3
-    for midpoint in (0.25, 1.25, 2.5, 5.0):  # below them the even code
+    for midpoint in (0.25, 1.25, 2.5, 5.0):  # ties go to the even code, here the lower one
         code += magnitude > midpoint
-    for midpoint in (0.75, 1.75, 3.5):  # above them
+    for midpoint in (0.75, 1.75, 3.5):  # and here the upper one
         code += magnitude >= midpoint
     return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
 def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """The numbers [..., W] float32 of packed codes [..., W / 2]; computed, for a table would have to be copied over."""
+    """Unpack codes [..., W / 2] to float32 [..., W]; computed, since a lookup table would cost a copy to the device."""
     code = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     exponent, mantissa = (code >> 1) & 3, code & 1
     halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent.clamp(min=1) - 1))
@@ -117,13 +117,13 @@ def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
 def _quantize(
     x: torch.Tensor, scheme: QuantScheme, shared: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize the rows of x [..., W]: values [..., V], scale [..., G] and the second scale.
+    """Quantize the rows of x [..., W]: values [..., V], scale [..., G] and the global scale.
 
     Args:
-        shared: dimensions of x along which numbers share a second scale, and which it has as 1; () is for none.
+        shared: dimensions of x that share a global scale, in which it has size 1; () for no global scale.
     """
     width, group = x.shape[-1], scheme.block[1]
-    scheme.row_values(width)  # raises for a width that cannot be stored
+    scheme.row_values(width)  # raises for an odd width of packed values
     x = x.float()
     amax = _group_amax(x, group)
     if scheme.packed == 1:
@@ -138,7 +138,7 @@ def _quantize(
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
-    """`ep_moe.quant.quantize` for x [T, H] and a scheme of these, which has no static scale."""
+    """`ep_moe.quant.quantize` for x [T, H]; these schemes have no static scale."""
     assert static_scale is None
     values, scale, _ = _quantize(x, scheme)
     columns = torch.empty(scale.shape[::-1], dtype=scale.dtype, device=scale.device)
@@ -147,13 +147,13 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantize_rows` for values [..., V], scale [..., G] and a scheme of these."""
+    """`ep_moe.quant.dequantize_rows` for values [..., V], scale [..., G]."""
     real = values.float() if scheme.packed == 1 else _from_e2m1(values)
     return real.mul_(_spread(scale, scheme.block[1], real.shape[-1]))
 
 
 def round_trip(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.round_trip` for x [T, W] and a scheme of these, with second scales where it has any."""
+    """`ep_moe.quant.round_trip` for x [T, W], with a global scale for each row if the scheme has them."""
     values, scale, global_scale = _quantize(x, scheme, shared=(-1,))
     real = dequantize_rows(values, scale, scheme)
     return real if global_scale is None else real.mul_(global_scale)
@@ -162,11 +162,11 @@ def round_trip(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
 def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`ep_moe.quant.quantize_weight` for weight [..., N, K] and a scheme of these."""
+    """`ep_moe.quant.quantize_weight` for weight [..., N, K]."""
     values, scale, global_scale = _quantize(weight, scheme, shared=(-2, -1))
     return values, scale, None if global_scale is None else global_scale[..., 0, 0]
 
 
 def dequantize_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantize_weight` for values [..., N, V] and a scheme of these, but for the second scale."""
+    """`ep_moe.quant.dequantize_weight` for values [..., N, V], without the global scale."""
     return dequantize_rows(values, scale, scheme)

@@ -1,11 +1,11 @@
-"""Numbers with float32 scales that multiply them: fp8 e4m3 (torch.float8_e4m3fn) and int8.
+"""Formats with float32 scales: fp8 e4m3 (torch.float8_e4m3fn) and int8.
 
-A scale belongs to a tile of the last two dimensions: a whole matrix, a row, or a block whose last row or column of
-tiles is short where the tile does not divide the matrix. One rule serves activations and weights:
+A scale belongs to a tile of the last two dimensions: a whole matrix, a row, or a block; the last blocks are short if
+the block does not divide the matrix. Activations and weights follow the same rule:
     amax = max(|x| in the tile, 1e-10), scale = amax / LARGEST, value = rounded(clamp(x / scale, -LARGEST, LARGEST))
 with float32 arithmetic, IEEE division and rounding to nearest, ties to even; LARGEST is 448 for e4m3 (the 1x128 and
 128x128 recipe of DeepSeek-V3, arXiv 2412.19437, section 3.3.3; the lower bound of amax is vLLM's) and 127 for int8,
-symmetric, so that -128 is never stored. Where scales are powers of two, amax / LARGEST is rounded up to the next one:
+symmetric, so that -128 is never stored. If scales are powers of two, amax / LARGEST is rounded up to the next one:
 2^ceil(log2(amax / 448)), DeepEP's `round_scale` and DeepGEMM's UE8M0, here kept in float32.
 Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
 """
@@ -58,7 +58,7 @@ def parse_block_scheme(name: str) -> QuantScheme | None:
 
     Args:
         name: for example "fp8_block_64x32". "fp8_block_128x128" is "fp8_block" itself, so equal formats are equal.
-    Errors: ValueError where n or k is not a positive multiple of 16. Local.
+    Errors: ValueError if n or k is not a positive multiple of 16. Local.
     """
     match = re.fullmatch(r"fp8_block_(\d+)x(\d+)", name)
     if match is None:
@@ -73,7 +73,7 @@ def parse_block_scheme(name: str) -> QuantScheme | None:
 
 
 def _round_up(scale: torch.Tensor) -> torch.Tensor:
-    """The next power of two of normal numbers > 0, by their bits; what is not finite stays. Example: 0.75 is 1.0."""
+    """Round normal numbers > 0 up to a power of two, by their bits; inf and NaN stay. Example: 0.75 gives 1.0."""
     exponent = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.where(scale.isfinite(), exponent.view(torch.float32), scale)
 
@@ -88,7 +88,7 @@ def _tile_scale(x: torch.Tensor, tile: Tile, scheme: QuantScheme) -> torch.Tenso
         x = pad(x, (0, missing_columns, 0, missing_rows))
     tiles = x.reshape(*x.shape[:-2], row_tiles, n, column_tiles, k)
     amax = tiles.abs().amax(dim=(-3, -1)).clamp_(min=MIN_AMAX)
-    # by a tensor, for torch on CUDA divides by a Python number through its reciprocal, which may differ in the last bit
+    # torch on CUDA divides by a Python number through its reciprocal, whose last bit may differ: divide by a tensor
     scale = amax / torch.full_like(amax, LARGEST[scheme.dtype])
     return _round_up(scale) if scheme.power_of_two else scale
 
@@ -103,13 +103,13 @@ def _spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.T
 
 
 def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round x / scale to e4m3; clamped first, for torch's cast may turn what exceeds 448 into NaN. Local."""
+    """Round x / scale to e4m3; clamped first, since torch's cast may turn values above 448 into NaN. Local."""
     limit = LARGEST[torch.float8_e4m3fn]
     return (x / scale).clamp_(-limit, limit).to(torch.float8_e4m3fn)
 
 
 def _store(x: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Round x / scale as the scheme stores it. int8 has no NaN: there it is 0, for the scale is not finite then."""
+    """Round x / scale to the scheme's dtype. int8 has no NaN: it stores 0, and the scale is not finite."""
     if scheme.dtype == torch.float8_e4m3fn:
         return to_e4m3(x, scale)
     limit = LARGEST[torch.int8]
@@ -129,7 +129,7 @@ def _weight_tile(scheme: QuantScheme, rows: int, columns: int) -> Tile:
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
-    """`ep_moe.quant.quantize` for x [T, H] and a scheme of these."""
+    """`ep_moe.quant.quantize` for x [T, H] and one of `SCALED_SCHEMES` or a block scheme."""
     x = x.float()
     rows, width = x.shape
     tile = _activation_tile(scheme, rows, width)
@@ -142,7 +142,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantize_rows` for values [..., H], scale [..., G] and a scheme of these."""
+    """`ep_moe.quant.dequantize_rows` for values [..., H], scale [..., G]."""
     width = values.shape[-1]
     if scheme.activation == "group" and scale.shape[-1] > 1:
         scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., :width]
@@ -150,7 +150,7 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantSche
 
 
 def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """`ep_moe.quant.quantize_weight` for weight [..., N, K] and a scheme of these, which have no second scale."""
+    """`ep_moe.quant.quantize_weight` for weight [..., N, K]; these schemes have no global scale."""
     weight = weight.float()
     rows, columns = weight.shape[-2:]
     tile = _weight_tile(scheme, rows, columns)
@@ -160,7 +160,7 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Te
 
 
 def dequantize_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.dequantize_weight` for values [..., N, K] and a scheme of these."""
+    """`ep_moe.quant.dequantize_weight` for values [..., N, K]."""
     *lead, rows, columns = values.shape
     tile = _weight_tile(scheme, rows, columns)
     tiles = scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))

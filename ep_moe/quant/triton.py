@@ -1,4 +1,4 @@
-"""Quantizing activations as a Triton kernel, with the bits of the oracle. Runs on a CPU under TRITON_INTERPRET=1.
+"""Quantization of activations as a Triton kernel, bitwise equal to torch's. Runs on a CPU under TRITON_INTERPRET=1.
 
 Letters: T rows, H row width, G scale groups of a row.
 """
@@ -9,15 +9,15 @@ import triton
 from ep_moe.kernels.quantize import _quantize_rows_kernel
 from ep_moe.quant.base import Quantized, QuantScheme
 
-_PROGRAM_COLUMNS = 2048  # at most, where a group is not wider
-_THREAD_COLUMNS = 16  # one 16-byte access of what is stored
+_PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider
+_THREAD_COLUMNS = 16  # one 16-byte store
 _MAX_WARPS = 16
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
     """`ep_moe.quant.quantize` for x [T, H] and a scheme of `ep_moe.quant.scaled`, in one launch.
 
-    A dynamic scale per tensor takes two reductions in torch before it. Local, on the current stream, no host sync.
+    A dynamic scale per tensor needs two torch reductions before it. Local, on the current stream, no host sync.
     """
     if x.stride(1) != 1:
         x = x.contiguous()

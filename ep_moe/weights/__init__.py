@@ -1,4 +1,4 @@
-"""A layer's expert weights and how a rank reads its own from a checkpoint."""
+"""A layer's expert weights, and how a rank reads its own from a checkpoint."""
 
 from ep_moe.weights.base import ExpertWeights
 from ep_moe.weights.checkpoint import Checkpoint, DenseTensors

@@ -1,7 +1,7 @@
-"""Weights that are fp8 on disk, with a scale for each block of them, as DeepSeek-V3 publishes its own.
+"""Weights in fp8 on disk with a scale for each block, as in the DeepSeek-V3 checkpoints.
 
-A tensor NAME of e4m3 values [N, K] has a partner NAME_scale_inv [ceil(N/n), ceil(K/k)], which in spite of its name
-multiplies them (github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md). Dimensions before N are those of stacked
+A tensor NAME of e4m3 values [N, K] has a scale tensor NAME_scale_inv [ceil(N/n), ceil(K/k)], which in spite of its name
+multiplies the values (github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md). Dimensions before N are those of stacked
 experts. `weight_block_size` of config.json's `quantization_config` is [n, k].
 Letters: N and K rows and columns of a weight, n and k those of a block.
 """
@@ -19,8 +19,8 @@ from ep_moe.weights import storage
 from ep_moe.weights.storage import StoredTensor, TensorReader
 
 SUFFIX = "_scale_inv"
-SCALE_DTYPES = (*DTYPES.values(), torch.float8_e8m0fnu)  # all of them float32 without rounding
-OPTIONS: dict[str, tuple[Any, ...]] = {  # of quantization_config, and the values that are read
+SCALE_DTYPES = (*DTYPES.values(), torch.float8_e8m0fnu)  # all convert to float32 without rounding
+OPTIONS: dict[str, tuple[Any, ...]] = {  # keys of quantization_config and their supported values
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn", None),
     "activation_scheme": ("dynamic", None),
@@ -28,14 +28,14 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # of quantization_config, and the value
 
 
 def stored_scheme(config: Mapping[str, Any], name: str) -> QuantScheme | None:
-    """The scheme of what is fp8 in a checkpoint; None where config.json says that nothing is quantized.
+    """The scheme of the fp8 tensors of a checkpoint; None if config.json has no quantization.
 
-    Tensors may stay unquantized among others that are not (`modules_to_not_convert`): a tensor's dtype tells.
-    `scale_fmt` says how the tokens' scales were rounded while the model was trained; ours are not rounded.
+    Some tensors may be unquantized (`modules_to_not_convert`): each tensor's dtype decides.
+    `scale_fmt`, the rounding of activation scales during training, is ignored: ours are not rounded.
 
     Args:
-        config: config.json. name: what errors call it.
-    Errors: ValueError names the method of what is quantized in another way, and what is read. Local.
+        config: the content of config.json. name: its name in errors.
+    Errors: ValueError for another quantization method or option: names it and those that are supported. Local.
     """
     quantized = config.get("quantization_config")
     if quantized is None:
@@ -58,11 +58,11 @@ def stored_scheme(config: Mapping[str, Any], name: str) -> QuantScheme | None:
 
 
 def pair_scales(tensors: Mapping[str, StoredTensor], scheme: QuantScheme | None) -> dict[str, StoredTensor]:
-    """Give every fp8 tensor of a checkpoint its scale, which is then no tensor of its own any more.
+    """Attach its scale to every fp8 tensor of a checkpoint, and drop the scales from the mapping.
 
     Args:
-        tensors: by name. scheme: of what is fp8; None leaves everything as it is.
-    Errors: ValueError names a scale that is missing, misshapen or of a dtype that is not read. Local.
+        tensors: by name. scheme: of fp8 tensors; None returns the tensors unchanged.
+    Errors: ValueError names a scale that is missing or has a wrong shape or an unsupported dtype. Local.
     """
     if scheme is None:
         return dict(tensors)
@@ -88,11 +88,11 @@ def pair_scales(tensors: Mapping[str, StoredTensor], scheme: QuantScheme | None)
 
 
 def read_numbers(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, scheme: QuantScheme | None) -> None:
-    """Read a tensor into `out` as the real numbers that it stands for, converted to its dtype.
+    """Read a tensor into `out`, dequantized if it has a scale, converted to the dtype of `out`.
 
     Args:
-        stored: [N, K] where it has a scale, else any shape. out: that shape. scheme: of what has a scale.
-    Holds a portion of it beyond that, or one row of blocks: its values, and dequantized.
+        stored: [N, K] if it has a scale, else any shape. out: that shape. scheme: of tensors with a scale.
+    Extra memory: a portion, or one row of blocks, of stored values and of dequantized values.
     Errors: as of `TensorReader.read_into`. Local; synchronizes with the device of `out`.
     """
     if stored.scale is None:
@@ -111,7 +111,7 @@ def read_numbers(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, 
 
 
 def read_scale(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, repeat: int) -> None:
-    """Read a scale for blocks of `repeat` times fewer rows: each of its rows fills that many rows of `out`.
+    """Read a scale for blocks with `repeat` times fewer rows: each stored row is repeated that often in `out`.
 
     Args:
         stored: [ceil(N/n), ceil(K/k)]. out: float32 [ceil(N/(n/repeat)), ceil(K/k)].

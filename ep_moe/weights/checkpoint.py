@@ -1,6 +1,6 @@
-"""A Hugging Face checkpoint directory: the experts of one rank, and everything that is no expert.
+"""A Hugging Face checkpoint directory: the experts of one rank, and all other tensors.
 
-Letters: E logical experts, L local physical experts, H hidden, I intermediate; W = 2I where the activation is gated.
+Letters: E logical experts, L local physical experts, H hidden, I intermediate; W = 2I if the activation is gated.
 """
 
 import dataclasses
@@ -31,24 +31,24 @@ from ep_moe.weights.storage import StoredTensor, TensorReader, list_tensors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a directory holds; nothing but headers is read to build it.
+    """The content of a checkpoint directory; opening it reads only headers.
 
-    Layers behind the last one, which predict further tokens and which no transformers model has, are left out.
+    Multi-token prediction layers after the last one, which no transformers model has, are left out.
     """
 
     directory: Path
     config: MoEConfig
     family: Family
-    tensors: Mapping[str, StoredTensor]  # the scale of what is fp8 stands with its values
-    dtype: torch.dtype  # that config.json names: of what is fp8 on disk, once it is dequantized
-    scheme: QuantScheme | None  # of what is fp8 on disk; None where nothing is
+    tensors: Mapping[str, StoredTensor]  # those in fp8 have their scale attached
+    dtype: torch.dtype  # of config.json, for dequantized fp8 tensors
+    scheme: QuantScheme | None  # of fp8 tensors; None if there are none
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
         """Read config.json and the headers of the safetensors files.
 
-        Errors: ValueError as of `moe_config` and `list_tensors`, for weights that are quantized in a way that is not
-        read, and for fp8 weights without their scale. Local.
+        Errors: ValueError as of `moe_config` and `list_tensors`, for weights in an unsupported quantization, and for
+        fp8 weights without their scale. Local.
         """
         raw, name = read_config(directory)
         scheme, extra = stored_scheme(raw, name), extra_layers(raw, name)
@@ -67,7 +67,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _expert_tensors(self) -> dict[str, tuple[int, Form]]:
-        """Name of every expert tensor -> its layer and the form that the name belongs to."""
+        """Name of every expert tensor -> its layer and its form."""
         patterns = [(_regex(tensor.name), form) for form in self.family.forms for tensor in form]
         found = {}
         for name in self.tensors:
@@ -88,7 +88,7 @@ class Checkpoint:
     def layers(self) -> dict[int, Form]:
         """The MoE layers, ascending, and how each stores its experts.
 
-        Errors: ValueError for a layer that is stored in two forms, which may differ, with a tensor of each.
+        Errors: ValueError for a layer stored in two forms, which might differ; names a tensor of each.
         """
         firsts: dict[int, tuple[str, Form]] = {}
         for name, (layer, form) in self._expert_tensors.items():
@@ -101,9 +101,9 @@ class Checkpoint:
         return {layer: form for layer, (_, form) in sorted(firsts.items(), key=lambda entry: entry[0])}
 
     def find(self, tensor: ExpertTensor, layer: int, expert: int) -> StoredTensor:
-        """Return where an expert's tensor lies; a stacked one is the same for every expert.
+        """Return an expert's stored tensor; a stacked one is the same for every expert.
 
-        Errors: ValueError names the tensor where it is missing, misshapen or of a format that is not read. Local.
+        Errors: ValueError names the tensor if it is missing or has a wrong shape or an unsupported format. Local.
         """
         name = tensor.name.format(layer=layer, expert=expert)
         stored = self.tensors.get(name)
@@ -118,9 +118,9 @@ class Checkpoint:
         return stored
 
     def check_layer(self, layer: int) -> torch.dtype:
-        """Check that all E experts of a layer are there, so that every rank raises what one would.
+        """Check all E experts of a layer, not only this rank's, so that every rank raises the same error.
 
-        Returns: the dtype that they have on disk. Errors: ValueError as of `find`, or for several dtypes. Local.
+        Returns: their dtype on disk. Errors: ValueError as of `find`, or for several dtypes. Local.
         """
         dtype: torch.dtype | None = None
         for tensor in self.layers[layer]:
@@ -137,9 +137,9 @@ class Checkpoint:
     def layer_scheme(self, layer: int) -> QuantScheme:
         """The scheme in which `ExpertWeights` can hold a layer's experts as they are on disk.
 
-        Where the gate is a tensor of its own and its last row of blocks is short, blocks of [gate; up] would begin
-        within the gate. Blocks of as many rows as divide both the stored ones and I say the same without that: with
-        I = 192, stored blocks of 128 x 128 are blocks of 64 x 128 here, most scales twice. Local.
+        If gate and up are separate tensors and the last row of blocks of the gate is short, blocks of [gate; up] would
+        span both. So blocks get gcd(block rows, I) rows, and scales are repeated: with I = 192, stored blocks of
+        128 x 128 become blocks of 64 x 128. Local.
         """
         first = self.tensors[self.layers[layer][0].name.format(layer=layer, expert=0)]
         if self.scheme is None or first.dtype != self.scheme.dtype:
@@ -150,17 +150,17 @@ class Checkpoint:
         return get_scheme(f"fp8_block_{rows}x{columns}")
 
     def _parts(self, layer: int, field: str, expert: int) -> Iterator[tuple[ExpertTensor, StoredTensor]]:
-        """The tensors that make up a field of one expert, and where that expert's numbers lie."""
+        """The tensors that make up a field of one expert, and the stored part of that expert."""
         for tensor in self.layers[layer]:
             if tensor.field == field:
                 stored = self.find(tensor, layer, expert)
                 yield tensor, stored.entry(expert) if tensor.stacked else stored
 
     def read_field(self, reader: TensorReader, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
-        """Read a field of one expert, dequantized where it is fp8, converting to the dtype and device of `out`.
+        """Read a field of one expert, dequantized if it is fp8, converting to the dtype and device of `out`.
 
         Args:
-            field: of `ExpertWeights`. out: [W, H], gate above up, [H, I], or a bias [W] or [H].
+            field: of `ExpertWeights`. out: [W, H] as [gate; up], [H, I], or a bias [W] or [H].
         Local; synchronizes with the device of `out`.
         """
         for tensor, stored in self._parts(layer, field, expert):
@@ -170,10 +170,10 @@ class Checkpoint:
     def read_blocks(
         self, reader: TensorReader, layer: int, field: str, expert: int, values: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Read a matrix of one expert as it is on disk, a layer whose `layer_scheme` is fp8.
+        """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must be fp8.
 
         Args:
-            field: "w13" or "w2". values: [W, H] or [H, I] e4m3. scale: float32, of that scheme.
+            field: "w13" or "w2". values: [W, H] or [H, I] e4m3. scale: float32, in the shape of that scheme.
         Local; synchronizes with the device of `values`.
         """
         assert self.scheme is not None
@@ -184,10 +184,10 @@ class Checkpoint:
             read_scale(reader, stored.scale, tensor.place(scale), repeat)
 
     def dense(self, dtype: torch.dtype | None = None) -> "DenseTensors":
-        """Everything that is no expert, by the names of the transformers model.
+        """All tensors that are not experts, by their names in the transformers model.
 
         Args:
-            dtype: of what is fp8 on disk, once it is dequantized; by default what config.json says, else float32.
+            dtype: of dequantized fp8 tensors; by default that of config.json, else float32.
         Errors: ValueError for fp8 values that have no scale. Local.
         """
         dense = {}
@@ -203,9 +203,9 @@ class Checkpoint:
 
 
 class DenseTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint that are no experts; each access reads one from disk, to the CPU, as real numbers.
+    """The tensors of a checkpoint that are not experts; each access reads one to the CPU, dequantized.
 
-    A context manager: at its end the files are closed that accesses have left open.
+    A context manager, which closes the last file at its end.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor], dtype: torch.dtype, scheme: QuantScheme | None) -> None:

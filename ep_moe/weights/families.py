@@ -1,4 +1,4 @@
-"""How model families name their experts in a Hugging Face checkpoint: one entry of `FAMILIES` each.
+"""The model families and their expert tensors in a Hugging Face checkpoint: one entry of `FAMILIES` each.
 
 Letters: E logical experts, H hidden, I intermediate, K top-k.
 """
@@ -19,15 +19,15 @@ ACTIVATIONS = {"silu": ActivationKind.SILU, "swish": ActivationKind.SILU, "gelu"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTensor:
-    """One kind of tensor that holds experts.
+    """A tensor name pattern of experts.
 
     Args:
-        name: in the checkpoint, with `{layer}` and, where every expert has a tensor of its own, `{expert}`; without
-            `{expert}` all E experts are stacked along the first dimension.
+        name: in the checkpoint, with `{layer}` and, if every expert has its own tensor, `{expert}`; without `{expert}`
+            all E experts are stacked along the first dimension.
         field: of `ExpertWeights` that it fills.
-        rows: which rows of that field, of each expert.
+        rows: the rows of that field that it fills, of each expert.
         transposed: the matrix of an expert is [columns, rows] in the checkpoint.
-        interleaved: rows of the gate and of the linear half take turns in the checkpoint, the gate's first.
+        interleaved: rows of the gate and of the linear half alternate in the checkpoint, the gate's first.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ExpertTensor:
 
     @property
     def stacked(self) -> bool:
-        """True where one tensor holds all experts."""
+        """True if one tensor holds all experts."""
         return "{expert}" not in self.name
 
     def shape(self, config: MoEConfig) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ class ExpertTensor:
         return (config.num_experts, *shape) if self.stacked else shape
 
     def place(self, out: torch.Tensor) -> torch.Tensor:
-        """The view of one expert's field, [rows, columns] or [rows], that this tensor fills, ordered as on disk.
+        """The view of one expert's field, [rows, columns] or [rows], that this tensor fills, in the order on disk.
 
-        Example: of gpt-oss' w13 [2I, H] it is [H, I, 2], the last dimension gate and linear half. Local.
+        Example: for gpt-oss' w13 [2I, H] it is [H, I, 2], the last dimension gate and linear half. Local.
         """
         if self.rows != "all":
             gate, up = out.chunk(2)
@@ -78,15 +78,15 @@ class Family:
     """One family of models.
 
     Args:
-        forms: the ways in which checkpoints store a layer's experts; each form covers their fields whole.
-        routing, activation: build these configs from config.json and what errors call it.
-        renames: (part of a checkpoint name, what the transformers model calls it) of tensors that are not experts.
+        forms: the ways in which checkpoints store a layer's experts; each form covers all their fields.
+        routing, activation: functions that build these configs from config.json and its name in errors.
+        renames: (part of a checkpoint name, its replacement in the transformers model) of tensors that are not experts.
         experts_module: name of a layer's experts in the transformers model, with `{layer}`.
-        router: name of the weight [E, H] in the transformers model whose product with a token is its logits.
-        router_bias: the same of a bias [E] that is part of the logits; None where there is none.
-        routing_bias: the same of the bias [E] that `ep_moe.routing.route` takes, for the choice alone.
-        num_experts: the keys of config.json that may hold E, the first that is there counts; transformers 5 writes
-            another than published checkpoints have.
+        router: name of the router weight [E, H] in the transformers model.
+        router_bias: name of a bias [E] that is added to the logits; None if there is none.
+        routing_bias: name of the bias [E] of `ep_moe.routing.route`, for the choice only; None if there is none.
+        num_experts: keys of config.json that may hold E; the first that is present counts. transformers 5 writes
+            another key than published checkpoints have.
         hidden, intermediate: the keys of config.json.
     """
 
@@ -104,7 +104,7 @@ class Family:
 
 
 def _forms(prefix: str, gate: str, up: str, down: str) -> tuple[Form, ...]:
-    """Each expert by itself, as published checkpoints have it, and stacked, as transformers 5 keeps it in memory."""
+    """One tensor per expert, as in published checkpoints, and stacked, as transformers 5 keeps them in memory."""
     each = f"{prefix}.{{expert}}"
     return (
         (
@@ -133,7 +133,7 @@ GPT_OSS_FORM = (
 
 
 def _softmax_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
-    """Softmax over all experts, top-k, and the division by the sum only where `norm_topk_prob` asks for it."""
+    """Softmax over all experts, top-k, and division by the sum only if `norm_topk_prob` is set."""
     renormalize = read_key(config, name, bool, "norm_topk_prob", default=False)
     method = RoutingMethod.RENORMALIZE_NAIVE if renormalize else RoutingMethod.DEFAULT
     return build_config(RoutingConfig, config, name, TOPK, method=method)
@@ -144,7 +144,7 @@ def _renormalized_routing(config: Mapping[str, Any], name: str) -> RoutingConfig
 
 
 def _grouped_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
-    """Sigmoid and bias within the best groups of experts; config.json has all of its numbers."""
+    """Sigmoid and bias within the best groups of experts; config.json has all its parameters."""
     renormalize = read_key(config, name, bool, "norm_topk_prob", default=True)
     return build_config(
         RoutingConfig, config, name, TOPK | GROUPS, method=RoutingMethod.DEEPSEEK_V3, norm_topk_prob=renormalize
@@ -152,12 +152,12 @@ def _grouped_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
 
 
 def _biased_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
-    """Sigmoid and bias over all experts; MiniMax-M2 divides by the sum and scales by nothing."""
+    """Sigmoid and bias over all experts; MiniMax-M2 divides by the sum and does not scale."""
     return build_config(RoutingConfig, config, name, TOPK, method=RoutingMethod.MINIMAX2)
 
 
 def _clamped_swiglu(config: Mapping[str, Any], name: str) -> ActivationConfig:
-    """gpt-oss; its published config.json has no `swiglu_alpha`, and `hidden_act` says "silu" for something else."""
+    """gpt-oss; its published config.json has no `swiglu_alpha`, and its `hidden_act` "silu" names another function."""
     return build_config(
         ActivationConfig,
         config,
@@ -212,7 +212,7 @@ NUM_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modul
 
 
 class TransformersConfig(Protocol):
-    """What `transformers.PreTrainedConfig` offers here."""
+    """The part of `transformers.PreTrainedConfig` that is used here."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -223,11 +223,11 @@ Source = str | Path | Mapping[str, Any] | TransformersConfig
 
 
 def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
-    """Return config.json as a mapping, and how errors call it.
+    """Return config.json as a mapping, and its name in errors.
 
     Args:
         source: a checkpoint directory, the content of its config.json, or a transformers config.
-    Errors: ValueError for a directory without config.json, and for a config.json that holds no JSON object. Local.
+    Errors: ValueError for a directory without config.json, and for one that is not a JSON object. Local.
     """
     if isinstance(source, Mapping):
         return source, "config"
@@ -245,7 +245,7 @@ def find_family(source: Source) -> Family:
 
 
 def moe_config(source: Source) -> MoEConfig:
-    """Read what a model's MoE layers are.
+    """Read the config of a model's MoE layers.
 
     Args:
         source: a checkpoint directory, the content of its config.json, or a transformers config.
@@ -256,7 +256,7 @@ def moe_config(source: Source) -> MoEConfig:
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family:
-    """`find_family` of a config that is read already; errors call it `name`. Local."""
+    """`find_family` for the content of config.json, whose name in errors is `name`. Local."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{name}: model_type ({shown(model_type)}) is not one of {', '.join(FAMILIES)}")
@@ -264,7 +264,7 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
 
 
 def moe_config_of(config: Mapping[str, Any], name: str) -> MoEConfig:
-    """`moe_config` of a config that is read already; errors call it `name`. Local."""
+    """`moe_config` for the content of config.json, whose name in errors is `name`. Local."""
     family = family_of(config, name)
     there = (key for key in family.num_experts if config.get(key) is not None)
     num_experts = next(there, " or ".join(family.num_experts))  # errors name both
@@ -274,15 +274,15 @@ def moe_config_of(config: Mapping[str, Any], name: str) -> MoEConfig:
 
 
 def extra_layers(config: Mapping[str, Any], name: str) -> range:
-    """The layers behind the last one that published checkpoints hold to predict further tokens (DeepSeek-V3's layer
-    61, GLM-4.5's layer 92); no transformers model has them. Errors: ValueError for what is no integer. Local."""
+    """The multi-token prediction layers after the last one of the model (DeepSeek-V3's layer 61, GLM-4.5's layer 92),
+    which no transformers model has. Errors: ValueError for a count that is not an integer. Local."""
     first = read_key(config, name, int | None, "num_hidden_layers", default=None)
     counts = [read_key(config, name, int, key, default=0) for key in NUM_EXTRA_LAYERS]
     return range(0) if first is None else range(first, first + next(filter(None, counts), 0))
 
 
 def dtype_of(config: Mapping[str, Any], name: str) -> torch.dtype:
-    """The dtype that config.json names for the model, float32 where it names none. Errors: ValueError for what is no
-    name. Local."""
+    """The dtype that config.json names for the model, else float32. Errors: ValueError for a value that is not a
+    string. Local."""
     named = read_key(config, name, str, "torch_dtype", default="")
     return DTYPES.get(read_key(config, name, str, "dtype", default="") or named, torch.float32)

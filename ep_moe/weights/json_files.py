@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint: objects, their keys by type, and configs that are made of them."""
+"""The JSON files of a checkpoint: reading objects, typed keys, and building configs from them."""
 
 import json
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from ep_moe.fields import field_types, shown, typed
 
 Built = TypeVar("Built")
 
-_NEEDED = object()  # the default of a key that a file must have
+_NEEDED = object()  # marks a required key
 
 
 def parse_object(content: bytes, name: str) -> dict[str, Any]:
-    """Read a JSON object, which `name` is the file of.
+    """Parse the JSON object of the file `name`.
 
-    Errors: ValueError names the file for what is not UTF-8, not JSON, nested too deep or no object. Local.
+    Errors: ValueError names the file if it is not UTF-8, not JSON, nested too deep or not an object. Local.
     """
     try:
         found = json.loads(content.decode())
@@ -37,9 +37,9 @@ def read_key(config: Mapping[str, Any], name: str, wanted: Any, key: str, *, def
     """Read a key of config.json; null counts as absent.
 
     Args:
-        config: its content. name: what errors call it. wanted: a type that `ep_moe.fields.typed` knows.
-        default: for a key that may be absent.
-    Errors: ValueError names the file, the key, and the value and what is wanted where it is of another type. Local.
+        config: its content. name: its name in errors. wanted: a type that `ep_moe.fields.typed` supports.
+        default: for an optional key.
+    Errors: ValueError names the file and the key if it is missing, also value and wanted type if they differ. Local.
     """
     found = config.get(key)
     if found is None and default is _NEEDED:
@@ -50,12 +50,12 @@ def read_key(config: Mapping[str, Any], name: str, wanted: Any, key: str, *, def
 def build_config(
     config_type: type[Built], config: Mapping[str, Any], name: str, keys: Mapping[str, str], **more: Any
 ) -> Built:
-    """Make a config dataclass of keys of config.json.
+    """Build a config dataclass from keys of config.json.
 
     Args:
-        config, name: as of `read_key`. keys: a field of `config_type`, which is read, or another name in its errors ->
-            the key that config.json has for it. more: other fields.
-    Errors: ValueError names the file, and the keys of the names that it speaks of. Local.
+        config, name: as of `read_key`. keys: field -> key of config.json; names that are not fields of `config_type`
+            are not read, only explained in errors. more: other fields, by value.
+    Errors: ValueError names the file, and the keys of the fields in the message. Local.
     """
     wanted: dict[str, Any] = field_types(config_type)
     read = {field: read_key(config, name, wanted[field], key) for field, key in keys.items() if field in wanted}

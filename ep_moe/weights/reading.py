@@ -1,6 +1,6 @@
-"""Reading one rank's experts from a checkpoint, in the format in which they are kept.
+"""Reading one rank's experts from a checkpoint into the fields of `ExpertWeights`.
 
-Letters: L local physical experts, H hidden, I intermediate; W = 2I where the activation is gated.
+Letters: L local physical experts, H hidden, I intermediate; W = 2I if the activation is gated.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint directory, read a portion at a time: what a rank does not need it never touches.
+"""Tensors of a checkpoint directory, read in portions: a rank reads only the tensors that it needs.
 
-Headers are checked by safetensors; tensors are read from the file itself, straight to where they belong. safetensors
-would map the file, and every page that was read would count as this process' own until it is closed, while to open it
-anew for each tensor costs a parse of its whole header.
+safetensors checks the headers; tensors are read from the file directly into their destination. safetensors itself maps
+the file, so that every page read counts as this process' memory until the file is closed; reopening it for each tensor
+would parse the whole header each time.
 
 Letters: D the first dimension of a tensor.
 """
@@ -43,14 +43,14 @@ SAFETENSORS_DTYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what it is."""
+    """A tensor in a file: its location, dtype and shape."""
 
     name: str
     file: Path
     offset: int  # of its first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
-    scale: "StoredTensor | None" = None  # what its values are multiplied by, block by block (`ep_moe.weights.blocks`)
+    scale: "StoredTensor | None" = None  # multiplies its values block by block (`ep_moe.weights.blocks`)
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
         """Entries [start, stop) of the first dimension, without the scale. Local."""
@@ -63,18 +63,18 @@ class StoredTensor:
         return dataclasses.replace(self.rows(index, index + 1), shape=self.shape[1:], scale=scale)
 
     def reshaped(self, shape: tuple[int, ...]) -> "StoredTensor":
-        """The same numbers by another shape. Errors: ValueError where they are more or fewer. Local."""
+        """The same tensor with another shape. Errors: ValueError if the number of elements differs. Local."""
         if math.prod(shape) != math.prod(self.shape):
             raise ValueError(f"{self.name} in {self.file} is {list(self.shape)}, the place for it {list(shape)}")
         return dataclasses.replace(self, shape=shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a safetensors file: 8 bytes of length, a header in JSON, data from there on
+    """List the tensors of a safetensors file: 8 bytes of header length, a JSON header, then the data
     (https://github.com/huggingface/safetensors, "Format").
 
-    Errors: ValueError names the file for one that is not as the format says, a file cut short above all, and the
-    tensor for a dtype that is not read. Local.
+    Errors: ValueError names the file if it violates the format, for example because it is truncated, and the tensor
+    if its dtype is not supported. Local.
     """
     tensors = {}
     try:
@@ -103,11 +103,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def list_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     """List the tensors of a checkpoint: of model.safetensors, or of the files that its index names.
 
-    Files are those of the checkpoint's own folder, by their names: an index that names others, by ".." or an absolute
-    path, is refused. What stands under a name may be a link to elsewhere, as Hugging Face's cache keeps its files.
+    An index may only name files in the checkpoint's own folder: ".." and absolute paths are refused. Files may be
+    symbolic links that lead out of it, as in Hugging Face's cache.
 
-    Errors: ValueError for a directory without either, an index that is not as above or that names an absent file, a
-    tensor that is not in the file where the index puts it, and a tensor that two files hold. Local.
+    Errors: ValueError for a directory without either, an index that violates the above or names an absent file, a
+    tensor that is not in the file that the index names for it, and a tensor in two files. Local.
     """
     directory = Path(directory)
     index = directory / INDEX_FILE
@@ -119,7 +119,7 @@ def list_tensors(directory: str | Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file_name in sorted(set(weight_map.values())):
         path = directory / file_name
-        if not os.path.isfile(path):  # False too for a name that no file can have
+        if not os.path.isfile(path):  # also False for a name that no file can have
             raise ValueError(f"{index} names {shown(file_name)}, which is not there")
         for name, stored in read_header(path).items():
             if name in tensors:
@@ -132,7 +132,7 @@ def list_tensors(directory: str | Path) -> dict[str, StoredTensor]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, within the folder of the index."""
+    """The index's map from tensor to file, checked to stay within its folder."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index}: weight_map ({shown(weight_map)}) is not a JSON object")
@@ -144,15 +144,15 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 class TensorReader:
-    """Reads tensors one after the other, and keeps the file of the last one open.
+    """Reads tensors one after the other, and keeps the last file open.
 
-    A context manager: at its end, or at `close`, nothing is open or held. Serves one thread.
+    A context manager, which closes the file and frees the buffer at its end. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._file: io.FileIO | None = None
-        self._portion = torch.empty(0, dtype=torch.uint8)  # bytes on their way to another dtype or device
+        self._portion = torch.empty(0, dtype=torch.uint8)  # staging buffer for another dtype or device
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -161,19 +161,19 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file and free the memory that are held; another read gets its own. Local, twice is fine."""
+        """Close the file and free the staging buffer; a later read gets new ones. Local, calling it twice is fine."""
         if self._file is not None:
             self._file.close()
         self._path, self._file, self._portion = None, None, self._portion.new_empty(0)
 
     def read_into(self, stored: StoredTensor, out: torch.Tensor) -> None:
-        """Read a tensor's values, converting to the dtype and device of `out`; a scale stays where it is.
+        """Read a tensor's values, converting to the dtype and device of `out`, without applying its scale.
 
         Args:
             stored: any shape. out: that shape, any strides.
-        Holds at most `PORTION_BYTES`, or one row of `out`, beyond it.
-        Errors: ValueError for another shape, or a file that has become shorter. Local; synchronizes with the device
-        of `out`.
+        The staging buffer holds at most `PORTION_BYTES`, or one row of `out`.
+        Errors: ValueError for another shape, or if the file has been truncated since. Local; synchronizes with the
+        device of `out`.
         """
         shape = stored.shape
         if tuple(out.shape) != shape:
@@ -203,7 +203,7 @@ class TensorReader:
 
 
 def _fill(file: io.FileIO, tensor: torch.Tensor, stored: StoredTensor) -> None:
-    """Read a contiguous tensor on the CPU from where the file stands."""
+    """Read a contiguous CPU tensor from the file's current position."""
     rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
     while rest:
         num_bytes = file.readinto(rest)

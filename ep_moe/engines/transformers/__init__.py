@@ -1,10 +1,10 @@
-"""Hugging Face transformers with experts spread over ranks.
+"""Hugging Face transformers with expert parallelism.
 
     group = EPGroup.from_env()
     model = from_pretrained(directory, group)
     model.generate(..., synced_gpus=True)
 
-Importing this module makes "ep_moe" known to transformers (`register`). Inference only.
+Importing this module registers "ep_moe" with transformers (`register`). Inference only.
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M max_tokens_per_rank.
 """
 
@@ -53,26 +53,26 @@ def from_pretrained(
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Load a model of which each rank holds all but the experts, and its own experts alone.
+    """Load a model of which each rank holds its own experts and a copy of all other weights.
 
     Args:
         directory: a Hugging Face checkpoint of a family in `ep_moe.weights.FAMILIES`.
         group: the ranks; the model is on `group.device`.
-        dtype: of weights and activations; by default what config.json says, else float32. All but the experts is
-            dequantized to it where it is fp8 on disk.
-        transport, experts: implementations by name. placement: by name, or one of R ranks.
-        scheme: of experts and of tokens on the way, a name of `ep_moe.quant.SCHEMES`; by default that in which the
-            checkpoint is stored, and "none" dequantizes it.
-        layout: what the experts compute on.
+        dtype: of weights and activations; by default that of config.json, else float32. Weights other than the
+            experts are dequantized to it if they are fp8 on disk.
+        transport, experts: implementations by name. placement: by name, or a `Placement` over R ranks.
+        scheme: of experts and payload, a name of `ep_moe.quant.SCHEMES`; by default that of the checkpoint, and "none"
+            dequantizes it.
+        layout: of the received tokens, for the experts.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass; a longer prompt is an error
             on every rank. Buffers grow with it.
-        attn_implementation: as transformers has it.
+        attn_implementation: that of transformers.
     Returns: the model in evaluation mode, without gradients, with `model.ep_moe`, a `Session`. Every rank must call
-        it equally often, with tokens of its own; in `generate`, `synced_gpus=True` sees to that. Every rank calls its
+        it equally often, with its own tokens; in `generate`, `synced_gpus=True` ensures that. Every rank calls its
         `save_pretrained` too: rank 0 gathers the experts, a layer at a time, and writes; experts in a scheme other
-        than "none" are refused (see `ep_moe.engines.transformers.saving`). `state_dict` leaves the experts out.
-    Errors: ValueError for what does not fit in the directory, as of `ExpertWeights.from_pretrained`, and for tensors
-        that are missing or too many. Collective.
+        than "none" are refused (see `ep_moe.engines.transformers.saving`). `state_dict` does not contain the experts.
+    Errors: ValueError for a checkpoint that cannot be read, as of `ExpertWeights.from_pretrained`, and for missing or
+        unexpected tensors. Collective.
     """
     checkpoint = Checkpoint.open(directory)
     model = build_skeleton(checkpoint.directory, dtype, attn_implementation)
@@ -101,7 +101,7 @@ def from_pretrained(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
     options = Options(transport=transport, experts=experts, placement=place)
-    group.wait_for_all("load")  # ranks read at their own pace, and the next collective has a deadline
+    group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
     return install(model.eval(), group, parts, options, transport_config(model, sizes, quantized_there))
 
 
@@ -116,16 +116,15 @@ def shard_experts(
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
 ) -> PreTrainedModel:
-    """Turn a model that is loaded whole into one of which this rank keeps its own experts, and free the others.
+    """Shard the experts of a model that every rank has loaded whole: keep this rank's, free the others.
 
-    It works for every architecture whose experts transformers lets another implementation compute, but for those of
-    `ep_moe.engines.transformers.architectures` that cannot be kept in step.
+    It supports every architecture whose experts module takes an experts implementation of transformers, except those
+    that `ep_moe.engines.transformers.architectures` refuses.
 
     Args: as of `from_pretrained`; model: on `group.device`, changed in place.
     Returns: the model. Its `save_pretrained` is that of `from_pretrained`.
-    Errors: ValueError for experts that cannot be computed here (it names what stands in the way), for a model on
-        another device, and for one that is sharded already; what one rank raises, all raise, and the model then
-        computes as before. Collective.
+    Errors: ValueError, which names the cause, for unsupported experts, for a model on another device, and for one that
+        is sharded already; an error on one rank is raised on all, and the model is left unchanged. Collective.
     """
     with Agreement(group, "load"):
         plan = plan_shards(
@@ -148,13 +147,12 @@ def register(
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
 ) -> None:
-    """Make "ep_moe" known to transformers, as an `experts_implementation` and to its expert parallelism.
+    """Register "ep_moe" with transformers, as an `experts_implementation` and for its expert parallelism.
 
-    Importing this module has done it once; call it again, before a model is made, for other options. Calling it twice
-    is fine. A model whose experts are transposed or interleaved, as those of gpt-oss, is computed right but slowly:
-    its weights are copied into our order for each call. `from_pretrained` and `shard_experts` do it once. To set
-    "ep_moe" on a model with experts that takes no implementation, as Llama 4, is a ValueError from then on, where
-    transformers itself would ignore it.
+    Importing this module calls it once; call it again, before a model is made, for other options. A model with
+    transposed or interleaved experts, such as gpt-oss, works but is slow: its weights are copied into our order in
+    each call; `from_pretrained` and `shard_experts` copy them once. From then on, setting "ep_moe" on a model with
+    experts that supports no implementation, such as Llama 4, is a ValueError; transformers itself would ignore it.
 
     Args: as of `from_pretrained`, for models that transformers itself loads; `transport` and `max_tokens_per_rank`
         are those of its expert parallelism, see `distributed_config`. Local.

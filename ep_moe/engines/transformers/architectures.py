@@ -1,17 +1,17 @@
-"""Architectures of transformers whose experts need more than a function in their place.
+"""Architectures of transformers in which ranks may call different MoE layers.
 
-Every rank must call the same layers in the same order. The modeling files of transformers 5.23.0 that mark experts
-for other implementations (65 classes) were read for calls of them under a condition, in a loop, or behind a return:
+Every rank must call the same layers in the same order. The modeling files of transformers 5.23.0 with experts that
+support other implementations (65 classes) were searched for conditional calls, loops and early returns:
 
-| architecture | ranks call different layers where | here |
+| architecture | ranks call different layers because | here |
 |---|---|---|
 | Ernie-4.5-VL-MoE | `vision_moe` is called only by ranks with image or video tokens | kept in step |
 | Dots3-Note | a vision tower with experts runs only on ranks with images | refused on several ranks |
-| DiffusionGemma | each rank stops denoising by its own tokens | refused on several ranks |
-| Qwen3-Omni-MoE | the talker runs only where speech is asked for, as long as it lasts | refused on several ranks |
+| DiffusionGemma | each rank's own tokens decide when it stops denoising | refused on several ranks |
+| Qwen3-Omni-MoE | the talker runs only if speech is requested, and until its end | refused on several ranks |
 
-All others call every layer once in each forward pass; `generate` needs `synced_gpus=True` for ranks that stop at
-different steps.
+All others call every layer once in each forward pass; `generate` needs `synced_gpus=True` if ranks stop at different
+steps.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ NUM_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfStep:
-    """An architecture that ranks with different input run differently.
+    """An architecture whose ranks call different layers, depending on their input.
 
     Args:
         model: name of the class that holds the part.
-        part: the submodule that only some ranks call; "" for the whole of it.
-        reason: why.
+        part: the submodule that only some ranks call; "" for the whole model.
+        reason: explanation for the error.
     """
 
     model: str
@@ -52,12 +52,12 @@ OUT_OF_STEP = (
     ),
 )
 EXPERTS_OUT_OF_STEP = ("Ernie4_5_VLMoeMoeExperts", "Dots3NoteExperts", "DiffusionGemmaTextExperts")
-_MARK = "_ep_moe_asks"  # of a method that `refuse_to_be_ignored` has wrapped
-KEPT_IN_STEP = "Ernie4_5_VLMoeMoeBlock"  # calls text_moe always and first, vision_moe where there is anything to see
+_MARK = "_ep_moe_asks"  # marks a method that `refuse_to_be_ignored` has wrapped
+KEPT_IN_STEP = "Ernie4_5_VLMoeMoeBlock"  # always calls text_moe first, then vision_moe if there are vision tokens
 
 
 def num_topk_of(config: PreTrainedConfig) -> int | None:
-    """K as a model's config has it, the largest if layers differ; None if it does not say. Local."""
+    """K of a model's config, the largest if layers differ; None if it has none. Local."""
     text = config.get_text_config()
     for key in NUM_TOPK_KEYS:
         value = getattr(text, key, None)
@@ -87,7 +87,7 @@ def check_in_step(model: torch.nn.Module, num_ranks: int) -> None:
 
 
 def check_hook_in_step(experts: ExpertsModule) -> None:
-    """Refuse experts of `EXPERTS_OUT_OF_STEP` if each rank has a batch of its own, which only a hook tells. Local."""
+    """Refuse experts of `EXPERTS_OUT_OF_STEP`; for hooks of ranks with different batches. ValueError. Local."""
     name = type(experts).__name__
     if name in EXPERTS_OUT_OF_STEP:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_hook_in_step(experts: ExpertsModule) -> None:
 
 
 def keep_in_step(model: torch.nn.Module, num_topk: int | None) -> None:
-    """Let blocks of `KEPT_IN_STEP` call what they leave out with no tokens, so that every rank calls all. Local."""
+    """Make blocks of `KEPT_IN_STEP` call skipped experts with zero tokens, so that every rank calls all. Local."""
     for module in model.modules():
         if type(module).__name__ == KEPT_IN_STEP:
             module.register_forward_pre_hook(_forget_calls)
@@ -126,9 +126,9 @@ def _call_the_rest(block: torch.nn.Module, inputs: Any, output: Any, *, num_topk
 
 
 def check_takes_experts(model: PreTrainedModel) -> None:
-    """Refuse a model that has experts and computes them by itself, whatever implementation it is told.
+    """Refuse a model whose experts do not support experts implementations.
 
-    A model passes if any of its modules, or the source of its class, takes implementations, as transformers decides.
+    By transformers' own rule: a model passes if any of its modules, or the source of its class, supports them.
 
     Errors: ValueError names the class. Local.
     """
@@ -146,10 +146,10 @@ def check_takes_experts(model: PreTrainedModel) -> None:
 
 
 def refuse_to_be_ignored(name: str) -> None:
-    """Have transformers call `check_takes_experts` where a model is told to use implementation `name`.
+    """Make transformers call `check_takes_experts` for models that are set to implementation `name`.
 
-    That is when a model has been built, and when the implementation of a built one is set. transformers passes over
-    what a model cannot take and has no place to ask from, so two of its methods are wrapped. Twice is fine. Local.
+    That is after a model is built, and when its implementation is set later. transformers silently ignores unsupported
+    implementations and has no hook for this, so two of its methods are wrapped, once. Local.
     """
     post_init, correct = PreTrainedModel.post_init, PreTrainedModel.get_correct_experts_implementation
     if hasattr(post_init, _MARK):

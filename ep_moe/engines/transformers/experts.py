@@ -1,7 +1,7 @@
-"""What a transformers experts module computes, told as `ExpertWeights` and `ActivationConfig`.
+"""Conversion of transformers' experts modules to `ExpertWeights` and `ActivationConfig`, and back.
 
-The modules are those under transformers' `use_experts_implementation`: 3D parameters and flags that say how they lie.
-Letters: E experts of the module, H hidden, I intermediate; W = 2I where the experts have a gate, else I.
+These are the modules under transformers' `use_experts_implementation`, with 3D parameters and flags for their layout.
+Letters: E experts of the module, H hidden, I intermediate; W = 2I if the experts have a gate, else I.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from ep_moe.experts import apply_activation
 from ep_moe.quant import QuantScheme, quantize_weight
 from ep_moe.weights import ExpertWeights
 
-ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they speak of
+ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they describe
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-SHARDED = "_ep_moe_sharded"  # attributes that experts modules get: a `ShardedExperts`, or a `LocalExperts`
+SHARDED = "_ep_moe_sharded"  # attributes set on experts modules: a `ShardedExperts`, and a `LocalExperts`
 LOCAL = "_ep_moe_local"
 ALPHA_NAMES, LIMIT_NAMES = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # of an experts module's attributes
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """True for a module that transformers lets an experts implementation compute."""
+    """True for a module that supports transformers' experts implementations."""
     return all(hasattr(module, flag) for flag in FLAGS)
 
 
 def find_experts(model: torch.nn.Module) -> dict[str, ExpertsModule]:
-    """The experts modules of a model by name, in order. Errors: ValueError where it has none. Local."""
+    """The experts modules of a model by name, in order. Errors: ValueError if it has none. Local."""
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers lets another implementation compute")
@@ -51,23 +51,23 @@ def _gated_candidates(module: ExpertsModule) -> Iterator[ActivationConfig]:
 
 
 def _number(module: ExpertsModule, names: Sequence[str], default: Any) -> Any:
-    """The first of a module's attributes that is a number; which of them count, its own code decides."""
+    """The first of these attributes that is a number; whether the module uses it is found by running its code."""
     values = (getattr(module, name, None) for name in names)
     return next((float(value) for value in values if isinstance(value, int | float)), default)
 
 
 def _probes() -> torch.Tensor:
-    """Numbers [N] that tell activations apart: close together where curves bend, far out where limits are."""
+    """Inputs [N] that distinguish activations: dense around 0, where they curve, and sparse up to 1000, for limits."""
     near = torch.linspace(-12, 12, 49, device="cpu", dtype=torch.float32)
     far = torch.logspace(1, 3, 17, device="cpu", dtype=torch.float32)
     return torch.cat([-far.flip(0), near, far])
 
 
 def activation_of(module: ExpertsModule) -> ActivationConfig:
-    """Find the activation of an experts module by asking it: its own code is run on numbers up to 1000 and compared.
+    """Find the activation of an experts module by running its own code on inputs up to 1000 and comparing.
 
-    A limit beyond 1000 is not seen, nor is one below the gate where silu and gelu have come within 1e-6 of zero.
-    Errors: ValueError names the module's class where no `ActivationConfig` gives the same numbers. Local.
+    It does not detect a limit above 1000, or a lower limit of the gate where silu and gelu are within 1e-6 of zero.
+    Errors: ValueError names the module's class if no `ActivationConfig` gives the same results. Local.
     """
     probes = _probes()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def activation_of(module: ExpertsModule) -> ActivationConfig:
             ours = torch.cat([gate, up])
             theirs = module._apply_gate((ours if module.is_concatenated else _interleave(gate, up)).unsqueeze(0))
             candidates = list(_gated_candidates(module))
-            rounding = gate.abs() * (up.abs() + 1)  # 1 + erf(gate) is rounded before a large `up` multiplies it
+            rounding = gate.abs() * (up.abs() + 1)  # a large `up` multiplies the rounding error of 1 + erf(gate)
         else:
             ours = probes
             theirs = module.act_fn(probes.unsqueeze(0))
@@ -95,9 +95,9 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     """Read the parameters of an experts module.
 
     Args:
-        module: its flags has_gate, has_bias, is_transposed and is_concatenated are honored.
-        experts: which ones, in this order, copied; None takes all, as views where the parameters lie as ours do.
-    Errors: ValueError names the flag or the parameter that cannot be honored. Local.
+        module: its flags has_gate, has_bias, is_transposed and is_concatenated are supported.
+        experts: copies of these, in this order; None takes all, as views of parameters that are in our memory order.
+    Errors: ValueError names the unsupported flag or parameter. Local.
     """
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
@@ -131,10 +131,10 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
 
 
 def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-    """The parameters of an experts module from which `weights_of` reads `weights`: views where they lie alike.
+    """The inverse of `weights_of`: the parameters of an experts module, as views if the memory order is the same.
 
     Args:
-        module: as transformers makes it, whatever parameters it has; its flags are honored.
+        module: only its flags are used.
         weights: of any of its experts, unquantized.
     Returns: name -> [number of experts in `weights`, ...]. Local.
     """
@@ -154,13 +154,13 @@ def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, to
 
 
 def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
-    """Give an experts module the parameters that `parameters_of` makes of all E experts. Local."""
+    """Set an experts module's parameters to those that `parameters_of` returns for all E experts. Local."""
     for name, tensor in parameters_of(module, weights).items():
         module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def quantize_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
-    """Quantize unquantized weights; those of a scheme that does not quantize come back as they are. Local."""
+    """Quantize unquantized weights; with scheme "none" they are returned unchanged. Local."""
     if not scheme.quantized:
         return weights
     fields: dict[str, Any] = {"scheme": scheme}
@@ -171,21 +171,21 @@ def quantize_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeigh
 
 
 def drop_parameters(module: ExpertsModule) -> None:
-    """Take the parameters out of an experts module, so that they are freed or never made. Local."""
+    """Remove the parameters of an experts module, so that they are freed or never allocated. Local."""
     for name in list(module._parameters):
         del module._parameters[name]
 
 
 def are_views(weights: ExpertWeights, module: ExpertsModule) -> bool:
-    """True where weights are the module's own memory, so that they follow whatever is written to it. Local."""
+    """True if weights are views of the module's parameters, so that they see every write to them. Local."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in module.parameters(recurse=False)}
     tensors = (weights.w13, weights.w2, weights.w13_bias, weights.w2_bias)
     return all(tensor is None or tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
 
 
 def state_of(module: ExpertsModule) -> tuple[object, ...]:
-    """A value that differs once a module's parameters are replaced or moved; a write to them leaves no reliable
-    trace, for torch does not count those through `.data`. Local, no host sync."""
+    """A value that changes when a module's parameters are replaced or moved. It does not see writes to them: torch's
+    version counter misses those through `.data`. Local, no host sync."""
     return tuple(
         (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for name, tensor in module.named_parameters(recurse=False)

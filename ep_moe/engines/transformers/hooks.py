@@ -1,4 +1,4 @@
-"""What runs in place of a transformers experts module's own forward.
+"""The replacements for the forward of a transformers experts module.
 
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_tokens_per_rank.
 """
@@ -16,18 +16,18 @@ from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
 
-NAME = "ep_moe"  # by which transformers knows us
-MAX_TOKENS_PER_RANK = 4096  # M where nobody says another
+NAME = "ep_moe"  # our name in transformers
+MAX_TOKENS_PER_RANK = 4096  # the default M
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HookConfig:
-    """How experts run where transformers itself asks for them by name.
+    """Options of experts that transformers selects by name.
 
     Args:
         transport, experts: implementations by name.
-        layout: what the experts compute on.
-        max_tokens_per_rank: M of the expert-parallel hooks; experts of one process take any number of tokens.
+        layout: of the received tokens, for the experts.
+        max_tokens_per_rank: M of the expert-parallel hooks; experts of a single process take any number of tokens.
     """
 
     transport: str = "auto"
@@ -37,28 +37,27 @@ class HookConfig:
 
 
 def with_topk(config: TransportConfig, num_topk: int) -> TransportConfig:
-    """The config for rounds of up to K experts of a token, never for fewer than it was for. Local."""
+    """The config with `max_topk` raised to at least K. Local."""
     return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk))
 
 
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """`refuse_backward` for a module's parameters too: they are read without a graph. Local."""
+    """`refuse_backward` that includes the module's parameters, which are read without a graph. Local."""
     return refuse_backward(run, (*inputs, *module.parameters(recurse=False)))
 
 
 class ModuleLayer:
-    """An experts module as a layer, whose weights are never older than the module's.
+    """An experts module as a layer, which always uses the module's current weights.
 
-    Parameters that lie as ours do are read where they are. Transposed and interleaved ones have to be copied, and are
-    copied for each call, since nothing tells whether they were written to in between; `from_pretrained` and
-    `shard_experts` copy once and are the ways to speed for such a model.
+    Parameters in our memory order are used in place. Transposed and interleaved ones are copied in each call, since
+    writes to them cannot be detected; `from_pretrained` and `shard_experts` copy once and are faster for such a model.
 
     Args:
-        module: as long as `serves` is true of it.
-        weights: the module's. transport: of the layer, for as many experts as its placement has.
-        config: names the implementation and the layout; the router stays transformers' own.
+        module: the module; the layer is valid as long as `serves` is true for it.
+        weights: the module's. transport: of the layer; its placement gives the number of experts.
+        config: the implementation and the layout; routing is done by transformers.
         index: the layer's number, which ranks compare in each round.
-    Errors: ValueError for an activation that is not computed here, and for what does not fit the transport.
+    Errors: ValueError for an unsupported activation, and for weights that do not fit the transport.
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class ModuleLayer:
         return ExpertParallelMoE(self._config, weights, self.transport, experts=self._experts, layer_index=self._index)
 
     def serves(self, module: ExpertsModule) -> bool:
-        """True while the module's parameters are the tensors that this was made from. Local, no host sync."""
+        """True while the module's parameters are those at construction. Local, no host sync."""
         return state_of(module) == self._state
 
     def layer(self, module: ExpertsModule) -> ExpertParallelMoE:
-        """The layer with the weights that the module has now, for one call. Local, no host sync."""
+        """The layer with the module's current weights, for one call. Local, no host sync."""
         return self._make(weights_of(module)) if self._layer is None else self._layer
 
 
@@ -110,7 +109,7 @@ class LocalExperts:
         self._layer = ModuleLayer(module, weights, transport, config, 0)
 
     def serves(self, module: ExpertsModule, top_k_index: torch.Tensor) -> bool:
-        """True while the module's parameters are those that this was made from, and T and K fit. Local."""
+        """True while the module's parameters are those at construction, and T and K fit. Local."""
         num_tokens, num_topk = top_k_index.shape
         fits = num_tokens <= self._sizes.max_tokens_per_rank and num_topk <= self._sizes.max_topk
         return fits and self._layer.serves(module)
@@ -122,20 +121,20 @@ class LocalExperts:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """As transformers calls it; id E is what its own expert parallelism writes for another rank's. Local."""
+        """Called by transformers, whose own expert parallelism marks experts of other ranks with id E. Local."""
         ids = torch.where(top_k_index == self._num_experts, -1, top_k_index)
         return self._layer.layer(module)(hidden_states, ids, top_k_weights.float())
 
 
 class Session:
-    """What makes a model's experts spread over ranks; `model.ep_moe`.
+    """The expert-parallel state of a model, `model.ep_moe`.
 
     Attributes:
         group: the ranks.
         transport: moves the tokens of all layers.
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
-        idle: True while this rank takes part in every forward pass but sends no tokens, because nobody wants its
-            output; its MoE layers then return zeros. For a rank that has finished while others generate.
+        idle: set it to True to make this rank take part in every forward pass without sending tokens; its MoE layers
+            then return zeros. For a rank that has finished while others still generate.
     """
 
     def __init__(self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...]) -> None:
@@ -143,7 +142,7 @@ class Session:
         self.transport = transport
         self.layers = layers
         self.idle = False
-        # One column more than there are experts, for ids that are none: counting then needs no host sync.
+        # the extra column counts invalid ids, so that they need no filtering, which would be a host sync
         self._load = torch.zeros(
             len(layers), transport.placement.num_experts + 1, dtype=torch.int64, device=group.device
         )
@@ -155,11 +154,11 @@ class Session:
 
     @property
     def scheme(self) -> str:
-        """Name of the layers' scheme, or names, comma between, where a checkpoint stores layers in several. Local."""
+        """Name of the layers' scheme; several, separated by commas, if layers differ. Local."""
         return ", ".join(dict.fromkeys(layer.scheme.name for layer in self.layers))
 
     def reset_expert_load(self) -> None:
-        """Count from zero again. Local, no host sync."""
+        """Set the counts to zero. Local, no host sync."""
         self._load.zero_()
 
     def count(self, layer: int, topk_ids: torch.Tensor) -> None:
@@ -170,20 +169,20 @@ class Session:
         self._load[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
     def destroy(self) -> None:
-        """Free what the transport holds; the model can no longer run. The group stays. Local, twice is fine."""
+        """Destroy the transport, not the group; the model can no longer run. Local, calling it twice is fine."""
         self.transport.destroy()
 
 
 class ShardedExperts:
-    """One layer's experts, this rank's here and the others' on other ranks; the forward of its experts module."""
+    """The forward of an experts module whose experts are sharded over ranks."""
 
     def __init__(self, session: Session, index: int) -> None:
         self._session, self._index = session, index
-        self.called = False  # since somebody else set it to False
+        self.called = False  # set by each call, reset by `ep_moe.engines.transformers.architectures`
 
     @property
     def session(self) -> Session:
-        """Of the whole model."""
+        """The session of the whole model."""
         return self._session
 
     @property

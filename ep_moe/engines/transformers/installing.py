@@ -1,4 +1,4 @@
-"""Putting layers into a model's experts modules, with one transport behind all of them.
+"""Replacing a model's experts modules by expert-parallel layers that share one transport.
 
 Letters: K top-k, E logical experts, R ranks.
 """
@@ -25,12 +25,12 @@ from ep_moe.weights import ExpertWeights
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One experts module of a model, and how it becomes a layer.
+    """One experts module of a model, and the config and weights of its layer.
 
     Args:
         module: its parameters are dropped once the layer is made.
         config: of the layer.
-        weights: makes or returns this rank's experts.
+        weights: function that returns this rank's experts.
     """
 
     module: ExpertsModule
@@ -40,7 +40,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What `from_pretrained` and `shard_experts` pass on: implementations by name, and where experts are."""
+    """Options of `from_pretrained` and `shard_experts`: implementations by name, and the placement."""
 
     transport: str
     experts: str
@@ -62,10 +62,10 @@ def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -
 def transport_config(
     model: PreTrainedModel, sizes: TransportConfig, quantized_there: Iterable[MoEConfig]
 ) -> TransportConfig:
-    """The transport of a model's layers, ready for the rounds that its config tells: no prompt waits for a compiler.
+    """The config of a model's transport, with the kinds of its rounds, so that no prompt waits for compilation.
 
     Args:
-        sizes: the rest of it. quantized_there: configs of the layers that leave it to the transport to quantize.
+        sizes: all other fields. quantized_there: configs of the layers whose tokens the transport quantizes.
     Errors: ValueError as of `TransportConfig`. Local.
     """
     num_topk = num_topk_of(model.config)
@@ -78,9 +78,9 @@ def transport_config(
 def install(
     model: PreTrainedModel, group: EPGroup, parts: Mapping[str, Part], options: Options, config: TransportConfig
 ) -> PreTrainedModel:
-    """Put a layer into each experts module. Until the first layer is made, an error leaves the model as it was.
+    """Replace each experts module by a layer. Until the first layer is made, an error leaves the model unchanged.
 
-    Layers are made one by one, and each lets go of more memory than the next one needs. Collective.
+    Layers are made one by one, and each frees more memory than the next one needs. Collective.
     """
     before = model.get_experts_implementation()
     exchange = create_transport(options.transport, group, options.placement, config)

@@ -1,8 +1,8 @@
-"""Building a transformers model from a checkpoint directory without ever making its experts, or whole from fp8.
+"""Loading a transformers model from a checkpoint directory without allocating its experts, or whole from fp8.
 
-transformers' own loader makes every tensor that it does not find, so it cannot leave the experts out. Of fp8 it takes
-the blocks' sizes from the numbers of rows and scales, which is wrong where the last block is short, and on a CPU it
-leaves a model of several dtypes.
+transformers' own loader allocates every tensor that it does not find, so it cannot skip the experts. For fp8 it infers
+block sizes from the numbers of rows and scales, which is wrong if the last block is short, and on a CPU the loaded
+model has several dtypes.
 """
 
 import re
@@ -19,11 +19,11 @@ from ep_moe.weights.json_files import read_object
 
 
 def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """Make the model of a directory on the meta device: shapes and dtypes, no memory, no experts at all.
+    """Build the model of a directory on the meta device (shapes and dtypes, no memory), without experts.
 
     Args:
-        dtype: of parameters; by default what config.json says, else float32.
-        attention: transformers' `attn_implementation`; None leaves the choice to it.
+        dtype: of parameters; by default that of config.json, else float32.
+        attention: transformers' `attn_implementation`; None lets transformers choose.
     Errors: ValueError for a config that transformers cannot read. Local.
     """
     try:
@@ -38,17 +38,17 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
         )
     for module in find_experts(model).values():
         drop_parameters(module)
-        module._is_hf_initialized = True  # transformers' initialization of fresh parameters passes it by
+        module._is_hf_initialized = True  # so that transformers does not initialize its parameters
     if (directory / "generation_config.json").is_file():
-        read_object(directory / "generation_config.json")  # transformers says of what is no object: not a mapping
+        read_object(directory / "generation_config.json")  # for a better error than transformers' if it is no object
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 
 
 def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Fill a skeleton with everything that is no expert, tie what is tied, compute buffers that no file holds.
+    """Load all weights of a skeleton except the experts, tie tied weights, compute buffers that are not stored.
 
-    Errors: ValueError names tensors that are missing, that the model has no place for, or that are misshapen. Local.
+    Errors: ValueError names tensors that are missing, unexpected or of a wrong shape. Local.
     """
     needed, kept = set(model.state_dict()), model._get_dtype_plan(model.dtype)
     with checkpoint.dense(model.dtype) as dense:
@@ -62,12 +62,12 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
         for leaf in module._non_persistent_buffers_set & module._buffers.keys():
             buffer = module._buffers[leaf]
             module._buffers[leaf] = None if buffer is None else torch.empty_like(buffer, device=device)
-    model.initialize_weights()  # writes what is not marked as initialized: those buffers
+    model.initialize_weights()  # computes those buffers, which alone are not marked as initialized
     model.requires_grad_(False)
 
 
 def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
-    """Which layer of the checkpoint has the experts of each experts module, by the module's name, in order.
+    """Name of each experts module -> the layer of the checkpoint that has its experts, in order.
 
     Errors: ValueError for a module whose experts the checkpoint does not have. Local.
     """
@@ -80,10 +80,10 @@ def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def load_whole(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """Load a whole model with transformers' own eager experts, dequantized where it is fp8 on disk.
+    """Load a whole model with transformers' own eager experts, dequantized if it is fp8 on disk.
 
     Args:
-        dtype: of parameters; by default what config.json says, else float32.
+        dtype: of parameters; by default that of config.json, else float32.
     Returns: the model in evaluation mode, without gradients.
     Errors: as of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronizes with
         `device`.
@@ -102,13 +102,13 @@ def load_whole(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.
 
 
 def _check_names(model: PreTrainedModel, dense: DenseTensors, directory: Path) -> set[str]:
-    """Return the names that tying will fill; raise for any other that is missing and for any that is too many."""
+    """Return the missing names that tying will fill; raise for other missing names and for unexpected ones."""
     needed = set(model.state_dict())
     tied = {name for pair in model.all_tied_weights_keys.items() if not dense.keys().isdisjoint(pair) for name in pair}
     _raise_if_any(
         needed - set(dense) - tied, model._keys_to_ignore_on_load_missing, f"{directory} lacks", "that the model needs"
     )
-    old_buffers = (r"rotary_emb\.inv_freq$",)  # checkpoints of old releases hold what models now compute
+    old_buffers = (r"rotary_emb\.inv_freq$",)  # stored by old releases of transformers; now computed
     _raise_if_any(
         set(dense) - needed,
         (*(model._keys_to_ignore_on_load_unexpected or ()), *old_buffers),
@@ -145,4 +145,4 @@ def _assign(
         module._parameters[leaf] = tensor
     else:
         module._buffers[leaf] = tensor
-    vars(tensor)["_is_hf_initialized"] = True  # transformers' initialization passes it by
+    vars(tensor)["_is_hf_initialized"] = True  # so that transformers does not initialize it

@@ -1,7 +1,7 @@
-"""transformers' own expert parallelism, with our transport between its ranks.
+"""Our transport in transformers' own expert parallelism.
 
-It spreads experts over a device mesh and calls a hook for each experts module: `EPImplementation` from 5.23 on, a
-tensor-parallel style in 5.17 and 5.18, nothing that others may name in between.
+transformers shards experts over a device mesh and calls a hook for each experts module: `EPImplementation` from 5.23
+on, a tensor-parallel style in 5.17 and 5.18; the releases in between have no hook for other implementations.
 Letters: T tokens on this rank, H hidden, K top-k, E experts of all ranks, R ranks of the expert group.
 """
 
@@ -24,7 +24,7 @@ from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
 
-STYLE = "ep_moe_experts"  # of transformers 5.17 and 5.18
+STYLE = "ep_moe_experts"  # tensor-parallel style for transformers 5.17 and 5.18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,17 +36,17 @@ class _SharedTransport:
     transport: Transport
 
     def close(self) -> None:
-        """Free what it holds; the process group stays. Local, twice is fine."""
+        """Destroy transport and group, not the process group. Local, calling it twice is fine."""
         self.transport.destroy()
         self.group.destroy()
 
 
 class SharedTransports:
-    """Lets layers that differ in nothing but their weights share a transport, those of later models too.
+    """Transports that are shared by all layers with the same sizes, also by those of later models.
 
-    Transports stay until the process ends or another process group takes the name of theirs. To close one with its
-    last layer would be no agreement between ranks: each collects a model that nobody holds in its own time, and of two
-    ranks one would use the old transport, the other a new one.
+    A transport lives until the process ends or another process group takes the name of its own. It cannot be closed
+    with its last layer: ranks garbage-collect a model at different times, so that one rank would use the old transport
+    and another a new one.
     """
 
     def __init__(self, config: HookConfig) -> None:
@@ -55,16 +55,15 @@ class SharedTransports:
         self._num_modules = 0
 
     def number_module(self) -> int:
-        """Count one experts module more; returns its number, the same on ranks that make the same models. Local."""
+        """Return the number of a new experts module, equal on ranks that build the same models in order. Local."""
         self._num_modules += 1
         return self._num_modules - 1
 
     def get(
         self, process_group: dist.ProcessGroup, num_experts: int, num_topk: int, like: torch.Tensor
     ) -> _SharedTransport:
-        """The transport over a process group, for E experts, K of a token, and tokens that w13 `like` [L, W, H] takes.
-
-        Collective for the first layer that asks; all ranks ask in the same order.
+        """The transport over a process group, for E experts, top-K, and hidden, dtype and device of w13 `like`
+        [L, W, H]. Collective for the first layer with these sizes; all ranks call it in the same order.
         """
         sizes = TransportConfig(
             hidden=like.shape[2],
@@ -94,13 +93,13 @@ class SharedTransports:
 
 
 class MeshExperts:
-    """Experts that transformers spread over a device mesh, E / R neighbors each; the forward of its EP hooks.
+    """The forward of transformers' EP hooks: experts sharded over a device mesh, E / R neighbors on each rank.
 
     Args:
         experts: the module; its parameters hold this rank's experts when it is called.
-        expert_group: the ranks that share the experts.
+        expert_group: the ranks over which the experts are sharded.
         batch_group: the ranks that hold the same tokens; each sends a slice and gathers the results.
-        transports: where layers find theirs.
+        transports: the shared transports.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class MeshExperts:
         self._experts = experts
         self._expert_group, self._batch_group = expert_group, batch_group
         self._transports = transports
-        self._index = transports.number_module()  # its layer is made when it is first called, perhaps out of step
+        self._index = transports.number_module()  # now, since ranks may first call modules in different orders
         self._shared: _SharedTransport | None = None
         self._layer: ModuleLayer | None = None
 
@@ -130,7 +129,7 @@ class MeshExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute this rank's tokens [T, H]; ids [T, K] are of all E experts. Collective, inference only."""
+        """Compute this rank's tokens [T, H]; ids [T, K] are global. Collective, inference only."""
 
         def run() -> torch.Tensor:
             return self._run(hidden_states, top_k_index, top_k_weights.float())
@@ -153,7 +152,7 @@ class MeshExperts:
 
 
 def register_parallelism(config: HookConfig) -> None:
-    """Offer our transport to transformers' expert parallelism, where this release has a place for it. Local."""
+    """Register with transformers' expert parallelism, if the installed release has a hook for it. Local."""
     if _has_ep_implementations():
         _register_implementation(SharedTransports(config))
     elif _has_parallel_styles():
@@ -166,7 +165,7 @@ def _has_ep_implementations() -> bool:
 
 
 def _has_parallel_styles() -> bool:
-    """True for transformers 5.17 and 5.18: expert parallelism is a set of tensor-parallel styles."""
+    """True for transformers 5.17 and 5.18, whose expert parallelism is a set of tensor-parallel styles."""
     return "ep_size" not in DistributedConfig.__dataclass_fields__
 
 
@@ -174,7 +173,7 @@ def _register_implementation(transports: SharedTransports) -> None:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     class EpMoeImplementation(EPImplementation):
-        """Our transport between the ranks of an expert group; ranks may hold the same tokens or their own."""
+        """Our transport between the ranks of an expert group, which may hold the same batch or different ones."""
 
         needs_shared_batch = False
 
@@ -200,7 +199,7 @@ def _register_style(transports: SharedTransports) -> None:
     )
 
     class EpMoeExpertsStyle(TensorParallelLayer):
-        """Our transport between the ranks of a tensor-parallel mesh, which hold the same tokens."""
+        """Our transport between the ranks of a tensor-parallel mesh, which hold the same batch."""
 
         def install_forward(self, module: ExpertsModule, mesh: Any) -> ExpertsModule:
             group = mesh.get_group()
@@ -220,7 +219,7 @@ def _register_style(transports: SharedTransports) -> None:
 
 
 def distributed_config(config: PreTrainedConfig, num_ranks: int) -> DistributedConfig:
-    """The `distributed_config` with which transformers' own `from_pretrained` spreads experts over ranks by ep_moe.
+    """The `distributed_config` that makes transformers' own `from_pretrained` shard experts and use ep_moe for them.
 
         AutoModelForCausalLM.from_pretrained(directory, distributed_config=distributed_config(config, 8))
 
@@ -228,7 +227,7 @@ def distributed_config(config: PreTrainedConfig, num_ranks: int) -> DistributedC
 
     Args:
         config: of the model. num_ranks: of torch's default process group.
-    Errors: RuntimeError for transformers 5.19 to 5.22, which offer no place for another expert parallelism;
+    Errors: RuntimeError for transformers 5.19 to 5.22, which have no hook for other implementations;
         ValueError for a model without an expert-parallel plan. Local.
     """
     if _has_ep_implementations():

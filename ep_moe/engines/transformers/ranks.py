@@ -1,4 +1,4 @@
-"""What the ranks of a model tell each other outside of its layers."""
+"""Communication of a model's ranks outside of its layers: errors, and the end of generation."""
 
 import torch
 
@@ -6,13 +6,13 @@ from ep_moe.group import EPGroup, PeerLostError
 
 
 class Agreement:
-    """A context in which an error on one rank is an error on all: those without one raise what the first other says.
+    """A context in which an error on one rank is an error on all: ranks without one raise that of the first that has.
 
-    Ranks leave the context together, and come to its end at their own pace: only a rank that dies or leaves ends the
-    wait. Others raise ValueError for a ValueError, else RuntimeError.
+    Ranks leave the context together; the wait at its end has no timeout, only a rank that dies or leaves ends it.
+    Ranks without an error raise ValueError for a ValueError, else RuntimeError.
 
     Args:
-        group: the ranks. phase: what they do in the context, for the message if one is lost.
+        group: the ranks. phase: names the work of the context in the error if a rank is lost.
     Collective, at its end.
     """
 
@@ -20,7 +20,7 @@ class Agreement:
         self._group, self._phase = group, phase
 
     def __enter__(self) -> None:
-        """Nothing is done before the end."""
+        """Does nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PeerLostError) or not isinstance(error, Exception | None):
@@ -33,8 +33,8 @@ class Agreement:
 
 
 def any_rank_unfinished(group: EPGroup, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """What `generate` asks before each step: its own answer with `synced_gpus` needs torch's default process group,
-    which may be wider than ours or not there. Collective with `synced_gpus`, host sync."""
+    """Whether `generate` goes on. transformers' own implementation needs, with `synced_gpus`, torch's default process
+    group, which may be larger than ours or absent. Collective with `synced_gpus`, host sync."""
     if not synced_gpus:
         return not this_peer_finished
     unfinished = torch.tensor([0 if this_peer_finished else 1], dtype=torch.int64, device=device)

@@ -1,6 +1,6 @@
-"""Writing a model whose experts are spread over ranks, as a directory that transformers and `from_pretrained` read.
+"""Saving a model with sharded experts as a checkpoint that transformers and `from_pretrained` can load.
 
-Letters: E logical experts, R ranks, H hidden, I intermediate; W = 2I where the experts have a gate, else I.
+Letters: E logical experts, R ranks, H hidden, I intermediate; W = 2I if the experts have a gate, else I.
 """
 
 import contextlib
@@ -42,21 +42,21 @@ def save_pretrained(
     save_original_format: bool = True,
     **others: Any,
 ) -> None:
-    """What `model.save_pretrained` is for a model of `from_pretrained` or `shard_experts`.
+    """The `save_pretrained` of a model of `from_pretrained` or `shard_experts`.
 
-    Every rank calls it: the others hand their experts to rank 0, layer after layer, and rank 0 alone writes, each
-    layer into files of its own before the next one comes. It holds one layer's experts beside the model, twice where
-    transformers converts them. The directory is complete or is left without weights. If some ranks do not call it,
-    those that do wait until one of them meets another deadline, such as that of the next forward pass.
+    Every rank calls it: rank 0 gathers the experts layer by layer and writes each layer to separate files before the
+    next. It needs memory for one layer's experts besides the model, twice that if transformers converts them. The
+    directory is complete or is left without weights. If some ranks do not call it, those that do wait until one of
+    them reaches another timeout, such as that of the next forward pass.
 
     Args:
         modules: the experts modules by their names in `model`.
-        save_directory, max_shard_size, save_original_format: as transformers has them; of a directory that has
-            weights already, those are replaced. is_main_process: must not be False on rank 0.
-        others: transformers' other options; only their defaults are taken.
-    Errors: ValueError on every rank for experts that are quantized, since transformers would read them as numbers of
-        the model's dtype and their rounding would stay; for another option; for a directory that is a file.
-        RuntimeError on the other ranks if rank 0 cannot write. Collective.
+        save_directory, max_shard_size, save_original_format: those of transformers; weights that the directory already
+            has are replaced. is_main_process: must not be False on rank 0.
+        others: transformers' other options; only their defaults are accepted.
+    Errors: ValueError on every rank for quantized experts, since transformers would load them in the model's dtype,
+        rounding errors included; for another option; for a directory that is a file. RuntimeError on the other ranks
+        if rank 0 cannot write. Collective.
     """
     sharded = {name: getattr(module, SHARDED) for name, module in modules.items()}
     group: EPGroup = next(iter(sharded.values())).session.group
@@ -109,9 +109,9 @@ def _check(
 
 
 def _gather(group: EPGroup, module: ExpertsModule, layer: ExpertParallelMoE) -> dict[str, torch.Tensor]:
-    """All E experts of a module as its parameters were, on the CPU of rank 0; nothing on other ranks. Collective.
+    """All E experts of a module in its parameters' order, on the CPU of rank 0; empty on other ranks. Collective.
 
-    Every rank sees one expert of another at a time: a broadcast uses the connections that there are already.
+    Experts are broadcast one at a time, since a broadcast uses connections that exist already.
     """
     found: dict[str, torch.Tensor] = {}
     for expert, (owner, slot) in _owners(layer).items():
@@ -127,7 +127,7 @@ def _gather(group: EPGroup, module: ExpertsModule, layer: ExpertParallelMoE) -> 
 
 
 def _owners(layer: ExpertParallelMoE) -> dict[int, tuple[int, int]]:
-    """Logical expert -> the first rank that has it, and where there; neighbors on a rank follow each other."""
+    """Logical expert -> the first rank that has it and its local index there, ordered by rank and index."""
     placement = layer.placement
     owners: dict[int, tuple[int, int]] = {}
     for rank in range(placement.num_ranks):
@@ -137,7 +137,7 @@ def _owners(layer: ExpertParallelMoE) -> dict[int, tuple[int, int]]:
 
 
 def _expert(group: EPGroup, local: ExpertWeights, owner: int, slot: int) -> ExpertWeights:
-    """One expert [1, ...] of a rank, on every rank."""
+    """Broadcast one expert [1, ...] from its rank to all. Collective."""
     fields = {}
     for name in ("w13", "w2", "w13_bias", "w2_bias"):
         stack = getattr(local, name)
@@ -154,7 +154,7 @@ def _expert(group: EPGroup, local: ExpertWeights, owner: int, slot: int) -> Expe
 
 
 class _Writer:
-    """Files of a checkpoint, in a folder of their own within the directory until all are there."""
+    """Writes a checkpoint's files to a temporary folder in the directory, and moves them when all are complete."""
 
     def __init__(self, directory: Path, folder: Path, max_shard_size: int | str) -> None:
         self._directory, self._folder = directory, folder
@@ -164,7 +164,7 @@ class _Writer:
     @classmethod
     @contextlib.contextmanager
     def into(cls, directory: Path, max_shard_size: int | str) -> "Iterator[_Writer]":
-        """Begin; what is not finished at the end of the block is removed."""
+        """A writer whose temporary folder is removed at the end of the block."""
         directory.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".ep_moe-", dir=directory))
         try:
@@ -173,8 +173,8 @@ class _Writer:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add_dense(self, model: PreTrainedModel, save_original_format: bool) -> None:
-        """Have transformers write its configs and everything that is no expert."""
-        vars(model)["should_save_on_this_rank"] = lambda is_main_process: True  # it asks for rank 0 of the world
+        """Let transformers write the configs and all weights that are not experts."""
+        vars(model)["should_save_on_this_rank"] = lambda is_main_process: True  # its own checks for global rank 0
         try:
             type(model).save_pretrained(
                 model, self._folder, max_shard_size=self._max_shard_size, save_original_format=save_original_format
@@ -184,7 +184,7 @@ class _Writer:
         (self._folder / INDEX_FILE).unlink(missing_ok=True)
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a layer's tensors into files of their own, as few as `max_shard_size` allows."""
+        """Write a layer's tensors to separate files, as few as `max_shard_size` allows."""
         split = split_torch_state_dict_into_shards(
             dict(tensors),
             filename_pattern=f"experts-{self._num_layers:05d}{{suffix}}.safetensors",
@@ -196,7 +196,7 @@ class _Writer:
             save_file(chosen, self._folder / file, metadata={"format": "pt"})
 
     def finish(self) -> None:
-        """Put everything in place, the index last: without it nothing is read."""
+        """Move all files into the directory, the index last: without it the checkpoint cannot be read."""
         for path in self._directory.iterdir():
             if path.name in (SINGLE_FILE, INDEX_FILE) or SHARD.fullmatch(path.name):
                 path.unlink()

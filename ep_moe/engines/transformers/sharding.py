@@ -1,4 +1,4 @@
-"""What becomes of a model's experts modules when their experts are spread over ranks, decided before any is touched.
+"""The plan of sharding a model's experts over ranks, made and checked before any module is changed.
 
 Letters: E logical experts, H hidden, I intermediate.
 """
@@ -23,7 +23,7 @@ from ep_moe.weights import ExpertWeights
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `install` needs for a model whose experts are all on this rank."""
+    """The arguments of `install` for a model whose experts are all on this rank."""
 
     parts: Mapping[str, Part]
     options: Options
@@ -41,9 +41,9 @@ def plan_shards(
     layout: Layout | str,
     max_tokens_per_rank: int,
 ) -> Plan:
-    """Find everything that `shard_experts` refuses, and copy the experts of the first module alone.
+    """Check everything that `shard_experts` refuses, and copy this rank's experts of the first module only.
 
-    Args and errors: as of `shard_experts`. The model stays as it is. Local.
+    Args and errors: as of `shard_experts`. The model is not changed. Local.
     """
     if is_sharded(model):
         raise ValueError(f"the experts of {type(model).__name__} are spread over ranks already")
@@ -53,7 +53,7 @@ def plan_shards(
     check_in_step(model, group.num_ranks)
     configs, dtypes = {}, {}
     for name, module in modules.items():
-        shapes = weights_of(module, ())  # of no expert: nothing is copied
+        shapes = weights_of(module, ())  # zero experts: only shapes and dtypes, nothing is copied
         configs[name] = MoEConfig(
             hidden=shapes.w2.shape[1],
             intermediate=shapes.w2.shape[2],
@@ -75,7 +75,7 @@ def plan_shards(
         name: Part(module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, chosen))
         for name, module in modules.items()
     }
-    weights = parts[first].weights()  # if there is no memory for one, nothing has been taken apart
+    weights = parts[first].weights()  # running out of memory here leaves the model unchanged
     parts[first] = dataclasses.replace(parts[first], weights=lambda: weights)
     return Plan(
         parts=parts,
@@ -85,7 +85,7 @@ def plan_shards(
 
 
 def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dtype]) -> None:
-    """One transport and one placement serve all modules."""
+    """Raise unless one transport and one placement fit all modules."""
     found = {
         name: (config.num_experts, config.hidden, str(dtypes[name]).removeprefix("torch."))
         for name, config in configs.items()
