@@ -1,9 +1,12 @@
 """`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
 
-The page is the notes written by hand, and tables for each benchmark: of each configuration the newest row that counts.
+The page has tables and plots for each benchmark, with the newest row that counts of each configuration, and a list of
+links to the notes, which are written by hand.
 """
 
+import dataclasses
 import datetime
+import re
 import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,7 +16,8 @@ from ep_moe.bench.plots import PLOTS, draw
 from ep_moe.bench.records import Record, read_records
 from ep_moe.bench.show import markdown_table, show_figure
 
-NOTES = "notes.md"
+NOTES = "notes"  # their folder, beside the rows
+NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
 TITLES = {
     "layer": (
@@ -57,7 +61,7 @@ TITLES = {
         "of stored weights over that time.",
     ),
 }
-MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in {folder}/notes.md. -->"
+MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl and {folder}/notes/*.md; do not edit. -->"
 WORDS = ("shapes", "setup")  # parts of a row that say what was measured
 
 # Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
@@ -186,7 +190,36 @@ def _when(record: Record) -> datetime.datetime:
     return datetime.datetime.fromisoformat(record.date)
 
 
-def render(records: Sequence[Record], notes: str, *, folder: str, plots: Collection[str]) -> str:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """A note written by hand: one measurement, its question, method and result."""
+
+    date: str  # ISO
+    topic: str  # its title
+    file: str  # its name
+
+
+def read_notes(folder: Path) -> list[Note]:
+    """The notes of a directory, the newest first, those of one day by name; none if there is no such directory.
+
+    A note is named <date>-<topic>.md and has a title and the sections Question, Method and Result.
+
+    Errors: ValueError names a note that is named otherwise or lacks one of them. Local.
+    """
+    notes = []
+    for path in sorted(folder.glob("*.md")):
+        date, topic = path.name[:10], path.name[10:]
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", date) or not re.fullmatch(r"-[a-z0-9-]+\.md", topic):
+            raise ValueError(f"{path}: the name of a note is <date>-<topic>.md, as in 2026-11-21-host-time.md")
+        title, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+        if not title.startswith("# ") or headings != NOTE_HEADINGS:
+            raise ValueError(f"{path}: a note is a title (# ...) and the sections {', '.join(NOTE_HEADINGS)} (## ...)")
+        notes.append(Note(date=date, topic=title.removeprefix("# ").strip(), file=path.name))
+    return sorted(notes, key=lambda note: note.date, reverse=True)
+
+
+def render(records: Sequence[Record], notes: Sequence[Note], *, folder: str, plots: Collection[str]) -> str:
     """The whole page.
 
     Args:
@@ -201,8 +234,9 @@ def render(records: Sequence[Record], notes: str, *, folder: str, plots: Collect
         if bench in plots:
             parts.append(f"![{title}]({folder}/{bench}.png)\n")
         parts += _tables([record for record in rows if record.bench == bench])
-    if notes.strip():
-        parts.append(notes.strip() + "\n")
+    if notes:
+        links = [f"- {note.date}: [{note.topic}]({folder}/{NOTES}/{note.file})\n" for note in notes]
+        parts.append("## Notes\n\n" + "".join(links))
     return "\n".join(parts)
 
 
@@ -263,23 +297,23 @@ def _source(record: Record) -> str:
 
 
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
-    """Write the page beside `directory`, whose rows and notes it is made of, and the plots into it.
+    """Write the page beside `directory`, from the rows and the list of notes there, and the plots into `directory`.
 
     The page shows the plots that are there, so that a check finds one missing that the page shows.
 
     Args:
-        directory: holds *.jsonl and notes.md; the page is BENCHMARKS.md of the folder that it is in.
+        directory: holds *.jsonl and notes/*.md; the page is BENCHMARKS.md of the folder that it is in.
         check: write nothing, only compare the page. plots: draw them first.
     Returns: `ok`, False where the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
-    Errors: ValueError for a directory or a row that is not right, RuntimeError where matplotlib is missing. Local.
+    Errors: ValueError for a wrong directory, row or note; RuntimeError if matplotlib is missing. Local.
     """
     folder = Path(directory).resolve()
     records = read_records(directory)
-    notes, page = folder / NOTES, folder.parent / "BENCHMARKS.md"
+    page, notes = folder.parent / "BENCHMARKS.md", read_notes(folder / NOTES)
     drawn = draw(newest(records), folder) if plots and not check else []
     text = render(
         records,
-        notes.read_text(encoding="utf-8") if notes.is_file() else "",
+        notes,
         folder=folder.name,
         plots={bench for bench in PLOTS if (folder / f"{bench}.png").is_file()},
     )
