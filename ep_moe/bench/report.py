@@ -22,43 +22,43 @@ PROSE_COLUMNS = 120
 TITLES = {
     "layer": (
         "One MoE layer",
-        "`ep-moe bench layer`: route, dispatch, experts, combine, beside an all-gather of the tokens in the same "
-        "format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked "
-        "against float32 experts first. Microseconds of the slowest rank, median, from a cold L2; a phase contains "
-        "what it waits for, and phases are timed in calls of their own, on the rank whose whole call is slowest.",
+        "`ep-moe bench layer`: route, dispatch, experts, combine. The baseline is an all-gather of the tokens in the "
+        "same format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked "
+        "against float32 experts first. Times are microseconds of the slowest rank, median, from a cold L2. A phase "
+        "includes its waits; phases are timed in separate calls, on the rank whose whole call is slowest.",
     ),
     "transport": (
         "The exchange",
-        "`ep-moe bench transport`: dispatch and combine alone, without experts between them. Before it is timed, "
-        "every expert's rows and the combined output are compared bit for bit with those of `collective`, and the "
-        "output with what it must be. Microseconds of the slowest rank, median, the L2 left warm, as it was for the "
-        "figures of other libraries that these stand beside. With a CUDA graph: the sum is the replay of a graph of "
-        "40 pairs (4 above 512 tokens) over their number, dispatch and combine are what their kernels take in it "
-        "(between events of eager calls where kernels cannot be told apart). Without: the sum is the clock's time of "
-        "a pair, dispatch and combine lie between events, and the host's times are how long a call keeps the host. "
-        "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; "
-        "the floor's share is what these bytes take at 370 GB/s, over the sum. Beside it NCCL alone, timed alike: an "
-        "all-gather of payload rows and a reduce-scatter of outputs, which move every token to every rank, and two "
-        "all-to-alls that know beforehand how many rows travel. Neither quantizes, packs for the experts, nor weighs "
-        "and sums for a token, which the transport does.",
+        "`ep-moe bench transport`: dispatch and combine alone, without experts between them. Before timing, every "
+        "expert's rows and the combined output are compared bit for bit with those of `collective`, and the output "
+        "with its expected value. Times are microseconds of the slowest rank, median, with a warm L2, as in the "
+        "published figures of other libraries. With a CUDA graph, the sum is the replay time of a graph of 40 pairs (4 "
+        "above 512 tokens) divided by their number; dispatch and combine are the times of their kernels in it (between "
+        "events of eager calls if kernels cannot be told apart). Without a graph, the sum is the wall-clock time of a "
+        "pair, dispatch and combine are times between events, and the host's times are how long a call keeps the host. "
+        "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; the "
+        "floor's share is the time that these bytes take at 370 GB/s, over the sum. The baselines are NCCL alone, "
+        "timed alike: an all-gather of payload rows and a reduce-scatter of outputs, which move every token to every "
+        "rank, and two all-to-alls that know beforehand how many rows travel. The baselines do not quantize, pack rows "
+        "for the experts, apply weights or sum a token's experts; the transport does.",
     ),
     "model": (
         "A whole model",
         "`ep-moe bench model`: random weights, greedy, all ranks together, beside transformers' own expert parallelism "
-        "with the same weights and sequences: it shows every sequence to every rank, ep_moe gives each rank its share. "
-        "The MoE blocks of both are checked against float32 experts first. With transformers until 5.18 its dense part "
-        "is `replicated`: every rank computes attention and head for the sequences of all ranks, that many times the "
-        "dense work of an ep_moe rank, and the ratio contains that. From 5.19 on it is `tensor_parallel`: the ranks "
-        "share this work and exchange its partial sums.",
+        "with the same weights and sequences. transformers shows every sequence to every rank; ep_moe gives each rank "
+        "its share. The MoE blocks of both are checked against float32 experts first. The dense part of transformers "
+        "until 5.18 is `replicated`: every rank computes attention and head for the sequences of all ranks, that many "
+        "times the dense work of an ep_moe rank, and the ratio contains that. From 5.19 on it is `tensor_parallel`: "
+        "the ranks share this work and exchange its partial sums.",
     ),
     "experts": (
         "One rank's experts",
-        "`ep-moe bench experts`: both GEMMs and all between them on rows that are there already, beside torch's "
-        "grouped GEMM in bfloat16 with the activation in plain torch, on the same rows and the same weights, "
-        "dequantized. Both results are checked against float32 experts first. An expert's rows are 0.7 to 1.3 times "
-        "the average, TFLOP/s count no padding. "
-        "Microseconds of the replay of a CUDA graph (on a CPU of plain calls), median, from a cold L2; GB/s are bytes "
-        "of stored weights over that time.",
+        "`ep-moe bench experts`: both GEMMs and everything between them, on rows that are already on the rank. The "
+        "baseline is torch's grouped GEMM in bfloat16 with the activation in plain torch, on the same rows and the "
+        "same weights, dequantized. Both results are checked against float32 experts first. Each expert has 0.7 to 1.3 "
+        "times the average number of rows; TFLOP/s count no padding. Times are microseconds of the replay of a CUDA "
+        "graph (on a CPU, of plain calls), median, from a cold L2; GB/s are the bytes of the stored weights over that "
+        "time.",
     ),
 }
 MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl and {folder}/notes/*.md; do not edit. -->"
