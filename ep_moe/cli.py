@@ -503,7 +503,7 @@ def bench_experts_command(
 
 @bench_app.command("report")
 def bench_report_command(
-    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files and notes.md.")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Holds the .jsonl files and notes/.")] = Path(
         "docs/benchmarks"
     ),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the page differs.")] = False,

@@ -980,6 +980,15 @@ def write_rows(folder: Path) -> list[Record]:
     return records
 
 
+def write_note(folder: Path, name: str, text: str) -> None:
+    (folder / "notes").mkdir(parents=True, exist_ok=True)
+    (folder / "notes" / name).write_text(text)
+
+
+def note(title: str) -> str:
+    return f"# {title}\n\n## Question\nHow?\n\n## Method\nSo.\n\n### Twice\n\n## Result\nWhat no row says.\n"
+
+
 def test_the_newest_row_that_counts(tmp_path: Path) -> None:
     records = write_rows(tmp_path)
     assert newest(records) == [records[2], records[1], *records[5:]]
@@ -989,7 +998,8 @@ def test_the_newest_row_that_counts(tmp_path: Path) -> None:
 def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     folder, page = tmp_path / "docs" / name, tmp_path / "docs" / "BENCHMARKS.md"
     write_rows(folder)
-    (folder / "notes.md").write_text("## By hand\n\nWhat no row says.\n")
+    for file, title in (("2026-11-20-b.md", "Of then"), ("2026-11-21-b.md", "Of B"), ("2026-11-21-a-2.md", "Of A")):
+        write_note(folder, file, note(title))
     done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
     assert done.exit_code == 0, done.stderr
     text = page.read_text()
@@ -1002,8 +1012,13 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
         "### tiny, 4 x Abacus 9",
         "## Wires",
         "### 4 x Abacus 9",
-        "## By hand",
+        "## Notes",
     ]
+    assert "What no row says." not in text
+    notes = [("2026-11-21", "Of A", "2026-11-21-a-2.md"), ("2026-11-21", "Of B", "2026-11-21-b.md")]
+    notes.append(("2026-11-20", "Of then", "2026-11-20-b.md"))
+    links = [(date, title, f"{name}/notes/{file}") for date, title, file in notes]
+    assert re.findall(r"^- (\S+): \[(.*)\]\((.*)\)$", text, re.MULTILINE) == links
     assert "| 77.7 |" in text
     layer = text.partition("## A whole model")[0]
     assert "All rows: dtype bfloat16, scheme none, transport collective, implementation torch.\n" in layer
@@ -1019,8 +1034,8 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     assert "shapes.wire_bytes 16, setup.dtype bfloat16" in text
     assert "| 345.6 |" in text
     assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
-    assert re.findall(r"\]\((.*?)\)", text) == [f"{name}/{plot}.png" for plot in ("layer", "model", "experts")]
-    assert f"stands in {name}/notes.md" in text
+    assert re.findall(r"!\[.*\]\((.*?)\)", text) == [f"{name}/{plot}.png" for plot in ("layer", "model", "experts")]
+    assert f"from {name}/*.jsonl and {name}/notes/*.md;" in text
     assert "dtype bfloat16, scheme fp8_block, implementation triton, layout compact." in text
     assert "| 1 | 2026-11-22 | 4 | 98.5 | 611.2 | 4,012 | 98.5 |" in text
 
@@ -1029,6 +1044,10 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     (folder / "model.png").rename(folder / "kept")
     assert CliRunner().invoke(app, check).exit_code == 1
     (folder / "kept").rename(folder / "model.png")
+    assert CliRunner().invoke(app, check).exit_code == 0
+    (folder / "notes" / "2026-11-21-b.md").rename(folder / "kept")
+    assert CliRunner().invoke(app, check).exit_code == 1
+    (folder / "kept").rename(folder / "notes" / "2026-11-21-b.md")
     assert CliRunner().invoke(app, check).exit_code == 0
     append_records(folder / "layer.jsonl", [make_record(date="2026-12-25T10:00:00+00:00")])
     done = CliRunner().invoke(app, check)
@@ -1040,6 +1059,27 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, check)
     assert done.exit_code == 2
     assert "layer.jsonl:7: missing key bench" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("host-time.md", note("A"), "the name of a note is <date>-<topic>.md"),
+        ("2026-11-21.md", note("A"), "the name of a note is <date>-<topic>.md"),
+        ("2026-11-21-Host time.md", note("A"), "the name of a note is <date>-<topic>.md"),
+        ("2026-11-21-a.md", note("A").replace("# A\n", ""), "a note is a title (# ...) and the sections"),
+        ("2026-11-21-a.md", note("A").replace("## Method", "Method"), "a note is a title (# ...) and the sections"),
+        ("2026-11-21-a.md", note("A") + "\n## Result\nMore.\n", "a note is a title (# ...) and the sections"),
+        ("2026-11-21-a.md", "", "a note is a title (# ...) and the sections Question, Method, Result (## ...)"),
+    ],
+)
+def test_a_note_that_is_not_one_is_named(name: str, text: str, error: str, tmp_path: Path) -> None:
+    append_records(tmp_path / "rows" / "layer.jsonl", [make_record()])
+    write_note(tmp_path / "rows", name, text)
+    done = CliRunner().invoke(app, ["bench", "report", "--no-plots", "--dir", str(tmp_path / "rows")])
+    assert done.exit_code == 2
+    assert f"{name}: {error}" in done.stderr
+    assert not (tmp_path / "BENCHMARKS.md").exists()
 
 
 def test_the_page_shows_the_exchange(tmp_path: Path) -> None:

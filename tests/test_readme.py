@@ -1,9 +1,10 @@
-"""The README's Python runs as it stands, and its words about the command line are true."""
+"""The README's Python runs as it stands, its words about the command line are true, and links in docs lead to files."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -60,6 +61,22 @@ def test_every_example_has_its_check() -> None:
 def test_the_option_table_has_every_default() -> None:
     rows = re.findall(r"^\| `--([\w-]+)` \| `?(\w+)`?", README, re.MULTILINE)
     assert dict(rows) == DEFAULTS
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).is_file()] == []
+
+
+def test_the_picture_is_drawn_from_itself_alone() -> None:
+    picture = (ROOT / "docs" / "token.svg").read_text()
+    assert "](docs/token.svg)" in README
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert re.findall(r"https?://[^\"]+|@import|href|url\([^#)]*\)", picture) == ["http://www.w3.org/2000/svg"]
 
 
 @pytest.mark.parametrize("command", ["run", "generate", "eval"])

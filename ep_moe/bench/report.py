@@ -1,9 +1,12 @@
 """`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
 
-The page is the notes written by hand, and tables for each benchmark: of each configuration the newest row that counts.
+The page has tables and plots for each benchmark, with the newest row that counts of each configuration, and a list of
+links to the notes, which are written by hand.
 """
 
+import dataclasses
 import datetime
+import re
 import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,51 +16,52 @@ from ep_moe.bench.plots import PLOTS, draw
 from ep_moe.bench.records import Record, read_records
 from ep_moe.bench.show import markdown_table, show_figure
 
-NOTES = "notes.md"
+NOTES = "notes"  # their folder, beside the rows
+NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
 TITLES = {
     "layer": (
         "One MoE layer",
-        "`ep-moe bench layer`: route, dispatch, experts, combine, beside an all-gather of the tokens in the same "
-        "format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked "
-        "against float32 experts first. Microseconds of the slowest rank, median, from a cold L2; a phase contains "
-        "what it waits for, and phases are timed in calls of their own, on the rank whose whole call is slowest.",
+        "`ep-moe bench layer`: route, dispatch, experts, combine. The baseline is an all-gather of the tokens in the "
+        "same format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked "
+        "against float32 experts first. Times are microseconds of the slowest rank, median, from a cold L2. A phase "
+        "includes its waits; phases are timed in separate calls, on the rank whose whole call is slowest.",
     ),
     "transport": (
         "The exchange",
-        "`ep-moe bench transport`: dispatch and combine alone, without experts between them. Before it is timed, "
-        "every expert's rows and the combined output are compared bit for bit with those of `collective`, and the "
-        "output with what it must be. Microseconds of the slowest rank, median, the L2 left warm, as it was for the "
-        "figures of other libraries that these stand beside. With a CUDA graph: the sum is the replay of a graph of "
-        "40 pairs (4 above 512 tokens) over their number, dispatch and combine are what their kernels take in it "
-        "(between events of eager calls where kernels cannot be told apart). Without: the sum is the clock's time of "
-        "a pair, dispatch and combine lie between events, and the host's times are how long a call keeps the host. "
-        "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; "
-        "the floor's share is what these bytes take at 370 GB/s, over the sum. Beside it NCCL alone, timed alike: an "
-        "all-gather of payload rows and a reduce-scatter of outputs, which move every token to every rank, and two "
-        "all-to-alls that know beforehand how many rows travel. Neither quantizes, packs for the experts, nor weighs "
-        "and sums for a token, which the transport does.",
+        "`ep-moe bench transport`: dispatch and combine alone, without experts between them. Before timing, every "
+        "expert's rows and the combined output are compared bit for bit with those of `collective`, and the output "
+        "with its expected value. Times are microseconds of the slowest rank, median, with a warm L2, as in the "
+        "published figures of other libraries. With a CUDA graph, the sum is the replay time of a graph of 40 pairs (4 "
+        "above 512 tokens) divided by their number; dispatch and combine are the times of their kernels in it (between "
+        "events of eager calls if kernels cannot be told apart). Without a graph, the sum is the wall-clock time of a "
+        "pair, dispatch and combine are times between events, and the host's times are how long a call keeps the host. "
+        "Wire GB/s are the bytes that leave a rank, a token once for each other rank that needs it, over the sum; the "
+        "floor's share is the time that these bytes take at 370 GB/s, over the sum. The baselines are NCCL alone, "
+        "timed alike: an all-gather of payload rows and a reduce-scatter of outputs, which move every token to every "
+        "rank, and two all-to-alls that know beforehand how many rows travel. The baselines do not quantize, pack rows "
+        "for the experts, apply weights or sum a token's experts; the transport does.",
     ),
     "model": (
         "A whole model",
         "`ep-moe bench model`: random weights, greedy, all ranks together, beside transformers' own expert parallelism "
-        "with the same weights and sequences: it shows every sequence to every rank, ep_moe gives each rank its share. "
-        "The MoE blocks of both are checked against float32 experts first. With transformers until 5.18 its dense part "
-        "is `replicated`: every rank computes attention and head for the sequences of all ranks, that many times the "
-        "dense work of an ep_moe rank, and the ratio contains that. From 5.19 on it is `tensor_parallel`: the ranks "
-        "share this work and exchange its partial sums.",
+        "with the same weights and sequences. transformers shows every sequence to every rank; ep_moe gives each rank "
+        "its share. The MoE blocks of both are checked against float32 experts first. The dense part of transformers "
+        "until 5.18 is `replicated`: every rank computes attention and head for the sequences of all ranks, that many "
+        "times the dense work of an ep_moe rank, and the ratio contains that. From 5.19 on it is `tensor_parallel`: "
+        "the ranks share this work and exchange its partial sums.",
     ),
     "experts": (
         "One rank's experts",
-        "`ep-moe bench experts`: both GEMMs and all between them on rows that are there already, beside torch's "
-        "grouped GEMM in bfloat16 with the activation in plain torch, on the same rows and the same weights, "
-        "dequantized. Both results are checked against float32 experts first. An expert's rows are 0.7 to 1.3 times "
-        "the average, TFLOP/s count no padding. "
-        "Microseconds of the replay of a CUDA graph (on a CPU of plain calls), median, from a cold L2; GB/s are bytes "
-        "of stored weights over that time.",
+        "`ep-moe bench experts`: both GEMMs and everything between them, on rows that are already on the rank. The "
+        "baseline is torch's grouped GEMM in bfloat16 with the activation in plain torch, on the same rows and the "
+        "same weights, dequantized. Both results are checked against float32 experts first. Each expert has 0.7 to 1.3 "
+        "times the average number of rows; TFLOP/s count no padding. Times are microseconds of the replay of a CUDA "
+        "graph (on a CPU, of plain calls), median, from a cold L2; GB/s are the bytes of the stored weights over that "
+        "time.",
     ),
 }
-MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in {folder}/notes.md. -->"
+MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl and {folder}/notes/*.md; do not edit. -->"
 WORDS = ("shapes", "setup")  # parts of a row that say what was measured
 
 # Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
@@ -186,7 +190,36 @@ def _when(record: Record) -> datetime.datetime:
     return datetime.datetime.fromisoformat(record.date)
 
 
-def render(records: Sequence[Record], notes: str, *, folder: str, plots: Collection[str]) -> str:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """A note written by hand: one measurement, its question, method and result."""
+
+    date: str  # ISO
+    topic: str  # its title
+    file: str  # its name
+
+
+def read_notes(folder: Path) -> list[Note]:
+    """The notes of a directory, the newest first, those of one day by name; none if there is no such directory.
+
+    A note is named <date>-<topic>.md and has a title and the sections Question, Method and Result.
+
+    Errors: ValueError names a note that is named otherwise or lacks one of them. Local.
+    """
+    notes = []
+    for path in sorted(folder.glob("*.md")):
+        date, topic = path.name[:10], path.name[10:]
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", date) or not re.fullmatch(r"-[a-z0-9-]+\.md", topic):
+            raise ValueError(f"{path}: the name of a note is <date>-<topic>.md, as in 2026-11-21-host-time.md")
+        title, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+        if not title.startswith("# ") or headings != NOTE_HEADINGS:
+            raise ValueError(f"{path}: a note is a title (# ...) and the sections {', '.join(NOTE_HEADINGS)} (## ...)")
+        notes.append(Note(date=date, topic=title.removeprefix("# ").strip(), file=path.name))
+    return sorted(notes, key=lambda note: note.date, reverse=True)
+
+
+def render(records: Sequence[Record], notes: Sequence[Note], *, folder: str, plots: Collection[str]) -> str:
     """The whole page.
 
     Args:
@@ -201,8 +234,9 @@ def render(records: Sequence[Record], notes: str, *, folder: str, plots: Collect
         if bench in plots:
             parts.append(f"![{title}]({folder}/{bench}.png)\n")
         parts += _tables([record for record in rows if record.bench == bench])
-    if notes.strip():
-        parts.append(notes.strip() + "\n")
+    if notes:
+        links = [f"- {note.date}: [{note.topic}]({folder}/{NOTES}/{note.file})\n" for note in notes]
+        parts.append("## Notes\n\n" + "".join(links))
     return "\n".join(parts)
 
 
@@ -263,23 +297,23 @@ def _source(record: Record) -> str:
 
 
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
-    """Write the page beside `directory`, whose rows and notes it is made of, and the plots into it.
+    """Write the page beside `directory`, from the rows and the list of notes there, and the plots into `directory`.
 
     The page shows the plots that are there, so that a check finds one missing that the page shows.
 
     Args:
-        directory: holds *.jsonl and notes.md; the page is BENCHMARKS.md of the folder that it is in.
+        directory: holds *.jsonl and notes/*.md; the page is BENCHMARKS.md of the folder that it is in.
         check: write nothing, only compare the page. plots: draw them first.
     Returns: `ok`, False where the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
-    Errors: ValueError for a directory or a row that is not right, RuntimeError where matplotlib is missing. Local.
+    Errors: ValueError for a wrong directory, row or note; RuntimeError if matplotlib is missing. Local.
     """
     folder = Path(directory).resolve()
     records = read_records(directory)
-    notes, page = folder / NOTES, folder.parent / "BENCHMARKS.md"
+    page, notes = folder.parent / "BENCHMARKS.md", read_notes(folder / NOTES)
     drawn = draw(newest(records), folder) if plots and not check else []
     text = render(
         records,
-        notes.read_text(encoding="utf-8") if notes.is_file() else "",
+        notes,
         folder=folder.name,
         plots={bench for bench in PLOTS if (folder / f"{bench}.png").is_file()},
     )
