@@ -373,12 +373,12 @@ def bench_transport_command(
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = _TRANSPORT.hidden,
     num_topk: Annotated[int, typer.Option(help="Experts per token.")] = _TRANSPORT.num_topk,
     num_experts: Annotated[int, typer.Option(help="Experts of all ranks.")] = _TRANSPORT.num_experts,
-    layout: Annotated[list[Layout], typer.Option(help="Layout of the expert batch (repeatable).")] = list(
+    layout: Annotated[list[Layout], typer.Option(help="Layout of the expert batch (repeatable).")] = list(  # noqa: B006
         _TRANSPORT.layouts
-    ),  # noqa: B006
-    payload: Annotated[list[str], typer.Option(help=f"Payload format (repeatable): {', '.join(SCHEMES)}.")] = list(
+    ),
+    payload: Annotated[list[str], typer.Option(help=f"Payload format (repeatable): {', '.join(SCHEMES)}.")] = list(  # noqa: B006
         _TRANSPORT.payloads
-    ),  # noqa: B006
+    ),
     routing: Annotated[
         str, typer.Option(help=f"Expert popularity: {', '.join(TRANSPORT_ROUTINGS)}.")
     ] = _TRANSPORT.routing,
