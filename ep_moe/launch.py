@@ -247,8 +247,8 @@ class _Ranks:
         while self._pending() and (deadline is None or time.monotonic() < deadline):
             if self._pending() <= self._still_there():
                 break
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for pipe in wait_any([self._pipes[rank] for rank in self._pending()], patience):
+            wait_secs = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for pipe in wait_any([self._pipes[rank] for rank in self._pending()], wait_secs):
                 self._receive(self._pipes.index(pipe))  # type: ignore[arg-type]
             if self._failures and deadline is None:
                 deadline = time.monotonic() + self._grace_secs

@@ -240,14 +240,14 @@ def fail_on_one_rank(group: EPGroup) -> tuple[bool, bool]:
         layer.shared_experts = lambda x: (_ for _ in ()).throw(MemoryError("no memory for shared experts"))
         with pytest.raises(MemoryError):
             layer(x, logits)
-        spoilt = True
+        is_nan = True
     else:
         ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
         first, last = layer.placement.starts[1:3]
         needs_rank_1 = ((ids >= first) & (ids < last)).any(1)
-        spoilt = torch.equal(layer(x, logits).isnan().all(1), needs_rank_1)
+        is_nan = torch.equal(layer(x, logits).isnan().all(1), needs_rank_1)
     layer.shared_experts = shared
-    return spoilt, torch.equal(layer(x, logits), sound)
+    return is_nan, torch.equal(layer(x, logits), sound)
 
 
 def test_failing_experts_give_the_others_nan_and_the_next_call_works() -> None:
@@ -273,16 +273,16 @@ def fail_before_tokens_are_sent(group: EPGroup, where: str, shared: bool) -> tup
         failing = mock.patch(where, side_effect=effects, wraps=pkgutil.resolve_name(where))
         with failing, pytest.raises(torch.OutOfMemoryError, match="no memory"):
             layer(x, logits)
-        spoilt = True
+        is_nan = True
     else:
         ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
         first, last = layer.placement.starts[1:3]
         needs_rank_1 = ((ids >= first) & (ids < last)).any(1)
         found = layer(x, logits)
-        spoilt = torch.equal(found.isnan().all(1), needs_rank_1)
+        is_nan = torch.equal(found.isnan().all(1), needs_rank_1)
         rest = ~needs_rank_1  # of other bits, for rank 1's tokens are not in the batch
         assert worst_row_error(found[rest], sound[rest]) < ROW_ERROR_LIMITS["float32"]
-    return spoilt, torch.equal(layer(x, logits), sound)
+    return is_nan, torch.equal(layer(x, logits), sound)
 
 
 @pytest.mark.parametrize("name", FAILING)

@@ -24,13 +24,13 @@ TWO_SLOTS = (
 )
 ONE_SLOT, OPEN_SLOT = Case(calls=ROUNDS), Case(calls=TWO_SLOTS, num_slots=2)
 RAISES = Case(calls=(*a_round(0), *a_round(0)), agrees=False)  # a loss ends the transport
-ONE_IS_PATIENT = replace(RAISES, impatient=(0,))
-TWO_WARPS = Case(calls=ROUNDS, num_ranks=2, num_warps=2, impatient=(0,))
+ONE_NEVER_TIMES_OUT = replace(RAISES, may_time_out=(0,))
+TWO_WARPS = Case(calls=ROUNDS, num_ranks=2, num_warps=2, may_time_out=(0,))
 DESIGNED = {
     "one-slot": ONE_SLOT,
     "a-slot-open": OPEN_SLOT,
     "raises": RAISES,
-    "raises-and-one-is-patient": ONE_IS_PATIENT,
+    "raises-and-one-is-patient": ONE_NEVER_TIMES_OUT,
     "two-warps": TWO_WARPS,
     "two-warps-of-two-ranks": replace(RAISES, num_warps=2),
 }
@@ -45,7 +45,7 @@ def test_every_wait_ends_and_rounds_go_on(name: str) -> None:
 
 BROKEN = {
     "waits-without-a-bound": ("D never comes", ONE_SLOT),
-    "tells-nobody": ("D never comes", ONE_IS_PATIENT),
+    "tells-nobody": ("D never comes", ONE_NEVER_TIMES_OUT),
     "warps-decide-alone": ("warps never meet", TWO_WARPS),
     "masks-nobody": ("agreements without end", ONE_SLOT),
     "the-abort-stays": ("agreements without end", ONE_SLOT),

@@ -192,12 +192,12 @@ def test_what_is_not_finite_makes_nan_of_its_scale_alone(name: str, bad: float) 
     x = torch.randn(4, 272, generator=torch.Generator().manual_seed(0))
     clean = dequantize(quantize(x, get_scheme(name)))
     x[2, 130] = bad
-    spoilt = dequantize(quantize(x, get_scheme(name)))
+    with_nan = dequantize(quantize(x, get_scheme(name)))
     row, column = torch.meshgrid(torch.arange(4), torch.arange(272), indexing="ij")
     tile_rows, tile_columns = _tile_of_activations(name, 4, 272)
     shared = (row // tile_rows == 2 // tile_rows) & (column // tile_columns == 130 // tile_columns)
-    assert bool(spoilt[shared].isnan().all())
-    assert torch.equal(spoilt[~shared], clean[~shared])
+    assert bool(with_nan[shared].isnan().all())
+    assert torch.equal(with_nan[~shared], clean[~shared])
 
 
 def test_static_scale() -> None:

@@ -30,6 +30,9 @@ ALONE = {
     "tomli": {"config"},
 }
 
+# beginnings of words in names that meant nothing to a reader; `test_retired_names_stay_retired` says what took their place
+RETIRED = ("news", "patience", "impatient", "spoilt", "guilty", "quantis", "homes")
+
 
 def floor_of(room: str) -> int:
     """The floor that a room is on, from 0."""
@@ -123,6 +126,18 @@ def test_only_its_room_uses(name: str) -> None:
         or (isinstance(node, ast.alias) and node.name == name)
     }
     assert users <= ALONE[name]
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE.parent / "tests"], ids=["package", "tests"])
+def test_retired_names_stay_retired(folder: Path) -> None:
+    """Each had a term of the field's own in its place: header, timeout, poisoned, suspect, quantize, dest_rank_mask."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
+            words = {part for name in names if isinstance(name, str) for part in name.lower().split("_")}
+            found += [f"{path.name}: {name}" for name in words if any(name.startswith(retired) for retired in RETIRED)]
+    assert sorted(set(found)) == []
 
 
 def test_every_folder_is_packaged() -> None:

@@ -40,11 +40,11 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
 
     The keys in the store carry the restart count, so that a failure before a restart is not read again. Collective.
     """
-    patience = max(config.timeout_secs, JOIN_SECS)
+    join_secs = max(config.timeout_secs, JOIN_SECS)
     if env.rank == 0 and not env.store_is_hosted:
-        store = serve_store(env.master_addr, env.master_port, patience)
+        store = serve_store(env.master_addr, env.master_port, join_secs)
     else:
-        timeout = datetime.timedelta(seconds=patience)
+        timeout = datetime.timedelta(seconds=join_secs)
         store = dist.TCPStore(env.master_addr, env.master_port, wait_for_workers=False, timeout=timeout)
     key = f"ep_moe/world/{env.restart_count}"
     watch = Watch(
@@ -56,7 +56,7 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
         store_rank=None if env.store_is_hosted else 0,
     )
     try:
-        watch.meet(patience)
+        watch.meet(join_secs)
         try:
             _init_world(dist.PrefixStore(f"{key}/group", store), env, config, device)
         except RuntimeError as error:

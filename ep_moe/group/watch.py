@@ -119,16 +119,16 @@ class Watch:
         self._wake.set()
         return all(beat.has_reached(phase, count) for beat in self.beats())
 
-    def meet(self, patience_secs: float) -> None:
+    def meet(self, timeout_secs: float) -> None:
         """Wait for the first beat of every rank."""
-        deadline = time.monotonic() + patience_secs
+        deadline = time.monotonic() + timeout_secs
         self._place = ("connect", None)
         while self.failure is None:
             missing = tuple(rank for rank, peer in enumerate(self._peers) if peer.beat is None)
             if not missing:
                 return
             if time.monotonic() > deadline:
-                self.publish(missing, "connect", None, f"did not arrive: not within {patience_secs:g} s")
+                self.publish(missing, "connect", None, f"did not arrive: not within {timeout_secs:g} s")
             time.sleep(0.01)
             self._wake.set()
         raise self.failure.copy()

@@ -109,7 +109,7 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple
     mine = group.rank == culprit
     refused = f"on rank {culprit}" if mine else f"rank {culprit} refused its input"
     too_many = "num_tokens (9)" if mine else f"rank {culprit}"
-    spoilt = Routing(topk_ids=_with_bad_ids(ids), topk_weights=weights)
+    bad_routing = Routing(topk_ids=_with_bad_ids(ids), topk_weights=weights)
     nine = torch.tensor([9], dtype=torch.int32, device=group.device)
     bad = [
         (
@@ -118,7 +118,7 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple
         ),
         (
             f"topk_ids has 2 ids outside [-1, num_experts (8)) on rank {culprit}, such as 8",
-            _Brought(x=x, routing=spoilt),
+            _Brought(x=x, routing=bad_routing),
         ),
         (refused, _Brought(x=x.double(), routing=inputs.routing)),
         (too_many, _Brought(x=x, routing=inputs.routing, num_tokens=nine)),
@@ -153,9 +153,9 @@ def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[
 
 
 def _with_bad_ids(ids: torch.Tensor) -> torch.Tensor:
-    spoilt = ids.clone()
-    spoilt[0, 0], spoilt[1, 1] = 8, -2
-    return spoilt
+    bad_ids = ids.clone()
+    bad_ids[0, 0], bad_ids[1, 1] = 8, -2
+    return bad_ids
 
 
 def check_layers(make: TransportFactory, group: EPGroup) -> None:

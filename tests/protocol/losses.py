@@ -168,7 +168,7 @@ class Model:
 
     def may_give_up(self, state: State, a: int) -> bool:
         """Whether a wait lasts so long: only for a rank that is lost."""
-        bounded = a in self.case.impatient and self.case.broken != "waits-without-a-bound"
+        bounded = a in self.case.may_time_out and self.case.broken != "waits-without-a-bound"
         return bounded and state.dead and self.case.victim in state.ranks[a].active
 
     def give_up(self, state: State, a: int) -> State:

@@ -60,14 +60,14 @@ class Case:
 
     Attributes:
         calls: of every rank but the last, which runs the first round of every slot at most.
-        impatient: the ranks whose timeout_ns may end. agrees: hosts go on without a lost rank, and call the others.
+        may_time_out: the ranks whose timeout_ns may end. agrees: hosts go on without a lost rank, and call the others.
     """
 
     calls: tuple[Call, ...]
     num_ranks: int = 3
     num_slots: int = 1
     num_warps: int = 1
-    impatient: tuple[int, ...] = (0, 1)
+    may_time_out: tuple[int, ...] = (0, 1)
     agrees: bool = True
     broken: str = ""
 
