@@ -30,7 +30,7 @@ ALONE = {
     "tomli": {"config"},
 }
 
-# beginnings of words in names that meant nothing to a reader; `test_retired_names_stay_retired` says what took their place
+# words in names that meant nothing to a reader: `test_retired_names_stay_retired` says what took their place
 RETIRED = ("news", "patience", "impatient", "spoilt", "guilty", "quantis", "homes")
 
 
