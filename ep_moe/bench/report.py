@@ -1,6 +1,6 @@
 """`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
 
-The page is the notes written by hand, and tables for each benchmark: of each configuration the newest row that counts.
+The page has tables for each benchmark, with the newest row of each configuration but no sweeps, and handwritten notes.
 """
 
 import datetime
@@ -58,7 +58,7 @@ TITLES = {
     ),
 }
 MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in {folder}/notes.md. -->"
-WORDS = ("shapes", "setup")  # parts of a row that say what was measured
+WORDS = ("shapes", "setup")  # parts of a row that describe the measurement
 
 # Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
 _SIZES = (
@@ -173,7 +173,7 @@ COLUMNS = {
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Of each configuration the row that counts and is newest, in the order of configurations' first rows. Local."""
+    """The newest row of each configuration, without sweeps, in the order of the configurations' first rows. Local."""
     chosen: dict[str, Record] = {}
     for record in records:
         before = chosen.get(record.configuration)
@@ -212,7 +212,7 @@ def _order(bench: str) -> tuple[int, str]:
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
-    """A table for each preset and machine, what its rows have in common before it, and where they come from after."""
+    """A table for each preset and machine, after a line of the values that all its rows share, before their sources."""
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:
         key = (str(record.shapes.get("preset", "")), record.gpu, record.world_size)
@@ -228,7 +228,7 @@ def _tables(records: Sequence[Record]) -> list[str]:
 
 
 def _table(records: Sequence[Record], runs: Sequence[str]) -> list[str]:
-    """The rows of one kind: a line of the words that all have, and a table of the rest without empty columns."""
+    """Rows as a line of the values that they share, and a table of the others without empty columns."""
     columns = COLUMNS.get(records[0].bench) or tuple((path, path) for record in records for path in _paths(record))
     common, shown = [], [("run", list(runs)), ("date", [record.date[:10] for record in records])]
     for title, path in dict(columns).items():
@@ -257,21 +257,21 @@ def _cell(record: Record, path: str) -> str:
 
 
 def _source(record: Record) -> str:
-    """When, of what and by what a row was made, the same for the rows of one command."""
+    """Date, commit, versions and command of a row, the same for the rows of one command."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
     return f"{record.date[:10]}, commit {record.commit[:12]}, {versions}: `{record.command}`"
 
 
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
-    """Write the page beside `directory`, whose rows and notes it is made of, and the plots into it.
+    """Write the page from the rows and notes of `directory`, and the plots into `directory`.
 
-    The page shows the plots that are there, so that a check finds one missing that the page shows.
+    The page links the plots that exist, so that a check fails if a plot of the page is missing.
 
     Args:
-        directory: holds *.jsonl and notes.md; the page is BENCHMARKS.md of the folder that it is in.
+        directory: holds *.jsonl and notes.md; the page is BENCHMARKS.md in its parent folder.
         check: write nothing, only compare the page. plots: draw them first.
-    Returns: `ok`, False where the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
-    Errors: ValueError for a directory or a row that is not right, RuntimeError where matplotlib is missing. Local.
+    Returns: `ok`, False if the page differs under `check`; `page`; `written`, the paths; `rows`, the number shown.
+    Errors: ValueError for an invalid directory or row, RuntimeError if matplotlib is missing. Local.
     """
     folder = Path(directory).resolve()
     records = read_records(directory)
