@@ -2,7 +2,7 @@
 
 Results go to standard output, progress and errors to standard error.
 
-Exit codes: 0 all is well; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
 """
 
 import contextlib
@@ -54,10 +54,10 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 
-_ENGINE, _EVAL, _GENERATE = EngineConfig(), EvalConfig(), GenerateConfig(prompts=("-",))  # they hold the defaults
+_ENGINE, _EVAL, _GENERATE = EngineConfig(), EvalConfig(), GenerateConfig(prompts=("-",))  # for their defaults
 _BENCH_ENGINE = EngineConfig(
     dtype="bfloat16", scheme="none", timeout_secs=120.0
-)  # loading and compiling may keep a rank
+)  # loading and compiling may delay a rank
 _ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
 _LAYER, _MODEL, _EXPERTS = LayerBenchConfig(), ModelBenchConfig(), ExpertsBenchConfig()
 _TRANSPORT = TransportBenchConfig()
@@ -87,7 +87,7 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "max_tokens_per_rank": Annotated[int, typer.Option(help="Most tokens of one rank in a forward pass.")],
     "timeout_secs": Annotated[float, typer.Option(help="How long a rank waits for another before naming it lost.")],
 }
-# what is not read from a checkpoint has no scheme of its own
+# "auto" takes a checkpoint's scheme, and these commands read none
 _NO_CHECKPOINT = {"scheme": Annotated[str, typer.Option("--quant", help=f"{_QUANT}: {', '.join(SCHEMES)}.")]}
 
 
@@ -100,9 +100,8 @@ def _job(
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function (engine, ...) -> report: add the engine's options and --json, print the report.
 
-    `instead` has options that stand in for the engine's of the same name, `for_json` makes of the report what --json
-    prints.
-    What goes wrong becomes one line on standard error and an exit code.
+    `instead` replaces options of the engine by name, `for_json` converts the report for --json.
+    An error becomes one line on standard error and an exit code.
     """
     shared = {name: option for name, option in (_ENGINE_OPTIONS | dict(instead)).items() if name not in leave_out}
 
@@ -165,7 +164,7 @@ def _engine(options: dict[str, Any], defaults: EngineConfig) -> EngineConfig:
 
 
 def _for_json(value: Any) -> Any:
-    """The value with None for numbers that JSON does not have: NaN and the infinities."""
+    """The value with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _for_json(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -238,13 +237,13 @@ _COMMIT = Annotated[
     str, typer.Option(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append.")
 ]
 _SWEEP = Annotated[bool, typer.Option("--sweep", help="Mark the rows as exploratory: the report leaves them out.")]
-_NOT_REPEATED = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # options of a row and their values
+_NOT_REPEATED = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # option -> number of its values
 
 
 def _measure(run: Callable[[], dict[str, Any]], append: Path | None, commit: str, sweep: bool) -> dict[str, Any]:
-    """Run a benchmark and write its rows down if that is asked for and all results are right; returns the report.
+    """Run a benchmark and, with --append, write its rows if all results are right; returns the report.
 
-    What would keep the rows from being written is told before the run.
+    Reasons why the rows could not be written are raised before the run.
     """
     if append is None:
         if commit or sweep:
@@ -273,7 +272,7 @@ def _measure(run: Callable[[], dict[str, Any]], append: Path | None, commit: str
 
 
 def _is_interpreted() -> bool:
-    """True where Triton's kernels run in its interpreter; Triton is there on Linux alone."""
+    """True if Triton's kernels run in its interpreter; only Linux has Triton."""
     try:
         import triton
     except ImportError:
@@ -282,20 +281,20 @@ def _is_interpreted() -> bool:
 
 
 def _device(engine: EngineConfig) -> str:
-    """Where the ranks of this machine compute."""
+    """The device type of this machine's ranks."""
     env = LaunchEnv.from_environ()
     return pick_device(engine, engine.nproc if env is None else env.local_world_size)
 
 
 def _check_graph(engine: EngineConfig) -> None:
-    """Say before ranks start that a CUDA graph needs a GPU of each."""
+    """Raise before ranks start if they have no GPUs, which a CUDA graph needs."""
     if _device(engine) == "cpu":
         kind = ValueError if engine.device == "cpu" else RuntimeError
         raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
 
 
 def _repeatable(arguments: list[str]) -> str:
-    """The command line without what says only where its outcome goes; torchrun's, on one of its machines, before it."""
+    """The command line without options that only direct its output; under torchrun preceded by torchrun's own."""
     kept, skip = ["ep-moe"], 0
     env = LaunchEnv.from_environ()
     if env is not None:
@@ -347,8 +346,8 @@ def bench_layer_command(
         sample_rows=sample_rows,
         graph=graph,
     )
-    get_scheme(engine.scheme)  # "auto" is a checkpoint's, and there is none
-    config.moe(engine)  # sizes that do not fit are told before ranks start
+    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
+    config.moe(engine)  # sizes that do not fit raise before ranks start
     if graph:
         _check_graph(engine)
     return _measure(lambda: on_ranks(layer_rank_main, engine, config), append, commit, sweep)
@@ -458,7 +457,7 @@ def bench_model_command(
         baseline_experts=baseline_experts,
         hook=hook,
     )
-    from ep_moe.bench.model import check_ranks, model_rank_main  # and transformers, which other commands do without
+    from ep_moe.bench.model import check_ranks, model_rank_main  # imports transformers, which other commands need not
 
     env = LaunchEnv.from_environ()
     check_ranks(config, engine.nproc if env is None else env.world_size)
@@ -497,7 +496,7 @@ def bench_experts_command(
         repeats=repeats,
         sample_experts=sample_experts,
     )
-    get_scheme(engine.scheme)  # "auto" is a checkpoint's, and there is none
+    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
     return _measure(lambda: on_ranks(experts_rank_main, engine, config), append, commit, sweep)
 
 

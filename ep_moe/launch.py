@@ -1,7 +1,7 @@
-"""Starts ranks on this machine, names the first failure, ends the rest.
+"""Starts ranks on this machine, reports the first failure and ends the other ranks.
 
-The launcher serves the store that the ranks meet at, so that no rank's death takes it away, and tells the survivors of
-a death through it. Ranks are forked by a server that has torch loaded, so that a second launch takes 0.1 s.
+The launcher serves the store that the ranks join through, so that it outlives any rank, and writes deaths to it for the
+survivors. Ranks are forked by a server that has torch loaded, so that a second launch takes 0.1 s.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, STILL_THERE, EPGroup, PeerLostError, serve_store
 
-# The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process and name
-# none. The last is a quarter of the time that the watchdog sleeps after an error, in which the process cannot end.
+# The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process without a
+# name. After an error the watchdog sleeps for four times the last setting, and the process cannot end meanwhile.
 NCCL_DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -43,17 +43,18 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
 EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
 
-Target = Callable[..., Any] | str  # what a rank runs, or its name "package.module:function", which ranks alone import
+# a worker entry point: a function, or its dotted name "package.module:function", which only the ranks import
+Target = Callable[..., Any] | str
 
 
 class RankFailedError(RuntimeError):
     """A rank failed, died or was lost; the message begins with the rank and its own error.
 
     Args:
-        rank: whose failure came first and has no cause in another rank's.
+        rank: the first to fail by itself, not because another rank did.
         error_type: the name of its exception's class; "Died" for a process that ended without one.
         error_message: of the exception, or how the process ended.
-        traceback_text: of the rank, empty where the process died. Also shown as the cause of this error.
+        traceback_text: of the rank, empty if the process died. Also shown as the cause of this error.
         failures: rank -> one line, for every rank that did not return a result.
     """
 
@@ -72,7 +73,7 @@ class RankFailedError(RuntimeError):
 
 
 class RankTraceback(Exception):  # noqa: N818
-    """Carries the traceback of a rank as text into the launcher's own, as the cause of a RankFailedError."""
+    """The traceback of a rank as text: the cause of a RankFailedError, so that the launcher's traceback shows it."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -80,12 +81,12 @@ class RankTraceback(Exception):  # noqa: N818
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Failure:
-    """How a rank ended that returned nothing."""
+    """How a rank ended that returned no result."""
 
     error_type: str
     message: str
     traceback_text: str = ""
-    lost: PeerLostError | None = None  # where the rank only reports another's loss
+    lost: PeerLostError | None = None  # if the rank only reports that another is lost
     when: float = dataclasses.field(default_factory=time.monotonic)  # one clock for all processes of a machine
 
     def line(self, rank: int) -> str:
@@ -103,14 +104,14 @@ def run_rank(
 ) -> Any:
     """Run one rank in this process: make the group that the environment describes and call `target(group, *args)`.
 
-    For ranks that something else has started, such as torchrun, srun or Ray; `launch` uses it for its own.
+    For ranks that torchrun, srun, Ray or the like has started; `launch` uses it for its own.
 
     Args:
-        target: a function, or its name "package.module:function".
+        target: a function, or its dotted name "package.module:function".
         config, device: as `EPGroup.from_env`.
     Returns: what `target` returns.
-    Errors: what `target` raises, after the other ranks have been told and a line "rank 1: ValueError: ..." has gone to
-    stderr; PeerLostError where a lost rank caused it. Collective.
+    Errors: what `target` raises, after telling the other ranks and writing a line "rank 1: ValueError: ..." to stderr;
+    PeerLostError if a lost rank caused it. Collective.
     """
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -144,20 +145,19 @@ def launch(
     """Start ranks on this machine, call `target(group, *args)` in each and return their results.
 
     Ranks write to stderr only; they ignore SIGINT, and end with the launcher whatever ends it. Each gets its share of
-    the cores as torch threads, unless OMP_NUM_THREADS is set. A script whose own functions are the target calls this
+    the cores as torch threads, unless OMP_NUM_THREADS is set. A script whose own function is the target calls this
     below `if __name__ == "__main__"`, as with multiprocessing.
 
     Args:
-        target: a function, or its name "package.module:function": then the ranks alone import it.
-        target, args: pickled; results come back pickled too, so that CUDA tensors are to be moved to the CPU first.
-        num_ranks: processes; one rank runs in a process too.
+        target: a function, or its dotted name "package.module:function", which only the ranks import.
+        target, args: pickled; so are results: move CUDA tensors to the CPU before returning them.
+        num_ranks: processes; a single rank also runs in a process of its own.
         config, device: as `EPGroup.connect`.
-        env: environment variables of the ranks, on top of this process's own; set before `target`'s module is
-            imported, unless that module is the script itself or preloaded.
-        preload: names of modules that the fork server imports, once, so that the ranks need not. They see this
-            process's environment without `env`, and must not touch CUDA, which does not survive a fork. Takes effect
-            in the first launch of a process only, which starts the server; a module that is not found is left to the
-            ranks to import.
+        env: environment variables of the ranks, added to this process's own; set before `target`'s module is imported,
+            unless that module is the script itself or preloaded.
+        preload: names of modules that the fork server imports once, so that the ranks need not. They see this
+            process's environment without `env`, and must not touch CUDA, which does not survive a fork. Only a
+            process's first launch, which starts the server, uses it; a module that is not found is left to the ranks.
         grace_secs: how long the other ranks may take to end after the first failure, before SIGTERM and SIGKILL.
     Returns: the results in rank order.
     Errors: RankFailedError; ValueError for num_ranks below 1; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in
@@ -180,14 +180,14 @@ def launch(
 
 
 def start_server(preload: Sequence[str] = ()) -> None:
-    """Start the server that forks ranks, which a first launch does otherwise; it imports while this process goes on.
+    """Start the server that forks ranks ahead of the first launch; it imports in the background.
 
     Args:
-        preload: as of `launch`; without effect where the server runs already.
+        preload: as of `launch`; without effect if the server runs already.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
-    resource_tracker.ensure_running()  # the server's start starts it too, and that lets SIGINT through again
-    with _held_back(signal.SIGINT):  # a Ctrl-C in the middle of its imports would have the server print a traceback
+    resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT
+    with _held_back(signal.SIGINT):  # on Ctrl-C during its imports the server would print a traceback
         forkserver.ensure_running()
 
 
@@ -224,7 +224,7 @@ class _Ranks:
             }
             rank_environ = environ | {name: str(value) for name, value in place.items()}
             receiver, sender = context.Pipe(duplex=False)
-            # the fork server keeps the stderr of its own start; a connection is what carries a descriptor to a child
+            # the fork server has the stderr of its own start; ours reaches the child as the descriptor of a connection
             stderr = Connection(os.dup(2), readable=False)
             process = context.Process(
                 target=_child, args=(sender, stderr, rank_environ, payload), name=f"ep_moe-rank{rank}"
@@ -273,7 +273,7 @@ class _Ranks:
         return set(range(len(self._pipes))) - set(self._results) - set(self._failures)
 
     def _still_there(self) -> set[int]:
-        """Ranks that the others have found stopped or stuck: they will not end by themselves."""
+        """Ranks that the others reported as stopped or stuck: they will not end by themselves."""
         reports = [failure.lost for failure in self._failures.values() if failure.lost is not None]
         return {rank for lost in reports if lost.reason.startswith(STILL_THERE) for rank in lost.ranks}
 
@@ -339,13 +339,13 @@ def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payloa
         target, args, config, device = pickle.loads(payload)
         outcome: Any = (run_rank(target, *args, config=config, device=device),)
         data = pickle.dumps(outcome)
-    except BaseException as error:  # noqa: BLE001 - SystemExit too is this rank's outcome
+    except BaseException as error:  # noqa: BLE001 - SystemExit is an outcome of this rank too
         data = pickle.dumps(_describe(error))
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(BrokenPipeError):  # the launcher has gone
         pipe.send_bytes(data)
-    os._exit(0)  # an orderly exit waits for the threads of a backend that may still wait for a lost rank
+    os._exit(0)  # an orderly exit would join backend threads that may still wait for a lost rank
 
 
 def _describe(error: BaseException) -> _Failure:
@@ -359,7 +359,7 @@ def _describe(error: BaseException) -> _Failure:
 
 @contextlib.contextmanager
 def _unseen_main(needed: bool) -> Iterator[None]:
-    """Keep multiprocessing from running this program's main module in every rank, unless what is sent needs it."""
+    """Keep multiprocessing from running this program's main module in every rank, unless the payload needs it."""
     main = sys.modules["__main__"]
     if not needed:
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -375,7 +375,7 @@ def _num_cores() -> int:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the main thread, so that the ranks are ended first; other threads get no signals."""
+    """SIGTERM raises SystemExit in the main thread, so that ranks are ended first; no effect in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -392,7 +392,7 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """Hold signals back from this thread, the main one where it matters, and from what it starts meanwhile."""
+    """Block signals in this thread (the main one, which gets them) and in the processes that it starts meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

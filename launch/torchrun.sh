@@ -7,11 +7,11 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 launch/torchrun.sh run           on the second
 #
 # Environment:
-#   NPROC        ranks on this node; default: its GPUs, or 2 where it has none
+#   NPROC        ranks on this node; default: one per GPU, or 2 without GPUs
 #   NNODES       nodes; default 1
-#   NODE_RANK    index of this node, 0 .. NNODES-1; needed where NNODES > 1
-#   MASTER_ADDR  host name or address of node 0; needed where NNODES > 1
-#   MASTER_PORT  free port on node 0; default 29500; one node picks a free port by itself
+#   NODE_RANK    index of this node, 0 .. NNODES-1; required if NNODES > 1
+#   MASTER_ADDR  host name or address of node 0; required if NNODES > 1
+#   MASTER_PORT  free port on node 0; default 29500; ignored with one node, which picks a free port
 #   PYTHON       the interpreter; default python3
 set -euo pipefail
 

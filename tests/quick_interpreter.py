@@ -1,36 +1,48 @@
-"""Triton's interpreter with less waste: an operation on a few numbers takes half of the time, and means the same.
+"""Patches of Triton's interpreter that halve the time of an operation on few elements, with the same results.
 
-The interpreter describes the type of every value anew, and patches Triton's language again for each device function
-that a kernel calls. Here a type is made once. Names are of Triton 3.6 and 3.7.
+The interpreter builds the type of every value anew, and patches Triton's language again for each device function that a
+kernel calls. With these patches a type is built once. They replace internals, as they are in Triton 3.6 and 3.7.
 """
 
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import triton
 import triton.language as tl
 from triton.language import core
-from triton.runtime import interpreter
+
+KNOWN_VERSIONS = ("3.6", "3.7")  # whose internals the patches fit
 
 _done: list[bool] = []
-_PLAIN = (int, bool, float, str, core.tensor, core.dtype, core.block_type, core.pointer_type, type(None))
 
 
 def hurry() -> None:
-    """Let kernels of this process be interpreted faster, for good; calling it twice is fine."""
+    """Make this process's interpreter faster, for good; calling it twice is fine.
+
+    On a Triton that is not in KNOWN_VERSIONS the interpreter stays as it is, and the first call warns.
+    """
     if _done:
         return
     _done.append(True)
-    _patch_language_once()
-    _name_types_once()
-    options = interpreter.interpreter_builder.options  # nobody reads what it finds of overflows
+    if ".".join(triton.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
+        known = " and ".join(KNOWN_VERSIONS)
+        text = f"Triton {triton.__version__}: its interpreter stays unpatched and slow, the patches are for {known}"
+        warnings.warn(text, stacklevel=2)
+        return
+    from triton.runtime import interpreter  # an internal module, which another Triton may lack
+
+    _patch_language_once(interpreter)
+    _name_types_once(interpreter)
+    options = interpreter.interpreter_builder.options  # the overflow checks cost time, and no test reads them
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
-def _patch_language_once() -> None:
-    """The language is patched for a kernel, not again for each device function that it calls."""
+def _patch_language_once(interpreter: Any) -> None:
+    """Patch the language once per kernel, not again for each device function that it calls."""
     patch, patch_core = interpreter._patch_lang, interpreter._patch_lang_core
 
     @functools.cache
@@ -50,12 +62,14 @@ def _patch_language_once() -> None:
 
 
 def _itself(self: Any, builder: Any) -> Any:
-    """What the interpreter takes for a type is the type."""
+    """A type is its own IR type in the interpreter."""
     return self
 
 
-def _name_types_once() -> None:
+def _name_types_once(interpreter: Any) -> None:
+    """Look up NumPy types once, build block types and shapes once, and unwrap plain values without further checks."""
     find, numpys = interpreter._get_np_dtype, {}
+    plain = (int, bool, float, str, core.tensor, core.dtype, core.block_type, core.pointer_type, type(None))
 
     def numpy_type(kind: Any) -> Any:
         found = numpys.get(kind.scalar.name)
@@ -73,13 +87,13 @@ def _name_types_once() -> None:
         kind = type(value)
         if kind is core.constexpr:
             return value.value
-        return value if kind in _PLAIN else unwrap(value)
+        return value if kind in plain else unwrap(value)
 
     core._unwrap_if_constexpr = unwrap_plain
 
 
 def _share_block_types() -> None:
-    """Block types of the same numbers share what they say of themselves."""
+    """Block types of the same element type and shape share their attributes."""
     make, known = core.block_type.__init__, {}
 
     def remember(self: Any, element_ty: Any, shape: Any) -> None:
@@ -95,7 +109,7 @@ def _share_block_types() -> None:
 
 
 def _share_shapes() -> None:
-    """Values of the same shape share it."""
+    """Values of the same shape share the objects that describe it."""
 
     @functools.cache
     def shape_of(*sizes: int) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
-"""`ep-moe eval`: the loss of a model on held-out text, expert-parallel beside the whole model.
+"""`ep-moe eval`: the loss of a model on held-out text, expert-parallel and whole.
 
 The text is cut into windows that do not overlap; every token but a window's first is predicted. Nats per byte are
-nats per predicted token over the mean bytes of a token, so models with different tokenizers compare.
+nats per predicted token over the mean bytes of a token, so models with different tokenizers can be compared.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from ep_moe.fields import check_fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """What to evaluate on.
+    """Text and batches of `ep-moe eval`.
 
     Args:
         text: a UTF-8 file; "" is the held-out text that ships with the package.
-        max_bytes: use no more of it; 0 uses all.
+        max_bytes: of the text that are used; 0 uses all.
         window: tokens that the model sees at once.
         batch: windows in one forward pass.
-        whole: evaluate transformers' whole model with its eager experts too, unquantized, in the same dtype; every
+        whole: also evaluate transformers' whole model with its eager experts, unquantized, in the same dtype; every
             rank loads it in full.
     """
 
@@ -44,7 +44,7 @@ class EvalConfig:
 def evaluate(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """Evaluate on all ranks and return the report: losses in nats per byte, times, expert load.
 
-    Errors: ValueError for too long a batch and for a model directory that is not read, before ranks start.
+    Errors: ValueError for too large a batch or an unreadable model directory, before ranks start.
     """
     if config.window * config.batch > engine.max_tokens_per_rank:
         raise ValueError(

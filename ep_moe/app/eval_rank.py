@@ -1,4 +1,4 @@
-"""What a rank does in `ep-moe eval`: its share of the windows, expert-parallel and with the whole model."""
+"""Worker entry point of `ep-moe eval`: a rank's share of the windows, expert-parallel and with the whole model."""
 
 import math
 from pathlib import Path
@@ -47,7 +47,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
         if config.whole:
             with clock.phase("whole_model"):
                 whole_nats = _total_nats(load_whole(group, engine), mine, group.device, progress)
-    group.wait_for_all("whole model")  # each rank on its own, some with more to do: the next collective has a deadline
+    group.wait_for_all("whole model")  # ranks differ in local work, and the next collective has a timeout
     parts = group.all_gather_object(
         {"nats": nats, "whole_nats": whole_nats, "expert_load": expert_load, "secs": dict(clock.secs)}
     )
@@ -73,7 +73,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
 
 
 def _batches(tokens: torch.Tensor, config: EvalConfig) -> list[torch.Tensor]:
-    """Cut [N] tokens into [<= batch, window] pieces; what is left at the end makes a last, shorter window."""
+    """Cut [N] tokens into [<= batch, window] pieces; the remaining tokens make a last, shorter window."""
     full = tokens.numel() // config.window * config.window
     batches = list(tokens[:full].reshape(-1, config.window).split(config.batch)) if full else []
     rest = tokens[full:]
@@ -91,7 +91,7 @@ def _total_nats(
     progress: Progress,
     session: Session | None = None,
 ) -> float:
-    """Sum of -log p over all predicted tokens of this rank, in float64. A rank without a batch takes part idle."""
+    """Sum of -log p over all predicted tokens of this rank, in float64. A rank without a batch joins idle."""
     task = start_task(progress, "whole model" if session is None else "expert-parallel", len(batches))
     total = 0.0
     with torch.inference_mode():

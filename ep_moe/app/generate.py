@@ -1,4 +1,4 @@
-"""`ep-moe generate`: text from prompts, the prompts spread over the ranks."""
+"""`ep-moe generate`: text from prompts, which are spread over the ranks."""
 
 import dataclasses
 from typing import Any
@@ -10,14 +10,14 @@ from ep_moe.fields import check_fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
-    """What to continue and how.
+    """Prompts and sampling of `ep-moe generate`.
 
     Args:
         prompts: rank r takes prompts r, r + R, ... of R ranks, one at a time.
         max_new_tokens: for each prompt; an end-of-text token of the model ends it earlier.
-        temperature: 0 takes the likeliest token; above 0 samples from logits / temperature.
-        top_p: sample among the likeliest tokens that together reach this probability.
-        seed: prompt i samples with seed + i, whatever rank it is on.
+        temperature: 0 takes the most likely token; above 0 samples from logits / temperature.
+        top_p: sample among the most likely tokens that together reach this probability.
+        seed: prompt i samples with seed + i on any rank.
     """
 
     prompts: tuple[str, ...]
@@ -43,7 +43,7 @@ class GenerateConfig:
 def generate(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
     """Generate on all ranks and return the report: `text`, one for each prompt in order, and times.
 
-    Errors: ValueError for a model directory that is not read, before ranks start.
+    Errors: ValueError for an unreadable model directory, before ranks start.
     """
     open_model(engine)
     return on_ranks("ep_moe.app.generate_rank:generate_rank_main", engine, config)

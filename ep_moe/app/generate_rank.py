@@ -1,4 +1,4 @@
-"""What a rank does in `ep-moe generate`: continues its prompts, one at a time, in step with the others."""
+"""Worker entry point of `ep-moe generate`: a rank continues its prompts, one at a time, in step with the others."""
 
 import functools
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         with clock.phase("generate"), group.guard("generate"):
             for turn in range(rounds):
                 index = turn * group.num_ranks + group.rank
-                spare = index >= len(config.prompts)  # no prompt is left: make one token that nobody wants, in step
+                spare = index >= len(config.prompts)  # no prompt is left: make one unused token, in step
                 session.idle = spare
                 prompt = config.prompts[index % len(config.prompts)]
                 ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=group.device)

@@ -17,7 +17,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _spans(experts: Sequence[int]) -> str:
-    """Name experts shortly: [0, 1, 2, 5] is "0-2 5"."""
+    """Expert ids as ranges: [0, 1, 2, 5] is "0-2 5"."""
     spans: list[list[int]] = []
     for expert in experts:
         if spans and expert == spans[-1][1] + 1:
@@ -28,7 +28,7 @@ def _spans(experts: Sequence[int]) -> str:
 
 
 def _show_load(console: Console, expert_load: list[list[int]]) -> None:
-    """A row for each expert, a column for each MoE layer; wide models get each layer's extremes instead."""
+    """A row for each expert, a column for each MoE layer; large models get each layer's extremes instead."""
     num_experts = len(expert_load[0])
     if num_experts <= 64 and len(expert_load) <= 12:
         table = _table(
@@ -62,7 +62,7 @@ def _show_times(console: Console, *groups: dict[str, float]) -> None:
 
 
 def show_run(report: dict[str, Any]) -> None:
-    """Print what `ep-moe run` found."""
+    """Print the report of `ep-moe run`."""
     console = Console()
     ranks = _table("Ranks", "rank", "device", "experts", "new tokens", "equal", "logit difference")
     for rank in report["ranks"]:
@@ -94,7 +94,7 @@ def show_run(report: dict[str, Any]) -> None:
 
 
 def show_generate(report: dict[str, Any]) -> None:
-    """Print what `ep-moe generate` made."""
+    """Print the report of `ep-moe generate`."""
     console = Console(highlight=False)
     for prompt, text in zip(report["prompts"], report["text"], strict=True):
         console.print(Text(prompt, style="bold") + Text(text))
@@ -107,7 +107,7 @@ def show_generate(report: dict[str, Any]) -> None:
 
 
 def show_eval(report: dict[str, Any]) -> None:
-    """Print what `ep-moe eval` measured."""
+    """Print the report of `ep-moe eval`."""
     console = Console()
     table = _table(
         f"Held-out loss, {report['text_bytes']} bytes, {report['predicted_tokens']} predicted tokens",

@@ -1,8 +1,8 @@
-"""`ep-moe run`: generate with the experts spread over ranks, and prove it equal to the whole model.
+"""`ep-moe run`: generate with the experts spread over ranks, and check that the whole model gives the same.
 
-The whole model is transformers' own, with its eager experts, loaded in full by every rank for its own prompts. What is
-fp8 on disk is dequantized in both models: a scheme would round tokens too, on their way to the experts, and no logit
-would be equal.
+The whole model is transformers' own, with its eager experts, loaded in full by every rank for its own prompts. Weights
+stored in fp8 are dequantized in both models: a scheme would also round the tokens that are sent to the experts, and no
+logit would be equal.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from ep_moe.weights import Checkpoint
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """What `ep-moe run` generates and compares.
+    """Prompts and comparisons of `ep-moe run`.
 
-    For the comparison every rank loads the whole model, once the expert-parallel one is gone. Where the whole does not
-    fit a rank's memory, `ep-moe generate` and `ep-moe eval --no-whole` do without.
+    For the comparison every rank loads the whole model after freeing the expert-parallel one. If the whole model does
+    not fit a rank's memory, use `ep-moe generate` or `ep-moe eval --no-whole`.
 
     Args:
-        prompts: rank r takes prompt r, counting round.
-        new_tokens: how many tokens each rank makes, in the same way.
+        prompts: rank r takes prompt r modulo their number.
+        new_tokens: tokens that each rank generates, rank r entry r modulo their number.
         teacher_tokens: held-out tokens, over all ranks, on which the logits are compared too.
-        window: most held-out tokens that go through the model at once.
+        window: most held-out tokens in one forward pass.
         max_logit_diff: the largest difference of a logit that counts as equal; positive and finite.
     """
 
@@ -54,21 +54,21 @@ class RunConfig:
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":
-        """Read table [run] of a TOML file, the shipped configs/run.toml where none is named."""
+        """Read table [run] of a TOML file, by default the shipped configs/run.toml."""
         return read_toml(cls, config_dir() / "run.toml" if path is None else path, "run")
 
 
 def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
-    """Run the job on all ranks and return its report; `ok` is the verdict.
+    """Run the job on all ranks and return its report; `ok` says whether all results are equal.
 
-    Errors: ValueError for a model directory that is not read and for a scheme that quantizes, before ranks start.
+    Errors: ValueError for an unreadable model directory or a scheme that quantizes, before ranks start.
     """
     _check_scheme(engine, open_model(engine))
     return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config)
 
 
 def _check_scheme(engine: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Raise where experts would be computed in a scheme that quantizes: the whole model does not."""
+    """Raise if the experts would be computed in a scheme that quantizes, which the whole model does not."""
     if engine.scheme == "auto":
         for layer in checkpoint.layers:
             checkpoint.check_layer(layer)

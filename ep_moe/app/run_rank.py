@@ -1,4 +1,4 @@
-"""What a rank does in `ep-moe run`: generates with its share of the experts, then with the whole model, and compares.
+"""Worker entry point of `ep-moe run`: generate with a rank's share of the experts, then with the whole model, compare.
 
 Letters: T tokens, V vocabulary.
 """
@@ -33,7 +33,7 @@ LAYER_PHASES = ("route", "dispatch", "experts", "combine")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Trace:
-    """What a model did: new tokens [n], the logits [n, V] that chose them, and teacher-forced logits [t, V]."""
+    """Outputs of a model: new tokens [n], the logits [n, V] that chose them, and teacher-forced logits [t, V]."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
@@ -62,7 +62,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
         del model, session, layer
         with clock.phase("whole_model"):
             whole = _trace(load_whole(group, engine), prompt_ids, new_tokens, windows, progress)
-    group.wait_for_all("whole model")  # each rank on its own, some with more to do: the next collective has a deadline
+    group.wait_for_all("whole model")  # ranks differ in local work, and the next collective has a timeout
     parts = group.all_gather_object(
         {
             "rank": group.rank,
@@ -82,7 +82,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
 
 
 def _windows(tokens: torch.Tensor, window: int, group: EPGroup) -> list[torch.Tensor]:
-    """This rank's share of the held-out tokens: as many windows on every rank, empty where a rank has none left."""
+    """This rank's share of the held-out tokens: the same number of windows on every rank, the last may be empty."""
     share = -(-tokens.numel() // group.num_ranks)
     steps = -(-share // window)
     mine = tokens[group.rank * share : (group.rank + 1) * share]
@@ -99,7 +99,7 @@ def _trace(
     clock: PhaseClock | None = None,
     session: Session | None = None,
 ) -> _Trace:
-    """Generate greedily and run the held-out windows; with a session in step with the other ranks."""
+    """Generate greedily and run the held-out windows; with a session, in step with the other ranks."""
     label = "whole model" if session is None else "expert-parallel"
     timer = clock or PhaseClock(prompt_ids.device)
     task = start_task(progress, f"{label}: generate", new_tokens)
@@ -146,7 +146,7 @@ def _trace(
 
 
 def _largest_difference(ours: _Trace, whole: _Trace) -> float:
-    """Over teacher-forced logits, and over generated ones as far as both have made the same tokens."""
+    """Largest difference of teacher-forced logits, and of generated ones up to the first token that differs."""
     steps = min(ours.tokens.numel(), whole.tokens.numel())
     same = ours.tokens[:steps] == whole.tokens[:steps]
     comparable = min(int(same.long().cumprod(0).sum()) + 1, steps)
@@ -155,7 +155,7 @@ def _largest_difference(ours: _Trace, whole: _Trace) -> float:
         (ours.teacher_logits, whole.teacher_logits),
     ]
     differences = [(a - b).abs().max() for a, b in pairs if a.numel()]
-    return float(torch.stack(differences).max())  # a NaN stays one
+    return float(torch.stack(differences).max())  # propagates NaN, unlike Python's max
 
 
 def _owners(session: Session) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What the ranks of `run`, `generate` and `eval` share: loading the model, watching progress and time."""
+"""Shared by the ranks of `run`, `generate` and `eval`: loading the model, progress bars, times of phases."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ Model = Any  # a transformers model; its mixins are more than a type checker can
 
 
 def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, Session]:
-    """Load the model with this rank's experts only; returns the model and what spreads its experts. Collective."""
+    """Load the model with this rank's experts only; returns the model and its expert-parallel session. Collective."""
     model: Model = from_pretrained(
         model_dir(engine),
         group,
@@ -39,14 +39,14 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
 
 
 def load_whole(group: EPGroup, engine: EngineConfig) -> Model:
-    """Load the whole model with transformers' own eager experts, what expert parallelism is compared with. Local.
+    """Load the whole model with transformers' own eager experts, as the reference for expert parallelism. Local.
 
-    What is fp8 on disk is dequantized to the model's dtype by our own reader; else transformers reads it too.
+    Weights stored in fp8 are dequantized to the model's dtype by our own reader; other checkpoints transformers reads.
     """
     checkpoint = open_model(engine)
     if checkpoint.scheme is not None:
         return loading.load_whole(checkpoint, engine.torch_dtype, group.device)
-    transformers_logging.disable_progress_bar()  # of each rank, one over the other
+    transformers_logging.disable_progress_bar()  # the bars of several ranks would overwrite each other
     model: Model = AutoModelForCausalLM.from_pretrained(
         model_dir(engine), experts_implementation="eager", dtype=engine.torch_dtype
     )
@@ -63,7 +63,7 @@ def load_tokenizer(engine: EngineConfig) -> PreTrainedTokenizerBase:
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases. On CUDA each phase ends with a device sync, so it slows what it measures."""
+    """Adds up the seconds of named phases. On CUDA each phase ends with a device sync, which slows the code inside."""
 
     def __init__(self, device: torch.device) -> None:
         self.secs: dict[str, float] = collections.defaultdict(float)
@@ -71,7 +71,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside."""
+        """Time the block."""
         start = time.perf_counter()
         try:
             yield
@@ -82,7 +82,7 @@ class PhaseClock:
 
 
 class FinishRank(StoppingCriteria):
-    """Stops a rank after its own number of new tokens or at an end token, and has it send no tokens from then on."""
+    """Stops a rank after its number of new tokens or at an end token; from then on the rank sends no tokens."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class FinishRank(StoppingCriteria):
         self._on_step = on_step
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Tell transformers which rows are done; one row is all that a rank generates at a time."""
+        """Tell transformers which rows are done; a rank generates one row at a time."""
         del scores, kwargs
         made = input_ids.shape[1] - self._prompt_tokens
         done = made >= self._new_tokens or int(input_ids[0, -1]) in self._end_ids
@@ -110,7 +110,7 @@ class FinishRank(StoppingCriteria):
 
 
 def progress_bar(group: EPGroup) -> Progress:
-    """A progress display on standard error, shown by rank 0 alone."""
+    """A progress display on standard error, on rank 0 only."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -122,7 +122,7 @@ def progress_bar(group: EPGroup) -> Progress:
 
 
 def start_task(progress: Progress, label: str, total: int) -> TaskID:
-    """Add a task of `total` steps; where no terminal shows a bar, a log gets a line."""
+    """Add a task of `total` steps; without a terminal for a bar, print its label as a line."""
     if not progress.disable and not progress.console.is_terminal:
         progress.console.print(label)
     return progress.add_task(label, total=total)

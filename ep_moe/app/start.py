@@ -1,7 +1,6 @@
-"""What `run`, `generate` and `eval` do before ranks start: look at the model, pick a device, start them.
+"""Steps of `run`, `generate` and `eval` before ranks start: check the model, pick a device, start the ranks.
 
-Nothing here imports transformers, whose import takes longer than all else: the ranks do, once, in the server that forks
-them.
+Nothing here imports transformers, which takes long: the server that forks the ranks imports it, once.
 """
 
 from pathlib import Path
@@ -14,17 +13,17 @@ from ep_moe.launch import Target, launch, run_rank
 from ep_moe.weights import Checkpoint
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
-# what ranks run, and transformers with it
+# modules of the worker entry points, which import transformers
 PRELOAD = ("ep_moe.app.run_rank", "ep_moe.app.generate_rank", "ep_moe.app.eval_rank")
 
 
 def model_dir(engine: EngineConfig) -> Path:
-    """The directory of the model: the shipped one where the config names none."""
+    """The directory of the model; the shipped one if the config names none."""
     return Path(engine.model) if engine.model else SHIPPED_MODEL
 
 
 def open_model(engine: EngineConfig) -> Checkpoint:
-    """Read the headers of the model's directory, before ranks start: what is not read in it is the caller's mistake.
+    """Read the headers of the model's directory before ranks start, so that its errors come at once.
 
     Errors: ValueError as of `Checkpoint.open`. Local.
     """
@@ -34,7 +33,7 @@ def open_model(engine: EngineConfig) -> Checkpoint:
 def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
     """Return "cuda" or "cpu" for the ranks of this machine.
 
-    Errors: RuntimeError where CUDA is asked for and this machine has fewer GPUs than ranks.
+    Errors: RuntimeError if CUDA is requested and this machine has fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count()
     if engine.device == "auto":
@@ -47,13 +46,13 @@ def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
 def on_ranks(target: Target, engine: EngineConfig, *args: Any) -> dict[str, Any]:
     """Run `target(group, engine, *args)` on every rank and return rank 0's report.
 
-    Starts `engine.nproc` ranks on this machine; under torchrun this process is one of them and gets its own report,
-    which `target` makes the same on all ranks.
+    Starts `engine.nproc` ranks on this machine; under torchrun this process is a rank and returns its own report, which
+    is the same on all ranks.
     """
     env = LaunchEnv.from_environ()
     if env is None:
         device = pick_device(engine, engine.nproc)
-        preload = PRELOAD if device == "cpu" else ()  # CUDA that an import has touched would not survive the fork
+        preload = PRELOAD if device == "cpu" else ()  # an import may initialize CUDA, which does not survive a fork
         return launch(
             target, engine, *args, num_ranks=engine.nproc, config=engine.group, device=device, preload=preload
         )[0]

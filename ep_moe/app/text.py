@@ -34,7 +34,7 @@ class Chapter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Plain text in two parts: what the model is trained on, and the chapters that it never sees."""
+    """Plain text in two parts: the training text, and the held-out chapters."""
 
     train: bytes
     heldout: bytes
@@ -44,7 +44,7 @@ def parse(listing: str) -> list[Chapter]:
     """Reads the raw listing into chapters, in order, and drops the references.
 
     Example: "Ge1:1 In the beginning ..." opens Chapter(book="Ge", number=1, verses=("In the beginning ...", ...)).
-    Raises ValueError for a line that is no verse.
+    Raises ValueError for a line that is not a verse.
     """
     verses: dict[tuple[str, int], list[str]] = {}
     for line_number, line in enumerate(listing.splitlines(), start=1):
@@ -71,7 +71,7 @@ def split(chapters: list[Chapter]) -> Split:
 
 
 def windows(text: bytes, length: int) -> torch.Tensor:
-    """Cuts text into non-overlapping windows, [N, S] int64, token id = byte; a last part shorter than S is left out.
+    """Cuts text into non-overlapping windows, [N, S] int64, token id = byte; a rest shorter than S is dropped.
 
     Raises ValueError if the text does not fill one window.
     """
@@ -82,5 +82,5 @@ def windows(text: bytes, length: int) -> torch.Tensor:
 
 
 def shipped_heldout() -> bytes:
-    """The first 65,536 bytes of the held-out chapters, as they come with the package."""
+    """The first 65,536 bytes of the held-out chapters, which ship with the package."""
     return resources.files("ep_moe.app").joinpath("heldout.txt").read_bytes()

@@ -35,7 +35,7 @@ from transformers import (
 from ep_moe.app import text
 from ep_moe.fields import check_fields
 
-Model: TypeAlias = Any  # a Qwen3MoeForCausalLM; its own annotations do not pass a type checker
+Model: TypeAlias = Any  # a Qwen3MoeForCausalLM, whose annotations do not pass a type checker
 
 VOCAB_SIZE = 256  # token id = byte
 
@@ -44,7 +44,7 @@ SAMPLE_PROMPT = "And it came to pass"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """How the shipped model is trained. It ends after `steps`, or after `minutes` where `steps` is None."""
+    """Settings of a training run. It ends after `steps`, or after `minutes` if `steps` is None."""
 
     minutes: float = 5.0
     steps: int | None = None
@@ -72,7 +72,7 @@ class TrainConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What forward and backward run in; weights and optimiser are float32."""
+        """The dtype of forward and backward; weights and optimizer are float32."""
         return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
 
 
@@ -91,7 +91,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A finished run: the model with its best weights, and how it came about."""
+    """A finished run: the model with its best weights, its steps and its time."""
 
     model: Model
     steps: int
@@ -100,7 +100,7 @@ class Trained:
 
 
 def model_config(config: TrainConfig) -> Qwen3MoeConfig:
-    """The shape of the shipped model: 16 experts of which a token takes 4, in each of 4 layers."""
+    """The shape of the shipped model: 4 layers of 16 experts each, top-4."""
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
     return Qwen3MoeConfig(
         **heads,
@@ -126,7 +126,7 @@ def model_config(config: TrainConfig) -> Qwen3MoeConfig:
 def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """A tokenizer whose ids are the UTF-8 bytes of the text: byte-level BPE without merges.
 
-    ByteLevel shows a byte as a printable character: as itself if it is one in Latin-1, else as the next from U+0100.
+    ByteLevel maps a byte to a printable character: itself if printable in Latin-1, else the next one from U+0100.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(VOCAB_SIZE) if byte not in printable]
@@ -140,9 +140,9 @@ def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def forward(model: Model, input_ids: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Runs the model with its float32 weights cast to dtype; gradients arrive in float32.
+    """Runs the model with its float32 weights cast to dtype; gradients are float32.
 
-    Autocast would not do: grouped GEMMs take no part in it.
+    Not by autocast, which does not cover grouped GEMMs.
     """
     weights = {name: weight.to(dtype) for name, weight in model.named_parameters()}
     inputs = {"input_ids": input_ids, "use_cache": False, "output_router_logits": True}
@@ -153,7 +153,7 @@ def forward(model: Model, input_ids: torch.Tensor, dtype: torch.dtype) -> Any:
 def evaluate(
     model: Model, windows: torch.Tensor, *, batch_size: int = 32, dtype: torch.dtype = torch.float32
 ) -> Evaluation:
-    """Loss over windows [N, S] (S - 1 predictions each) and the load that they put on each expert."""
+    """Loss over windows [N, S] (S - 1 predictions each) and the load of each expert."""
     model.eval()
     total = 0.0
     load = torch.zeros(model.config.num_hidden_layers, model.config.num_experts, device=model.device)
@@ -169,13 +169,13 @@ def evaluate(
 
 
 def learning_rate(config: TrainConfig, *, step: int, done: float) -> float:
-    """Linear warm-up by steps, then a cosine to zero; `done` is the finished share of the run."""
+    """Linear warm-up by steps, times a cosine to zero; `done` is the finished share of the run."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps) * cosine
 
 
 def add_dropout(model: Model, p: float) -> None:
-    """Drops from the embedding and from what each block adds to the residual stream, in training mode only."""
+    """Adds dropout after the embedding and to each block's output before the residual sum, in training mode only."""
     blocks = [part for layer in model.model.layers for part in (layer.self_attn.o_proj, layer.mlp)]
     for module in [model.model.embed_tokens, *blocks]:
         module.register_forward_hook(lambda module, _, output: F.dropout(output, p, module.training))
@@ -198,7 +198,7 @@ def _batches(train: bytes, config: TrainConfig) -> Iterator[torch.Tensor]:
 
 
 def train(config: TrainConfig, split: text.Split, console: Console) -> Trained:
-    """Trains from scratch and returns the averaged weights that did best on the held-out text."""
+    """Trains from scratch and returns the averaged weights with the lowest held-out loss."""
     torch.manual_seed(config.seed)
     model: Model = Qwen3MoeForCausalLM(model_config(config))
     model.to(config.device)
@@ -243,7 +243,7 @@ def train(config: TrainConfig, split: text.Split, console: Console) -> Trained:
 
 def save(model: Model, out: Path) -> None:
     """Writes bf16 weights (one safetensors file), configs and tokenizer files."""
-    model.config.attention_dropout = 0.0  # of training only
+    model.config.attention_dropout = 0.0  # used in training only
     model.to(torch.bfloat16).save_pretrained(out)
     byte_tokenizer(model.config.max_position_embeddings).save_pretrained(out)
 
@@ -258,7 +258,7 @@ def sample(model: Model, *, temperature: float, num_bytes: int = 300) -> str:
 
 
 def figures(config: TrainConfig, trained: Trained, split: text.Split, out: Path) -> dict[str, Any]:
-    """What training.json holds, measured in float32 on the weights as saved in `out`."""
+    """The content of training.json, measured in float32 on the weights as saved in `out`."""
     model: Model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, experts_implementation="eager")
     model.to(config.device)
     heldout = evaluate(model, text.windows(split.heldout, config.window))

@@ -1,1 +1,1 @@
-"""Benchmarks: each checks its result first, times it beside a baseline of the same run and can be written down."""
+"""Benchmarks: each checks its result first, then times it and a baseline in the same run, and can append its rows."""

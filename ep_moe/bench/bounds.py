@@ -1,4 +1,4 @@
-"""What a result must keep to be timed: errors and their limits."""
+"""Errors and limits that a result must meet before it is timed."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,15 +6,15 @@ import torch
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest number, NaN where one of them is, which `max` may pass over. Local."""
+    """The largest value, NaN if any is NaN, which Python's `max` may skip. Local."""
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
 def broken_bounds(bounds: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Name what exceeds its limit, or is NaN: "gathered worst_row_error (1) exceeds 0.01".
+    """A line for each error that exceeds its limit or is NaN: "gathered worst_row_error (1) exceeds 0.01".
 
     Args:
-        bounds: by name the error and its limit.
+        bounds: name -> error and its limit.
     Local.
     """
     return [f"{name} ({error:.3g}) exceeds {limit:g}" for name, (error, limit) in bounds.items() if not error <= limit]

@@ -1,4 +1,4 @@
-"""Exchanges that `ep-moe bench transport` times: a transport's, and two of NCCL alone; and how a pair is timed.
+"""Exchanges that `ep-moe bench transport` times: a transport's and two of NCCL alone, and how a pair is timed.
 
 A pair is a dispatch and the combine that follows it. Letters: T tokens of each rank, R ranks, H hidden.
 """
@@ -22,14 +22,14 @@ HALVES = ("dispatch", "combine")
 
 
 class Exchange(Protocol):
-    """What goes out and comes home, again and again on the same input; its buffers are there before it is called."""
+    """A dispatch and combine that can be repeated on the same input, with buffers allocated beforehand."""
 
     def dispatch(self) -> object:
-        """Bring the tokens out. Collective, on the current stream."""
+        """Send the tokens to their experts' ranks. Collective, on the current stream."""
         ...
 
     def combine(self) -> torch.Tensor:
-        """Bring the results of the last dispatch home; the same tensor each time. Collective, on the current stream."""
+        """Return the results to the source ranks, in the same tensor each time. Collective, on the current stream."""
         ...
 
 
@@ -38,7 +38,7 @@ class TransportExchange:
 
     Args:
         transport: with slot 0 idle. x, routing, layout, scheme: of each dispatch.
-        y: the experts' output for its batch. out: [T, H], where it comes home.
+        y: the experts' output for its batch. out: [T, H], the combined output.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TransportExchange:
         self._dispatched = self._transport.dispatch(self._x, self._routing, layout=self._layout, scheme=self._scheme)
 
     def combine(self) -> torch.Tensor:
-        """See `Exchange.combine`. Lets go of the batch, so that a graph of many pairs has room for one."""
+        """See `Exchange.combine`. Frees the batch first, so that a graph of many pairs needs memory for one only."""
         dispatched, self._dispatched = self._dispatched, None
         assert dispatched is not None
         return self._transport.combine(self._y, dispatched, out=self._out)
@@ -76,7 +76,7 @@ class GatherScatter:
     """
 
     def __init__(self, group: EPGroup, payload: torch.Tensor, y: torch.Tensor) -> None:
-        # torch 2.13 has given the two collectives new names and warns of the old ones
+        # torch 2.13 renamed both collectives and warns about the old names
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._process_group = group.process_group
@@ -96,7 +96,7 @@ class GatherScatter:
 
 
 class AllToAll:
-    """An `Exchange` by all_to_all_single, with the number of rows known beforehand; a rank's rows for itself go along.
+    """An `Exchange` by all_to_all_single with row counts known beforehand, including a rank's rows for itself.
 
     Args:
         group: with a process group. payload: [rows sent, row bytes] uint8, ordered by rank.
@@ -120,12 +120,12 @@ class AllToAll:
         self._out = y.new_empty(payload.shape[0], y.shape[1])
 
     def dispatch(self) -> torch.Tensor:
-        """See `Exchange.dispatch`. Returns the rows that came, [rows received, row bytes]."""
+        """See `Exchange.dispatch`. Returns the received rows, [rows received, row bytes]."""
         dist.all_to_all_single(self._rows, self._payload, self._received, self._sent, group=self._process_group)
         return self._rows
 
     def combine(self) -> torch.Tensor:
-        """See `Exchange.combine`. Returns the rows that came home, [rows sent, H]."""
+        """See `Exchange.combine`. Returns the returned rows, [rows sent, H]."""
         dist.all_to_all_single(self._out, self._y, self._sent, self._received, group=self._process_group)
         return self._out
 
@@ -134,13 +134,13 @@ Baseline = GatherScatter | AllToAll
 
 
 def pair(exchange: Exchange) -> torch.Tensor:
-    """One dispatch and its combine; returns what came home. Collective, on the current stream."""
+    """One dispatch and its combine; returns the combined output. Collective, on the current stream."""
     exchange.dispatch()
     return exchange.combine()
 
 
 def capture_many(call: Callable[[], torch.Tensor], device: torch.device, *, count: int) -> Captured:
-    """Capture `count` calls, one after the other, into one CUDA graph. Errors and notes: as `capture`."""
+    """Capture `count` calls, one after another, into one CUDA graph. Errors and notes: as `capture`."""
     return capture(functools.partial(_repeat, call, count), device)
 
 
@@ -151,7 +151,7 @@ def _repeat(call: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
 
 
 def time_replays(graph: Captured, group: EPGroup, *, count: int, warmup: int, repeats: int) -> list[float]:
-    """Microseconds of one of the `count` calls in a graph, replay by replay, with a warm L2. Collective, host sync."""
+    """Microseconds per call of each replay of a graph of `count` calls, with a warm L2. Collective, host sync."""
     times = time_calls(graph.replay, group, warmup=warmup, repeats=repeats, cold=False)
     return [us / count for us in times]
 
@@ -159,9 +159,9 @@ def time_replays(graph: Captured, group: EPGroup, *, count: int, warmup: int, re
 def time_eager(exchange: Exchange, group: EPGroup, *, count: int, warmup: int, repeats: int) -> dict[str, list[float]]:
     """Times of pairs that are called one by one, in microseconds, on this rank.
 
-    Returns: "sum", by the clock, of one of `count` pairs until the device has done them; "host_dispatch" and
-    "host_combine", how long a call keeps the host; "dispatch" and "combine", between events on the stream (on a CPU by
-    the clock), which what the call waits for on the host is part of.
+    Returns: "sum", wall-clock time per pair of `count` pairs and a device sync; "host_dispatch" and "host_combine", the
+    host time of a call; "dispatch" and "combine", between events on the stream (wall-clock on a CPU), including the
+    call's waits on the host.
     Collective, host sync.
     """
     for _ in range(warmup):
@@ -199,4 +199,4 @@ def time_halves(exchange: Exchange, group: EPGroup, *, repeats: int) -> dict[str
             exchange.combine()
 
     time_calls(timed_pair, group, warmup=1, repeats=repeats, on_call=times.start_call, cold=False)
-    return {name: us[1:] for name, us in times.samples_us().items()}  # the first was the warm-up
+    return {name: us[1:] for name, us in times.samples_us().items()}  # without the warm-up

@@ -1,6 +1,6 @@
-"""Random experts that any rank can make again by their number, and what they should compute, in float32.
+"""Random experts that any rank can regenerate by id, and their expected output in float32.
 
-Letters: T tokens, n of them, K top-k, E logical experts, L local experts, H hidden, I intermediate; W = 2I where the
+Letters: T tokens, n of them, K top-k, E logical experts, L local experts, H hidden, I intermediate; W = 2I if the
 activation is gated, else I.
 """
 
@@ -16,7 +16,7 @@ from ep_moe.quant import QuantScheme, dequantize, dequantize_weight, quantize, q
 from ep_moe.weights import ExpertWeights
 
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
-INNER_AMAX = 32.0  # of the activation's output; under a static scale what exceeds it saturates, in the oracle too
+INNER_AMAX = 32.0  # of the activation's output; under a static scale larger values saturate, in the oracle too
 SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
 
 
@@ -31,11 +31,11 @@ class Expert:
 
 
 class RandomExperts:
-    """The experts of one layer. Expert e is made of `seed` and e alone, so that no two are like each other.
+    """The experts of one layer. Expert e depends on `seed` and e alone; no two experts are the same.
 
     Args:
-        config: the layer. dtype: of the weights before they are quantized. bias: True where both GEMMs add one.
-        device: where they are made; another kind of device makes other numbers.
+        config: the layer. dtype: of the weights before they are quantized. bias: True if both GEMMs add one.
+        device: of the generator; another device type gives other values.
     """
 
     def __init__(self, config: MoEConfig, dtype: torch.dtype, device: torch.device, *, bias: bool, seed: int) -> None:
@@ -59,7 +59,7 @@ class RandomExperts:
         )
 
     def local(self, indices: Sequence[int], scheme: QuantScheme) -> ExpertWeights:
-        """Make the experts `indices`, quantized one by one, with static scales where a scheme scales per tensor.
+        """Make the experts `indices`, quantized one by one, with static scales if the scheme scales per tensor.
 
         Returns: weights with L = len(indices), in that order. Errors: ValueError for no experts. Local.
         """
@@ -79,7 +79,7 @@ class RandomExperts:
 
 
 def _stored(expert: Expert, scheme: QuantScheme) -> dict[str, torch.Tensor]:
-    """One expert's tensors by the names that ExpertWeights has for them."""
+    """One expert's tensors, by their names in ExpertWeights."""
     stored = {"w13": expert.w13, "w2": expert.w2}
     if scheme.quantized:
         for name in ("w13", "w2"):
@@ -99,7 +99,7 @@ def _static_scale(amax: float, scheme: QuantScheme, shape: tuple[int, ...], **op
 
 
 def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float, *, travels: bool) -> torch.Tensor:
-    """Rows [n, .] as the second party sees them, in float32: quantized and back, or rounded to the model's dtype."""
+    """Rows [n, .] in float32 as their reader sees them: quantized and back, or rounded to the model's dtype."""
     if not scheme.quantized:
         return x.to(dtype).float()
     static = None
@@ -119,10 +119,10 @@ def expected_output(
     activation: ActivationConfig,
     scheme: QuantScheme,
 ) -> torch.Tensor:
-    """The experts' weighted sum of some tokens, in float32 from end to end but for what the scheme rounds.
+    """The experts' weighted sum of some tokens, in float32 throughout except for the scheme's rounding.
 
-    Tokens, weights and the activation's output are quantized as the scheme says; without one the activation's output
-    is rounded to x's dtype. No router, layout or exchange takes part.
+    Tokens, weights and the activation's output are quantized by the scheme; without quantization the activation's
+    output is rounded to x's dtype. Uses no router, layout or exchange.
 
     Args:
         x: [n, H] in the model's dtype. topk_ids: [n, K] logical, -1 none. topk_weights: [n, K] float32.

@@ -1,4 +1,4 @@
-"""The yardstick of expert-parallel exchanges: gather every token on every rank, compute, sum and scatter the outputs.
+"""Baseline of expert-parallel exchanges: gather every token on every rank, compute, sum and scatter the outputs.
 
 Letters: T tokens of each rank, R ranks, N = R * T, H hidden, K top-k, G scale groups.
 """
@@ -25,15 +25,15 @@ from ep_moe.weights import ExpertWeights
 class GatheredMoE:
     """A MoE layer by all-gather and reduce-scatter, on NCCL one launch each.
 
-    What travels is what a transport sends: values in the scheme's format, their scales, ids and weights. Every rank
-    computes its own experts for all N tokens in the FLAT layout, with the implementation and the weights of the layer
-    that it stands beside, and the sums are scattered in the model's dtype.
+    The payload is a transport's: values in the scheme's format, their scales, ids and weights. Every rank computes its
+    own experts for all N tokens in the FLAT layout, with the implementation and the weights of the layer that it is
+    compared with, and the sums are scattered in the model's dtype.
 
     Args:
         config: of the layer, with a routing. weights, placement, group: as of the layer.
         num_tokens: T, the same on every rank. dtype: of tokens and outputs.
         routing_bias: [E] for methods that take one.
-        phases: told of route, dispatch, experts and combine; may be replaced between calls.
+        phases: gets route, dispatch, experts and combine; may be replaced between calls.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GatheredMoE:
                 num_local_experts=self._weights.num_local_experts,
                 capacity=rows.x.shape[0],
             )
-            # packing sizes by the worst case, which is far from what experts get here and may choose them wrong tiles
+            # pack assumes the worst case, far above the rows that experts get here, which could select wrong tiles
             expected_rows = math.ceil(ids.numel() * self._group.num_ranks / self._placement.num_physical)
             batch = dataclasses.replace(packed.batch, expected_rows=expected_rows)
         with self.phases.phase("experts"):
@@ -96,10 +96,10 @@ class GatheredMoE:
         )
 
     def _all_gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each [T, .] as [N, .], in rank order, all in one launch; as bytes, for a launch takes one dtype."""
+        """Each [T, .] as [N, .], in rank order, all in one launch; as bytes, as a launch takes one dtype."""
         if self._group.process_group is None:
             return list(tensors)
-        # torch 2.13 has given the two collectives new names and warns of the old ones
+        # torch 2.13 renamed both collectives and warns about the old names
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gathered = [t.new_empty(self._group.num_ranks * t.shape[0], *t.shape[1:]) for t in tensors]
         with _coalescing_manager(group=self._group.process_group):

@@ -1,4 +1,4 @@
-"""Generating a fixed number of tokens with a transformers model, and how long that takes on all ranks together."""
+"""Generates a fixed number of tokens with a transformers model, and times it on all ranks together."""
 
 import dataclasses
 import statistics
@@ -13,7 +13,7 @@ from ep_moe.group import EPGroup
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """A model and the sequences [rows, P] that this rank gives it."""
+    """A model and this rank's prompts for it, [rows, P]."""
 
     model: Any  # a transformers model; its mixins are more than a type checker can follow
     prompts: torch.Tensor
@@ -21,7 +21,7 @@ class System:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationSecs:
-    """Seconds of a generation: all of it, until the first new token, and from there on."""
+    """Seconds of a generation: all of it, until the first new token, and after it."""
 
     whole: float
     first_token: float
@@ -29,7 +29,7 @@ class GenerationSecs:
 
 
 class _FirstToken(StoppingCriteria):
-    """Ends nothing; notes when the first token was there."""
+    """Never stops the generation; records when the first token was complete."""
 
     def __init__(self, device: torch.device) -> None:
         self.when = 0.0
@@ -65,9 +65,9 @@ def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> to
 
 
 def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> GenerationSecs:
-    """Time `repeats` generations by the clock, after one that does not count, all ranks beginning together.
+    """Time `repeats` generations by the wall clock, after one warm-up; all ranks start together.
 
-    Returns: of each part the median of the repeats, all of one rank, which took longest. Collective, host sync.
+    Returns: the median of each part over the repeats, on the slowest rank. Collective, host sync.
     """
     samples = []
     for _ in range(repeats + 1):

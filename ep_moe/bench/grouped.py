@@ -1,6 +1,6 @@
-"""The yardstick of expert kernels: torch's grouped GEMM in bfloat16, with plain torch between the two.
+"""Baseline of the expert kernels: torch's grouped GEMM in bfloat16, with plain torch between the two GEMMs.
 
-Letters: N rows, L local experts, H hidden, I intermediate; W = 2I where the activation is gated, else I.
+Letters: N rows, L local experts, H hidden, I intermediate; W = 2I if the activation is gated, else I.
 """
 
 import torch
@@ -12,22 +12,22 @@ from ep_moe.experts import apply_activation
 from ep_moe.quant import QuantScheme, dequantize_weight
 from ep_moe.weights import ExpertWeights
 
-DTYPE = torch.bfloat16  # the one that torch's grouped kernels take
-CAPABILITIES = (9, 10)  # major ones that they are for; elsewhere torch loops over the experts on the host
+DTYPE = torch.bfloat16  # the only dtype of torch's grouped kernels
+CAPABILITIES = (9, 10)  # major compute capabilities with these kernels; on others torch loops over experts on the host
 
 
 def has_grouped_gemm(device: torch.device) -> bool:
-    """True where torch has a grouped GEMM that is a kernel, and so can be captured in a CUDA graph. Local."""
+    """True if torch has a grouped GEMM kernel for the device, which a CUDA graph can capture. Local."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
 
 
 class GroupedExperts:
-    """The experts of a rank on rows that lie expert by expert: two grouped GEMMs in bfloat16.
+    """The experts of a rank on rows sorted by expert: two grouped GEMMs in bfloat16.
 
-    On a CPU, where torch has the same function as a loop, for tests alone.
+    On a CPU, where torch runs the same function as a loop, for tests only.
 
     Args:
-        weights: of L experts; what is quantized, or of another dtype, is turned into bfloat16 here, once.
+        weights: of L experts; converted to bfloat16 here, once, if quantized or of another dtype.
         activation: between the two GEMMs; those of the presets are computed in bfloat16, as models do.
     """
 
@@ -45,7 +45,7 @@ class GroupedExperts:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def expert(self, index: int) -> Expert:
-        """Local expert `index` as it is computed here. Local."""
+        """The weights of local expert `index` as used here. Local."""
         w13_bias, w2_bias = (None if bias is None else bias[index] for bias in (self._w13_bias, self._w2_bias))
         return Expert(w13=self._w13[index], w2=self._w2[index], w13_bias=w13_bias, w2_bias=w2_bias)
 
@@ -53,9 +53,9 @@ class GroupedExperts:
         """Compute every row's expert.
 
         Args:
-            x: [N, H] bfloat16, expert by expert. row_end: [L] int32, where each expert's rows end.
-            row_expert: [N] int64, the expert of each row, by which biases are added.
-        Returns: [N, H] bfloat16. Local, no host sync where `has_grouped_gemm`.
+            x: [N, H] bfloat16, sorted by expert. row_end: [L] int32, end of each expert's rows.
+            row_expert: [N] int64, the expert of each row, for the biases.
+        Returns: [N, H] bfloat16. Local, no host sync if `has_grouped_gemm`.
         """
         first = self._product(x, self._w13, self._w13_bias, row_end, row_expert)
         return self._product(_activate(first, self._activation), self._w2, self._w2_bias, row_end, row_expert)
@@ -75,7 +75,7 @@ class GroupedExperts:
 def _as_bfloat16(
     values: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None, scheme: QuantScheme
 ) -> torch.Tensor:
-    """Weights [L, ., .] in bfloat16, expert by expert, for float32 takes four times the memory of fp8."""
+    """Weights [L, ., .] in bfloat16, one expert at a time, as float32 takes four times the memory of fp8."""
     if scale is None:
         return values.to(DTYPE)
     shape = (*values.shape[:-1], scheme.row_width(values.shape[-1]))
@@ -87,7 +87,7 @@ def _as_bfloat16(
 
 
 def _activate(x: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
-    """The activation on [N, W] in x's dtype, by as few passes over memory as plain torch needs."""
+    """The activation on [N, W] in x's dtype, with as few passes over memory as plain torch allows."""
     if activation.kind is ActivationKind.SILU:
         gate, up = x.chunk(2, dim=-1)
         return silu(gate).mul_(up)

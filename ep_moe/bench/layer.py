@@ -1,6 +1,6 @@
 """`ep-moe bench layer`: one expert-parallel MoE layer, checked and timed beside all-gather and reduce-scatter.
 
-Letters: T tokens of each rank, H hidden, K top-k, E logical experts, R ranks.
+Letters: T tokens per rank, H hidden, K top-k, E logical experts, R ranks.
 """
 
 import dataclasses
@@ -36,16 +36,16 @@ SKEW = 0.5  # standard deviation of an expert's popularity, added to logits of s
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBenchConfig:
-    """What `ep-moe bench layer` measures.
+    """Measurements of `ep-moe bench layer`.
 
     Args:
         preset: sizes, a name of LAYER_PRESETS.
         tokens: T, one measurement for each.
-        hidden, intermediate, num_experts, num_topk: in place of the preset's; 0 keeps that.
-        routing: "uniform" logits, or "skewed" ones, by which some experts are popular on all ranks.
+        hidden, intermediate, num_experts, num_topk: override the preset's; 0 keeps the preset's.
+        routing: "uniform" logits, or "skewed" ones that favour some experts on all ranks.
         seed: of experts, tokens and logits.
-        warmup, repeats: calls before the timed ones, and these.
-        sample_rows: how many of a rank's tokens are checked.
+        warmup, repeats: untimed and timed calls.
+        sample_rows: checked tokens per rank.
         graph: time the replay of CUDA graphs too.
     Errors: ValueError names the value and the limit.
     """
@@ -78,7 +78,7 @@ class LayerBenchConfig:
 
     @property
     def sizes(self) -> LayerPreset:
-        """The preset with what was given in its place."""
+        """The preset with the overrides."""
         preset = LAYER_PRESETS[self.preset]
         names = ("hidden", "intermediate", "num_experts")
         given = {name: getattr(self, name) for name in names if getattr(self, name)}
@@ -95,8 +95,8 @@ class LayerBenchConfig:
 def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok`, and a row for each number of tokens.
 
-    The first wrong result ends it: what is wrong is not timed.
-    Errors: ValueError for a transport that no CUDA graph can capture, where graphs are to be timed. Collective.
+    Stops at the first wrong result, which is not timed.
+    Errors: ValueError if graphs are to be timed with a transport that cannot be captured. Collective.
     """
     moe = config.moe(engine)
     placement = create_placement(engine.placement, moe.num_experts, group.num_ranks)
@@ -114,18 +114,18 @@ def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConf
 
 
 def tell(group: EPGroup, text: str) -> None:
-    """Say on standard error what comes next, on rank 0 alone. Local."""
+    """Print progress to standard error, on rank 0 only. Local."""
     if group.rank == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def num_nodes(group: EPGroup) -> int:
-    """Over how many machines the ranks are spread. Collective."""
+    """The number of machines of the group. Collective."""
     return 1 + max(group.all_gather_object(group.node))
 
 
 def _check_capturable(group: EPGroup, engine: EngineConfig, moe: MoEConfig, placement: Placement) -> None:
-    """Say before any work that a round waits on the host: what "auto" chooses is known once it is made. Collective."""
+    """Raise before any work if a round waits on the host; makes a transport to see the choice of "auto". Collective."""
     sizes = TransportConfig(hidden=moe.hidden, max_tokens_per_rank=1, dtype=engine.torch_dtype)
     transport = create_transport(engine.transport, group, placement, sizes)
     transport.destroy()
@@ -155,7 +155,7 @@ class _LayerBench:
         self._routing_bias = self._make_routing_bias()
         self._limit = ROW_ERROR_LIMITS["fp8" if self._scheme.quantized else engine.dtype]
         self._num_nodes = num_nodes(group)
-        group.wait_for_all("weights")  # ranks make theirs at their own pace, and the next collective has a deadline
+        group.wait_for_all("weights")  # ranks differ in time to make weights, and the next collective has a timeout
 
     def _make_routing_bias(self) -> torch.Tensor | None:
         assert self._moe.routing is not None
@@ -164,13 +164,13 @@ class _LayerBench:
         return 0.01 * self._normal(self._moe.num_experts, salt=1)
 
     def _normal(self, *shape: int, salt: int, rank: int = -1) -> torch.Tensor:
-        """Normally distributed float32 numbers: of a rank, or the same on all."""
+        """Normally distributed float32 values of a rank, or the same on all ranks for rank -1."""
         seed = (self._config.seed * 1000 + salt) * 1000 + rank + 1
         generator = torch.Generator(self._group.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self._group.device)
 
     def measure(self, num_tokens: int) -> dict[str, Any]:
-        """Check, then time, the layer and the baseline for T tokens of each rank; returns the row. Collective."""
+        """Check, then time, the layer and the baseline for T tokens per rank; returns the row. Collective."""
         group, engine, config, moe = self._group, self._engine, self._config, self._moe
         x = self._normal(num_tokens, moe.hidden, salt=2, rank=group.rank).to(engine.torch_dtype)
         logits = self._normal(num_tokens, moe.num_experts, salt=3, rank=group.rank)
@@ -230,9 +230,9 @@ class _LayerBench:
     def _check(
         self, layers: Mapping[str, ExpertParallelMoE | GatheredMoE], x: torch.Tensor, logits: torch.Tensor
     ) -> tuple[dict[str, dict[str, float]], dict[str, Captured]]:
-        """The worst row's errors of each layer on a sample of tokens, over all ranks, and of its graph on all tokens.
+        """The worst row error of each layer on a sample of tokens, over all ranks, and of its graph on all tokens.
 
-        Returns: errors by layer and name, and the graphs where they are to be timed. Collective.
+        Returns: errors by layer and name, and the graphs if they are to be timed. Collective.
         """
         assert self._moe.routing is not None
         count = min(self._config.sample_rows, x.shape[0])
@@ -267,7 +267,7 @@ class _LayerBench:
         x: torch.Tensor,
         logits: torch.Tensor,
     ) -> dict[str, float]:
-        """Microseconds of the whole call, then of its phases in calls of their own, then of its graph. Collective."""
+        """Microseconds of the whole call, then of its phases in separate calls, then of its graph. Collective."""
         group, config = self._group, self._config
 
         def run() -> torch.Tensor:
@@ -282,7 +282,7 @@ class _LayerBench:
         with group.guard("time phases"):
             time_calls(run, group, warmup=1, repeats=config.repeats, on_call=times.start_call)
         watched.phases = unwatched
-        phases = {name: values[1:] for name, values in times.samples_us().items()}  # the first was the warm-up
+        phases = {name: values[1:] for name, values in times.samples_us().items()}  # without the warm-up
         timings = slowest(group, samples | {name: phases[name] for name in PHASES}, whole="call")
         figures = timings["call"].figures("call") | {f"{name}_us": timings[name].median_us for name in PHASES}
         if graph is None:
@@ -292,7 +292,7 @@ class _LayerBench:
         return figures | slowest(group, {"graph_call": replays}, whole="graph_call")["graph_call"].figures("graph_call")
 
     def _load(self, logits: torch.Tensor) -> dict[str, float]:
-        """How uneven the load is: most tokens of an expert, and rows of a rank, over the mean. Collective."""
+        """Load imbalance: most tokens of an expert, and most rows of a rank, over the mean. Collective."""
         assert self._moe.routing is not None
         ids = self._placement.to_physical(
             route(logits, self._moe.routing, routing_bias=self._routing_bias).topk_ids
@@ -336,7 +336,7 @@ class _LayerBench:
 
 
 def implementation_name(implementation: object, known: Mapping[str, Any]) -> str:
-    """The name in `known` of what "auto" has chosen: of its class, or as its class begins, as TritonExperts. Local."""
+    """The name in `known` of an implementation that "auto" chose, by its class or its class's prefix. Local."""
     made_by = type(implementation)
     names = [name for name, maker in known.items() if maker is made_by]
     names += [name for name in known if made_by.__name__.lower().startswith(name)]

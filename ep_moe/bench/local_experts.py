@@ -1,4 +1,4 @@
-"""`ep-moe bench experts`: the experts of one rank alone, no exchange, checked and timed beside torch's grouped GEMM.
+"""`ep-moe bench experts`: the experts of one rank, no exchange, checked and timed beside torch's grouped GEMM.
 
 Letters: N rows of all experts, E logical experts, L local experts, H hidden, I intermediate.
 """
@@ -26,20 +26,20 @@ from ep_moe.quant import QuantScheme, get_scheme, quantize
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 
 OURS, GROUPED = "ep_moe", "grouped_mm"
-LEAST_SHARE, MOST_SHARE = 0.7, 1.3  # an expert's rows over the average
+LEAST_SHARE, MOST_SHARE = 0.7, 1.3  # range of an expert's rows over the average
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsBenchConfig:
-    """What `ep-moe bench experts` measures.
+    """Measurements of `ep-moe bench experts`.
 
     Args:
         preset: sizes, a name of LAYER_PRESETS.
-        ep_size: over how many ranks the E experts are spread: L = ceil(E / ep_size) are measured.
-        rows: of an average expert, one measurement for each.
-        seed: of experts, tokens and how many rows an expert gets.
-        warmup, repeats: calls before the timed ones, and these.
-        sample_experts: how many experts are checked, all rows of each.
+        ep_size: ranks that would share the E experts: L = ceil(E / ep_size) are measured.
+        rows: per expert on average, one measurement for each.
+        seed: of experts, tokens and rows per expert.
+        warmup, repeats: untimed and timed calls.
+        sample_experts: experts that are checked, all rows of each.
     Errors: ValueError names the value and the limit.
     """
 
@@ -77,10 +77,10 @@ class ExpertsBenchConfig:
 
 
 def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig) -> dict[str, Any]:
-    """The one rank's work. Returns the report: `ok`, and a row of the page for each number of rows.
+    """Measure on the only rank. Returns the report: `ok`, and a report row for each number of rows.
 
-    The first wrong result ends it: what is wrong is not timed.
-    Errors: ValueError for more ranks than one. Host sync.
+    Stops at the first wrong result, which is not timed.
+    Errors: ValueError for more than one rank. Host sync.
     """
     if group.num_ranks != 1:
         raise ValueError(f"bench experts measures one rank alone, there are {group.num_ranks}")
@@ -97,18 +97,18 @@ def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBench
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Contender:
-    """What is checked, then timed; row `place[n]` of its output is token n's."""
+    """An implementation to check, then time; row `place[n]` of its output is token n's."""
 
     call: Callable[[], torch.Tensor]
     place: torch.Tensor  # [N] int64
     weight_bytes: int
     limit: float
-    x: torch.Tensor  # [N, H], for the oracle, with the two below
+    x: torch.Tensor  # [N, H]; this and the next two are for the oracle
     make_expert: Callable[[int], Expert]
     scheme: QuantScheme
 
     def rows(self, output: torch.Tensor) -> torch.Tensor:
-        """The tokens' rows [N, H] of an output, in their order; a copy, without what lies between them. Local."""
+        """The tokens' rows [N, H] of an output, in token order; a copy without padding rows. Local."""
         return output.reshape(-1, self.x.shape[1])[self.place]
 
 
@@ -117,7 +117,7 @@ class _ExpertsBench:
 
     def __init__(self, device: torch.device, engine: EngineConfig, config: ExpertsBenchConfig) -> None:
         self._device, self._engine, self._config = device, engine, config
-        # without a process group: times of one rank need no all-reduce, whose launch would keep the next one waiting
+        # without a process group: one rank needs no all-reduce before a timed call, whose launch would delay the call
         self._alone = EPGroup.single(device)
         self._sizes = LAYER_PRESETS[config.preset]
         self._moe, self._scheme = self._sizes.moe(engine), get_scheme(engine.scheme)
@@ -127,7 +127,7 @@ class _ExpertsBench:
         self._grouped = GroupedExperts(self._weights, self._moe.activation) if has_grouped_gemm(device) else None
 
     def measure(self, rows: int) -> dict[str, Any]:
-        """Check, then time, the experts and the baseline for `rows` rows of an average expert; returns the row."""
+        """Check, then time, the experts and the baseline for `rows` rows per expert on average; returns the row."""
         ids, x = self._tokens(rows)
         ours = self._ours(ids, x)
         others = {} if self._grouped is None else {GROUPED: self._theirs(self._grouped, ids, x)}
@@ -154,17 +154,17 @@ class _ExpertsBench:
         return row
 
     def _tokens(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of one expert each, in no order of experts: ids [N] int32, and x [N, H]."""
+        """Tokens of one expert each, in random order: ids [N] int32, and x [N, H]."""
         counts = self._config.row_counts(rows)
         ids = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(self._config.seed))]
-        other_seed = (self._config.seed + 1) * SEED_STRIDE - 1  # than any expert's, which a token must not resemble
+        other_seed = (self._config.seed + 1) * SEED_STRIDE - 1  # no expert's seed: tokens must not equal weights
         generator = torch.Generator(self._device).manual_seed(other_seed)
         x = torch.randn(len(ids), self._moe.hidden, generator=generator, device=self._device)
         return ids.to(self._device), x.to(self._engine.torch_dtype)
 
     def _pack(self, ids: torch.Tensor, x: torch.Tensor, layout: Layout, scheme: QuantScheme) -> Packed:
-        """The tokens as a transport would lay them out, with the hint that it gives."""
+        """The tokens as a transport would lay them out, with its `expected_rows`."""
         values, scale = x, None
         if scheme.quantized:
             quantized = quantize(x, scheme, static_scale=self._weights.w13_input_scale)
@@ -187,7 +187,7 @@ class _ExpertsBench:
 
     def _ours(self, ids: torch.Tensor, x: torch.Tensor) -> _Contender:
         packed = self._pack(ids, x, self._engine.layout, self._scheme)
-        flat = self._engine.layout is Layout.FLAT  # there the experts put their rows where the tokens were
+        flat = self._engine.layout is Layout.FLAT  # for FLAT the experts return one row per token, in token order
         return _Contender(
             call=lambda: self._experts(packed.batch, self._weights),
             place=torch.arange(len(ids), device=self._device) if flat else packed.token_to_row[:, 0].long(),
@@ -199,7 +199,7 @@ class _ExpertsBench:
         )
 
     def _theirs(self, grouped: GroupedExperts, ids: torch.Tensor, x: torch.Tensor) -> _Contender:
-        """The baseline on the same rows in bfloat16, compact; its oracle has its own weights."""
+        """The baseline on the same rows in bfloat16, COMPACT; its oracle uses the baseline's weights."""
         unquantized = get_scheme("none")
         packed = self._pack(ids, x.to(DTYPE), Layout.COMPACT, unquantized)
         row_end = packed.batch.expert_num_tokens.cumsum(0).int()
@@ -215,9 +215,9 @@ class _ExpertsBench:
         )
 
     def _check(self, contender: _Contender, ids: torch.Tensor) -> tuple[dict[str, float], Captured | None]:
-        """The worst row's error on whole experts, the first and the last among them, against float32.
+        """The worst row error of sampled experts, including the first and the last, against float32.
 
-        Returns: errors by name, on a GPU with that of a graph of the call on all rows, and this graph.
+        Returns: errors by name, on a GPU also the error of a graph of the call on all rows, and this graph.
         """
         num_local = self._config.num_local_experts
         count = min(self._config.sample_experts, num_local)
@@ -240,7 +240,7 @@ class _ExpertsBench:
         return errors, graph
 
     def _time(self, contender: _Contender, graph: Captured | None) -> dict[str, float]:
-        """Microseconds of the whole call, on a GPU of the replay of its graph, and what follows from them."""
+        """Microseconds of the whole call (on a GPU the replay of its graph), and the rates that follow."""
         config, timed = self._config, contender.call if graph is None else graph.replay
         samples = time_calls(timed, self._alone, warmup=config.warmup, repeats=config.repeats)
         figures = slowest(self._alone, {"call": samples}, whole="call")["call"].figures("call")

@@ -1,8 +1,7 @@
-"""`ep-moe bench model`: a model with random weights generates, beside transformers' own expert parallelism.
+"""`ep-moe bench model`: a model with random weights generates text, beside transformers' own expert parallelism.
 
-Both serve the same sequences, the way each is meant to: transformers shows all of them to every rank, ep_moe gives
-each rank a share. Letters: B sequences of each rank, R ranks, P prompt tokens, N new tokens, H hidden, E experts,
-V vocabulary.
+Both serve the same sequences, each in its own way: transformers gives all of them to every rank, ep_moe gives each rank
+a share. Letters: B sequences per rank, R ranks, P prompt tokens, N new tokens, H hidden, E experts, V vocabulary.
 """
 
 import statistics
@@ -33,7 +32,7 @@ from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import TRANSPORTS
 
 BASELINE_LIMIT_FACTOR = 2  # transformers rounds after every step, weights and partial sums included; we keep float32
-RELATED_ERROR = 0.2  # of a rank's median row of logits; bfloat16 makes about 0.02 of 8 layers, another model about 1.4
+RELATED_ERROR = 0.2  # of a rank's median row of logits; bfloat16 gives about 0.02 for 8 layers, another model about 1.4
 OURS, OWN, HOOK = "ep_moe", "transformers_ep", "transformers_ep_hook"
 
 
@@ -55,7 +54,7 @@ def check_ranks(config: ModelBenchConfig, num_ranks: int) -> None:
 
 
 def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
-    """The model's config as transformers has it."""
+    """The model's transformers config."""
     return Qwen3MoeConfig(
         **MODEL_PRESETS[config.preset],
         num_hidden_layers=config.layers,
@@ -68,15 +67,15 @@ def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
 def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok` and one row; a wrong result is not timed.
 
-    Errors: ValueError as `ModelBenchConfig.check_ranks`; RuntimeError for a CPU beside GPUs, which transformers' expert
-    parallelism would take. Collective.
+    Errors: ValueError as `check_ranks`; RuntimeError for the CPU on a machine with visible GPUs, which transformers'
+    expert parallelism would use. Collective.
     """
     check_ranks(config, group.num_ranks)
     if group.device.type == "cpu" and torch.cuda.device_count():
         raise RuntimeError(
             "transformers' expert parallelism takes GPUs where it sees any: CUDA_VISIBLE_DEVICES= keeps it on the CPU"
         )
-    transformers_logging.set_verbosity_error()  # a report of every weight as missing, before it gets its numbers
+    transformers_logging.set_verbosity_error()  # else it reports every weight as missing, as they are filled later
     transformers_logging.disable_progress_bar()
     bench = _ModelBench(group, engine, config)
     row = bench.run()
@@ -84,9 +83,9 @@ def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConf
 
 
 def _spreads_dense() -> bool:
-    """True for a transformers whose expert parallelism is a size, from 5.19 on: `tp_size` then spreads the rest too.
+    """True from transformers 5.19 on, where expert parallelism is a size and `tp_size` also spreads the other layers.
 
-    Until 5.18 it is a flag, which replicates all but the experts.
+    Up to 5.18 it is a flag, which replicates everything but the experts.
     """
     return "ep_size" in DistributedConfig.__dataclass_fields__
 
@@ -129,7 +128,7 @@ class _ModelBench:
         return row
 
     def _bounds(self, errors: dict[str, dict[str, float]]) -> dict[str, tuple[float, float]]:
-        """Each error that is judged, and its limit; worst logits in float32 alone, where routers do not tip over."""
+        """Each error with a limit, and the limit; worst logits only in float32, where no expert choice flips."""
         limits = {"median_first_logits_error": RELATED_ERROR}
         if self._engine.dtype == "float32":
             limits["worst_first_logits_error"] = self._limit * self._config.layers
@@ -170,7 +169,7 @@ class _ModelBench:
         return self._load(OWN, DistributedConfig(tp_size=num_ranks, **own), self._config.baseline_experts)
 
     def _load_hook(self) -> PreTrainedModel:
-        """The same with our exchange and our experts plugged in."""
+        """The same with our exchange and experts plugged in."""
         engine = self._engine
         register(
             transport=engine.transport,
@@ -182,7 +181,7 @@ class _ModelBench:
         return self._load(HOOK, hook, self._config.baseline_experts)
 
     def _load(self, name: str, spread: DistributedConfig, experts: str) -> PreTrainedModel:
-        """transformers spreads a model while it loads it, here from nothing; numbers come after. Collective."""
+        """Load an empty model, as transformers spreads models while loading them; then fill it. Collective."""
         tell(self._group, f"build {name}")
         with self._group.guard(f"build {name}"):
             model = Qwen3MoeForCausalLM.from_pretrained(
@@ -198,11 +197,11 @@ class _ModelBench:
         return model.eval()
 
     def _check(self, systems: dict[str, System]) -> dict[str, float]:
-        """The worst row's error of each system's MoE blocks against float32 experts, over all ranks. Collective.
+        """The worst row error of each system's MoE blocks against float32 experts, over all ranks. Collective.
 
-        Every rank has tokens of its own: ours gets those, transformers those of all ranks, so that rows which come
-        home to the wrong rank are seen. Blocks are shown the same numbers in all systems, so that routers choose alike,
-        which they would not at the end of a whole model: a rounding that tips one over changes all that follows.
+        Every rank has its own tokens: ours gets those, transformers those of all ranks, so that rows returned to the
+        wrong rank are detected. All systems' blocks get the same input, so that routers choose the same experts; after
+        several layers they would not, as rounding may flip a choice and change all that follows.
         """
         group, model = self._group, systems[OURS].model
         generator = torch.Generator(group.device).manual_seed(self._config.seed)
@@ -215,7 +214,7 @@ class _ModelBench:
             for name in find_experts(model):
                 gate = _block(model, name).gate
                 for key, system in systems.items():
-                    # a router is asked as it was in the block: the number of rows may change how its GEMM rounds
+                    # the router gets the block's own input: the number of rows may change how its GEMM rounds
                     shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
                     output = _block(system.model, name)(shown.unsqueeze(0))[0][part]
                     _, weights, ids = gate(shown)
@@ -227,7 +226,7 @@ class _ModelBench:
     def _expected(
         self, model: Any, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """A block's output for routed tokens by experts made again from their seeds, in float32. Local."""
+        """A block's expected output for routed tokens, by experts regenerated from their seeds, in float32. Local."""
         shapes = model.config.hidden_size, model.config.moe_intermediate_size
 
         def expert(index: int) -> Expert:
@@ -244,11 +243,11 @@ class _ModelBench:
     def _compare(self, systems: dict[str, System]) -> dict[str, dict[str, float]]:
         """The first step's logits of each system against transformers' own, row by row, and the share of equal tokens.
 
-        In bfloat16 routers tip over here and there, and from the first other token on texts go their own ways: these
-        figures then tell that the models are related, not how exact they are. A median is that of the rank where it is
-        largest, for one wrong rank must not vanish among many.
+        In bfloat16 some expert choices flip, and texts differ from the first different token on: these figures then
+        show that the models have the same weights, not how exact they are. A median is that of the rank where it is
+        largest, so that one wrong rank shows among many.
 
-        Returns: of each system but transformers' own, by name. Collective.
+        Returns: figures by name of each system but transformers' own. Collective.
         """
         found = {}
         for name, system in systems.items():
@@ -261,7 +260,7 @@ class _ModelBench:
         related = {}
         for name, (logits, new) in found.items():
             errors = torch.tensor([worst_row_error(a, e) for a, e in zip(logits, expected, strict=True)]).double()
-            median = float(errors.quantile(0.5))  # the mean of two in the middle: `median` takes the smaller one
+            median = float(errors.quantile(0.5))  # of an even count the mean of the middle two, unlike torch's `median`
             related[name] = (median, float(errors.max()), float((new == tokens).double().mean()))
         ranks = self._group.all_gather_object(related)
         return {
@@ -274,7 +273,7 @@ class _ModelBench:
         }
 
     def _time(self, name: str, system: System) -> dict[str, float]:
-        """Tokens per second and what they are made of, on the slowest rank. Collective."""
+        """Tokens per second, and times of its parts, on the slowest rank. Collective."""
         config, group = self._config, self._group
         tell(group, f"time {name}")
         secs = time_generation(system, group, new_tokens=config.new_tokens, repeats=config.repeats)
@@ -317,7 +316,7 @@ class _ModelBench:
 
 
 def _has_spread_dense(model: Any) -> bool:
-    """True where a matrix outside the experts is spread over ranks."""
+    """True if a matrix outside the experts is spread over ranks."""
     return any(
         isinstance(parameter, DTensor)
         and parameter.dim() == 2

@@ -1,24 +1,24 @@
-"""What `ep-moe bench model` is asked for. Imports no transformers, so that the command line need not."""
+"""Options of `ep-moe bench model`, apart from it so that the command line need not import transformers."""
 
 import dataclasses
 
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.fields import check_fields
 
-CHECKED_TOKENS = 64  # of each rank, that each MoE block is shown for the check
+CHECKED_TOKENS = 64  # per rank, input of each MoE block in the check
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBenchConfig:
-    """What `ep-moe bench model` measures.
+    """Measurements of `ep-moe bench model`.
 
     Args:
-        preset: sizes, a name of MODEL_PRESETS. layers: how many, whatever the model has.
-        batch: B, sequences of each rank. prompt_tokens: P. new_tokens: N of each sequence, at least 2.
+        preset: sizes, a name of MODEL_PRESETS. layers: their number, in place of the model's own.
+        batch: B, sequences per rank. prompt_tokens: P. new_tokens: N of each sequence, at least 2.
         repeats: timed generations. seed: of weights and prompts.
         baseline_experts: transformers' implementation of the experts in its own expert parallelism.
-        hook: measure transformers' expert parallelism with the exchange of ep_moe plugged into it too.
+        hook: also measure transformers' expert parallelism with ep_moe's exchange plugged into it.
     Errors: ValueError names the value and the limit.
     """
 

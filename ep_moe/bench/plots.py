@@ -1,4 +1,4 @@
-"""Plots of what was measured, with matplotlib, which `pip install ep-moe[bench]` brings."""
+"""Plots of measured rows, with matplotlib, which `pip install ep-moe[bench]` installs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +9,14 @@ from ep_moe.bench.layer import BASELINE, OURS, PHASES
 from ep_moe.bench.records import Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
-LINES_HEIGHT = 12  # of a plot of lines, in bars
+LINES_HEIGHT = 12  # of a line plot, in units of bars
 COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases
 
 
 def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     """Draw one PNG for each bench that has a plot and rows; returns their paths.
 
-    Errors: ValueError names a row that lacks what its plot shows; RuntimeError where matplotlib is missing. Local.
+    Errors: ValueError names a row that lacks a plotted figure; RuntimeError if matplotlib is missing. Local.
     """
     drawn = []
     for bench, plot in PLOTS.items():
@@ -38,7 +38,7 @@ def _save(plot: Callable[[Any, Sequence[Record]], int], rows: Sequence[Record], 
     figure = Figure(layout="constrained", dpi=DPI)
     bars = plot(figure.add_subplot(), rows)
     figure.set_size_inches(WIDTH_INCHES, 1.5 + ROW_INCHES * bars)
-    figure.savefig(path, metadata={"Software": None})  # nothing that changes while the figures do not
+    figure.savefig(path, metadata={"Software": None})  # no version: equal figures make equal files
 
 
 def _bars(axes: Any, labels: Sequence[str], unit: str) -> None:
@@ -49,7 +49,7 @@ def _bars(axes: Any, labels: Sequence[str], unit: str) -> None:
 
 
 def _value(record: Record, path: str) -> Any:
-    """What stands at a path such as "baselines.grouped_mm.tflops"."""
+    """The value at a path such as "baselines.grouped_mm.tflops"."""
     part, *names = path.split(".")
     value: Any = getattr(record, part)
     for name in names:
@@ -60,7 +60,7 @@ def _value(record: Record, path: str) -> Any:
 
 
 def _labels(rows: Sequence[Record], paths: Mapping[str, str]) -> list[str]:
-    """What each row measured: the words at `paths`, behind them what they count, and others in which rows differ."""
+    """A label for each row: the values at `paths`, each followed by its unit, and other values in which rows differ."""
     words = [_words(record) for record in rows]
     shown = {path.partition(".")[2] for path in paths}
     others = [name for name in dict.fromkeys(name for entry in words for name in entry) if name not in shown]
@@ -77,7 +77,7 @@ def _words(record: Record) -> Mapping[str, Any]:
 
 
 def plot_layer(axes: Any, rows: Sequence[Record]) -> int:
-    """Phases of each layer end to end, the baseline's below them, in whole calls of it. Returns the number of bars."""
+    """Stacked phases of each layer, then of its baseline, over the baseline's call time. Returns the number of bars."""
     labels: list[str] = []
     work = _labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens", "setup.dtype": ""})
     for record, what in zip(rows, work, strict=True):
@@ -112,7 +112,7 @@ def plot_model(axes: Any, rows: Sequence[Record]) -> int:
 def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
     """TFLOP/s against rows: memory bounds the slopes, arithmetic the plateaus. Returns the height in bars."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
-    # the rows are what the axis shows: they tell no lines apart
+    # rows per expert are the x axis, so they must not separate lines
     same = [dataclasses.replace(record, shapes={**record.shapes, "rows_per_expert": 0}) for record in rows]
     work = _labels(same, {"shapes.preset": "", "shapes.num_local_experts": " experts", "setup.dtype": ""})
     for record, what in zip(rows, work, strict=True):
@@ -136,9 +136,10 @@ def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
 
 
 def plot_transport(axes: Any, rows: Sequence[Record]) -> int:
-    """Latency of a pair against tokens, on the most ranks, uniform, packed for the experts. Returns the height in bars.
+    """Latency of a pair against tokens: most ranks, uniform routing, COMPACT or BATCHED. Returns the height in bars.
 
-    A line is all that is alike but for tokens and layout, of a number of tokens the first row; a point alone is none.
+    A line joins rows that differ only in tokens and layout, the first row for each number of tokens; lines of a single
+    point are left out if there are others.
     """
     most = max(record.world_size for record in rows)
     lines: dict[str, dict[int, Record]] = {}
@@ -168,7 +169,7 @@ def plot_transport(axes: Any, rows: Sequence[Record]) -> int:
 
 
 def _without_tokens(record: Record) -> Record:
-    """The row as if of no particular number of tokens and layout, which tell no lines apart."""
+    """The row without its number of tokens and its layout, which do not separate lines."""
     return dataclasses.replace(record, shapes={**record.shapes, "tokens": 0}, setup={**record.setup, "layout": "any"})
 
 

@@ -12,7 +12,7 @@ class LayerPreset:
 
     Args:
         hidden: H. intermediate: I of one expert. num_experts: E. routing: with K, experts per token.
-        activation: between the two GEMMs. bias: True where both GEMMs add one.
+        activation: between the two GEMMs. bias: True if both GEMMs add one.
     """
 
     hidden: int
@@ -98,4 +98,4 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "vocab_size": 256,
     },
-}  # as transformers' Qwen3MoeConfig takes them, but for the number of layers
+}  # arguments of transformers' Qwen3MoeConfig, except for the number of layers

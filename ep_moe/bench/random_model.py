@@ -1,4 +1,4 @@
-"""Random numbers for the parameters of a transformers model, the same however its parameters are spread over ranks.
+"""Random values for the parameters of a transformers model, the same however its parameters are spread over ranks.
 
 Letters: E experts, L of them on this rank.
 """
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def _values(key: str, shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
-    """Normally distributed float32 numbers of a key and a seed; another kind of device makes other numbers."""
+    """Normally distributed float32 values of a key and a seed; another device type gives other values."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
     return torch.randn(shape, generator=generator, device=device)
 
@@ -24,12 +24,12 @@ def expert_values(name: str, index: int, shape: tuple[int, int], seed: int, devi
 
 @torch.no_grad()
 def fill_with_random_numbers(model: torch.nn.Module, seed: int) -> None:
-    """Give every parameter its numbers by its name, so that activations stay of the size of 1.
+    """Fill every parameter with values that depend on its name, scaled so that activations stay near 1.
 
-    3D parameters are experts, made one by one; norms are near 1; an embedding is not scaled. Parameters that a device
-    mesh spreads get their part of the same whole, experts by their first dimension.
+    3D parameters are experts, made one by one; norms are near 1; an embedding is not scaled. DTensors get their shard
+    of the same whole, experts sharded by their first dimension.
 
-    Errors: ValueError for experts that are spread otherwise. Local but for DTensors, whose ranks call it together.
+    Errors: ValueError for experts that are sharded otherwise. Local; collective for DTensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     parameter: Any

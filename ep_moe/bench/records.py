@@ -1,4 +1,4 @@
-"""One measured row and its JSON line: what was measured where, of which commit, and how to repeat it."""
+"""One measured row and its JSON line: figures, device, versions, commit, and the command to repeat it."""
 
 import dataclasses
 import datetime
@@ -23,14 +23,14 @@ UNITS = (
     ("_bytes", "bytes"),
     ("tokens_per_sec", "tokens/s"),
     ("_secs", "s"),
-)  # how a figure's name ends, and its unit
-PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # how the name of a figure without a unit ends
+)  # ending of a figure's name, and its unit
+PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # endings of figures without a unit
 
 Figures = Mapping[str, float]
 Words = Mapping[str, str | int | float | bool]
 
-# Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Every other name that ends
-# in a unit, but for those of all rows, is a figure's.
+# Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Any other name that ends in
+# a unit and is not a field of all rows is a figure.
 FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
     "transport": {
         "shapes": ("tokens", "hidden", "num_topk", "num_experts"),
@@ -52,7 +52,7 @@ FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def unit_of(name: str) -> str | None:
-    """The unit that a figure's name ends in, "" for a pure number, None for a name that says neither. Local."""
+    """The unit that a figure's name ends in, "" for a pure number, None for any other name. Local."""
     for ending, unit in UNITS:
         if name.endswith(ending):
             return unit
@@ -65,14 +65,14 @@ class Record:
 
     Args:
         bench: the benchmark, such as "layer"; rows of one bench have the same kinds of figures.
-        date: when, ISO 8601 with a time zone. commit: of the source, 7 to 40 hex digits.
-        gpu: the device's name, the processor's where there is no GPU. world_size: ranks.
-        versions: by name, None for what is not there. command: the words that repeat it.
-        sweep: True for a row that explores and does not count.
-        shapes: sizes of the work. setup: implementations by name and whatever else was chosen.
-        figures: by a name that ends in its unit or in one of PURE_NUMBERS. baselines: the same, of others in this run.
-    A bench of FLAT_ROWS has its own names of shapes and setup, no more and no fewer.
-    Errors: ValueError names what is wrong.
+        date: ISO 8601 with a time zone. commit: of the source, 7 to 40 hex digits.
+        gpu: the device's name, or the CPU's if there is no GPU. world_size: number of ranks.
+        versions: by name, None if not installed. command: the command line that repeats the measurement.
+        sweep: True for an exploratory row, which reports leave out.
+        shapes: sizes of the work. setup: implementations by name and other choices.
+        figures: by a name that ends in its unit or in one of PURE_NUMBERS. baselines: figures of baselines of this run.
+    A bench of FLAT_ROWS has exactly its names of shapes and setup.
+    Errors: ValueError names the wrong value.
     """
 
     bench: str
@@ -117,7 +117,7 @@ class Record:
 
     @property
     def configuration(self) -> str:
-        """What two rows have in common that measure the same thing; a later one takes the place of an earlier one."""
+        """The same for rows that measure the same thing, of which a report shows only the last."""
         same = (self.bench, self.gpu, self.world_size, dict(self.shapes), dict(self.setup))
         return json.dumps(same, sort_keys=True)
 
@@ -141,7 +141,7 @@ PARTS = ("shapes", "setup", "figures")  # that a flat row has at its top level
 
 
 def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as its bench writes it: with its parts at the top level for a bench of FLAT_ROWS, as it is for others.
+    """A row as its bench writes it: with its parts at the top level for a bench of FLAT_ROWS, else unchanged.
 
     Local.
     """
@@ -154,7 +154,7 @@ def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
-    """The parts of a row that was written flat; any other content as it is. Errors: as `_check_names`."""
+    """Restore the parts of a row that was written flat; other content unchanged. Errors: as `_check_names`."""
     parts = FLAT_ROWS.get(content["bench"]) if isinstance(content.get("bench"), str) else None
     if parts is None:
         return content
@@ -168,7 +168,7 @@ def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _check_names(content: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str], source: str) -> None:
-    """Raise ValueError that names `source` and the keys that are unknown or missing."""
+    """Raise ValueError that names `source` and the keys that are unknown or missing, if any."""
     unknown = sorted(set(content) - {*required, *optional})
     missing = [name for name in required if name not in content]
     if unknown:
@@ -201,20 +201,20 @@ def _check_figures(what: str, figures: Any) -> None:
 
 
 def append_records(path: str | Path, records: Sequence[Record]) -> None:
-    """Add rows to a .jsonl file, which is made where it is not there. Local.
+    """Append rows to a .jsonl file, which is created if missing. Local.
 
     Errors: ValueError for a path that does not end in .jsonl.
     """
     check_path(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(record.to_line() + "\n" for record in records))  # one write: a row is there or is not
+        file.write("".join(record.to_line() + "\n" for record in records))  # one write: no partial rows
 
 
 def check_writable(path: str | Path) -> None:
-    """Make the folder of a file of rows and open the file for appending, which tells before a run what would fail.
+    """Create the folder of a file of rows and open the file for appending, so that errors come before a run.
 
-    A file that was not there is not left behind. Errors: as `check_path`, and ValueError for what cannot be written.
+    A file created by this is removed. Errors: as `check_path`, and ValueError for a file that cannot be written.
     Local.
     """
     check_path(path)
@@ -253,12 +253,12 @@ def read_records(directory: str | Path) -> list[Record]:
 
 
 def now() -> str:
-    """The date and time in UTC, to the second, as a row has it. Local."""
+    """The current date and time in UTC, to the second, for a row. Local."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, or of the processor. Local."""
+    """The name of the GPU, or of the CPU. Local."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     info = Path("/proc/cpuinfo")
@@ -271,7 +271,7 @@ def device_name(device: torch.device) -> str:
 
 
 def report_outcome(bench: str, device: torch.device, world_size: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What every benchmark reports: `ok` where all rows are, and by what they were measured. Local."""
+    """The report of a benchmark: `ok` if all rows are, the device, the versions and the rows. Local."""
     return {
         "ok": all(row["ok"] for row in rows),
         "bench": bench,
@@ -283,7 +283,7 @@ def report_outcome(bench: str, device: torch.device, world_size: int, rows: list
 
 
 def flat_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A report for machines: its rows as their bench writes them. Local."""
+    """A report for --json: its rows as their bench writes them. Local."""
     return {**report, "rows": [flatten(report["bench"], row) for row in report["rows"]]}
 
 
@@ -302,7 +302,7 @@ def versions(device: torch.device) -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
-    """The version of an installed package; None for one that is not installed, as ep_moe in a source tree."""
+    """The version of an installed package, else None, such as for ep_moe in a source tree."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -177,7 +177,7 @@ COLUMNS = {
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Of each configuration the row that counts and is newest, in the order of configurations' first rows. Local."""
+    """The newest row of each configuration, without sweeps, in the order of the configurations' first rows. Local."""
     chosen: dict[str, Record] = {}
     for record in records:
         before = chosen.get(record.configuration)
@@ -246,7 +246,7 @@ def _order(bench: str) -> tuple[int, str]:
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
-    """A table for each preset and machine, what its rows have in common before it, and where they come from after."""
+    """A table for each preset and machine, after a line of the values that all its rows share, before their sources."""
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:
         key = (str(record.shapes.get("preset", "")), record.gpu, record.world_size)
@@ -262,7 +262,7 @@ def _tables(records: Sequence[Record]) -> list[str]:
 
 
 def _table(records: Sequence[Record], runs: Sequence[str]) -> list[str]:
-    """The rows of one kind: a line of the words that all have, and a table of the rest without empty columns."""
+    """Rows as a line of the values that they share, and a table of the others without empty columns."""
     columns = COLUMNS.get(records[0].bench) or tuple((path, path) for record in records for path in _paths(record))
     common, shown = [], [("run", list(runs)), ("date", [record.date[:10] for record in records])]
     for title, path in dict(columns).items():
@@ -291,7 +291,7 @@ def _cell(record: Record, path: str) -> str:
 
 
 def _source(record: Record) -> str:
-    """When, of what and by what a row was made, the same for the rows of one command."""
+    """Date, commit, versions and command of a row, the same for the rows of one command."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
     return f"{record.date[:10]}, commit {record.commit[:12]}, {versions}: `{record.command}`"
 
@@ -299,12 +299,12 @@ def _source(record: Record) -> str:
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:
     """Write the page beside `directory`, from the rows and the list of notes there, and the plots into `directory`.
 
-    The page shows the plots that are there, so that a check finds one missing that the page shows.
+    The page links the plots that exist, so that a check fails if a plot of the page is missing.
 
     Args:
         directory: holds *.jsonl and notes/*.md; the page is BENCHMARKS.md of the folder that it is in.
         check: write nothing, only compare the page. plots: draw them first.
-    Returns: `ok`, False where the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
+    Returns: `ok`, False if the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
     Errors: ValueError for a wrong directory, row or note; RuntimeError if matplotlib is missing. Local.
     """
     folder = Path(directory).resolve()

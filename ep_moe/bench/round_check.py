@@ -1,8 +1,8 @@
-"""Is a transport's round right: its input, experts that multiply, and the comparison bit for bit.
+"""Checks a transport's round: its input, experts that multiply, and the comparison bit for bit.
 
-Expert e of E computes y = dequantized x * (1 + e / E): no other expert does, and every rank knows what must come home.
-Letters: T tokens on this rank, H hidden, K top-k, E experts, R ranks, L local experts, N rows of all local experts, G
-scale groups.
+Expert e of E computes y = dequantized x * (1 + e / E), different for each expert, so that every rank can compute the
+expected output. Letters: T tokens on this rank, H hidden, K top-k, E experts, R ranks, L local experts, N rows of all
+local experts, G scale groups.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ep_moe.routing import Routing
 from ep_moe.transport import Transport
 
 ROUTINGS = ("uniform", "skewed", "one_rank")
-HOT_EXPERTS, HEAT = 4, 0.75  # rank 0's first experts, and what is added to their scores, which are in [0, 1)
+HOT_EXPERTS, HEAT = 4, 0.75  # number of hot experts on rank 0, and the bonus on their scores, which are in [0, 1)
 
 
 def make_routing(
@@ -26,7 +26,7 @@ def make_routing(
     """Ids that differ within a token, and weights that sum to 1.
 
     Args:
-        name: "uniform"; "skewed", a few hot experts on rank 0; "one_rank", experts of the last rank alone.
+        name: "uniform"; "skewed", a few hot experts on rank 0; "one_rank", only experts of the last rank.
         generator: of this rank; ids and weights are on its device.
     Local.
     """
@@ -43,7 +43,7 @@ def make_routing(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """The rows of a batch that hold tokens, expert by expert, copied: a transport may use its buffers again."""
+    """The token rows of a batch, sorted by expert; a copy, as a transport may reuse its buffers."""
 
     counts: torch.Tensor  # [L] int64
     expert: torch.Tensor  # [N] int64, local
@@ -53,7 +53,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: ExpertBatch) -> "Rows":
-        """Read them. Local, host sync."""
+        """Copy the rows of a batch. Local, host sync."""
         counts = batch.expert_num_tokens.long()
         expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         nth = torch.arange(len(expert), device=counts.device) - (counts.cumsum(0) - counts)[expert]
@@ -70,7 +70,7 @@ class Rows:
 
 
 def _compute(x: torch.Tensor, expert: torch.Tensor, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
-    """What experts [N] make of float32 rows [N, H]."""
+    """The outputs of experts [N] for float32 rows [N, H]."""
     return (x * (1 + expert.float() / num_experts).unsqueeze(1)).to(dtype)
 
 
@@ -79,7 +79,7 @@ def compute_experts(batch: ExpertBatch, rows: Rows, *, first_expert: int, num_ex
     x = dequantize_rows(rows.values, rows.scale, batch.scheme)
     computed = _compute(x, first_expert + rows.expert, num_experts, batch.dtype)
     shape = batch.output_shape
-    if batch.row_index is not None:  # what FLAT sums has a row for each entry of the index
+    if batch.row_index is not None:  # in FLAT the sum reads one row per entry of the index
         shape = (batch.row_index.shape[0], batch.hidden)
     y = torch.full(shape, float("nan"), dtype=batch.dtype, device=batch.x.device)
     y.view(-1, batch.hidden)[rows.place] = computed
@@ -87,7 +87,7 @@ def compute_experts(batch: ExpertBatch, rows: Rows, *, first_expert: int, num_ex
 
 
 def expected_output(x: torch.Tensor, routing: Routing, placement: Placement, scheme: QuantScheme) -> torch.Tensor:
-    """What must come home to this rank [T, H], without any exchange: sums by rank, rounded, then in rank order.
+    """The expected output on this rank [T, H], without an exchange: sums per expert rank, rounded, then in rank order.
 
     Args:
         x: [T, H]. routing: of the tokens, without repeats.
@@ -109,7 +109,7 @@ def expected_output(x: torch.Tensor, routing: Routing, placement: Placement, sch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """What a round has shown: the rows that the experts got, what they made of them, and what came home."""
+    """The results of a round: the experts' rows, the experts' outputs, and the combined output."""
 
     rows: Rows
     y: torch.Tensor
@@ -117,7 +117,7 @@ class Round:
 
 
 def run_round(transport: Transport, x: torch.Tensor, routing: Routing, *, layout: Layout, scheme: QuantScheme) -> Round:
-    """Carry one round through. Collective, host sync."""
+    """Run one round. Collective, host sync."""
     dispatched = transport.dispatch(x, routing, layout=layout, scheme=scheme)
     rows = Rows.of(dispatched.batch)
     placement = transport.placement
@@ -133,11 +133,11 @@ def run_round(transport: Transport, x: torch.Tensor, routing: Routing, *, layout
 
 
 def differences(ours: Round, theirs: Round, expected: torch.Tensor) -> list[str]:
-    """What is not bit for bit what it must be, in words; nothing where all is right.
+    """A message for each result that differs in any bit; none if all are right.
 
     Args:
-        ours, theirs: rounds of the same input by the transport that is judged and by another.
-        expected: [T, H], what must come home.
+        ours, theirs: rounds of the same input by the transport under test and by another.
+        expected: [T, H], the expected combined output.
     Local, host sync.
     """
     found = [compare_rows("rows of each expert", ours.rows.counts, theirs.rows.counts)]
@@ -151,7 +151,7 @@ def differences(ours: Round, theirs: Round, expected: torch.Tensor) -> list[str]
 
 
 def compare_rows(what: str, actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Name how many rows differ in any bit; "" where none does. Local, host sync."""
+    """A message with the number of rows that differ in any bit; "" if none does. Local, host sync."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return f"{what}: {tuple(actual.shape)} {actual.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
     differ = _bytes(actual) != _bytes(expected)
@@ -160,6 +160,6 @@ def compare_rows(what: str, actual: torch.Tensor, expected: torch.Tensor) -> str
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, bytes of a row]; a row of one number where there is one dimension."""
+    """[rows, bytes of a row]; a 1D tensor has rows of one element."""
     flat = rows.unsqueeze(1) if rows.dim() == 1 else rows
     return flat.contiguous().view(torch.uint8)

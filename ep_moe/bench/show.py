@@ -1,4 +1,4 @@
-"""What `ep-moe bench` measured, for people: tables on standard output."""
+"""Reports of `ep-moe bench` as tables on standard output."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ep_moe.bench.records import unit_of
 
 
 def show_rows(report: Mapping[str, Any]) -> None:
-    """Print each row of a benchmark: its figures beside those of its baselines, a column for each, and the verdict."""
+    """Print each row of a benchmark, figures and baselines in columns, and whether all results are right."""
     console = Console()
     for row in report["rows"]:
         shapes = ", ".join(f"{name} {value}" for name, value in row["shapes"].items())
@@ -43,7 +43,7 @@ def _table(figures: Mapping[str, float], baselines: Mapping[str, Mapping[str, fl
 
 
 def show_figure(name: str, value: float | None) -> str:
-    """A figure as a table shows it: errors as powers of ten, other numbers to four digits. Local."""
+    """A figure formatted for a table: errors in scientific notation, others to about four digits. Local."""
     if value is None:
         return ""
     if name.endswith("_error"):

@@ -1,4 +1,4 @@
-"""Honest times: after a warm-up, from a cold L2, ranks aligned, the median of many calls, of the slowest rank."""
+"""Timing of calls: after a warm-up, with a cold L2, ranks aligned; the median of many calls, on the slowest rank."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ep_moe.group import EPGroup
 
-GRAPH_WARMUP = 3  # calls before a capture: kernels are compiled and memory pools filled by then
+GRAPH_WARMUP = 3  # calls before a capture, which compile kernels and fill memory pools
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +30,10 @@ class Timing:
 
 
 def slowest(group: EPGroup, samples: Mapping[str, Sequence[float]], *, whole: str) -> dict[str, Timing]:
-    """All timings of one rank, the one with the largest median of `whole`: parts of several ranks add up to no call.
+    """All timings of the rank with the largest median of `whole`; parts from different ranks would not sum to a call.
 
     Args:
-        samples: this rank's, in microseconds by name. whole: the name that ranks are compared by.
+        samples: this rank's, in microseconds by name. whole: the name by which ranks are compared.
     Collective.
     """
     ranks = group.all_gather_object({name: list(values) for name, values in samples.items()})
@@ -45,19 +45,19 @@ def slowest(group: EPGroup, samples: Mapping[str, Sequence[float]], *, whole: st
 
 
 class PhaseTimes:
-    """A `Phases` that takes the time of each phase of each call: CUDA events, no host sync; a clock on the CPU."""
+    """A `Phases` that times each phase of each call: by CUDA events without host sync, by a clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._calls: list[dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event] | float]]] = []
 
     def start_call(self) -> None:
-        """What follows belongs to another call. Local, no host sync."""
+        """Begin a new call: later phases belong to it. Local, no host sync."""
         self._calls.append({})
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside; a phase that comes twice in a call counts together. Local, no host sync."""
+        """Time the block; repeated phases of a call are summed. Local, no host sync."""
         spans = self._calls[-1].setdefault(name, [])
         if self._on_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -93,14 +93,14 @@ def time_calls(
     on_call: Callable[[], None] | None = None,
     cold: bool = True,
 ) -> list[float]:
-    """Microseconds of each of `repeats` calls on this rank, which all ranks begin together, after `warmup` others.
+    """Microseconds of each of `repeats` calls on this rank, which all ranks start together, after `warmup` others.
 
-    On CUDA between two events on the current stream, behind a write of twice the L2 and a tiny all-reduce; what the
-    call waits for on the host counts. On the CPU by the clock, behind a barrier.
+    On CUDA between two events on the current stream, after a write of twice the L2 size and a tiny all-reduce; the
+    call's waits on the host count. On the CPU by the wall clock, after a barrier.
 
     Args:
-        call: collective or not, as often on every rank. on_call: called before each timed call, outside its time.
-        cold: False leaves the L2 as the call before left it.
+        call: collective or not, equally often on every rank. on_call: called before each timed call, untimed.
+        cold: False leaves the L2 as the previous call left it.
     Collective, host sync.
     """
     for _ in range(warmup):
@@ -135,23 +135,23 @@ def time_calls(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """A call in a CUDA graph: what replays it, and where each replay writes its output."""
+    """A call in a CUDA graph: `replay` replays it, each replay writes `output`."""
 
     replay: Callable[[], None]
     output: torch.Tensor
 
     def replayed(self) -> torch.Tensor:
-        """Replay once over NaN, so that what the graph does not write is seen. Collective as the call, no host sync."""
+        """Replay once over NaN, so that unwritten output is detected. Collective if the call is; no host sync."""
         self.output.fill_(float("nan"))
         self.replay()
         return self.output
 
 
 def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
-    """Capture a call into a CUDA graph, on the buffers that the capture saw.
+    """Capture a call into a CUDA graph, which reads and writes the captured call's buffers.
 
-    Errors: RuntimeError for a call that cannot be captured, one that waits on the host for example, and without CUDA.
-    Every rank captures the same. Host sync.
+    Errors: RuntimeError for a call that cannot be captured, for example one that waits on the host, and without CUDA.
+    Every rank captures the same call. Host sync.
     """
     if device.type != "cuda":
         raise RuntimeError(f"a CUDA graph needs a GPU, this rank computes on {device}")
@@ -164,7 +164,7 @@ def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        # of this thread alone: that of NCCL asks for events meanwhile
+        # thread_local: NCCL's thread queries events meanwhile, which would invalidate a global capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = call()
     except RuntimeError as error:
@@ -173,13 +173,13 @@ def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
 
 
 def profile_kernels(call: Callable[[], object], group: EPGroup, *, repeats: int) -> list[tuple[str, float]]:
-    """Name and microseconds of all that `repeats` calls run on this rank's GPU, in the order in which they begin.
+    """Name and microseconds of each GPU operation of `repeats` calls on this rank, in order of their start.
 
     Collective, host sync.
     """
     group.barrier()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        group.wait_for_all("profile")  # on the host: a profiler may take seconds to start, and a barrier runs kernels
+        group.wait_for_all("profile")  # the profiler may take seconds to start; a barrier would run kernels
         for _ in range(repeats):
             call()
         torch.cuda.synchronize(group.device)
@@ -189,16 +189,16 @@ def profile_kernels(call: Callable[[], object], group: EPGroup, *, repeats: int)
 
 
 def part_times(kernels: Sequence[tuple[str, float]], parts: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
-    """Microseconds of each part in each call: the sum of its kernels, whose names contain its own.
+    """Microseconds of each part in each call: the sum of the kernels whose names contain the part's name.
 
-    A call begins with the first part: kernels of other names that run before one of it are its preparation.
+    A call begins with the first part; unnamed kernels directly before a kernel of that part count as part of it.
 
     Example: parts a and b, 2 repeats, kernels fill 1, _a 3, _b 1, _b 2, fill 1, _a 4, _b 1, _b 1 give a [4, 5] and b
     [3, 2].
 
     Args:
-        kernels: of `repeats` like calls, as `profile_kernels` returns them.
-    Errors: ValueError where a kernel belongs to no part or to two, a part has none, or calls are not alike. Local.
+        kernels: of `repeats` equal calls, as `profile_kernels` returns them.
+    Errors: ValueError if a kernel belongs to no part or to two, a part has none, or calls differ. Local.
     """
     owners: list[tuple[str, ...]] = []
     for name, _ in reversed(kernels):

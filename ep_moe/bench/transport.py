@@ -1,6 +1,6 @@
 """`ep-moe bench transport`: dispatch and combine alone, checked bit for bit and timed beside NCCL's collectives.
 
-Letters: T tokens of each rank, H hidden, K top-k, E experts, R ranks, M max_tokens_per_rank.
+Letters: T tokens per rank, H hidden, K top-k, E experts, R ranks, M max_tokens_per_rank.
 """
 
 import dataclasses
@@ -42,23 +42,23 @@ from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport import TRANSPORTS, CollectiveTransport, LocalTransport, Transport, create_transport
 
-FLOOR_GBS = 370  # what leaves an H200 over NVLink at best; the floor of a pair is its bytes at this rate
-MANY_PAIRS, FEW_PAIRS, MANY_TOKENS = 40, 4, 512  # pairs in a graph up to so many tokens, and above
+FLOOR_GBS = 370  # best rate out of an H200 over NVLink; the floor of a pair is its bytes at this rate
+MANY_PAIRS, FEW_PAIRS, MANY_TOKENS = 40, 4, 512  # pairs per graph up to MANY_TOKENS tokens, and above
 PROFILED_REPLAYS = 5
-HOST_BOUND = (CollectiveTransport, LocalTransport)  # they read back to the host, which no CUDA graph can capture
-ROW_ALIGNMENT_BYTES = 16  # of the baselines' payload rows, as NCCL is fastest with
+HOST_BOUND = (CollectiveTransport, LocalTransport)  # they read back to the host, which a CUDA graph cannot capture
+ROW_ALIGNMENT_BYTES = 16  # of the baselines' payload rows, with which NCCL is fastest
 
 
 def is_timed(device: torch.device) -> bool:
-    """True for a GPU: what gloo or Triton's interpreter takes says nothing of an exchange. Local."""
+    """True for a GPU: times of gloo or of Triton's interpreter are meaningless. Local."""
     return device.type == "cuda"
 
 
 def transport_rank_main(group: EPGroup, engine: EngineConfig, config: TransportBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok`, and a row for each measurement.
 
-    The first wrong result ends it: what is wrong is not timed. On a CPU nothing is timed. What a transport has
-    measured already, for example eager calls where it cannot be captured, is not measured again.
+    Stops at the first wrong result, which is not timed. On a CPU nothing is timed. Equal points are measured once, such
+    as graph and eager for a transport that cannot be captured.
     Errors: ValueError as of `TransportBenchConfig.check_ranks`. Collective.
     """
     config.check_ranks(group.num_ranks)
@@ -86,7 +86,7 @@ class _TransportBench:
         self._seen: set[tuple[str, TransportPoint]] = set()
 
     def measure(self, name: str, point: TransportPoint) -> dict[str, Any] | None:
-        """Check a transport, then time it and the baselines; returns the row, None if there is one. Collective."""
+        """Check a transport, then time it and the baselines; returns the row, None if measured before. Collective."""
         placement = create_placement("linear", point.num_experts, self._group.num_ranks)
         transport = create_transport(name, self._group, placement, point.config(self._dtype))
         try:
@@ -148,9 +148,9 @@ class _TransportBench:
     def _check(
         self, transport: Transport, x: torch.Tensor, routing: Routing, point: TransportPoint
     ) -> tuple[Round, list[str]]:
-        """Two rounds beside one of `collective` and beside what must come home; what is wrong on this rank.
+        """Compare two rounds with one of `collective` and with the expected output; returns this rank's errors.
 
-        The second round meets what the first left behind.
+        The second round runs on the buffers as the first left them.
         """
         scheme, placement = get_scheme(point.payload), transport.placement
         collective = create_transport("collective", self._group, placement, transport.config)
@@ -166,7 +166,7 @@ class _TransportBench:
         return ours, list(dict.fromkeys(wrong))
 
     def _tell_all(self, wrong: list[str]) -> list[str]:
-        """What is wrong on any rank. Collective."""
+        """The errors of all ranks. Collective."""
         ranks = self._group.all_gather_object(wrong)
         return [f"rank {rank}: {text}" for rank, texts in enumerate(ranks) for text in texts]
 
@@ -176,20 +176,20 @@ class _TransportBench:
 
     @staticmethod
     def _sent(routing: Routing, placement: Placement) -> list[int]:
-        """How many tokens go to each rank, this one included. Host sync."""
+        """The number of tokens sent to each rank, this one included. Host sync."""
         spans = zip(placement.starts[:-1], placement.starts[1:], strict=True)
         ids = routing.topk_ids
         return [int(((ids >= first) & (ids < last)).any(1).sum()) for first, last in spans]
 
     def _wire_bytes(self, sent: list[int], point: TransportPoint) -> float:
-        """Bytes that leave a rank in one pair, mean over the ranks. Collective."""
+        """Bytes sent by a rank in one pair, mean over the ranks. Collective."""
         ranks = self._group.all_gather_object(sent)
         copies = sum(count for rank, counts in enumerate(ranks) for to, count in enumerate(counts) if to != rank)
-        # every copy that goes out is a row that the rank it went to sends home
+        # for every copy that is sent, its destination rank returns a row
         return copies * (point.row_bytes(self._dtype) + point.hidden * self._dtype.itemsize) / len(ranks)
 
     def _time(self, exchange: TransportExchange, graph: Captured | None, point: TransportPoint) -> dict[str, float]:
-        """Microseconds of a pair and of its halves, of the slowest rank. Collective."""
+        """Microseconds of a pair and of its halves, on the slowest rank. Collective."""
         group, count = self._group, self._num_pairs(point)
         run = {"warmup": self._config.warmup, "repeats": self._config.repeats}
         if graph is None:
@@ -200,7 +200,7 @@ class _TransportBench:
         return {f"{name}_us": timing.median_us for name, timing in slowest(group, samples, whole="sum").items()}
 
     def _time_kernels(self, exchange: TransportExchange, graph: Captured, count: int) -> dict[str, list[float]]:
-        """What the kernels of each half take in the graph; eager calls by events where that cannot be told."""
+        """Times of each half's kernels in the graph; of eager calls by events if kernels cannot be assigned."""
         kernels = profile_kernels(graph.replay, self._group, repeats=PROFILED_REPLAYS)
         halves, problem = {}, ""
         try:
@@ -214,7 +214,7 @@ class _TransportBench:
         return {name: [us / count for us in times] for name, times in halves.items()}
 
     def _time_baselines(self, sent: list[int], point: TransportPoint, *, ours_us: float) -> dict[str, dict[str, float]]:
-        """The figures of each baseline, timed as our own pair is. Collective."""
+        """The figures of each baseline, timed in the same way as our pair. Collective."""
         found = {}
         for name, exchange in self._baselines(sent, point).items():
             figures = self._time_baseline(exchange, point)
@@ -226,7 +226,7 @@ class _TransportBench:
         run = {"warmup": self._config.warmup, "repeats": self._config.repeats}
         samples: dict[str, list[float]] = {}
         if point.graph:
-            # its halves do not depend on each other, and so each has a graph of its own
+            # a baseline's halves are independent, so each has its own graph
             calls: dict[str, Callable[[], torch.Tensor]] = {
                 "sum": functools.partial(pair, exchange),
                 "dispatch": exchange.dispatch,

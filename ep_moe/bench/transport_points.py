@@ -1,6 +1,6 @@
-"""What `ep-moe bench transport` measures: points, the suite that is published, and the options of a run.
+"""Points of `ep-moe bench transport`, the published suite of them, and the options of a run.
 
-Letters: T tokens of each rank, H hidden, K top-k, E experts, R ranks, M max_tokens_per_rank.
+Letters: T tokens per rank, H hidden, K top-k, E experts, R ranks, M max_tokens_per_rank.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class TransportPoint:
     Args:
         tokens: T. hidden: H. num_topk: K, of num_experts: E.
         layout: of the batch. payload: name of a scheme. routing: a name of ROUTINGS.
-        graph: a CUDA graph is replayed, where the transport can be captured and there is a GPU.
+        graph: replay a CUDA graph, if there is a GPU and the transport can be captured.
         num_sms: as of `TransportConfig`.
     Errors: ValueError names the value and the limit.
     """
@@ -52,7 +52,7 @@ class TransportPoint:
         self.config(torch.bfloat16)
 
     def config(self, dtype: torch.dtype) -> TransportConfig:
-        """What the transport is built for. Errors: ValueError for a hidden size that none carries."""
+        """The transport's config. Errors: ValueError for a hidden size that no transport supports."""
         return TransportConfig(
             hidden=self.hidden,
             max_tokens_per_rank=max(self.tokens, LEAST_MAX_TOKENS),
@@ -62,7 +62,7 @@ class TransportPoint:
         )
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a token on its way out: values, scales, ids and weights."""
+        """Bytes of a dispatched token: values, scales, ids and weights."""
         return payload_bytes(get_scheme(self.payload), self.hidden, dtype) + 8 * self.num_topk
 
 
@@ -80,21 +80,21 @@ def _standard_points() -> tuple[TransportPoint, ...]:
     return tuple(dataclasses.replace(_BASE, **change) for change in changes)
 
 
-# From 1 to 4096 tokens; then from 128 tokens one thing changed at a time; then 4096 tokens on fewer processors.
+# From 1 to 4096 tokens; then 128 tokens with one change at a time; then 4096 tokens on fewer SMs.
 SUITES = {"standard": _standard_points()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportBenchConfig:
-    """What `ep-moe bench transport` measures.
+    """Measurements of `ep-moe bench transport`.
 
     Args:
-        suite: a name of SUITES, whose points are measured; "" measures all combinations of what follows.
+        suite: a name of SUITES, whose points are measured; "" measures all combinations of the next arguments.
         tokens, layouts, payloads: one measurement for each combination.
-        hidden, num_topk, num_experts, routing, graph, num_sms: of all of them, as of `TransportPoint`.
+        hidden, num_topk, num_experts, routing, graph, num_sms: of all points, as of `TransportPoint`.
         transports: by name, each measured on all points.
         seed: of tokens, ids and weights.
-        warmup, repeats: replays, or eager pairs, before the timed ones, and these.
+        warmup, repeats: untimed and timed replays or eager pairs.
     Errors: ValueError names the value and the limit.
     """
 
@@ -139,7 +139,7 @@ class TransportBenchConfig:
 
     @property
     def points(self) -> tuple[TransportPoint, ...]:
-        """What is measured, in this order."""
+        """The points to measure, in order."""
         if self.suite:
             return SUITES[self.suite]
         return tuple(
@@ -158,7 +158,7 @@ class TransportBenchConfig:
         )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise ValueError where so many ranks leave the last of them too few experts for its routing. Local."""
+        """Raise ValueError if the last of `num_ranks` ranks has too few experts for "one_rank" routing. Local."""
         for point in self.points:
             experts = point.num_experts // num_ranks
             if point.routing == "one_rank" and experts < point.num_topk:

@@ -1,8 +1,8 @@
-"""A group of ranks: who they are, on which device, and which of them is to blame when a wait does not end.
+"""A group of ranks: their ids and devices, and which of them is to blame when a wait times out.
 
-R ranks. A thread of each rank beats into a store and reads the beats of the others. A backend that loses a peer says at
-best that a connection broke, and at worst nothing; the beats say who is gone, who stands still and who never arrived.
-The first rank that knows writes it into the store and all others take it over: survivors never blame each other.
+R ranks. A thread of each rank writes heartbeats to a store and reads those of the others: they tell which rank died,
+hangs or never arrived, where a backend reports at best a broken connection. The first rank that finds a failure writes
+it to the store and all others adopt it, so that survivors never blame each other.
 """
 
 from ep_moe.group.base import DEFAULT_CONFIG, EPGroup

@@ -1,4 +1,4 @@
-"""The group itself: who its ranks are, on which device, and what they do together."""
+"""`EPGroup`: the ranks of a group, their devices, its collectives and waits."""
 
 import contextlib
 import pickle
@@ -21,8 +21,8 @@ DEFAULT_CONFIG = GroupConfig()
 class EPGroup:
     """The ranks that hold the experts of one model together; a context manager.
 
-    Made by `from_env`, `connect`, `single` or `from_process_group`. All calls that are collective are made by every
-    rank in the same order, as SPMD programs do: who is behind is told by comparing rounds.
+    Made by `from_env`, `connect`, `single` or `from_process_group`. Every rank makes the collective calls in the same
+    order, as SPMD programs do: comparing round numbers then shows which rank is behind.
 
     Attributes:
         rank, num_ranks: within the group.
@@ -68,7 +68,7 @@ class EPGroup:
 
     @classmethod
     def from_env(cls, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None) -> "EPGroup":
-        """The group that the environment describes (`LaunchEnv`); a single rank where RANK is not set.
+        """The group that the environment describes (`LaunchEnv`); a single rank if RANK is not set.
 
         Args and errors: as `connect`. Collective.
         """
@@ -92,18 +92,18 @@ class EPGroup:
     def connect(
         cls, env: LaunchEnv, config: GroupConfig = DEFAULT_CONFIG, device: torch.device | str | None = None
     ) -> "EPGroup":
-        """Meet the ranks of `env` at its store and make torch's default process group.
+        """Join the ranks of `env` through its store and make torch's default process group.
 
-        Where `env.store_is_hosted` is False (a bare RANK environment, as srun and mpirun give it) rank 0 serves the
-        store, at MASTER_ADDR alone if that is an address of its machine. That is the weaker case: if rank 0 dies its
-        store dies too, so that the others know that rank 0 is lost, but no longer agree on anything else.
+        If `env.store_is_hosted` is False (a bare RANK environment, as from srun or mpirun), rank 0 serves the store,
+        only on MASTER_ADDR if that is an address of its machine. Failure reports are weaker then: the store dies with
+        rank 0, so that the others know that rank 0 is lost, but can no longer agree on anything else.
 
         On CUDA the environment should have TORCH_NCCL_ASYNC_ERROR_HANDLING=0, as `run_rank` sets it: torch's own
         watchdog may otherwise kill this process before it can name the lost rank.
 
         Args:
-            device: cuda:local_rank where this machine has a GPU for each of its ranks, else the CPU; NCCL or gloo.
-        Errors: PeerLostError names the ranks that did not come within max(timeout_secs, 60 s); RuntimeError where the
+            device: cuda:local_rank if this machine has a GPU for each of its ranks, else the CPU; NCCL or gloo.
+        Errors: PeerLostError names the ranks that did not join within max(timeout_secs, 60 s); RuntimeError if the
         store cannot be reached or the machine lacks the device. Collective.
         """
         place = pick_device(device, env.local_rank, env.local_world_size)
@@ -129,15 +129,15 @@ class EPGroup:
         config: GroupConfig = DEFAULT_CONFIG,
         device: torch.device | str | None = None,
     ) -> "EPGroup":
-        """A group over any subset of an existing torch.distributed world, which stays the caller's to destroy.
+        """A group over any subset of an existing torch.distributed world, which the caller still has to destroy.
 
         Args:
-            process_group: with a gloo or NCCL backend; ranks count within it.
-            store: a TCPStore, prefixed or not, that all its ranks share and that outlives them. Groups, also several
-                over the same ranks, keep apart in it by themselves.
-            device: the current CUDA device where the process group speaks NCCL, else the CPU.
-        Errors: ValueError for a store or a device that does not serve; PeerLostError as `connect`. Collective among
-        the ranks of `process_group`.
+            process_group: with a gloo or NCCL backend; its ranks become the group's.
+            store: a TCPStore, prefixed or not, that all its ranks share and that outlives them. Each group uses keys of
+                its own, also several groups over the same ranks.
+            device: by default the current CUDA device if the process group has NCCL, else the CPU.
+        Errors: ValueError for an unsupported store or device; PeerLostError as `connect`. Collective among the ranks of
+        `process_group`.
         """
         backends = dist.get_backend_config(process_group)
         if device is None:
@@ -170,9 +170,9 @@ class EPGroup:
 
         Args:
             work: of a gloo or NCCL operation on this group, or an event recorded behind one.
-            phase, round: what is waited for; a rank whose own waits have not come that far is the one that is stuck.
-        Errors: PeerLostError names the ranks to blame within timeout_secs (plus about a second), at once where the
-        group has failed before. Collective, host sync.
+            phase, round: name and number of the operation; after a timeout the ranks that have not reached it are lost.
+        Errors: PeerLostError names the ranks to blame within timeout_secs (plus about a second), at once if the group
+        has failed before. Collective, host sync.
         """
         self.check_open()
         if self._waits is None:
@@ -182,14 +182,14 @@ class EPGroup:
 
     @contextlib.contextmanager
     def guard(self, phase: str, round: int | None = None) -> Iterator[None]:  # noqa: A002
-        """Name the lost rank when a collective inside breaks that is not ours, such as those of transformers' generate.
+        """Name the lost rank when a collective in the block fails that others issue, such as transformers' generate.
 
         On gloo such a collective ends by the process group's own timeout. On NCCL, where it would hang, the group is
-        aborted in the background, and the end of the block waits for the stream. An error that no peer caused passes
-        unchanged.
+        aborted in the background, and the end of the block waits for the stream. An error that no peer caused is
+        re-raised unchanged.
 
         Args:
-            phase, round: as in `wait`; a round that is not given is counted.
+            phase, round: as in `wait`; without a round, the guards of this phase are counted.
         Errors: PeerLostError instead of the RuntimeError that a lost rank caused. Host sync on CUDA.
         """
         self.check_open()
@@ -200,21 +200,21 @@ class EPGroup:
             yield
 
     def explain(self, error: Exception) -> Exception:
-        """The PeerLostError behind an error that a lost rank caused; the error itself where none did.
+        """The PeerLostError behind an error that a lost rank caused; the error itself if none did.
 
-        Takes a few heartbeats for an error that speaks of a connection or a timeout, no time for others. Local.
+        Takes a few heartbeats for an error about a connection or a timeout, no time for others. Local.
         """
         return error if self._waits is None else self._waits.explain(error)
 
     def check(self) -> None:
-        """Raise the PeerLostError of a group that has failed; RuntimeError once it is destroyed. Local, no sync."""
+        """Raise PeerLostError if the group has failed, RuntimeError if it is destroyed. Local, no sync."""
         self.check_open()
         if self._waits is not None:
             self._waits.check()
 
     @property
     def destroyed(self) -> bool:
-        """Whether `destroy` was called: every call that needs the other ranks is a RuntimeError from then on."""
+        """Whether `destroy` was called: every call that needs the other ranks raises RuntimeError from then on."""
         return self._destroyed
 
     def check_open(self) -> None:
@@ -224,7 +224,7 @@ class EPGroup:
 
     @contextlib.contextmanager
     def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        """Tell the other ranks that this one waits inside, by means that end by themselves. Local.
+        """Tell the other ranks that this one waits in the block, by a wait that has a timeout of its own. Local.
 
         Args:
             phase, round: as in `wait`.
@@ -236,15 +236,15 @@ class EPGroup:
             yield
 
     def find_missing(self, phase: str, round: int) -> tuple[tuple[int, ...], str]:  # noqa: A002
-        """Which ranks are silent, or else have not come as far as this wait, and why they are named. Local."""
+        """The ranks without heartbeats, or else those that have not reached this wait, and the reason. Local."""
         return ((), "") if self._watch is None else self._watch.evidence(phase, round)
 
     def blame(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> PeerLostError:  # noqa: A002
-        """Propose that ranks are lost; return what the ranks have agreed on, which may be another's proposal.
+        """Propose that ranks are lost; return the failure that the ranks agree on, which may be another's proposal.
 
         Args:
             ranks, phase, round, reason: as in `PeerLostError`.
-        Local; waits for a turn of the store, at most about 3 s.
+        Local; waits for one exchange with the store, at most about 3 s.
         """
         if self._watch is None:
             return PeerLostError(ranks, phase, round, reason)
@@ -252,7 +252,7 @@ class EPGroup:
 
     @property
     def failure(self) -> PeerLostError | None:
-        """What `check` would raise."""
+        """The PeerLostError that `check` would raise; None if the group has not failed."""
         return None if self._watch is None else self._watch.failure
 
     @property
@@ -262,21 +262,21 @@ class EPGroup:
 
     @property
     def left_ranks(self) -> tuple[int, ...]:
-        """Ranks that have left in order: they take part in nothing new."""
+        """Ranks that have left with `destroy`: they join no further operation."""
         return () if self._watch is None else self._watch.left_ranks()
 
     def connect_store(self) -> Any:
-        """A connection of its own to the store that the ranks share, a `dist.Store`, for one thread at a time.
+        """A new connection to the store that the ranks share, a `dist.Store`, for one thread at a time.
 
         Every rank connects in the same order: the nth connections of all ranks see the same keys, and no others.
-        Errors: RuntimeError where the store does not answer. Local.
+        Errors: RuntimeError if the store does not answer. Local.
         """
         self.check_open()
         self._stores += 1
         return dist.HashStore() if self._watch is None else self._watch.connect_store(f"store/{self._stores}")
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one fails by its own error, so that theirs name it. Local."""
+        """Tell the other ranks that this one fails with an error of its own, so that their errors name it. Local."""
         in_order = isinstance(error, SystemExit) and not error.code
         if self._watch is None or isinstance(error, PeerLostError) or in_order:
             return
@@ -284,19 +284,19 @@ class EPGroup:
         self._watch.publish((self.rank,), *self._watch.where(), f"failed: {what}")
 
     def barrier(self) -> None:
-        """Wait until every rank is here. Errors: PeerLostError. Collective, host sync."""
+        """Wait until every rank has called it. Errors: PeerLostError. Collective, host sync."""
         self._all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), "barrier")
 
     def wait_for_all(self, phase: str) -> None:
-        """Wait until every rank has come here, however long that takes those whose heartbeats go on.
+        """Wait until every rank has called it, without a timeout for ranks whose heartbeats continue.
 
-        For work that ranks do on their own and that may take one of them longer than timeout_secs, such as loading:
-        call it between that work and the next collective.
+        For local work that may take one rank longer than timeout_secs, such as loading weights: call it between that
+        work and the next collective.
 
         Args:
-            phase: what the ranks have done, for the error's message.
-        Errors: PeerLostError names the ranks that die, fail, leave, or stop beating for timeout_secs. Collective; no
-        device sync.
+            phase: name of that work, for the error's message.
+        Errors: PeerLostError names the ranks that die, fail, leave, or send no heartbeat for timeout_secs. Collective;
+        no device sync.
         """
         self.check_open()
         if self._waits is not None:
@@ -323,7 +323,7 @@ class EPGroup:
         rows = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         phase = "all_gather_object"
         round_ = self._next_round(phase)
-        with self.guard(phase, round_):  # a connection that is broken already fails the call, not the wait
+        with self.guard(phase, round_):  # on a connection that is already broken the call itself fails, not the wait
             self.wait(dist.all_gather(rows, tensor, group=self.process_group, async_op=True), phase=phase, round=round_)
         return torch.stack(rows)
 
@@ -341,10 +341,10 @@ class EPGroup:
         return self._rounds[phase]
 
     def destroy(self) -> None:
-        """Leave the group, and end the world that `connect` made; calling it twice is fine.
+        """Leave the group, and destroy the default process group if `connect` made it; calling it twice is fine.
 
-        What was made with the group raises RuntimeError from then on; it can still be destroyed.
-        Local, but for rank 0 where it serves the store: it stays until the others have left, at most timeout_secs.
+        Objects made with the group raise RuntimeError from then on; they can still be destroyed.
+        Local; but a rank 0 that serves the store waits until the others have left, at most timeout_secs.
         """
         if self._destroyed:
             return
@@ -353,18 +353,18 @@ class EPGroup:
             return
         self._watch.leave()
         if self._owns_world and not self._watch.lost():
-            dist.destroy_process_group()  # watched, for a rank may be lost in the shutdown too
+            dist.destroy_process_group()  # before the watch ends: a rank may be lost during shutdown too
         self._watch.close()
         if self._owns_world and dist.is_initialized():
             self._drop_world()
         self.process_group = None
 
     def _drop_world(self) -> None:
-        """End a world that has lost a rank, without waiting for that rank."""
+        """Destroy a default process group that has lost a rank, without waiting for that rank."""
         if self.backend == "nccl":
             dist.distributed_c10d._abort_process_group()
             return
-        # who lets go of the last reference waits for gloo's threads, and these for the lost rank until the timeout
+        # dropping the last reference joins gloo's threads, which wait for the lost rank until the timeout
         holder = [self.process_group]
         self.process_group = None
         dist.destroy_process_group()

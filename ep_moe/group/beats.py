@@ -1,4 +1,4 @@
-"""What the ranks of a group say of themselves, and how long each has said nothing new."""
+"""The heartbeats of a group's ranks, and how long each rank has been silent."""
 
 import dataclasses
 import json
@@ -6,14 +6,14 @@ import json
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a rank says of itself."""
+    """The heartbeat of a rank."""
 
     count: int
     host: str
     local_rank: int
     left: bool
     progress: dict[str, int]  # phase -> last round that it waited in
-    place: str  # where it waits or last waited, in words
+    place: str  # phase and round that it waits in or last waited in, for messages
     sequence: int  # collectives that it has enqueued on the process group
 
     def has_reached(self, phase: str, count: int) -> bool:
@@ -22,7 +22,7 @@ class Beat:
 
 
 class Peer:
-    """What is known of one rank. Only time in which we looked counts as silence, so that our own stop is not theirs."""
+    """The last heartbeat of one rank. Only time in which we polled counts as its silence: a stall of ours does not."""
 
     __slots__ = ("beat", "raw", "sequence_secs", "silent_secs")
 
@@ -33,7 +33,7 @@ class Peer:
         self.sequence_secs = 0.0
 
     def update(self, raw: bytes, elapsed_secs: float) -> None:
-        """Take the beat that the store holds now, `elapsed_secs` after the look before; `{}` is none yet."""
+        """Take the heartbeat that the store holds now, `elapsed_secs` after the last poll; `{}` is none yet."""
         self.sequence_secs += elapsed_secs
         if raw == self.raw:
             self.silent_secs += elapsed_secs

@@ -6,12 +6,12 @@ STILL_THERE = ("stopped answering", "did not arrive")  # reasons of ranks whose 
 
 
 class PeerLostError(RuntimeError):
-    """One or more ranks of the group are gone, stopped or stuck; the group is of no more use.
+    """One or more ranks of the group have died, stopped or hang; the group cannot be used any more.
 
     Args:
-        ranks: group ranks to blame; empty where no rank is, but the store or the network.
-        phase: what the rank that noticed was waiting in, or had last waited in; may be empty.
-        round: of that phase, None where it is not counted.
+        ranks: group ranks to blame; empty if the store or the network is to blame.
+        phase: operation that the reporting rank was waiting in, or had last waited in; may be empty.
+        round: of that phase, None if it is not counted.
         reason: the predicate of the message, "stopped answering: no heartbeat for 5.0 s (timeout 5 s)".
     """
 
@@ -35,5 +35,5 @@ class PeerLostError(RuntimeError):
         return type(self), (self.ranks, self.phase, self.round, self.reason)
 
     def copy(self) -> "PeerLostError":
-        """The same error without traceback and context, to be raised once more. Local."""
+        """The same error without traceback and context, to be raised again. Local."""
         return PeerLostError(self.ranks, self.phase, self.round, self.reason)

@@ -1,4 +1,4 @@
-"""Where a rank's tensors live, and how it meets the others at a store."""
+"""How a rank picks its device and joins the other ranks through a store."""
 
 import datetime
 
@@ -13,9 +13,9 @@ JOIN_SECS = 60.0  # ranks start at different speeds: joining gets at least this 
 
 
 def pick_device(device: torch.device | str | None, local_rank: int, local_num_ranks: int) -> torch.device:
-    """The device of a rank: as asked for, else a GPU where this machine has one for each of its ranks, else the CPU.
+    """The device of a rank: as requested, else a GPU if this machine has one for each of its ranks, else the CPU.
 
-    Errors: RuntimeError where this machine lacks the device that is asked for. Local.
+    Errors: RuntimeError if this machine lacks the requested device. Local.
     """
     if device is not None:
         picked = torch.device(device)
@@ -31,14 +31,14 @@ def pick_device(device: torch.device | str | None, local_rank: int, local_num_ra
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend that serves a device: "nccl" or "gloo"."""
+    """The backend for a device: "nccl" or "gloo"."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Watch:
-    """Meet the ranks of `env` at its store and make torch's default process group; errors as `EPGroup.connect`.
+    """Join the ranks of `env` through its store and make torch's default process group; errors as `EPGroup.connect`.
 
-    The keys in the store carry the restart count, so that a failure before a restart is not read again. Collective.
+    The store's keys contain the restart count, so that a failure before a restart is not read again. Collective.
     """
     join_secs = max(config.timeout_secs, JOIN_SECS)
     if env.rank == 0 and not env.store_is_hosted:
@@ -68,9 +68,9 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
 
 
 def join_subset(process_group: dist.ProcessGroup, store: dist.Store, config: GroupConfig) -> Watch:
-    """Meet the ranks of an existing process group at a store that they share; errors as `EPGroup.connect`.
+    """Join the ranks of an existing process group through a store that they share; errors as `EPGroup.connect`.
 
-    Every call makes keys of its own, so that several groups over the same ranks keep apart. Collective.
+    Every call uses new keys, so that several groups over the same ranks do not interfere. Collective.
     """
     rank = process_group.rank()
     world_ranks = tuple(dist.get_process_group_ranks(process_group))
@@ -91,7 +91,7 @@ def _init_world(store: dist.Store, env: LaunchEnv, config: GroupConfig, device: 
     timeout_secs = config.timeout_secs
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        timeout_secs = 2 * timeout_secs + 30  # NCCL's is the last resort, behind ours and the time of an abort
+        timeout_secs = 2 * timeout_secs + 30  # NCCL's timeout is the last resort: longer than ours plus an abort
     dist.init_process_group(
         backend_of(device),
         store=store,

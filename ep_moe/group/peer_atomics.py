@@ -1,6 +1,6 @@
-"""Whether two GPUs carry atomics to each other's memory, which torch does not tell: asked of the CUDA driver.
+"""Whether two GPUs support atomics on each other's memory: asked of the CUDA driver, as torch has no query for it.
 
-Over PCIe a GPU may load from and store to another one's memory without atomic operations between them.
+Over PCIe two GPUs may have loads and stores to each other's memory, but no atomics.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ def _driver() -> Any:
 
 
 def has_peer_atomics(index: int, peer: int) -> bool:
-    """Whether all atomics of a GPU reach another one's memory; both by torch's index, of visible GPUs.
+    """Whether all atomics of GPU `index` work on the memory of GPU `peer`; torch's indices, among visible GPUs.
 
-    Errors: RuntimeError where the driver does not say. Local; CUDA has been initialized.
+    Errors: RuntimeError if the driver call fails. Local; CUDA must be initialized.
     """
     handles = []
     for ordinal in (index, peer):

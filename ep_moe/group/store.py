@@ -1,6 +1,6 @@
-"""The store that ranks meet at, served on the address that they connect to and on no other.
+"""The store that ranks join through, which listens only on the address that they connect to.
 
-torch's own server listens on every interface, and whoever reaches it may write whom a group takes for lost.
+torch's own server listens on every interface, and anyone who reaches it could write to it that a rank is lost.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-BACKLOG = 1024  # connections that wait to be accepted: ranks start at once
+BACKLOG = 1024  # connections that wait to be accepted: all ranks connect at the same time
 
 _log = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 def serve_store(host: str, port: int, timeout_secs: float) -> dist.TCPStore:
     """Serve a store at `host`, and connect to it.
 
-    If `host` is no address of this machine (that of a gateway or a container's host, say), the store listens on every
-    interface, and a warning says so.
+    If `host` is no address of this machine (but that of a gateway or a container's host, say), the store listens on
+    every interface and logs a warning.
 
     Args:
         host: name or address by which every rank reaches this one. port: 0 picks a free one. timeout_secs: of waits.
-    Errors: RuntimeError for a port that cannot be had, and as of `TCPStore`. Local.
+    Errors: RuntimeError for a port that is in use or not allowed, and those of `TCPStore`. Local.
     """
     listener = listen(host, port)
     options: dict[str, Any] = {}
@@ -40,15 +40,15 @@ def serve_store(host: str, port: int, timeout_secs: float) -> dist.TCPStore:
 def listen(host: str, port: int) -> socket.socket | None:
     """Listen at the first address of `host` that is this machine's, IPv4 first; None, and a warning, if none is.
 
-    A name that stands for the loopback here, as /etc/hosts of Debian has it for a machine's own, stands for another
-    address elsewhere: such addresses count only if `host` says so itself, as an address or as "localhost".
+    A name that resolves to the loopback here (Debian's /etc/hosts does so for a machine's own name) resolves to another
+    address elsewhere: loopback addresses count only if `host` is one, or is "localhost".
     Errors: RuntimeError for a port that is in use or not allowed. Local.
     """
     for family, address in _addresses(host, port):
         with contextlib.ExitStack() as undo:
             try:
                 listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: a restart need not wait
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: restarts need not wait
                 listener.bind(address)
                 listener.listen(BACKLOG)
             except OSError as error:
@@ -62,7 +62,7 @@ def listen(host: str, port: int) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """The addresses of a host that may be listened at, IPv4 first; none if its name is not known."""
+    """The addresses of a host to try listening at, IPv4 first; none if its name does not resolve."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:

@@ -1,7 +1,7 @@
 """Memory of a rank that all ranks of its group can load from and store to.
 
-On GPUs it is torch's symmetric memory over peer access, in one machine; on a CPU a file in /dev/shm that every rank
-maps, for Triton's interpreter. Letters: R ranks.
+On GPUs it is torch's symmetric memory over peer access, within one machine; on a CPU a file in /dev/shm that every
+rank maps, for Triton's interpreter. Letters: R ranks.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ ALIGNMENT_BYTES = 1024  # of a buffer's size
 
 
 def _open_for_us_alone(path: str, flags: int) -> int:
-    """Open a new file that its owner alone may read and write, whatever the umask."""
+    """Open a new file that only its owner may read and write, whatever the umask."""
     descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # a umask can only have taken away what the other ranks need
+    os.fchmod(descriptor, 0o600)  # a umask may have removed a permission that the other ranks need
     return descriptor
 
 
 def why_unreachable(group: EPGroup) -> str:
-    """Say why the ranks of a group cannot map each other's memory; "" where they can. Collective."""
+    """The reason why the ranks of a group cannot map each other's memory; "" if they can. Collective."""
     if group.device.type == "cuda":
         mine = str(torch.cuda.get_device_properties(group.device).uuid)
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -55,21 +55,21 @@ def _why_not(
     try:
         if not has_peer_atomics(visible[mine], visible[theirs]):
             return f"the GPUs of {pair} have no native atomics between them (as over PCIe)"
-    except RuntimeError as error:  # a reason for all ranks, which wait for this one's
+    except RuntimeError as error:  # returned, not raised: the other ranks wait for this rank's reason
         return f"whether the GPUs of {pair} have atomics between them is not known: {error}"
     return ""
 
 
 class SymmetricBuffer:
-    """The same number of bytes on every rank of a group, zero at first, mapped by all of them.
+    """A zero-initialized buffer of the same size on every rank of a group, mapped by all of them.
 
     Args:
         group: of ranks that reach each other (`why_unreachable`), on GPUs or CPUs.
-        num_bytes: of each rank; the same on all.
+        num_bytes: per rank; the same on all.
 
     Attributes:
-        local: [num_bytes] uint8, this rank's part. addresses: where each rank's part is mapped here, by rank.
-    Errors: RuntimeError where the machine lacks the memory. Collective.
+        local: [num_bytes] uint8, this rank's part. addresses: of each rank's part as mapped here, by rank.
+    Errors: RuntimeError if the machine lacks the memory. Collective.
     """
 
     def __init__(self, group: EPGroup, num_bytes: int) -> None:
@@ -89,7 +89,7 @@ class SymmetricBuffer:
             self.addresses = (self.local.data_ptr(),)
         else:
             self._map_files(group, num_bytes)
-        group.barrier()  # nobody stores before all are zero
+        group.barrier()  # no rank stores before all buffers are zero
 
     def _map_files(self, group: EPGroup, num_bytes: int) -> None:
         path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
@@ -105,7 +105,7 @@ class SymmetricBuffer:
             if broken:
                 raise RuntimeError(broken)
             parts = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p, _ in told]
-            group.barrier()  # the files may go once all have mapped them
+            group.barrier()  # the files may be unlinked once all ranks have mapped them
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -113,6 +113,6 @@ class SymmetricBuffer:
         self.addresses = tuple(part.data_ptr() for part in parts)
 
     def destroy(self) -> None:
-        """Unmap what this rank holds; each rank's memory is free when all have. Local; calling it twice is fine."""
+        """Unmap all parts here; memory is freed once every rank has done so. Local; calling it twice is fine."""
         self._mapped, self.addresses = None, ()
         self.local = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""How a rank waits for the others: in slices or by polling, so that it can look at the state of the group meanwhile."""
+"""How a rank waits for the others: in slices or by polling, so that it can check the group for a failure meanwhile."""
 
 import contextlib
 import datetime
@@ -13,13 +13,13 @@ from ep_moe.config import GroupConfig
 from ep_moe.group.errors import PeerLostError
 from ep_moe.group.watch import Watch
 
-SLICE_SECS = 0.25  # longest blocking wait between two looks at the group's state
-SPIN_SECS = 2e-3  # polls of the device without a sleep, which would overshoot the end of a round on one node
+SLICE_SECS = 0.25  # longest blocking wait between two checks of the group
+SPIN_SECS = 2e-3  # time of polling the device without sleep: a sleep would overshoot the end of a round on one node
 POINT_TO_POINT = (12, 13, 14)  # c10d OpType SEND, RECV, RECVANYSOURCE
 
 
 class Waits:
-    """The waits of a rank in a group that is watched: each ends, or names the rank that keeps it from ending."""
+    """The waits of a rank in a group with heartbeats: each completes, or names the rank that it waits for in vain."""
 
     def __init__(self, watch: Watch, *, backend: str, device: torch.device, config: GroupConfig) -> None:
         self._watch = watch
@@ -54,11 +54,11 @@ class Waits:
 
     @contextlib.contextmanager
     def guard(self, phase: str, round: int | None, count: int) -> Iterator[None]:  # noqa: A002
-        """Name the lost rank when a collective inside breaks that is not ours, as `EPGroup.guard`.
+        """Name the lost rank when a collective in the block fails that others issue, as `EPGroup.guard`.
 
         Args:
-            round: for the message, None where it is not counted there.
-            count: what the ranks compare to know who is behind.
+            round: for the message, None if the caller does not count rounds.
+            count: number of this guard in its phase, which ranks compare to find the one that is behind.
         """
         before = self._watch.enter(phase, round, count)
         try:
@@ -79,7 +79,7 @@ class Waits:
             self._watch.resume(before)
 
     def wait_for_all(self, phase: str, count: int) -> None:
-        """Wait until the beats of all ranks have come to `count` of `phase`, as `EPGroup.wait_for_all`."""
+        """Wait until the heartbeats of all ranks have reached `count` of `phase`, as `EPGroup.wait_for_all`."""
         before = self._watch.enter(phase, None, count)
         pause = 0.01
         try:
@@ -93,7 +93,7 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        """Note a wait that something else does and bounds, as `EPGroup.waiting`."""
+        """Publish a wait that other code makes and bounds by a timeout, as `EPGroup.waiting`."""
         before = self._watch.enter(phase, round, round)
         try:
             yield
@@ -104,19 +104,19 @@ class Waits:
         """The PeerLostError behind an error that a lost rank caused, as `EPGroup.explain`."""
         if isinstance(error, PeerLostError):
             return error
-        # after an abort the buffers hold garbage, which any kind of error may come from
+        # after an abort the buffers hold garbage, which may cause any kind of error
         if not isinstance(error, RuntimeError) and not (self._backend == "nccl" and self._watch.lost()):
             return error
         return self._watch.explain(error, *self._watch.where()) or error
 
     def check(self) -> None:
-        """Raise the PeerLostError of a group that has failed. Local, no host sync."""
+        """Raise PeerLostError if the group has failed. Local, no host sync."""
         if self._watch.failure is not None:
             raise self._watch.failure.copy()
 
     def _wait_on_host(self, work: Any, phase: str, round: int) -> None:  # noqa: A002
         deadline = time.monotonic() + self._timeout_secs
-        # cutting a wait for a send or a receive into slices would break its connection at the first of them
+        # gloo breaks the connection of a send or receive when a wait for it times out: no slices for these
         whole = work._get_op_type() in POINT_TO_POINT
         while True:
             try:
@@ -126,7 +126,7 @@ class Waits:
                 if whole:
                     raise
                 if work.is_completed():
-                    work.wait()  # either it came in just after the slice, or this raises what went wrong
+                    work.wait()  # it completed just after the slice, or this raises its error
                     return
             self.check()
             if time.monotonic() > deadline:
@@ -137,11 +137,11 @@ class Waits:
         while not done():
             waited_secs = time.monotonic() - start
             if waited_secs < SPIN_SECS:
-                time.sleep(0)  # other threads of this rank beat and watch
+                time.sleep(0)  # yields the GIL to this rank's heartbeat thread
                 continue
             self.check()
             if round is not None and waited_secs > self._timeout_secs:
                 raise self._watch.blame(phase, round, round)
             time.sleep(pause)
             pause = min(1.5 * pause, 1e-3)
-        self.check()  # an aborted communicator completes its operations too, with garbage in the buffers
+        self.check()  # operations of an aborted communicator complete too, with garbage in the buffers

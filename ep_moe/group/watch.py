@@ -1,4 +1,4 @@
-"""The thread that beats, reads the beats of the others, and agrees with them on who is lost."""
+"""The thread that writes heartbeats, reads those of the other ranks, and agrees with them on which rank is lost."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from ep_moe.config import GroupConfig
 from ep_moe.group.beats import Beat, Peer
 from ep_moe.group.errors import PeerLostError
 
-# JSON [[world rank, reason], ...] in order of death, written by whoever started the ranks and sees them die
+# JSON [[world rank, reason], ...] in order of death, written by the launcher, which sees its processes end
 DEATHS_KEY = "ep_moe/deaths"
-STORE_SECS = 3.0  # how long the main thread waits for one turn of the watch thread
+STORE_SECS = 3.0  # how long the main thread waits for one turn (write and read) of the watch thread
 REASON_CHARS = 2000
 BROKEN_PEER = ("connection", "peer", "broken pipe", "socket", "nccl")
 
@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """The beats of a group. Its thread is the only user of its store connection, for a connection serves one at a time.
+    """The heartbeats of a group. Only its thread uses its store connection, which serves one thread at a time.
 
-    Other threads read `failure` and leave proposals; they wait for the thread, never for the store.
+    Other threads read `failure` and leave proposals; they wait for this thread, never for the store.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watch:
         self._abort_thread: threading.Thread | None = None
         self._aborts = False
         self._proposal: PeerLostError | None = None
-        self._deaths: dict[int, str] = {}  # rank -> how, of those that the launcher saw die before they left
+        self._deaths: dict[int, str] = {}  # rank -> how it died, for ranks that the launcher saw die before they left
         self._turns = 0
         self._looked_at = time.monotonic()
         self._left = False
@@ -72,7 +72,7 @@ class Watch:
         self._thread.start()
 
     def serve(self, process_group: dist.ProcessGroup, *, abort_on_failure: bool) -> None:
-        """Read the process group's count of collectives; abort it when the group fails."""
+        """Watch this process group: publish its count of collectives; on request abort it when the group fails."""
         self._aborts = abort_on_failure
         self._process_group = process_group
 
@@ -81,11 +81,11 @@ class Watch:
         return self.failure is not None
 
     def connect_store(self, name: str) -> Any:
-        """A connection of its own to the group's store, under keys of that name."""
+        """A new connection to the group's store, under keys of that name."""
         return dist.PrefixStore(name, self._store.clone())
 
     def gone_ranks(self) -> tuple[int, ...]:
-        """Ranks that have died, each of them, and those that the group has failed by."""
+        """All ranks that the launcher has seen die, and those of `failure`."""
         failed = () if self.failure is None else self.failure.ranks
         return tuple(sorted({*self._deaths, *failed}))
 
@@ -94,7 +94,7 @@ class Watch:
         return tuple(rank for rank, peer in enumerate(self._peers) if peer.beat is not None and peer.beat.left)
 
     def beats(self) -> list[Beat]:
-        """The last beat of every rank; after `meet`."""
+        """The last heartbeat of every rank; after `meet`."""
         return [peer.beat for peer in self._peers if peer.beat is not None]
 
     def where(self) -> tuple[str, int | None]:
@@ -103,7 +103,7 @@ class Watch:
         return self._place if waits is None else waits[:2]
 
     def enter(self, phase: str, round: int | None, count: int) -> tuple[str, int | None, int] | None:  # noqa: A002
-        """Publish that this rank has come to `count` of `phase` and waits there; returns what `resume` takes."""
+        """Publish that this rank has reached `count` of `phase` and waits; returns the wait before, for `resume`."""
         before = self._waits
         self._progress[phase] = count
         self._place = (phase, round)
@@ -111,16 +111,16 @@ class Watch:
         return before
 
     def resume(self, before: tuple[str, int | None, int] | None) -> None:
-        """End a wait."""
+        """End a wait and go back to the one around it, if any."""
         self._waits = before
 
     def all_have_reached(self, phase: str, count: int) -> bool:
-        """Whether the last beats say that every rank has come to `count` of `phase`; has the next turn come at once."""
+        """Whether every rank's last heartbeat has reached `count` of `phase`; wakes the thread for its next turn."""
         self._wake.set()
         return all(beat.has_reached(phase, count) for beat in self.beats())
 
     def meet(self, timeout_secs: float) -> None:
-        """Wait for the first beat of every rank."""
+        """Wait for the first heartbeat of every rank."""
         deadline = time.monotonic() + timeout_secs
         self._place = ("connect", None)
         while self.failure is None:
@@ -134,7 +134,7 @@ class Watch:
         raise self.failure.copy()
 
     def blame(self, phase: str, round: int | None, count: int) -> PeerLostError:  # noqa: A002
-        """Find out who is missing in a wait that has lasted for the whole timeout, and publish it."""
+        """Find the ranks that a wait of timeout_secs was in vain for, and publish them as lost."""
         if not self._take_turn():
             return self._fail(self._unanswered(phase, round))
         limit = self._config.timeout_secs
@@ -144,7 +144,7 @@ class Watch:
         return self.publish(ranks, phase, round, reason)
 
     def evidence(self, phase: str, count: int) -> tuple[tuple[int, ...], str]:
-        """Who is missing after a whole timeout: first those that are silent, then those that are behind."""
+        """The ranks missing after a timeout, and the reason: those without heartbeats, else those that are behind."""
         limit = self._config.timeout_secs
         silent = self._silent(limit / 2)
         if silent:
@@ -155,12 +155,12 @@ class Watch:
         return behind, f"did not arrive: alive, last seen in {places} (timeout {limit:g} s)"
 
     def explain(self, error: Exception, phase: str, round: int | None) -> PeerLostError | None:  # noqa: A002
-        """Who broke the connection that `error` complains of; None where all ranks are well."""
+        """The lost rank that caused `error`, a connection error or timeout; None if no rank is lost."""
         text = str(error).lower()
         from_backend = isinstance(error, dist.DistError) or "gloo" in text
         if self.failure is None and not from_backend and not any(word in text for word in BROKEN_PEER):
             return None
-        # a launcher's notice or a failing rank's own word comes at once; without either it takes some missed beats
+        # reports of the launcher or of a failing rank arrive at once; without either, heartbeats have to be missed
         silence = min(self._config.timeout_secs, max(2.0, 6 * self._config.heartbeat_secs))
         deadline = time.monotonic() + silence + 4 * self._config.heartbeat_secs
         while self.failure is None and time.monotonic() < deadline:
@@ -188,7 +188,7 @@ class Watch:
         return PeerLostError((), phase, round, f"the launcher's store has not answered for {age:.1f} s")
 
     def publish(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> PeerLostError:  # noqa: A002
-        """Propose a failure; return the one that the group has agreed on, which may be another rank's proposal."""
+        """Propose a failure; return the one that the group agrees on, which may be another rank's proposal."""
         proposal = PeerLostError(ranks, phase, round, reason[:REASON_CHARS])
         if self.failure is None:
             self._proposal = proposal
@@ -196,7 +196,7 @@ class Watch:
         return self._fail(proposal)
 
     def leave(self) -> None:
-        """Say that this rank goes; the rank that serves the store lets the others go first, or read why it does."""
+        """Publish that this rank leaves; the rank that serves the store waits for the others, at most timeout_secs."""
         self._left = True
         deadline = time.monotonic() + self._config.timeout_secs
         while self._take_turn() and self._store_rank == self._rank and time.monotonic() < deadline:
@@ -215,9 +215,9 @@ class Watch:
         self._process_group = None
 
     def _take_turn(self) -> bool:
-        """Let the thread write and read once from now on; False where the store does not answer."""
+        """Let the thread write and read once from now on; False if the store does not answer."""
         with self._turned:
-            wanted = self._turns + 2  # the turn under way may have read already
+            wanted = self._turns + 2  # the current turn may have read already
             self._wake.set()
             deadline = time.monotonic() + STORE_SECS
             while self._turns < wanted and self._thread.is_alive() and time.monotonic() < deadline:
@@ -231,7 +231,7 @@ class Watch:
             for rank, peer in enumerate(self._peers)
             if rank != self._rank and peer.beat is not None and not peer.beat.left and peer.silent_secs > secs
         }
-        # on a machine that starves everyone the lost rank has still been silent for longest
+        # on an overloaded machine all ranks may be silent; the lost one has been so for longest
         return tuple(rank for rank, age in ages.items() if age > 0.75 * max(ages.values()))
 
     def _behind(self, phase: str, count: int) -> tuple[int, ...]:
@@ -281,7 +281,7 @@ class Watch:
         for peer, raw in zip(self._peers, beats, strict=True):
             peer.update(raw, elapsed)
         proposal = self._proposal
-        if self.failure is None:  # what the launcher has seen is surer than what a rank supposes
+        if self.failure is None:  # a death that the launcher saw is certain, a rank's proposal is a guess
             proposal = self._judge_deaths(deaths) or proposal or self._judge()
         else:
             self._judge_deaths(deaths)
@@ -292,7 +292,7 @@ class Watch:
             self._fail(PeerLostError(tuple(ranks), phase, round_, reason))
 
     def _judge_deaths(self, deaths: list[list[Any]]) -> PeerLostError | None:
-        """Note who has died, and name the first."""
+        """Note the ranks that have died; return the failure that names the first."""
         ranks = {self._world_ranks.index(world): how for world, how in deaths if world in self._world_ranks}
         left = self.left_ranks()
         self._deaths = {rank: how for rank, how in ranks.items() if rank not in left}
@@ -300,7 +300,7 @@ class Watch:
         return None if first is None else PeerLostError((first,), *self.where(), self._deaths[first])
 
     def _judge(self) -> PeerLostError | None:
-        """What this turn shows without anybody's asking."""
+        """The failure that this turn's heartbeats show of the current wait, before its timeout."""
         waits = self._waits
         if waits is None:
             return None
@@ -317,7 +317,7 @@ class Watch:
         return self._judge_sequence(phase, round_) if self._aborts else None
 
     def _judge_sequence(self, phase: str, round: int | None) -> PeerLostError | None:  # noqa: A002
-        """Who has not enqueued a collective that ours, enqueued a timeout ago, still needs; NCCL has no deadline."""
+        """Blame ranks that lack a collective which we enqueued more than timeout_secs ago; NCCL itself would hang."""
         limit = self._config.timeout_secs
         own = self._peers[self._rank]
         if own.beat is None or own.sequence_secs <= limit:

@@ -1,4 +1,4 @@
-"""What tests of ep_moe use, and what anybody who writes a transport or an expert implementation may use."""
+"""Checks and comparisons for ep_moe's own tests, and for authors of transports and expert implementations."""
 
 from ep_moe.testing.cases import CaseInputs, TransportCase, transport_cases
 from ep_moe.testing.compare import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error

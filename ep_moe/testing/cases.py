@@ -1,4 +1,4 @@
-"""The rounds that every transport must carry: a list of cases, and the inputs they mean.
+"""The rounds that every transport must carry: a list of cases, and their inputs.
 
 Letters: T tokens on a rank, K top-k, H hidden, E experts, R ranks, M max_tokens_per_rank.
 """
@@ -21,8 +21,8 @@ ROUTINGS = ("uniform", "holes", "no_expert", "repeats", "one_expert", "one_rank"
 class TransportCase:
     """One round of a group.
 
-    `routing` is one of ROUTINGS: different experts at random; the same with a third of the ids -1; all ids -1; ids
-    that repeat within a row; all tokens to one expert; all tokens to the experts of the last rank that has any.
+    `routing` is one of ROUTINGS, in order: different experts at random; the same with a third of the ids -1; all ids
+    -1; ids that repeat within a row; all tokens to one expert; all tokens to experts of the last rank that has any.
     """
 
     name: str
@@ -39,8 +39,8 @@ class TransportCase:
     id_dtype: torch.dtype = torch.int32
     quantized_input: bool = False
     shared: bool = False
-    mixed_layouts: bool = False  # every rank asks for another layout, `layout` does not count
-    rows: tuple[int, ...] = ()  # that each rank brings, where the device says how many of them are its T tokens
+    mixed_layouts: bool = False  # every rank asks for another layout, `layout` is ignored
+    rows: tuple[int, ...] = ()  # input rows per rank, if `num_tokens` on the device says that only T are tokens
 
     @property
     def num_ranks(self) -> int:
@@ -49,7 +49,7 @@ class TransportCase:
 
     @property
     def config(self) -> TransportConfig:
-        """What the transport is built for: M is the most rows that a rank brings, or 1."""
+        """The transport's config: M is the largest number of input rows of a rank, at least 1."""
         return TransportConfig(
             hidden=self.hidden,
             max_tokens_per_rank=max(*self.tokens, *self.rows, 1),
@@ -66,7 +66,7 @@ class TransportCase:
         return create_placement(self.placement, self.num_experts, self.num_ranks)
 
     def inputs(self, rank: int) -> "CaseInputs":
-        """The input of one rank, on the CPU, the same wherever it is made."""
+        """The input of one rank, on the CPU, the same on every rank and machine."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name}/{rank}".encode()))
         num_tokens = self.tokens[rank]
         x = torch.randn(num_tokens, self.hidden, generator=generator).to(self.dtype)
@@ -82,7 +82,7 @@ class TransportCase:
         )
 
     def num_rows(self, rank: int) -> int:
-        """How many rows a rank brings: T, or more of which only the first T are tokens."""
+        """Input rows of a rank: T, or more, of which only the first T are tokens."""
         return self.rows[rank] if self.rows else self.tokens[rank]
 
     def _ids(self, scores: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -108,7 +108,7 @@ class TransportCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CaseInputs:
-    """What one rank brings to a round. Ids are physical."""
+    """The input of one rank to a round. Ids are physical."""
 
     x: torch.Tensor | Quantized  # [T, H]
     routing: Routing
@@ -127,7 +127,7 @@ class CaseInputs:
         return CaseInputs(x=moved, routing=routing, shared=None if self.shared is None else self.shared.to(device))
 
     def with_rows(self, num_rows: int) -> "CaseInputs":
-        """The same with more rows, up to `num_rows`, that are no tokens: NaN, and ids that no rank owns."""
+        """The same, padded to `num_rows` with rows that are no tokens: NaN, and ids that no rank owns."""
         more = num_rows - self.routing.topk_ids.shape[0]
 
         def extend(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _uneven(num_ranks: int) -> tuple[int, ...]:
 
 
 def _narrow_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[TransportCase]:
-    """Formats whose values or scales are of a byte or less, in rows that 16 and scales that 4 do not divide."""
+    """Formats with values or scales of at most one byte; some rows are no multiple of 16 bytes or 4 scales."""
     layouts = {
         "nvfp4": tuple(Layout),
         "mxfp8": tuple(Layout),
@@ -187,7 +187,7 @@ def _narrow_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[Transp
 
 
 def _counted_cases(uneven: tuple[int, ...], idle: tuple[int, ...]) -> list[TransportCase]:
-    """The device says how many of the rows are tokens: some, on one rank none, on the last all."""
+    """`num_tokens` on the device says how many rows are tokens: some, on one rank none, on the last all."""
     rows = tuple(count + 3 * (rank < len(uneven) - 1) for rank, count in enumerate(uneven))
     cases = [
         TransportCase(

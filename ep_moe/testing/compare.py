@@ -13,8 +13,8 @@ ROW_ERROR_LIMITS = {
 def worst_row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest relative L2 error of a row, over the last dimension, in float64.
 
-    A global difference hides a lost token, a row's own does not: it is 1.0. Rows that should be zero count their
-    absolute norm. NaN anywhere gives NaN, which no `<` accepts. No rows give 0.
+    A global error hides a lost token; its row's error is 1.0. For rows expected to be zero the absolute norm is taken.
+    NaN anywhere gives NaN, for which every `<` is false. No rows give 0.
     """
     a, e = actual.detach().cpu().double(), expected.detach().cpu().double()
     if a.shape != e.shape:

@@ -1,4 +1,4 @@
-"""One round of a case, and what must come of it: by plain loops over all ranks' inputs, without packing or exchange.
+"""One round of a case and its expected result, computed by loops over all ranks' inputs without packing or exchange.
 
 Letters: T tokens on a rank, K top-k, H hidden, L local experts.
 """
@@ -19,7 +19,7 @@ from ep_moe.transport import Transport
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Make every `torch.empty` start as NaN (the largest value where a dtype has none): unwritten memory shows."""
+    """Fill every `torch.empty` with NaN (or a dtype's largest value), so that unwritten memory is detected."""
     was_on = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def expert_function(values: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    """A stand-in for expert `expert` that no other expert computes: [n, H] float32 -> [n, H] in `dtype`."""
+    """A stand-in for expert `expert`, different for each: [n, H] float32 -> [n, H] in `dtype`."""
     return (values * (expert + 1.5) - expert).to(dtype)
 
 
@@ -64,7 +64,7 @@ def _rows_in_batch(batch: ExpertBatch, expert: int) -> list[int]:
 
 
 def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
-    """Raise AssertionError unless the batch holds just the tokens of this rank's experts, bit for bit, in order."""
+    """Raise AssertionError unless the batch holds exactly the tokens of this rank's experts, bit for bit, in order."""
     everyone = [case.inputs(source) for source in range(case.num_ranks)]
     payloads = [_payload(inputs, case) for inputs in everyone]
     placement, hidden, layout = case.make_placement(), case.hidden, case.layout_of(rank)
@@ -101,7 +101,7 @@ def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
 
 
 def _check_token_rows(batch: Flat, case: TransportCase, everyone: list[CaseInputs], rank: int) -> None:
-    """The rows of FLAT are the tokens that have an expert here, in order, each once; others may stand between them."""
+    """FLAT holds each token that has an expert here once, in order; unused rows may lie between them."""
     first, last = case.make_placement().starts[rank : rank + 2]
     ids: list[list[int]] = []
     weights: list[list[float]] = []
@@ -124,7 +124,7 @@ def _check_token_rows(batch: Flat, case: TransportCase, everyone: list[CaseInput
 
 
 def _merged_weights(ids: list[int], weights: torch.Tensor) -> list[float]:
-    """For each column the weight of its expert: the float32 sum, in column order, over all places of that expert."""
+    """For each column the weight of its expert: the float32 sum, in column order, over all columns with that expert."""
     merged = []
     for expert in ids:
         total = torch.zeros(())
@@ -151,7 +151,7 @@ def _check_scale_strides(batch: ExpertBatch) -> None:
 
 
 def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
-    """Apply `expert_function` to every row; all other rows of the result are NaN. FLAT is weighed and summed."""
+    """Apply `expert_function` to every token row; other rows of the result are NaN. FLAT gets the weighted sum."""
     x = batch.x.reshape(-1, batch.x.shape[-1])
     scale = None if batch.scale is None else as_bytes(batch.scale).reshape(-1, batch.scale.shape[-1])
     num_rows = x.shape[0] if batch.row_index is None else batch.row_index.shape[0]
@@ -171,7 +171,7 @@ def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
 
 
 def expected_output(case: TransportCase, rank: int) -> torch.Tensor:
-    """What combine must return on `rank` [T, H]: sums in column order on each expert rank, then in rank order."""
+    """The expected result of combine on `rank` [T, H]: sums in column order on each expert rank, then in rank order."""
     inputs, placement = case.inputs(rank), case.make_placement()
     values, scale = _payload(inputs, case)
     real = values.float() if scale is None else dequantize_rows(values, scale, get_scheme(case.scheme))
@@ -205,8 +205,8 @@ def check_round(
     """Run one round of `case` on this rank and compare batch and result bit for bit.
 
     Args:
-        halves: whether dispatch and combine are called as their two halves; ranks may differ.
-    Errors: AssertionError says what is wrong, after the round is over, so that no other rank waits for it. Collective.
+        halves: whether dispatch and combine are called as their two halves (send, recv); ranks may differ.
+    Errors: AssertionError after the round is complete, so that no other rank waits for this one. Collective.
     """
     rank = transport.rank
     num_rows, num_tokens = case.num_rows(rank), case.tokens[rank]

@@ -1,4 +1,4 @@
-"""Checks that a transport must pass, for our own and for anybody's: run them on every rank of a group.
+"""Checks that every transport must pass, ours and others': run them on every rank of a group.
 
 Letters: T tokens on a rank, K top-k, H hidden.
 """
@@ -24,9 +24,9 @@ TransportFactory = Callable[[EPGroup, Placement, TransportConfig], Transport]
 
 
 def check_refusals(make: TransportFactory, group: EPGroup) -> None:
-    """Bad input on one rank is a ValueError on every rank that names it, and the next round works.
+    """Bad input on one rank raises ValueError on every rank, which names that rank, and the next round works.
 
-    A rank that learns of it from `check` alone gets a round of NaN before. Collective.
+    On ranks where only `check` raises, the round's result is NaN. Collective.
     """
     case = TransportCase(name="refusals", tokens=(5,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
@@ -52,7 +52,7 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Brought:
-    """What a rank dispatches, or what a caller may take for it."""
+    """The arguments of a rank's dispatch, right or wrong."""
 
     x: Any
     routing: Any
@@ -69,9 +69,9 @@ class _Brought:
 
 
 def _refused_round(transport: Transport, case: TransportCase, brought: _Brought, group: EPGroup) -> str:
-    """Run a round that some rank refuses; returns what was raised, by the dispatch or after a round of NaN by `check`.
+    """Run a round that some rank refuses; returns the message raised by the dispatch, or by `check` after NaN results.
 
-    Errors: AssertionError where nothing was raised, or twice.
+    Errors: AssertionError if nothing was raised, or twice.
     """
     said, wrong = "", ""
     try:
@@ -94,14 +94,14 @@ def _refused_round(transport: Transport, case: TransportCase, brought: _Brought,
             transport.check()
         except ValueError as error:
             said = str(error)
-    transport.check()  # what was raised is not raised again
+    transport.check()  # an error is raised only once
     assert not wrong, wrong
     assert said, f"rank {group.rank} took what a rank had to refuse"
     return said
 
 
 def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
-    """What the culprit dispatches, with the words that this rank must read of it."""
+    """Bad inputs of the culprit, each with the words that must be in this rank's error."""
     inputs = case.inputs(culprit).to(group.device)
     x, ids, weights = inputs.x, inputs.routing.topk_ids, inputs.routing.topk_weights
     assert isinstance(x, torch.Tensor)
@@ -132,7 +132,7 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple
 
 
 def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
-    """The same of what is no tensor, no routing, no scheme: each is refused like a tensor of another shape."""
+    """The same with arguments of a wrong type, which must be refused like a tensor of a wrong shape."""
     good = _Brought.of(case, group)
     changes: list[dict[str, Any]] = [
         {"x": None},
@@ -159,9 +159,9 @@ def _with_bad_ids(ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_layers(make: TransportFactory, group: EPGroup) -> None:
-    """Ranks in different layers, or with layers of different settings, all read who they are; the next round works.
+    """If ranks are in different layers, or their layers' settings differ, every rank's error names the ranks.
 
-    Collective; with one rank there is nobody to differ from.
+    The next round works. Collective; no effect with one rank.
     """
     case = TransportCase(name="layers", tokens=(5,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
@@ -189,7 +189,7 @@ def check_layers(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
-    """A rank that sits a round out costs the others what they sent there, and no more; the next round works.
+    """If a rank sits a round out, the others lose only the tokens that they sent it; the next round works.
 
     Collective.
     """
@@ -217,7 +217,7 @@ def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_destroyed(make: TransportFactory, group: EPGroup) -> None:
-    """Every call on a transport that is destroyed is a RuntimeError that says so. Collective."""
+    """Every call on a destroyed transport raises RuntimeError that says so. Collective."""
     case = TransportCase(name="destroyed", tokens=(2,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
     check_round(transport, case, group.device)
@@ -247,7 +247,7 @@ def check_destroyed(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_num_tokens(make: TransportFactory, group: EPGroup) -> None:
-    """One transport carries rounds of as many rows and another number of tokens each time. Collective."""
+    """One transport carries rounds with the same number of rows and different numbers of tokens. Collective."""
     rows = (6,) * group.num_ranks
     cases = [
         TransportCase(name=f"{count}-of-6", tokens=(count, *(6 - count,) * (group.num_ranks - 1)), rows=rows)
@@ -260,7 +260,7 @@ def check_num_tokens(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_halves(make: TransportFactory, group: EPGroup) -> None:
-    """Whole calls on one rank go with halves on another, and with either on the same rank. Collective."""
+    """Whole calls and halves (send, recv) mix, on different ranks and on the same rank. Collective."""
     case = TransportCase(name="halves", tokens=(4,) * group.num_ranks, scheme="fp8_block")
     transport = make(group, case.make_placement(), case.config)
     for number in range(4):
@@ -270,7 +270,7 @@ def check_halves(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_slots(make: TransportFactory, group: EPGroup) -> None:
-    """Two open rounds keep apart, and a call out of order is a RuntimeError that changes nothing. Collective."""
+    """Two open rounds do not mix, and a call out of order raises RuntimeError and has no effect. Collective."""
     cases = [TransportCase(name=f"slot-{slot}", tokens=(7 + slot,) * group.num_ranks) for slot in range(2)]
     placement, scheme = cases[0].make_placement(), get_scheme("none")
     transport = make(group, placement, cases[1].config)
@@ -295,7 +295,7 @@ def check_slots(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_abandon(make: TransportFactory, group: EPGroup) -> None:
-    """Where one rank abandons a round, the others get NaN for what they sent there, and the next round works.
+    """If one rank abandons a round, the others get NaN for the tokens that they sent it, and the next round works.
 
     Collective.
     """
@@ -329,8 +329,8 @@ def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
     Args:
         make: builds the transport from (group, placement, config), as `ep_moe.transport.create_transport` does.
         group: 1 to 8 ranks.
-    Returns: for each check its name and "" or what went wrong on this rank. A transport that fails on one rank in the
-    middle of a round may cost the others theirs: that is raised, as the lost peer that it is. Collective.
+    Returns: for each check its name and "" or the error on this rank. If a transport fails on one rank in the middle of
+    a round, the others may wait for it in vain: they raise PeerLostError. Collective.
     """
     checks: dict[str, Callable[[], None]] = {
         case.name: _case_check(make, group, case) for case in transport_cases(group.num_ranks)
@@ -350,7 +350,7 @@ def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
             outcomes[name] = ""
         except PeerLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport of somebody else raises is its outcome
+        except Exception as error:  # noqa: BLE001 - any error of a transport under test is an outcome
             outcomes[name] = f"{type(error).__name__}: {error}"
         group.barrier()
     return outcomes
@@ -360,7 +360,7 @@ def _case_check(make: TransportFactory, group: EPGroup, case: TransportCase) -> 
     def check() -> None:
         transport = make(group, case.make_placement(), case.config)
         try:
-            for halves in (False, True):  # the second round meets what the first left behind
+            for halves in (False, True):  # the second round runs on the buffers as the first left them
                 check_round(transport, case, group.device, halves=(halves, halves))
         finally:
             transport.destroy()

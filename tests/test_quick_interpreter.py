@@ -1,0 +1,104 @@
+"""The patches of Triton's interpreter change no bit of a result, and are left out on a Triton that they do not know."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from quick_interpreter import KNOWN_VERSIONS, hurry
+from triton.language import core
+from triton.runtime import interpreter
+
+ROWS, COLUMNS, WIDTH = 5, 48, 64
+
+
+@triton.jit
+def _squares(x, scale):
+    return x * x * scale
+
+
+@triton.jit
+def _mixed_kernel(x_ptr, ids_ptr, sums_ptr, half_ptr, rows_ptr, words_ptr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Blocks of several shapes and dtypes, a device function, a loop, masks, pointer casts, an atomic, overflow."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < COLUMNS
+    x = tl.load(x_ptr + row * COLUMNS + column, mask=inside, other=0.0)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for step in range(3):
+        total += _squares(x, 1.0 / (step + 1))
+    tl.store(sums_ptr + row * WIDTH + column, tl.cumsum(total, 0))
+    block = tl.reshape(x, (4, WIDTH // 4))
+    means = tl.sum(block, 1) / block.shape[1] + tl.max(block, 0)[:, None].to(half_ptr.dtype.element_ty)
+    place = tl.arange(0, block.shape[1])[:, None] * block.shape[0] + tl.arange(0, block.shape[0])[None, :]
+    tl.store(half_ptr + row * WIDTH + place, means.to(tl.bfloat16))
+    ids = tl.load(ids_ptr + row)
+    word = ((ids * 1103515245 + column) / block.numel).to(ids.dtype).to(tl.int64)
+    tl.store(words_ptr + row * WIDTH + column, (word << 32) | x.to(tl.int32, bitcast=True).to(word.dtype))
+    tl.atomic_add(rows_ptr.to(tl.pointer_type(tl.int32)) + ids % 2, tl.sum(inside.to(tl.int32), 0))
+
+
+def _results() -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, COLUMNS, generator=random)
+    ids = torch.randint(0, 2**31 - 1, (ROWS,), generator=random, dtype=torch.int32)
+    sums, half = torch.full((ROWS, WIDTH), torch.nan), torch.full((ROWS, WIDTH), torch.nan, dtype=torch.bfloat16)
+    rows, words = torch.zeros(2, dtype=torch.int32), torch.full((ROWS, WIDTH), -1, dtype=torch.int64)
+    _mixed_kernel[(ROWS,)](x, ids, sums, half, rows, words, COLUMNS, WIDTH)
+    return [sums.view(torch.int32), half.view(torch.int16), rows, words]
+
+
+def _internals() -> list[Any]:
+    """All that the patches replace."""
+    return [
+        *(interpreter._patch_lang, interpreter._patch_lang_core, interpreter._get_np_dtype),
+        *(core._unwrap_if_constexpr, core.block_type.__init__, core.tensor.__init__),
+        *(core.block_type.to_ir, core.pointer_type.to_ir, interpreter.interpreter_builder.options),
+    ]
+
+
+def _check_results() -> None:
+    before, plain = _internals(), _results()
+    hurry()
+    assert all(now != was for now, was in zip(_internals(), before, strict=True)), "the interpreter is not patched"
+    again = _results()
+    assert plain[2].sum() == ROWS * COLUMNS
+    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True)), "the patched interpreter differs"
+
+
+def _check_unknown() -> None:
+    before = _internals()
+    triton.__version__ = "3.99.0"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hurry()
+        hurry()
+    assert _internals() == before, "an unknown Triton was patched"
+    assert [str(warning.message) for warning in caught] == [
+        "Triton 3.99.0: its interpreter stays unpatched and slow, the patches are for 3.6 and 3.7"
+    ]
+
+
+IS_KNOWN = triton.__version__.startswith(tuple(f"{version}." for version in KNOWN_VERSIONS))
+CHECKS: dict[str, Callable[[], None]] = {"results": _check_results, "unknown": _check_unknown}
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if IS_KNOWN or name == "unknown"])
+def test_in_a_process_of_its_own(name: str) -> None:
+    """Patches are for good, and Triton reads TRITON_INTERPRET once."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
