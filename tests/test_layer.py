@@ -230,6 +230,22 @@ def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
             assert "rank 1" in told[rank][number]
 
 
+def test_one_rank_alone_refuses_what_is_no_tensor() -> None:
+    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = tokens(torch.float32)
+    routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
+    sound = layer(x, logits)
+    for call in (
+        lambda: layer(x, routing.topk_ids.tolist(), routing.topk_weights),
+        lambda: layer(x, topk_ids=None, topk_weights=routing.topk_weights),
+        lambda: layer(None, logits),
+        lambda: layer(x, routing.topk_ids + 10, routing.topk_weights),
+    ):
+        with pytest.raises(ValueError, match="on rank 0"):
+            call()
+        assert torch.equal(layer(x, logits), sound)
+
+
 def fail_on_one_rank(group: EPGroup) -> tuple[bool, bool]:
     """Rank 1 fails once: is the result NaN where its experts are missing, and is the next one right?"""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)

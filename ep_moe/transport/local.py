@@ -78,6 +78,7 @@ class LocalTransport(Transport):
         """See `Transport.dispatch_send`. Local; host sync to check that all ids are in range."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
+        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         config, num_physical = self.config, self.placement.num_physical
         check_dispatch(
             x,
@@ -115,14 +116,9 @@ class LocalTransport(Transport):
             capacity=config.max_tokens_per_rank,
             alignment=config.row_alignment,
         )
-        handle = LocalHandle(
-            slot=slot, round=self.num_rounds, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights
-        )
+        handle = LocalHandle(slot=slot, round=round_, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights)
         dispatched = Dispatched(batch=packed.batch, handle=handle)
-        self._slots.advance(
-            slot, "dispatch_send", _Round(round=self.num_rounds, num_rows=num_rows, dispatched=dispatched)
-        )
-        self.num_rounds += 1
+        self._slots.advance(slot, "dispatch_send", _Round(round=round_, num_rows=num_rows, dispatched=dispatched))
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local."""
@@ -165,6 +161,7 @@ class LocalTransport(Transport):
         """See `Transport.refuse`. Local."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
+        self.num_rounds += 1
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
