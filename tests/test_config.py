@@ -1,4 +1,4 @@
-"""Configs: what they refuse, and how files and the environment become configs."""
+"""Configs: the values that they refuse, and configs read from files and the environment."""
 
 import dataclasses
 import math

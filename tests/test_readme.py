@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and its words about the command line are true."""
+"""The README's Python runs unchanged, and its statements about the command line are true."""
 
 import re
 import subprocess
