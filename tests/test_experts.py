@@ -64,7 +64,7 @@ def make_case(
     biased: bool = True,
     static: bool = False,
 ) -> Case:
-    """Random rows (NaN where a row has no expert) and weights in the scheme."""
+    """Random rows (NaN for rows without an expert) and weights in the scheme."""
     random = torch.Generator().manual_seed(11)
     scheme, dtype = get_scheme(scheme_name), DTYPES[dtype_name]
     width = INTERMEDIATE * (2 if activation.kind.gated else 1)
@@ -451,7 +451,7 @@ def test_saturation_and_ties_of_the_requantized_intermediate() -> None:
         expected_rows=1,
     )
     y = ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)
-    # 17 / 2 = 8.5 ties to 8 when x is made, so 16 arrives; times 448 * (1 / 448) twice, the numbers are whole again
+    # 17 / 2 = 8.5 ties to 8 when x is made, so 16 arrives; times 448 * (1 / 448) twice, the values are integers again
     expected = torch.tensor([[448.0, 18, 16, 1, -448], [112.0, 18, 16, 1, -112]])
     torch.testing.assert_close(y[:, :5], expected, rtol=1e-6, atol=0)
     assert torch.equal(y[:, 5:], torch.zeros(2, 11))

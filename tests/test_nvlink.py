@@ -56,7 +56,7 @@ def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
     assert [hopper.most_receivers(slots) for slots in (1, 2, 3, 4)] == [300, 150, 100, 75]
     with pytest.raises(RuntimeError, match=r"num_slots \(301\) exceeds 300, the programs that may wait on this GPU"):
         hopper.most_receivers(301)
-    # whatever stands on an SM: as many programs as its threads and its registers hold
+    # programs per SM: as many as its threads and its registers hold
     fewer = {"registers": (49152, 2), "threads": (256, 2)}
     for name, (value, each) in fewer.items():
         assert dataclasses.replace(hopper, **{name: value}).most_receivers(1) == 100 * each, name

@@ -24,7 +24,7 @@ QUANTIZED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_blo
 MICRO = ["mxfp8", "nvfp4"]
 WIDTHS = [2880, 144, 16]
 WORST_ROW_LIMIT = 0.04  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
-WORST_ROW_LIMITS = {"fp8_block_ue8m0": 0.045}  # of another format: its scale may be twice what the numbers need
+WORST_ROW_LIMITS = {"fp8_block_ue8m0": 0.045}  # of another format: its scale may be twice the needed one
 
 
 def _value_of(code: int) -> float:
@@ -306,7 +306,7 @@ def _micro_codes(values: torch.Tensor, name: str) -> np.ndarray:
 def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
     x = _tokens(9, width, dtype)
     if dtype == torch.float32:
-        x[4] *= 2.0**-127 / x[4].abs().max()  # numbers below the smallest scale's 448
+        x[4] *= 2.0**-127 / x[4].abs().max()  # values below 448 times the smallest scale
     codes, scales, real = _micro_reference(x.float().numpy(), name)
     scheme = get_scheme(name)
     result = quantize(x, scheme)

@@ -141,7 +141,7 @@ def test_random_logits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_ties_go_to_the_lower_expert(name: str, dtype: torch.dtype) -> None:
-    """Four different logits among all experts, and rows where all are equal; sums of two scores stay apart."""
+    """Four different logits among all experts, and rows of equal logits; sums of two scores differ."""
     config, num_experts, biased = METHODS[name]
     random = torch.Generator().manual_seed(3)
     logits = torch.randint(0, 4, (40, num_experts), generator=random).to(dtype)
@@ -185,7 +185,7 @@ def test_negative_scores_let_no_other_group_in() -> None:
 
 
 def test_minus_infinity_lets_no_other_group_in() -> None:
-    """Groups 1 and 2 win by their two best; their third experts, ruled out by the bias, come last but come."""
+    """Groups 1 and 2 win by their two best; their third experts, with bias -inf, are chosen last, but are chosen."""
     logits = logit(0.1, 0.2, 0.3, 0.6, 0.7, 0.99, 0.9, 0.98, 0.8)
     bias = torch.zeros(9)
     bias[[5, 7]] = -math.inf

@@ -481,7 +481,7 @@ def sharded_on_rank(group: EPGroup, directory: Path) -> dict[str, Any]:
 
 
 def too_long_on_rank(group: EPGroup, directory: Path) -> tuple[str, torch.Tensor]:
-    """Rank 0 brings too many tokens; then both bring few."""
+    """Rank 0 has too many tokens; then both have few."""
     model = from_pretrained(directory, group, max_tokens_per_rank=12)
     try:
         logits_of(model, token_ids(0, rows=1, length=13 - 5 * group.rank))
@@ -595,7 +595,7 @@ HAS_HOOK = (NEW or VERSION < (5, 19)) and is_accelerate_available()
 @functools.cache
 def two_ranks() -> list[dict[str, Any]]:
     directories = {name: directory_of(name) for name in LOADABLE}
-    # transformers' own expert parallelism takes GPUs where it sees any
+    # transformers' own expert parallelism uses any visible GPUs
     env, config = {"CUDA_VISIBLE_DEVICES": ""}, GroupConfig(timeout_secs=120)
     return launch(on_rank, directories, num_ranks=2, config=config, device="cpu", env=env)
 

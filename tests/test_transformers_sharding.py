@@ -467,7 +467,7 @@ def make_ernie() -> PreTrainedModel:
 
 
 def picture_tokens(rank: int) -> torch.Tensor | None:
-    """Rank 0 brings an image in one of two rows, rank 1 none."""
+    """Rank 0 has an image in one of two rows, rank 1 none."""
     return torch.tensor([[0, 1, 1, 1, 0, 0, 0], [0] * 7]) if rank == 0 else None
 
 

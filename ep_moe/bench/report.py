@@ -60,7 +60,7 @@ TITLES = {
 MARK = "<!-- Made by `ep-moe bench report`; what is written by hand stands in {folder}/notes.md. -->"
 WORDS = ("shapes", "setup")  # parts of a row that describe the measurement
 
-# Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
+# bench -> columns of its table: title, and path in a row. A bench that is not here shows all values of its rows.
 _SIZES = (
     ("hidden", "shapes.hidden"),
     ("intermediate", "shapes.intermediate"),

@@ -103,7 +103,7 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
 
 
 def test_experts_with_scales_that_are_powers_of_two() -> None:
-    """Two experts in "fp8_block_ue8m0" against torch; the error for an unsupported format names it."""
+    """Two experts in "fp8_block_ue8m0" against torch; scales that are no powers of two would make the error larger."""
     random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
     weights = [torch.randn(2, *shape, generator=random) / 12 for shape in ((160, hidden), (hidden, 80))]
     (w13, w13_scale, _), (w2, w2_scale, _) = (quantize_weight(weight, scheme) for weight in weights)

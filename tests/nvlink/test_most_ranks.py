@@ -143,5 +143,5 @@ def test_the_most_ranks_by_words() -> None:
 
 
 def cut(routing: Routing) -> Routing:
-    """One expert less of each token."""
+    """The same routing without the last expert of each token."""
     return Routing(topk_ids=routing.topk_ids[:, :2].contiguous(), topk_weights=routing.topk_weights[:, :2].contiguous())

@@ -26,7 +26,7 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 NUM_RANKS = 3 if INTERPRETING else min(torch.cuda.device_count(), 3)  # with two ranks no third one could be blamed
 CAN_RUN = NUM_RANKS >= 2
 CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
-PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # where no rank is lost
+PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests without a lost rank
 SLACK_SECS = 5.0  # for a machine whose cores the ranks share
 HIDDEN, NUM_TOKENS, MAX_TOKENS, NUM_TOPK, EXPERTS_PER_RANK = 16, 2, 4, 2, 2
 LOST_ROUND = 1
@@ -43,7 +43,7 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, 
 
 def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
     if INTERPRETING:
-        from quick_interpreter import hurry  # Triton: only where it can run
+        from quick_interpreter import hurry  # imports Triton, which not every machine has
 
         hurry()
     return check(group, *args)
@@ -51,7 +51,7 @@ def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
 
 def make_transport(group: EPGroup, **options: Any) -> Any:
     """A transport of float32 with one slot, unless `options` say otherwise."""
-    from ep_moe.transport.nvlink import NvlinkTransport  # Triton: only where it can run
+    from ep_moe.transport.nvlink import NvlinkTransport  # imports Triton, which not every machine has
 
     placement = Placement.linear(EXPERTS_PER_RANK * group.num_ranks, group.num_ranks)
     sizes = {"hidden": HIDDEN, "max_tokens_per_rank": MAX_TOKENS, "max_topk": NUM_TOPK, "num_slots": 1}

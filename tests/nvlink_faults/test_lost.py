@@ -135,7 +135,7 @@ def tell(group: EPGroup, phase: str) -> int:
         time.sleep(0.01)
     timer.cancel()
     word = int(transport._memory.abort[0])
-    group.barrier()  # nobody's memory goes while another writes there
+    group.barrier()  # no rank frees memory while another writes to it
     transport.destroy()
     return word & 0xFFFFFFFF
 

@@ -67,7 +67,7 @@ def failing_once(call: Callable[..., Any], when: Callable[..., bool] = lambda *_
 
 
 def begin_until(transport: Any, round_: int, stage: str) -> Any:
-    """Run a round on slot 0 until it waits for `call`; returns its batch if it has one."""
+    """Run a round on slot 0 until it waits for `stage`; returns its batch if it has one."""
     x, routing = inputs(transport.rank, round_, transport.num_ranks)
     routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
     transport.dispatch_send(x.to(DEVICE), routing, layout=Layout.COMPACT, scheme=get_scheme("none"))

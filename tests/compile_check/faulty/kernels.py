@@ -88,6 +88,6 @@ def _make():
 
 
 class Holder:
-    """Keeps a jit function where no module's names lead to it directly."""
+    """Holds a jit function that no name of a module refers to directly."""
 
     functions = _make()
