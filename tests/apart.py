@@ -1,7 +1,7 @@
-"""Test files that need an environment of their own: they run beside the other tests, from the start of the session.
+"""Runs test files that need their own environment in separate processes, in parallel with the session.
 
-A test of such a file has the mark `apart(path)`, comes after all others, and asks for its `outcome(path)`. Many tests
-wait, for ranks or for time to pass, and leave a core to these files, which take it with less priority.
+The test of such a file has the mark `apart(path)`, runs after all others, and waits for `outcome(path)`. Many other
+tests only wait, for ranks or for time to pass; these files use the idle core, at lower priority.
 """
 
 import concurrent.futures
@@ -13,20 +13,20 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-SECS = 600.0  # that a file may take
+SECS = 600.0  # timeout of a file
 LESS_PRIORITY = ("nice", "-n", "5")
 
 _files: dict[Path, "concurrent.futures.Future[tuple[int, str]]"] = {}
 _running: set["subprocess.Popen[str]"] = set()
 _lock = threading.Lock()
 _ended = threading.Event()
-_cores = threading.Semaphore(0)  # that files may take
-_waited = threading.Event()  # the session has nothing left to do
+_cores = threading.Semaphore(0)  # free cores for files
+_waited = threading.Event()  # set once the session only waits for files
 _pools: list[concurrent.futures.ThreadPoolExecutor] = []
 
 
 def start(paths: Iterable[Path]) -> None:
-    """Run these files, each on a core; one core is left to the session until it waits for an `outcome`."""
+    """Run these files, one per core; the session keeps one core until it waits for an `outcome`."""
     cores = len(os.sched_getaffinity(0))
     _cores.release(max(cores - 1, 1))
     pool = concurrent.futures.ThreadPoolExecutor(cores)
@@ -35,7 +35,7 @@ def start(paths: Iterable[Path]) -> None:
 
 
 def outcome(path: Path) -> tuple[int, str]:
-    """The exit code of a file's tests and the end of what they print."""
+    """The exit code of a file's tests and the end of their output. Blocks until they have ended."""
     if not _waited.is_set():
         _waited.set()
         _cores.release()
@@ -43,9 +43,9 @@ def outcome(path: Path) -> tuple[int, str]:
 
 
 def stop() -> None:
-    """End what still runs."""
+    """End files that still run, and start no more."""
     _ended.set()
-    _cores.release(len(_files) + 1)  # for those that wait for one
+    _cores.release(len(_files) + 1)  # wakes threads that wait for a core
     for pool in _pools:
         pool.shutdown(wait=False, cancel_futures=True)
     with _lock:

@@ -13,7 +13,7 @@ from ep_moe.weights import ExpertWeights
 
 
 def swap_two_experts() -> None:
-    """Experts 0 and 1 of this rank's first layer change places."""
+    """Swap experts 0 and 1 of this rank's first layer."""
     read = ExpertWeights.from_pretrained.__func__
 
     def swapped(cls: type, *args: Any, **options: Any) -> dict[int, ExpertWeights]:
@@ -27,7 +27,7 @@ def swap_two_experts() -> None:
 
 
 def lose_one_token() -> None:
-    """One token of one round comes home empty."""
+    """Zero the result of one token in one round."""
     receive = CollectiveTransport.combine_recv
 
     def losing(self: CollectiveTransport, dispatched: Any, **options: Any) -> torch.Tensor:
@@ -40,7 +40,7 @@ def lose_one_token() -> None:
 
 
 def fail() -> None:
-    """This rank cannot go on."""
+    """Raise an error on this rank."""
     raise ArithmeticError("six times nine is not 42")
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks: rows that say what they are, results that are checked before they are timed, the page made of them."""
+"""Benchmarks: their rows, the checks of results before timing, and the page made from the rows."""
 
 import dataclasses
 import json
@@ -132,7 +132,7 @@ def test_unknown_and_missing_keys_are_named(tmp_path: Path) -> None:
         append_records(tmp_path / "rows.txt", [make_record()])
 
 
-# What a flat row of `bench transport` has at its top level, for those who read the files with something else.
+# Keys at the top level of a flat row of `bench transport`, on which other readers of the files rely.
 CONTRACT = {
     *("bench", "date", "commit", "gpu", "world_size", "versions", "command", "sweep", "baselines"),
     *("transport", "tokens", "hidden", "num_topk", "num_experts", "layout", "payload", "dtype", "graph", "routing"),
@@ -141,7 +141,7 @@ CONTRACT = {
 
 
 def make_exchange_record(**changes: Any) -> Record:
-    """A row of `bench transport`; changes of its parts are of single words."""
+    """A row of `bench transport`, with single values changed."""
     nccl = {"dispatch_us": 40.0, "combine_us": 60.0, "sum_us": 99.0, "speedup_ratio": 1.98}
     parts: dict[str, dict[str, Any]] = {
         "shapes": {"tokens": 128, "hidden": 7168, "num_topk": 8, "num_experts": 256},
@@ -243,7 +243,7 @@ def test_times_of_calls_and_of_their_phases() -> None:
 
 
 def slowest_of_two(group: EPGroup) -> dict[str, Timing]:
-    """Rank 1 has the longer calls, rank 0 the longer dispatch."""
+    """Samples in which rank 1 has the longer calls, rank 0 the longer dispatch."""
     calls, dispatch = ([5.0, 4.0, 90.0], [8.0, 6.0, 7.0]), (4.0, 1.0)
     return slowest(group, {"call": calls[group.rank], "dispatch": [dispatch[group.rank]] * 3}, whole="call")
 
@@ -349,7 +349,7 @@ SCHEMES = {
 
 
 def measure_all(group: EPGroup) -> dict[str, dict[str, Any]]:
-    """The layer in all kinds of arithmetic, then with a fault of rank 1: in its experts, or in the baseline."""
+    """The layer in all number formats, then with a fault on rank 1: in its experts, or in the baseline."""
     found = {}
     small = {"tokens": (9,), "warmup": 1, "repeats": 1, "hidden": 160, "intermediate": 48}
     for name, (dtype, scheme, preset) in SCHEMES.items():
@@ -388,7 +388,7 @@ def lost_row(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_a_number(sound: Callable[..., Any]) -> Callable[..., Any]:
-    """What should come out here is unknown."""
+    """The expected output on this rank is NaN."""
     return lambda *args, **options: sound(*args, **options) * float("nan")
 
 
@@ -407,7 +407,7 @@ def test_the_layer_is_checked_in_all_arithmetic_and_a_wrong_one_is_not_timed() -
             assert row["ok"], (name, row)
             assert row["figures"]["call_us"] > 0
         for name in FAULTS:
-            [row] = rank[name]["rows"]  # nothing after the wrong one
+            [row] = rank[name]["rows"]  # none after the wrong one
             assert not rank[name]["ok"]
             assert not row["ok"]
             assert "call_us" not in row["figures"]
@@ -445,7 +445,7 @@ def test_presets_have_the_sizes_of_the_models(name: str) -> None:
 
 
 def fake_capture(missing_rows: int) -> Callable[..., Captured]:
-    """A capture for a CPU, whose replay leaves out the first rows."""
+    """A capture for a CPU, whose replay omits the first rows."""
 
     def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
         output = call().clone()
@@ -504,7 +504,7 @@ def test_bench_transport_on_a_cpu_checks_and_its_rows(tmp_path: Path, capfd: pyt
         (layout, tokens) for layout in ("batched", "flat") for tokens in (5, 17)
     ]
     for record, row in zip(records, report["rows"], strict=True):
-        # rank 0 sends all its tokens, rank 1 none: fp8 values, 2 scales, 3 ids and weights out, and float16 home
+        # rank 0 sends all its tokens, rank 1 none: fp8 values, 2 scales, 3 ids and weights out, and float16 back
         assert record.figures == {"wire_bytes": record.shapes["tokens"] / 2 * (160 + 2 * 4 + 3 * 8 + 160 * 2)}
         assert set(row) - {"ok", "broken"} < set(json.loads(record.to_line()))
         assert (record.setup["transport"], record.setup["graph"]) == ("collective", False)
@@ -512,7 +512,7 @@ def test_bench_transport_on_a_cpu_checks_and_its_rows(tmp_path: Path, capfd: pyt
 
 
 def misplace(sound: CollectiveTransport, rank: int) -> Transport:
-    """Two rows of an expert change places, and change back on their way home."""
+    """Two rows of an expert are swapped in dispatch, and swapped back in combine."""
 
     def swap(rows: torch.Tensor) -> torch.Tensor:
         swapped = rows.clone()
@@ -535,7 +535,7 @@ def misplace(sound: CollectiveTransport, rank: int) -> Transport:
 
 
 def lose(sound: CollectiveTransport, rank: int) -> Transport:
-    """A token of rank 1 does not come home."""
+    """The result of a token of rank 1 is zero."""
     recv = sound.combine_recv
 
     def combine_recv(*args: Any, **options: Any) -> torch.Tensor:
@@ -548,7 +548,7 @@ def lose(sound: CollectiveTransport, rank: int) -> Transport:
     return sound
 
 
-# what is wrong, with which transports, and what is said of it
+# fault, transports, message
 EXCHANGE_FAULTS: dict[str, tuple[Callable[[CollectiveTransport, int], Transport], tuple[str, ...], list[str]]] = {
     "none": (lambda sound, rank: sound, (), []),
     "order": (
@@ -569,7 +569,7 @@ EXCHANGE_FAULTS: dict[str, tuple[Callable[[CollectiveTransport, int], Transport]
 
 
 def wrong_exchanges(group: EPGroup) -> dict[str, dict[str, Any]]:
-    """`bench transport`, timed on the CPU too, with one fault after another."""
+    """`bench transport`, also timed on the CPU, with one fault after another."""
     found = {}
     transport_bench.is_timed = lambda device: True
     for name, (fault, faulty, _) in EXCHANGE_FAULTS.items():
@@ -666,7 +666,7 @@ def test_exchanges_on_gpus() -> None:
 
 
 def exchange_rows(group: EPGroup) -> dict[str, torch.Tensor]:
-    """What the baselines bring a rank of two, from payload and outputs that say where they are from."""
+    """The baselines' results on a rank of two, with payload and outputs that identify their source."""
     rank, sent, received = group.rank, ([1, 2], [3, 0])[group.rank], ([1, 3], [2, 0])[group.rank]
     rows = {name: torch.arange(n) for name, n in {"T": 2, "all": 4, "sent": 3, "got": sum(received)}.items()}
     payload = {
@@ -769,7 +769,7 @@ def test_bench_experts_and_its_rows(tmp_path: Path) -> None:
 
 
 def measure_experts(dtype: str = "float32", scheme: str = "none", layout: str = "compact") -> dict[str, Any]:
-    """The row of half of the preset "small", of which the first and the last expert are checked."""
+    """The row of half of the preset "small", with the first and the last expert checked."""
     config = ExpertsBenchConfig(preset="small", ep_size=2, rows=(7,), warmup=1, repeats=1, sample_experts=2)
     report = experts_rank_main(EPGroup.single("cpu"), EngineConfig(dtype=dtype, scheme=scheme, layout=layout), config)
     [row] = report["rows"]
@@ -778,7 +778,7 @@ def measure_experts(dtype: str = "float32", scheme: str = "none", layout: str = 
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch, like: str) -> None:
-    """Make the preset "small", 8 small experts, and have the baseline run on a CPU too."""
+    """Add the preset "small", 8 small experts, and let the baseline run on a CPU."""
     sizes = dataclasses.replace(LAYER_PRESETS[like], hidden=160, intermediate=48, num_experts=8)
     monkeypatch.setitem(LAYER_PRESETS, "small", sizes)
     monkeypatch.setattr(local_experts, "has_grouped_gemm", lambda device: True)
@@ -870,18 +870,18 @@ def louder_experts(model: Any) -> None:
 
 
 def other_head(model: Any) -> None:
-    """The head's rows stand upside down."""
+    """The rows of the head are reversed."""
     model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
 
 
 def other_attention(model: Any) -> None:
-    """What attention adds is another model's."""
+    """The output of attention is that of another model."""
     weight = model.model.layers[0].self_attn.o_proj.weight
     weight.data = 3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(7)).to(weight)
 
 
 def rotated_rows(model: Any) -> None:
-    """Every row comes home as the next rank's, of the same place."""
+    """Every rank gets the next rank's result rows."""
     layer, group = model.ep_moe.layers[0], model.ep_moe.group
     combine = layer.transport.combine
 
@@ -892,7 +892,7 @@ def rotated_rows(model: Any) -> None:
     layer.transport.combine = combine_wrongly
 
 
-# what is wrong, on which ranks, in which dtype, and which bounds it breaks
+# fault, its ranks, dtype, the bounds that it breaks
 MODEL_FAULTS: dict[str, tuple[Callable[[Any], None], tuple[int, ...], str, set[str]]] = {
     "experts": (louder_experts, (1,), "float32", {"worst_block_row_error", "worst_first_logits_error"}),
     "head": (other_head, (1,), "bfloat16", {"median_first_logits_error"}),
@@ -953,7 +953,7 @@ def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.
 
 
 def write_rows(folder: Path) -> list[Record]:
-    """Rows of two layers, the first measured again later, one that explores, a model, experts, and a bench unknown."""
+    """Rows of two layers, the first measured again later, a sweep, a model, experts, and an unknown bench."""
     tokens = {"preset": "tiny", "tokens_per_rank": 4096}
     model = {"preset": "qwen3-30b", "layers": 8}
     speed = {"tokens_per_sec": 1234.5}
@@ -1108,7 +1108,7 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
     drawn: dict[str, tuple[list[int], list[float]]] = {}
 
     class Axes:
-        """Axes that keep what is drawn."""
+        """Axes that record what is drawn."""
 
         def loglog(self, x: list[int], y: list[float], *args: Any, label: str, **options: Any) -> None:
             drawn[label] = (list(x), list(y))
@@ -1207,7 +1207,7 @@ WRONG = {
 
 
 def no_ranks(*args: Any) -> None:
-    """What is wrong is told before ranks start."""
+    """Fail if ranks are started: errors must come before."""
     raise AssertionError(f"ranks start for {args}")
 
 
@@ -1238,7 +1238,7 @@ def append_a_layer(folder: Path, *options: str) -> Any:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are this process."""
+    """Run the only rank in this process."""
     monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: the main job, its faults, wrong arguments, Ctrl-C, torchrun."""
+"""The command line as users call it: the main job, faults, wrong arguments, Ctrl-C, torchrun."""
 
 import json
 import math
@@ -35,9 +35,9 @@ window = 32
 
 
 def environ() -> dict[str, str]:
-    """This environment with the source tree and the tests on the path, and no rank of an outer launcher."""
+    """This environment with the source tree and the tests on the path, without variables of an outer launcher."""
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    # a rank that computes on as many threads as there are cores is many times slower where another process has one
+    # a rank with as many threads as cores is many times slower if another process uses a core
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
@@ -49,7 +49,7 @@ def call(*command: str, cwd: Path, timeout: float = 150, **env: str) -> subproce
 
 
 def invoke(*arguments: str) -> Result:
-    """Run a command in this process; its ranks are processes, of the server that has transformers loaded already."""
+    """Run a command in this process; its ranks are forked by the server, which has transformers loaded."""
     return CliRunner().invoke(app, arguments, env={"OMP_NUM_THREADS": "1"})
 
 
@@ -94,7 +94,7 @@ def test_kernels_on_a_cpu_need_the_interpreter(small: str) -> None:
 
 
 def run_with(fault: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
-    """The main job, one of whose ranks has a fault."""
+    """The main job with a fault on one rank."""
     monkeypatch.setattr(cli, "run", lambda engine, config: on_ranks(broken_main, engine, config, fault))
     return invoke("run", "--json", "--device", "cpu", *options)
 

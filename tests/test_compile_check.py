@@ -1,4 +1,4 @@
-"""The compile check finds what it must, on a package of wrong kernels, and nothing on right ones that come close."""
+"""The compile check finds the errors of a package of wrong kernels, and none in right ones that are close to them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parent
 FAULTY = ("--package", "compile_check.faulty", "--cases", "compile_check.faulty.cases")
 
-# by case, else by kernel: the rule that it breaks, on both targets, and words of what is found
+# by case, else by kernel: the rule that it breaks, on both targets, and words of the finding
 EXPECTED = {
     "widened": ("tensor_core", "64x128x128 product of f16 and f16 in a kernel that widens fp8"),
     "few rows": ("tensor_core", "16x128x128 product of f8E4M3FN and f8E4M3FN without"),
@@ -57,7 +57,7 @@ def faulty() -> subprocess.CompletedProcess[str]:
 
 
 def findings(output: str) -> dict[str, list[tuple[str, str, str]]]:
-    """(target, rule, text) of every finding, by case, else by the last part of the name of what it is about."""
+    """(target, rule, text) of every finding, by case, else by the last part of the kernel's or module's name."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for targets, rule, text in _FOUND.findall(output):
         case = re.search(r"\[(.*?)\]", text)
@@ -100,7 +100,7 @@ def test_refuses_to_compile_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def order_of_mutants() -> dict[str, list[str]]:
-    """What the rules on order find in each changed kernel."""
+    """The findings of the rules on order in each changed kernel."""
     done = check("90", module="compile_check.mutate")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -108,7 +108,7 @@ def order_of_mutants() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_order_finds(order_of_mutants: dict[str, list[str]], mutant: Mutant) -> None:
-    """A change of the exchange that breaks the order of its accesses is found, and nothing without it."""
+    """A change of the exchange that breaks the order of its accesses is found; unchanged it has no finding."""
     assert order_of_mutants[mutant.kernel] == []
     assert any(mutant.found in text for text in order_of_mutants[mutant.name]), order_of_mutants[mutant.name]
 

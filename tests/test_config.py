@@ -1,4 +1,4 @@
-"""Configs: what they refuse, and how files and the environment become configs."""
+"""Configs: the values that they refuse, and configs read from files and the environment."""
 
 import dataclasses
 import math
@@ -135,7 +135,7 @@ VALID: dict[type, dict[str, Any]] = {
     | {"master_port": 1, "store_is_hosted": True},
 }
 NO_VALUES = (None, "a", 2.5, True, math.nan, math.inf, [1], {}, b"a", torch.ones(1), object())
-WHAT_FITS: dict[Any, tuple[Any, ...]] = {  # of NO_VALUES, by a field's type; what is out of range is refused as well
+WHAT_FITS: dict[Any, tuple[Any, ...]] = {  # of NO_VALUES, by a field's type; values out of range are refused as well
     int: (),
     float: (2.5,),
     bool: (True,),

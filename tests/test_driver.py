@@ -1,4 +1,4 @@
-"""Repeated launches through the CUDA driver, on a driver that is none: what lies where it would read."""
+"""Repeated launches through a fake CUDA driver: the arguments in the memory that the driver would read."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from ep_moe.transport.nvlink import driver
 
-# as Triton describes a kernel: a tuple with a number 1, which is a constant, two tuples of pointers, numbers, constants
+# as Triton describes a kernel: a tuple with an integer 1, which is a constant, tuples of pointers, integers, constants
 SIGNATURE = {
     "links": (("i64", "constexpr"), "*i64"),
     "size": "i32",
@@ -27,7 +27,7 @@ SCRATCH = (8, 8)
 
 
 class Driver:
-    """Says what a kernel takes and writes down what it is launched with."""
+    """Reports a kernel's parameters and records the arguments of launches."""
 
     def __init__(self, sizes: tuple[int, ...], status: int = 0) -> None:
         self.sizes, self.status, self.launched = sizes, status, []
@@ -51,7 +51,7 @@ class Driver:
 
 
 def compiled(**changes: Any) -> Any:
-    """What Triton hands out."""
+    """A stand-in for Triton's CompiledKernel."""
     metadata = {"num_warps": 4, "shared": 96, "launch_pdl": True, "global_scratch_size": 0, "profile_scratch_size": 0}
     source = SimpleNamespace(signature=SIGNATURE)
     return SimpleNamespace(src=source, function=7, metadata=SimpleNamespace(**metadata | changes))
@@ -79,7 +79,7 @@ def test_a_launch_changes_its_last_arguments(monkeypatch: pytest.MonkeyPatch) ->
     assert second[6] == [2**46, values[1], 12, 4096, 8192, -2, 5, 0, 0]
     del tokens
     gc.collect()
-    assert kept() is None  # a round's tensors go with the round
+    assert kept() is None  # a round's tensors are freed with the round
 
 
 @pytest.mark.parametrize(

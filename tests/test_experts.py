@@ -64,7 +64,7 @@ def make_case(
     biased: bool = True,
     static: bool = False,
 ) -> Case:
-    """Random rows (NaN where a row has no expert) and weights in the scheme."""
+    """Random rows (NaN for rows without an expert) and weights in the scheme."""
     random = torch.Generator().manual_seed(11)
     scheme, dtype = get_scheme(scheme_name), DTYPES[dtype_name]
     width = INTERMEDIATE * (2 if activation.kind.gated else 1)
@@ -99,7 +99,7 @@ def make_case(
 
 
 def fill_with_nan(x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write NaN, or something else where a dtype has none, into the rows [.., .] of x that a mask names, in place."""
+    """Write NaN, or another value if a dtype has none, into the rows [.., .] of x that a mask selects, in place."""
     nan = torch.full((1,), math.nan).to(x.dtype)
     if x.element_size() == 1:  # torch on a CPU writes fp8 by mask as bytes only
         x, nan = x.view(torch.uint8), nan.view(torch.uint8)
@@ -136,7 +136,7 @@ def used_rows(batch: ExpertBatch) -> torch.Tensor:
 
 
 def reference_activation(x: np.ndarray, activation: ActivationConfig) -> np.ndarray:
-    """The activation of one row in float64, number by number."""
+    """The activation of one row in float64, element by element."""
 
     def sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
@@ -169,7 +169,7 @@ def reference_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.ndarray:
-    """Quantize and dequantize numbers whose group, or more, has the largest magnitude `amax`; `second` is of nvfp4."""
+    """Quantize and dequantize values whose scale group has the largest magnitude `amax`; `second` is nvfp4's scale."""
     if name == "int8_token":
         scale = max(amax, 1e-10) / 127
         return np.clip(np.round(x / scale), -127, 127) * scale
@@ -204,7 +204,7 @@ def reference_requantize(inner: np.ndarray, scheme: QuantScheme, static: float |
 
 
 def stored_numbers(values: torch.Tensor, scheme: QuantScheme) -> np.ndarray:
-    """Stored values [.., V] as the numbers [.., H] that they mean without their scales, float64."""
+    """Stored values [.., V] decoded without their scales, [.., H] float64."""
     if scheme.name != "nvfp4":
         return values.double().numpy().copy()
     magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -265,8 +265,8 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
 def assert_close_rows(actual: torch.Tensor, expected: np.ndarray, case: Case) -> None:
     """Compare row by row: the worst by the format's limit, and half of them by that of the model's dtype.
 
-    float64 and float32 may requantize a number at a tie differently, a full step of fp8; that is rare, so that
-    a median as large as the worst means that the intermediate is not requantized as it should be.
+    float64 and float32 may requantize a value at a tie differently, a full step of fp8; that is rare, so that a median
+    as large as the worst means that the intermediate is requantized wrongly.
     """
     found = actual.double().numpy()
     assert found.shape == expected.shape
@@ -357,7 +357,7 @@ def test_rows_gathered_from_a_pool(scheme: str, dtype: str, pool: str) -> None:
     case = make_case(scheme, dtype)
     experts, compact = ReferenceExperts(SILU), pack_case(case, Layout.COMPACT).batch
     source = pack_case(case, Layout.FLAT if pool == "flat" else Layout.BATCHED).batch
-    row_index = torch.full((compact.x.shape[0],), 10**9, dtype=torch.int32)  # what no token owns points nowhere
+    row_index = torch.full((compact.x.shape[0],), 10**9, dtype=torch.int32)  # entries without a token are invalid
     for expert, (start, count) in enumerate(zip(compact.expert_row_start.tolist(), COUNTS, strict=True)):
         if pool == "flat":
             rows = [token for token, ids in enumerate(TOPK_IDS) if expert in ids]
@@ -405,7 +405,7 @@ def test_no_tokens(num_rows: int, scheme: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("std", [1.0, 0.003, 1e-5, 100.0])
 def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
-    """Weights of that standard deviation, quantized, beside the same in float: what 4 bits cost."""
+    """Weights of that standard deviation, quantized, against the same in float: the error of 4 bits."""
     random, scheme = torch.Generator().manual_seed(4), get_scheme("nvfp4")
     w13, w2 = (torch.randn(2, *shape, generator=random) * std for shape in ((160, HIDDEN), (HIDDEN, 80)))
     stored = [quantize_weight(w, scheme) for w in (w13, w2)]
@@ -451,7 +451,7 @@ def test_saturation_and_ties_of_the_requantized_intermediate() -> None:
         expected_rows=1,
     )
     y = ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)
-    # 17 / 2 = 8.5 ties to 8 when x is made, so 16 arrives; times 448 * (1 / 448) twice, the numbers are whole again
+    # 17 / 2 = 8.5 ties to 8 when x is made, so 16 arrives; times 448 * (1 / 448) twice, the values are integers again
     expected = torch.tensor([[448.0, 18, 16, 1, -448], [112.0, 18, 16, 1, -112]])
     torch.testing.assert_close(y[:, :5], expected, rtol=1e-6, atol=0)
     assert torch.equal(y[:, 5:], torch.zeros(2, 11))
@@ -459,7 +459,7 @@ def test_saturation_and_ties_of_the_requantized_intermediate() -> None:
 
 @pytest.mark.parametrize(("dtype", "one"), [("float32", 1.0), ("float16", 0.0), ("bfloat16", 0.0)])
 def test_the_intermediate_is_rounded_to_the_model_dtype(dtype: str, one: float) -> None:
-    """2049 and 2048 are one number in both 16-bit formats, so that their difference shows the rounding."""
+    """2049 rounds to 2048 in both 16-bit formats, so that their difference shows the rounding."""
     w13, w2 = torch.zeros(1, 16, 16), torch.zeros(1, 16, 16)
     w13[0, 0, 0], w13[0, 0, 1], w13[0, 1, 0] = 2048, 1, 2048
     w2[0, 0, 0], w2[0, 0, 1] = 1, -1

@@ -1,4 +1,4 @@
-"""Every family of models: its checkpoints, as published and as transformers writes them, give transformers' logits."""
+"""Every model family: checkpoints as published and as transformers writes them give transformers' logits."""
 
 import copy
 import functools
@@ -63,7 +63,7 @@ def make_config(family: str, **changes: Any) -> Any:
 
 
 def make_model(family: str, **changes: Any) -> PreTrainedModel:
-    """A random model in which nothing is zero or one all over: router biases, attention sinks, norms."""
+    """A random model without constant parameters, such as router biases, attention sinks and norms."""
     torch.manual_seed(13)
     model = AutoModelForCausalLM.from_config(make_config(family, **changes), experts_implementation="eager").eval()
     for name, value in model.state_dict().items():
@@ -128,7 +128,7 @@ def directory_of(family: str, form: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_and_no_rest():
-    """Tiny operators wait longer for a second thread than they take."""
+    """One thread: for tiny operators a second one costs more than it saves."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -173,7 +173,7 @@ def test_logits_on_one_rank(family: str, form: str) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_dtypes_are_those_of_transformers(family: str) -> None:
-    """Router biases above all: some stay float32 in a model that is not."""
+    """Router biases above all: some stay float32 in a model of another dtype."""
     directory = directory_of(family, "saved")
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model = from_pretrained(directory, EPGroup.single("cpu"), dtype=torch.bfloat16)
@@ -200,7 +200,7 @@ def test_a_whole_model_is_that_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_a_rank_reads_its_experts_in_portions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, where a portion is five rows, which divides nothing."""
+    """Bit for bit, with portions of five rows, which divide no tensor."""
     monkeypatch.setattr(storage, "PORTION_BYTES", 5 * 32 * 4)
     model, num_experts = make_model(family), moe_config(make_config(family)).num_experts
     source = directory_of(family, "published"), Placement.round_robin(num_experts, 2), 1
@@ -230,7 +230,7 @@ def rank_ids(rank: int) -> torch.Tensor:
 
 
 def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """Everything that two ranks do, so that they start once."""
+    """All checks on two ranks, so that ranks start only once."""
     torch.set_num_threads(1)
     ids, found = rank_ids(group.rank), {}
     for key, directory in directories.items():
@@ -355,7 +355,7 @@ def test_published_sizes_and_routing(name: str) -> None:
     )
 
 
-READ = {  # the keys of config.json that these models' experts are read by, and what fits them besides
+READ = {  # keys of config.json from which these models' experts are read, and other accepted values
     **dict.fromkeys(("hidden_size", "num_experts_per_tok", "n_group", "topk_group", "num_hidden_layers"), int),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_nextn_predict_layers"), int),
     **dict.fromkeys(("routed_scaling_factor", "swiglu_limit", "swiglu_alpha"), float),
@@ -369,13 +369,13 @@ MORE = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "dtype": "bfloat1
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_values_of_another_type_are_named(name: str, tmp_path: Path) -> None:
-    """A text, 4.0, a list, an object or true in the place of a number, and so on; also NaN, which Python's JSON has."""
+    """A text, 4.0, a list, an object or true in place of a number, and so on; also NaN, which Python's JSON accepts."""
     config, path = PUBLISHED[name][0] | MORE, tmp_path / "config.json"
     save_file({}, tmp_path / "model.safetensors")
     family = FAMILIES[config["model_type"]]
     read = {key: kind for key, kind in READ.items() if key in config} | {family.intermediate: int}
     if family.activation is FAMILIES["gpt_oss"].activation:
-        del read["hidden_act"]  # which says something else there
+        del read["hidden_act"]  # which has another meaning there
     path.write_text(json.dumps(config))
     Checkpoint.open(tmp_path)
     tried = 0
@@ -451,7 +451,7 @@ SCHEMES_ON_DISK = {
 
 
 def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, scales and what they stand for, a block at a time."""
+    """Values, scales and dequantized values, a block at a time."""
     rows, columns = (-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True))
     values, scale = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     real = torch.empty_like(weight)
@@ -512,12 +512,12 @@ def test_a_whole_model_from_fp8(family: str) -> None:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What tokens are once they have been quantized on their way to a GEMM."""
+    """Tokens after quantizing and dequantizing, as a GEMM sees them."""
     return dequantize(quantize(x, get_scheme("fp8_block_{}x{}".format(*BLOCK))))
 
 
 def fp8_forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What an experts module of transformers computes where its GEMMs take rounded tokens."""
+    """The output of a transformers experts module whose GEMMs take quantized tokens."""
     out = torch.zeros_like(x)
     for expert in range(module.num_experts):
         tokens, slot = torch.where(ids == expert)
@@ -538,8 +538,8 @@ def with_rounded_tokens(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", SCHEMES_ON_DISK)
 def test_fp8_as_it_is_stored(family: str) -> None:
-    """Rounding tokens costs 8 to 14 % of a layer's worst row, and more of the logits once it tips a router over; the
-    weights cost nothing on top of it."""
+    """Rounding tokens adds 8 to 14 % error to a layer's worst row, and more to logits once it flips an expert choice;
+    the weights add no error."""
     whole, ids = with_rounded_tokens(family), token_ids(5)
     model = from_pretrained(fp8_directory(family), EPGroup.single("cpu"))
     assert [layer.scheme.name for layer in model.ep_moe.layers] == SCHEMES_ON_DISK[family]

@@ -1,4 +1,4 @@
-"""What only GPUs can show: every case, random rounds, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
+"""Tests that need GPUs: every case, random rounds, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 7168, 2048, 256, 8, 12
 
 
 def needs(num_gpus: int) -> list[pytest.MarkDecorator]:
-    """Marks of a test that wants so many GPUs."""
+    """Marks of a test that needs so many GPUs."""
     mark = pytest.mark.gpu if num_gpus == 1 else pytest.mark.multigpu
     return [mark, pytest.mark.skipif(num_gpus > NUM_GPUS, reason=f"needs {num_gpus} GPUs, there are {NUM_GPUS}")]
 
@@ -45,7 +45,7 @@ def check_on_rank(group: EPGroup, name: str) -> dict[str, str]:
     return check_transport(TRANSPORTS[name], group)
 
 
-@pytest.mark.timeout(1200)  # every scheme and layout compiles kernels of its own
+@pytest.mark.timeout(1200)  # every scheme and layout compiles its own kernels
 @pytest.mark.parametrize("num_ranks", on_gpus(1, 2, 3, 4))
 @pytest.mark.parametrize("name", ["collective", "nvlink"])
 def test_carries_every_case(name: str, num_ranks: int) -> None:
@@ -113,7 +113,7 @@ KINDS = (
 
 
 def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor]:
-    """What rounds of KINDS give, some of each size that kernels differ for, and of those between."""
+    """Results of rounds of KINDS, at each size with different kernels and at sizes between."""
     device = group.device
     config = TransportConfig(hidden=512, max_tokens_per_rank=600, kinds=kinds)
     transport, found = create_transport("nvlink", group, Placement.linear(16, group.num_ranks), config), []
@@ -130,7 +130,7 @@ def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor
         else:
             dispatched = transport.dispatch(x, routing, **call)
         batch = dispatched.batch
-        values = batch.x.float()  # rows without a token hold anything
+        values = batch.x.float()  # rows without a token are undefined
         if batch.scale is not None:
             values = values * batch.scale.repeat_interleave(128, dim=-1)
         y = values.bfloat16()
@@ -147,7 +147,7 @@ def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor
 
 
 def ready_kinds(group: EPGroup) -> list[str]:
-    """What goes wrong where kernels were compiled beforehand, and where the driver's own launch cannot be had."""
+    """Errors of rounds with kernels compiled beforehand, and of rounds without launches through the driver."""
     from ep_moe.kernels import combine, dispatch
     from ep_moe.transport.nvlink import launch
     from ep_moe.transport.nvlink.driver import LaunchMismatchError
@@ -176,9 +176,9 @@ def test_kernels_of_kinds_are_compiled_beforehand(num_ranks: int) -> None:
 
 
 def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:
-    """Rounds on two slots, a stream each, begun in opposite order on even and odd ranks, while NCCL adds on a third.
+    """Rounds on two slots, a stream each, begun in opposite order on even and odd ranks, with NCCL sums on a third.
 
-    Returns what differs from rounds that ran alone.
+    Returns the differences from rounds that ran alone.
     """
     device, rounds = group.device, 300
     placement = Placement.linear(64, group.num_ranks)
@@ -197,7 +197,7 @@ def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:
         slots.append((call, y, alone, torch.full_like(alone, float("nan")), torch.cuda.Stream()))
     numbers = torch.ones(1 << 22, device=device)
     wrong = torch.zeros(2, dtype=torch.int64, device=device)
-    for call, _, alone, out, _ in slots:  # CUDA waits for the whole GPU when it loads a kernel that it has not run yet
+    for call, _, alone, out, _ in slots:  # loading a kernel for its first run synchronizes the whole GPU
         wrong[call["slot"]] += (out.view(torch.int16) != alone.view(torch.int16)).sum()
         out.fill_(float("nan"))
     torch.distributed.all_reduce(numbers, group=group.process_group)
@@ -239,7 +239,7 @@ def expert(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def big_layer(group: EPGroup, scheme: str) -> dict[str, float]:
-    """Worst row's error of the layer against a loop over whole experts in float32, on this rank's tokens."""
+    """Worst row error of the layer against a loop over whole experts in float32, on this rank's tokens."""
     device = group.device
     placement = Placement.linear(NUM_EXPERTS, group.num_ranks)
     mine = [expert(index, device) for index in placement.local_experts(group.rank)]
@@ -283,7 +283,7 @@ def test_a_layer_of_deepseek_v3_size(num_ranks: int) -> None:
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
-    """Run rounds until the victim is lost in the middle of one; survivors write down whom they blame and when."""
+    """Run rounds until the victim is lost in the middle of one; survivors record the blamed ranks and the time."""
     placement = Placement.linear(8, group.num_ranks)
     config = TransportConfig(hidden=64, max_tokens_per_rank=16)
     transport = create_transport("collective", group, placement, config)

@@ -1,4 +1,4 @@
-"""The Triton experts on a GPU at the sizes of models that people serve, against the torch experts of the same scheme.
+"""The Triton experts on a GPU at the sizes of served models, against the torch experts of the same scheme.
 
 Letters: L local experts, H hidden, I intermediate, N received rows, K top-k.
 """
@@ -67,7 +67,7 @@ def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
 
 
 def make_rows(model: Model, scheme_name: str, num_rows: int, seed: int = 5) -> TokenRows:
-    """Rows as they arrive: each token has some of its K experts here, the first expert none, the last many."""
+    """Received rows: each token has some of its K experts here; the first expert has no rows, the last many."""
     scheme, random = get_scheme(scheme_name), torch.Generator("cuda").manual_seed(seed)
     scores = torch.rand(num_rows, model.experts * 4, generator=random, device="cuda")
     scores[:, 0] = -1
@@ -163,7 +163,7 @@ def test_a_graph_is_replayed_with_other_counts(scheme: str, layout: Layout) -> N
 
 
 def test_more_than_two_to_the_31_elements() -> None:
-    """Rows beyond 2^31 numbers of the batch, and weights beyond them: addresses are 64 bits wide."""
+    """Rows, and weights, at offsets beyond 2^31 elements: addresses have 64 bits."""
     model = Model(hidden=4096, intermediate=2048, experts=96, num_topk=2)
     random = torch.Generator("cuda").manual_seed(1)
     w13, w2 = (

@@ -1,4 +1,4 @@
-"""A group names the rank that is lost, whichever it is and however it was lost."""
+"""A group names the lost rank, whichever it is and however it was lost."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ LOST_ROUND = 20
 
 
 def exchange(group: EPGroup, round_: int) -> torch.Tensor:
-    """One all_to_all over the group: every rank receives the number of each rank."""
+    """One all_to_all over the group: every rank receives the id of each rank."""
     sent = torch.full((group.num_ranks,), float(group.rank))
     received = torch.full_like(sent, float("nan"))
     work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
@@ -52,7 +52,7 @@ def recorded(folder: Path) -> dict[int, Any]:
 
 
 def lose_a_rank(group: EPGroup, folder: str, victim: int, how: str) -> None:
-    """Exchange for ever; write down how that ended, how long it took, and what comes after."""
+    """Exchange until a failure; record the error, the time, and the error of the next call."""
     for round_ in range(10**9):
         if (group.rank, round_) == (victim, LOST_ROUND):
             if how == "leaves":
@@ -284,7 +284,7 @@ def test_two_subsets_at_once_keep_apart(tmp_path: Path) -> None:
 
 
 def refuse_bad_places(group: EPGroup, folder: str) -> list[str]:
-    """What is said of each bad place; a place that is not refused says nothing."""
+    """The error of each bad device or store; none for one that is not refused."""
     whole, store = group.process_group, dist.distributed_c10d._get_default_store()
     assert whole is not None
     calls = (
@@ -311,7 +311,7 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
 
 
 def bare_rank(rank: int, num_ranks: int, port: int, target: Any, *args: Any) -> None:
-    """A rank as srun starts it: nobody hosts the store, and nobody sees it die."""
+    """A rank as srun starts it: no launcher hosts the store or sees the rank die."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port)}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     torch.set_num_threads(1)
@@ -319,7 +319,7 @@ def bare_rank(rank: int, num_ranks: int, port: int, target: Any, *args: Any) -> 
 
 
 def start_bare_ranks(num_ranks: int, target: Any, *args: Any) -> list[int | None]:
-    """Run ranks that no launcher has started; returns their exit codes."""
+    """Run ranks without a launcher; returns their exit codes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -347,7 +347,7 @@ def bare_target(group: EPGroup, folder: str, victim: int) -> None:
 
 
 def look_for_the_store(group: EPGroup, folder: str) -> None:
-    """Whether the store can be reached where the ranks meet, and at another address of this machine."""
+    """Whether the store can be reached at the ranks' address, and at another address of this machine."""
     reached = []
     for address in ("127.0.0.1", "127.0.0.2"):
         with socket.socket() as client:

@@ -1,4 +1,4 @@
-"""Every file of `interpreted/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
+"""Every file of `interpreted/` in Triton's interpreter, in a process each: Triton reads TRITON_INTERPRET at import."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ranks that are launched return their results in order, fail by name, and never outlive their launcher."""
+"""Launched ranks return results in order, are named when they fail, and never outlive their launcher."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that is dead but unread by its parent does not."""
+    """Whether a process lives; a zombie does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -119,7 +119,7 @@ print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_modu
 
 
 def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProcess[str]":
-    """Launch with these modules preloaded, in a process of its own, for only the first launch of one heeds them."""
+    """Launch with these modules preloaded, in a new process, as only a process's first launch uses them."""
     source = "import os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
     source += "def target(group):\n    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST']\n"
     (folder / "target_of_a_launch.py").write_text(source)

@@ -1,4 +1,4 @@
-"""The layer: EP over n ranks equals EP over one, and both equal a plain loop over tokens; faults in mid-run."""
+"""The layer: EP over n ranks equals EP over one, and both equal a plain loop over tokens; faults during a run."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def share(num_ranks: int, rank: int) -> slice:
-    """Which of the 30 tokens a rank brings."""
+    """This rank's part of the 30 tokens."""
     counts = TOKENS if num_ranks == 4 else [30 // num_ranks] * num_ranks
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
@@ -182,7 +182,7 @@ def test_static_input_scales() -> None:
 
 
 def mistakes_on_one_rank(group: EPGroup) -> list[str]:
-    """Rank 1 makes one mistake after the other; what every rank reads, and whether the call in between works."""
+    """Rank 1 makes one mistake after another; returns every rank's errors, and whether the calls between them work."""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
     routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
@@ -279,7 +279,7 @@ FAILING = {
 
 
 def fail_before_tokens_are_sent(group: EPGroup, where: str, shared: bool) -> tuple[bool, bool]:
-    """Rank 1 has no memory in one function: is the others' result NaN where its experts are missing, the next right?"""
+    """Rank 1 runs out of memory in one function: is the others' result NaN for its experts, and the next one right?"""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     layer.shared_experts = layer.shared_experts if shared else None
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
@@ -309,7 +309,7 @@ def test_a_dispatch_that_fails_costs_the_others_what_they_sent_there(name: str) 
 
 
 def fail_after_the_header(group: EPGroup) -> tuple[str, float]:
-    """Rank 1 has no memory for what the headers have announced: what each rank raises, and how soon."""
+    """Rank 1 runs out of memory for the announced rows: each rank's error, and its time."""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
     layer(x, logits)
@@ -333,7 +333,7 @@ def test_a_rank_without_memory_for_announced_rows_tells_the_others() -> None:
 
 
 def call_out_of_step(group: EPGroup) -> list[str]:
-    """Two layers, which rank 0 calls in the other order; then one that rank 0 has made differently."""
+    """Two layers, which rank 0 calls in the other order; then one that has other settings on rank 0."""
     first = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     second = ExpertParallelMoE(first.config, first.weights, first.transport, routing_bias=first.routing_bias)
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
@@ -368,7 +368,7 @@ def test_a_layer_number_is_one() -> None:
 
 
 def call_after_the_end(group: EPGroup, name: str) -> list[str]:
-    """What a layer, its transport and its group say once the group is destroyed."""
+    """Errors of a layer, its transport and its group once the group is destroyed."""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     assert type(layer.transport).__name__ == name
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
@@ -414,7 +414,7 @@ def test_a_destroyed_group_computes_nothing(num_ranks: int, name: str) -> None:
 
 @pytest.mark.parametrize("trained", ["hidden_states", "logits", "w2", "w13_bias", "routing_bias", "shared", "function"])
 def test_backward_is_refused(trained: str) -> None:
-    """Whatever alone is trained, a loss must not find its gradient missing; the forward's numbers stay."""
+    """Whichever parameter is trained, backward raises rather than lose its gradient; the forward is unchanged."""
     layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
     inputs = dict(zip(("hidden_states", "logits"), tokens(torch.float32), strict=True))
     shared = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
@@ -435,7 +435,7 @@ def test_backward_is_refused(trained: str) -> None:
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: signal.Signals) -> str:
-    """Run rounds until the victim dies or stops in the middle of one; survivors tell what they saw."""
+    """Run rounds until the victim dies or stops in the middle of one; survivors record their errors."""
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
     routing = Routing(topk_ids=route(logits, ROUTING).topk_ids, topk_weights=torch.ones(x.shape[0], NUM_TOPK))

@@ -1,4 +1,4 @@
-"""Packing, merging and weighing against plain loops, bit for bit where data only moves."""
+"""Packing, merging and weighted sums against plain loops, bit for bit if data only moves."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ SCHEMES = {
     "fp8_group": GROUPED,
     "int8_token": PER_TOKEN,
     "mxfp8": get_scheme("mxfp8"),  # scales of one byte, five of them
-    "nvfp4": get_scheme("nvfp4"),  # two numbers in a byte, rows of 72
+    "nvfp4": get_scheme("nvfp4"),  # two elements per byte, rows of 72 bytes
 }
 CLASSES = {Layout.BATCHED: Batched, Layout.COMPACT: Compact, Layout.FLAT: Flat}
 HIDDEN = 144  # two groups of 128, the second one short
@@ -62,7 +62,7 @@ def make_rows(case: str, scheme: QuantScheme) -> tuple[TokenRows, int, int]:
 
 
 def tokens_of_experts(ids: torch.Tensor, num_local: int) -> list[list[tuple[int, int]]]:
-    """For each expert, the (token, column) pairs that chose it, by rising token."""
+    """For each expert, the (token, column) pairs that chose it, by ascending token."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_local)]
     for token, row in enumerate(ids.tolist()):
         for column, expert in enumerate(row):
@@ -102,7 +102,7 @@ def check_rows(packed: Packed, rows: TokenRows, num_local: int) -> None:
 
 
 def most_rows(max_rows: int, num_local: int, alignment: int) -> int:
-    """The rows that an unkind router can take up: as many experts as there are with one row more than they can fill."""
+    """The most rows that any routing can take: as many experts as possible need a whole block for one row."""
     lone = min(num_local, max_rows)  # experts that get a row each, and pay a whole aligned block for it
     return (lone + (max_rows - lone) // alignment) * alignment
 
@@ -317,7 +317,7 @@ def test_weighted_sum_ignores_the_weight_of_no_expert() -> None:
 
 
 def test_weighted_sum_adds_what_is_shared_before_it_rounds() -> None:
-    """Without weights a token's rows count once each: the sum of the ranks' rows at home."""
+    """Without weights a token's rows are summed with weight 1: the source rank's sum over ranks."""
     y = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()  # bfloat16 has no 257
     token_to_row = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int32)
     shared = torch.tensor([[1.0], [0.5], [-1.0]])

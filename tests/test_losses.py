@@ -1,7 +1,7 @@
-"""A rank is lost in the one-sided exchange, as a model: every interleaving, with its rules and without each one.
+"""A rank is lost in the one-sided exchange, as a model: every interleaving, with all rules and with each one broken.
 
-The last rank dies after any of its stores. The others' waits end, and where hosts agree (`on_peer_loss="mask"`) they go
-on: from one round on, the same on all ranks, rounds are right again. `BROKEN` says what is found without a rule.
+The last rank dies after any of its stores. The others' waits end, and if hosts agree (`on_peer_loss="mask"`) they go
+on: from some round on, the same on all ranks, results are right again. `BROKEN` lists the error without each rule.
 """
 
 from dataclasses import replace
@@ -12,12 +12,12 @@ from protocol.ranks import Call, Case
 
 
 def a_round(s: int) -> tuple[Call, ...]:
-    """A round of one slot: the host looks, for a dispatch settles a loss."""
+    """A round of one slot, with the host's check for a loss before its dispatch."""
     return ("look", s), ("send", s), ("receive", s), ("combine", s)
 
 
 ROUNDS = (*a_round(0), *a_round(0), ("check", 0), *a_round(0))
-# slot 0 is open while a round of slot 1 fails and its loss is settled
+# slot 0 is open while a round of slot 1 fails and the ranks agree on the loss
 TWO_SLOTS = (
     *(("look", 0), ("send", 0), *a_round(1), ("check", 0), ("receive", 0), ("combine", 0)),
     *(*a_round(0), ("check", 0), *a_round(0), *a_round(1)),
@@ -64,5 +64,5 @@ def test_without_a_rule(rule: str) -> None:
 
 
 def test_who_is_clean_first_may_go_on() -> None:
-    """Ranks meet after an agreement to learn whether another is lost meanwhile; after one loss they need not."""
+    """Ranks wait for each other after an agreement to detect another loss; after a single loss they need not."""
     assert explore(replace(ONE_SLOT, broken="goes-on-alone"))[0] == set()

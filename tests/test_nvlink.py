@@ -1,4 +1,4 @@
-"""Every file of `nvlink/` in Triton's interpreter, in a process of its own: Triton reads the environment once."""
+"""Every file of `nvlink/` in Triton's interpreter, in a process each: Triton reads TRITON_INTERPRET at import."""
 
 import dataclasses
 import gc
@@ -45,7 +45,7 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
 
 @pytest.fixture
 def hopper() -> Any:
-    """The room of an H100 or H200."""
+    """The limits of an H100 or H200."""
     pytest.importorskip("triton")
     from ep_moe.transport.nvlink.room import Room
 
@@ -56,7 +56,7 @@ def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
     assert [hopper.most_receivers(slots) for slots in (1, 2, 3, 4)] == [300, 150, 100, 75]
     with pytest.raises(RuntimeError, match=r"num_slots \(301\) exceeds 300, the programs that may wait on this GPU"):
         hopper.most_receivers(301)
-    # whatever stands on an SM: as many programs as its threads and its registers hold
+    # programs per SM: as many as its threads and its registers hold
     fewer = {"registers": (49152, 2), "threads": (256, 2)}
     for name, (value, each) in fewer.items():
         assert dataclasses.replace(hopper, **{name: value}).most_receivers(1) == 100 * each, name
@@ -117,7 +117,7 @@ for kernel, compiled in recorder.launches:
 
 
 def test_every_warp_judges_the_copies_that_it_uses(tmp_path: Path) -> None:
-    """Words that are polled are held by every warp, or by one: never by two of four, of which one is judged.
+    """Polled words are held by every warp or by one, never by two of four: only one warp's copy is checked for arrival.
 
     With 7168 columns a token has 56 scales, more than a warp has threads and fewer than a program has.
     """

@@ -1,4 +1,4 @@
-"""What the one-sided transport does when ranks are lost or refuse, in Triton's interpreter; who serves which option."""
+"""The one-sided transport with lost ranks or refused rounds, in Triton's interpreter; options of each transport."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which GPUs reach each other's memory: with peer access, and with atomics over it. On a driver that is none."""
+"""GPUs that reach each other's memory: with peer access and with atomics. On a fake driver."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ class Driver:
 
 
 def group_of(rank: int, gpus: list[int]) -> Any:
-    """As much of a group as is asked, whose ranks have these GPUs."""
+    """A stand-in for a group whose ranks have these GPUs."""
 
     def gather(said: Any) -> list[Any]:
         if isinstance(said, tuple):

@@ -1,4 +1,4 @@
-"""Placements by worked example, and their maps against plain loops."""
+"""Placements in worked examples, and their maps against plain loops."""
 
 import pickle
 
@@ -7,7 +7,7 @@ import torch
 
 from ep_moe.placement import PLACEMENTS, Placement, create_placement
 
-REDUNDANT = Placement((0, 1, 2, 0, 2), (0, 2, 5))  # 3 logical experts on 5 slots
+REDUNDANT = Placement((0, 1, 2, 0, 2), (0, 2, 5))  # 3 logical experts in 5 positions
 REVERSED = Placement((3, 2, 1, 0), (0, 1, 1, 4))
 SIZES = [(1, 1), (1, 3), (3, 4), (8, 4), (10, 4), (11, 2), (256, 8), (7, 7)]
 
@@ -53,7 +53,7 @@ def test_worked_maps() -> None:
 
 
 def test_worked_redundant_copies() -> None:
-    """A logical expert with several slots is found in the first, on each rank and over all."""
+    """A logical expert with several positions is found in the first, on each rank and over all."""
     assert (REDUNDANT.num_experts, REDUNDANT.num_physical) == (3, 5)
     assert REDUNDANT.logical_to_physical().tolist() == [0, 1, 2]
     assert REDUNDANT.expert_map(0).tolist() == [0, 1, -1]
@@ -87,7 +87,7 @@ def test_to_physical_names_a_slot_of_the_expert(placement: Placement, dtype: tor
 @pytest.mark.parametrize("placement", every_placement(), ids=lambda p: f"P{p.num_physical}R{p.num_ranks}")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_to_physical_keeps_invalid_ids_invalid(placement: Placement, dtype: torch.dtype) -> None:
-    """No invalid id becomes a slot or -1, and a moderate one can be told from its image."""
+    """No invalid id becomes a position or -1, and small invalid ids can be recovered from their image."""
     experts, slots = placement.num_experts, placement.num_physical
     moderate = [-2, -3, -experts - 1, experts, experts + 1, slots + 7, 2**20]
     extreme = [torch.iinfo(dtype).min, torch.iinfo(dtype).max, 2**31 - 1, -(2**31)]

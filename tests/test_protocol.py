@@ -1,12 +1,12 @@
 """The protocol of the one-sided exchange as a model: all its interleavings, with its rules and with each one broken.
 
-Every round a rank runs a dispatch kernel, its experts and a combine kernel, in stream order; each slot has a stream of
-its own. Each rule is told where it is kept; `BROKEN` says what is found without it. Ranks that are lost have a model of
-their own (`test_losses.py`).
+Every round a rank runs a dispatch kernel, its experts and a combine kernel, in stream order; each slot has its own
+stream. A comment states each rule where the model implements it; `BROKEN` lists the error that occurs without it. Lost
+ranks have a separate model (`test_losses.py`).
 
 Letters: R ranks, N rounds, n a round (from 1), a the rank that runs, b another rank. Words that b writes for a: D and
-cnt are the cells of a dispatch (kind and T; counts), h the header of a row, P its payload, C the cell of a combine, Y a
-result row, which holds sentinels until it comes.
+cnt are a dispatch's LL words ("cells": kind and T; counts), h the header of a row, P its payload, C the cell of a
+combine, Y a result row, which holds Lamport-style sentinels until it arrives.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ BOTH, HALF, NONE = frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}), frozenset[t
 CHAIN = frozenset({(0, 1), (1, 2)})
 SELF = frozenset({(0, 0), (0, 1)})
 PLACES = 4  # indices of a word in one slot
-# Broken rules of time alone: their programs are given the right epoch, so that nothing but the time is wrong.
+# Broken rules about launch order only: their programs get the right epoch, so that only the order is wrong.
 OUT_OF_TURN = (
     "dispatch-launched-before-combine-recv-ended",
     "combine-cell-before-gdc-wait",
@@ -29,15 +29,15 @@ OUT_OF_TURN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is explored: traffic of each round, and at most one broken rule."""
+    """A model to explore: traffic of each round, and at most one broken rule."""
 
     traffic: tuple[Traffic, ...]
     broken: str = ""
     num_ranks: int = 2
     flat: bool = False  # the experts read P, not the dispatch kernel
-    num_words: int = 1  # words of a row, each delivered by itself; 0: a row that travels in its header
+    num_words: int = 1  # words of a row, each delivered separately; 0: the row travels in its header
     cells: tuple[str, ...] = ("D", "cnt")
-    refused: int = 0  # a round that a rank refuses: nobody waits for the rows of others, and no result comes back
+    refused: int = 0  # a round that a rank refuses: no rank waits for rows, and no results are returned
     lean: bool = False  # a source without rows has no receiver of its own if another waits for the same cells
     to_self: bool = False  # each rank also sends cells to itself
     num_slots: int = 1  # rounds use them in turn
@@ -53,26 +53,26 @@ class Case:
         return [first + s for first in turns for s in range(self.num_slots)[:: -1 if a % 2 else 1]]
 
     def place(self, n: int) -> int:
-        """Where the slot of round n has its words, by index."""
+        """Index of the first word of round n's slot."""
         return 0 if self.broken == "slots-share-their-words" else PLACES * ((n - 1) % self.num_slots)
 
     def readers(self, waited: list[int], sources: list[int]) -> list[int]:
-        """The ranks that get a receiver of their own among those waited for; `sources` have rows."""
+        """The ranks among those waited for that get their own receiver; `sources` have rows."""
         return [b for b in waited if b in sources] or waited[:1] if self.lean else waited
 
     def rows(self, n: int, source: int, destination: int) -> int:
-        """The rows that travel from one rank to another in round n."""
+        """The number of rows from one rank to another in round n."""
         return int((source, destination) in self.traffic[n - 1])
 
     def results(self, n: int, home: int, holder: int) -> int:
-        """The result rows that come home from one rank in round n."""
+        """The number of result rows that rank `holder` returns to rank `home` in round n."""
         return 0 if n == self.refused else self.rows(n, home, holder)
 
 
 def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
     """The programs of rank a's dispatch kernel of round n, by their part."""
     peers, broken, last, place = case.peers(a), case.broken, case.cells[-1], case.place(n)
-    # The epoch comes from a word on the device that the combine kernel before counted up: a replayed graph counts too.
+    # The epoch comes from a device word that the previous combine kernel incremented, so that graph replays count too.
     epoch = [Step("epoch", ("done", a, a, place), 1)]
     if broken == "epoch-from-a-host-copy-one-behind":
         epoch = [Step("given", count=max(n - 1, 1))]
@@ -80,23 +80,23 @@ def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
         epoch = [Step("epoch", ("begun", a, a, place), 1)]
     elif broken in OUT_OF_TURN:
         epoch = [Step("given", count=n)]
-    # Cells are single words that carry the epoch, so they need no fence; every rank gets them, also with zero tokens.
+    # Cells are single words with the epoch (LL protocol): they need no fence. All ranks get them, even with no tokens.
     early = epoch + [Step("store", (name, b, a, place), case.rows(n, a, b)) for name in case.cells for b in peers]
     senders = []
     for b in (b for b in peers if case.rows(n, a, b)):
         payload = [Step("store", ("P", b, a, place + i)) for i in range(case.num_words)]
-        # A row's payload is delivered before its header is.
+        # A row's payload is delivered before its header (release).
         fence = [] if broken == "no-fence-before-the-header" else [Step("fence")]
         senders.append([*epoch, *payload, *fence, Step("store", ("h", b, a, place))])
-    # A rank waits for the cells of all ranks: none gets two kernels ahead, whoever sends rows to whom.
+    # A rank waits for the cells of all ranks: no rank gets two kernels ahead, whatever the traffic.
     sources = [b for b in peers if case.rows(n, b, a) or broken != "dispatch-waits-only-for-ranks-with-tokens"]
     waits = [Step("wait", (name, a, b, place)) for name in case.cells for b in sources]
     receivers = []
     for b in case.readers(sources, [b for b in peers if case.rows(n, b, a)]):
-        # How many rows come is read after the cell was seen to carry this epoch.
+        # The number of rows is read after the cell was seen with this epoch.
         bound = [Step("bound", (last, a, b, place))]
         opening = bound + waits if broken == "loop-bound-from-the-last-cell" else waits + bound
-        # A header carries the epoch: nothing needs to be cleared for the next round.
+        # A header carries the epoch, so that nothing needs to be cleared for the next round.
         header = [Step("flag" if broken == "header-without-epoch" else "wait", ("h", a, b, place), looped=True)]
         payload = (
             [] if case.flat else [Step("read", ("P", a, b, place + i), looped=True) for i in range(case.num_words)]
@@ -104,9 +104,9 @@ def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
         # The payload is loaded after the header was seen (acquire).
         rows = payload + header if broken == "payload-loaded-before-the-header" else header + payload
         rows = [] if n == case.refused else [*rows, Step("took", count=case.rows(n, b, a))]
-        # What the combine needs of all this it finds in the slot's own copy.
+        # The slot's own copy keeps what the combine needs later.
         receivers.append([*epoch, *opening, *rows, Step("keep", ("copy", a, b, place))])
-    # One program counts, in a word that no other program of this kernel reads: it need not be the last.
+    # One program increments a word that no other program of this kernel reads, so it need not be the last.
     counter = [*epoch, Step("count", ("begun", a, a, place))]
     kernel = {"early": [early], "receivers": receivers, "senders": senders, "counter": [counter]}
     if broken == "re-poison-after-the-next-cells" and n > 1:
@@ -123,28 +123,28 @@ def combine_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
     """The programs of rank a's combine kernel of round n, by their part."""
     peers, broken, place = case.peers(a), case.broken, case.place(n)
     epoch = [Step("given", count=n)] if broken in OUT_OF_TURN else [Step("epoch", ("begun", a, a, place), 0)]
-    # The cell says that the dispatch kernel of this rank ended: it saw all that it waited for.
+    # The cell says that this rank's dispatch kernel has ended: all its waits were satisfied.
     early = epoch + [Step("store", ("C", b, a, place)) for b in peers]
-    # A result row needs no flag and no fence: each of its words says by itself that it came.
+    # A result row needs no flag and no fence: each word has arrived when it is not the sentinel.
     words = range(max(case.num_words, 1))
     senders = []
     for b in case.readers(peers, [b for b in peers if case.rows(n, b, a)]):
-        # How many rows came is read from the slot's own copy: the cells may be of the next round.
+        # The number of rows is read from the slot's own copy: the cells may already be of the next round.
         known = [Step("recall", ("copy", a, b, place))]
         if broken == "combine-reads-what-peers-wrote":
             known = [Step("bound", (case.cells[-1], a, b, place))]
         results = [Step("store", ("Y", b, a, place + i), looped=True) for i in words]
         results = [] if n == case.refused else [*known, *results, Step("took", count=case.results(n, b, a))]
         senders.append([*epoch, *results])
-    if broken == "rows-sent-twice":  # as by a combine that is made again
+    if broken == "rows-sent-twice":  # as by a combine that is launched again
         senders *= 2
-    # A rank waits for the cells of all ranks: those to whom it sent nothing have no other way to hold it back.
+    # A rank waits for the cells of all ranks: nothing else makes it wait for ranks to which it sent no rows.
     holders = [b for b in peers if case.results(n, a, b) or broken != "combine-waits-only-for-ranks-with-its-tokens"]
     waits = [Step("wait", ("C", a, b, place)) for b in holders]
     receivers = []
     for b in case.readers(holders, [b for b in peers if case.results(n, a, b)]):
         rows = [Step("take", ("Y", a, b, place + i)) for i in words] if case.results(n, a, b) else []
-        # A row that was read is poisoned before this kernel ends, and so before anybody can send the next.
+        # Sentinels are restored in a row that was read before this kernel ends, so before any rank can send the next.
         if rows and broken not in ("no-re-poison", "re-poison-after-the-next-cells"):
             rows += poison(case, a, b, place)
         receivers.append([*epoch, *waits, *rows])
@@ -170,8 +170,8 @@ def build(case: Case) -> list[Program]:
         return tuple(i for kernel in kernels for ids in kernel.values() for i in ids)
 
     for a in range(case.num_ranks):
-        befores = [()] * case.num_slots  # what the next dispatch kernel comes after
-        behind: tuple[int, ...] = ()  # what it should have come after and did not
+        befores = [()] * case.num_slots  # the programs that precede the next dispatch kernel
+        behind: tuple[int, ...] = ()  # those that should precede it, but under a broken rule do not
         full: tuple[int, ...] = ()
         for n in case.order(a):
             before = befores[(n - 1) % case.num_slots] + full
@@ -185,7 +185,7 @@ def build(case: Case) -> list[Program]:
             if case.broken == "refused-round-without-combine" and n == 1:
                 befores = [every(dispatch, ran)]
                 continue
-            # The combine kernel comes after the experts: nothing of this rank reads P any more.
+            # The combine kernel runs after the experts: nothing on this rank reads P any more.
             after = {"all": every(dispatch, ran) + behind}
             if case.broken == "combine-cell-before-gdc-wait":
                 after["early"] = dispatch["early"]
@@ -194,7 +194,7 @@ def build(case: Case) -> list[Program]:
             elif case.broken == "combine-before-the-experts-ended":
                 after["all"] = every(dispatch)
             combine = launch(a, n, combine_kernel(case, a, n), after)
-            # The next dispatch comes after all of this combine kernel, its receivers and their poison included.
+            # The next dispatch runs after all of this combine kernel, including its receivers and their sentinels.
             before, behind = every(combine, ran), ()
             if case.broken == "dispatch-launched-before-combine-recv-ended":
                 behind = combine["receivers"]
@@ -204,11 +204,11 @@ def build(case: Case) -> list[Program]:
 
 
 def check(case: Case, until: str = "") -> set[str]:
-    """All races and deadlocks of a case, or some of them, `until` included."""
+    """All races and deadlocks of a case, or, once `until` is found, some of them."""
     return explore(build(case), case.machine, until)[0]
 
 
-ONE_CELL = {"cells": ("D",), "lean": True}  # cnt is a second word of the same kind as D: too many states with R = 3
+ONE_CELL = {"cells": ("D",), "lean": True}  # without cnt, which works like D: with R = 3 there are too many states
 DESIGNED = {
     "tokens-both-ways": Case(traffic=(BOTH,) * 3),
     "tokens-one-way": Case(traffic=(HALF,) * 3),
@@ -237,7 +237,7 @@ def test_no_race_and_no_deadlock(name: str, layout: str) -> None:
     assert check(replace(DESIGNED[name], flat=layout == "FLAT")) == set()
 
 
-# Rule: what is found without it, and where. "Overwritten": lost before it was read, so that its reader waits for ever.
+# Rule: the error without it, and the case. "Overwritten": before it was read, so that its reader waits for ever.
 BROKEN = {
     "no-fence-before-the-header": ("stale P", Case(traffic=(HALF,) * 2)),
     "payload-loaded-before-the-header": ("stale P", Case(traffic=(HALF,) * 2)),
@@ -263,7 +263,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_without_a_rule(rule: str) -> None:
-    """Even where stores to one word stay in order."""
+    """Even if stores to one word stay in order."""
     found, case = BROKEN[rule]
     assert found in check(replace(case, broken=rule, machine=Machine(in_order=True)), until=found)
 
@@ -271,14 +271,14 @@ def test_without_a_rule(rule: str) -> None:
 @pytest.mark.parametrize("layout", ["packed", "FLAT"])
 @pytest.mark.parametrize("traffic", [BOTH, HALF, NONE], ids=["tokens-both-ways", "tokens-one-way", "zero-tokens"])
 def test_the_cell_may_be_ahead_of_the_experts(traffic: Traffic, layout: str) -> None:
-    """Whose rows the experts still read waits for their results anyway."""
+    """A rank whose rows the experts still read waits for their results anyway."""
     designed = Case(traffic=(traffic,) * 3, flat=layout == "FLAT")
     case = replace(designed, broken="combine-cell-before-the-experts-ended")
     assert ([p.after for p in build(case)] != [p.after for p in build(designed)]) == case.flat
     assert check(case) == set()
 
 
-# What the protocol asks of the machine and of its epochs: what is found where that is not so.
+# Requirements of the protocol on the machine and on epochs: the error if one is not met.
 DEMANDS = {
     "local-stores-land-after-their-kernel": ("stale Y", Case(traffic=(HALF,) * 2, machine=Machine(lands="none"))),
     "refused-round-and-stores-out-of-order": ("h never comes", Case(traffic=(HALF,) * 2, refused=1)),

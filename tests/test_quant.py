@@ -24,11 +24,11 @@ QUANTIZED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_blo
 MICRO = ["mxfp8", "nvfp4"]
 WIDTHS = [2880, 144, 16]
 WORST_ROW_LIMIT = 0.04  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
-WORST_ROW_LIMITS = {"fp8_block_ue8m0": 0.045}  # of another format: its scale may be twice what the numbers need
+WORST_ROW_LIMITS = {"fp8_block_ue8m0": 0.045}  # of another format: its scale may be twice the needed one
 
 
 def _value_of(code: int) -> float:
-    """The number that an e4m3 bit pattern means: 1 sign, 4 exponent bits with bias 7, 3 mantissa bits, no infinity."""
+    """The value of an e4m3 bit pattern: 1 sign, 4 exponent bits with bias 7, 3 mantissa bits, no infinity."""
     exponent, mantissa = (code >> 3) & 15, code & 7
     magnitude = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
     return math.nan if code & 127 == 127 else -magnitude if code & 128 else magnitude
@@ -40,7 +40,7 @@ MIDPOINTS = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2  # exact in float64
 
 
 def _nearest_code(x: np.ndarray) -> np.ndarray:
-    """Bit pattern nearest to each number of [-448, 448], ties to the even pattern; a NaN keeps its sign."""
+    """The nearest bit pattern to each value in [-448, 448], ties to the even pattern; a NaN keeps its sign."""
     magnitude = np.abs(x.astype(np.float64))
     below = np.searchsorted(MIDPOINTS, magnitude, side="left")  # midpoints strictly below
     tie = (below < 126) & (magnitude == MIDPOINTS[np.minimum(below, 125)])
@@ -50,7 +50,7 @@ def _nearest_code(x: np.ndarray) -> np.ndarray:
 
 
 def _numbers(codes: np.ndarray, name: str) -> np.ndarray:
-    """What bytes mean, float32."""
+    """The values of bytes, float32."""
     return codes.view(np.int8).astype(np.float32) if name == "int8_token" else VALUES[codes].astype(np.float32)
 
 
@@ -111,7 +111,7 @@ def _codes(values: torch.Tensor) -> np.ndarray:
 
 
 def _tokens(num_tokens: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows of very different size, among them one of zeros, one of almost zeros and one near the dtype's largest."""
+    """Rows of very different magnitude, including zeros, nearly zeros and values near the dtype's largest."""
     random = torch.Generator().manual_seed(num_tokens * 10007 + width)
     x = torch.randn(num_tokens, width, generator=random) * 10 ** torch.randn(num_tokens, 1, generator=random)
     x[1] = 0
@@ -258,7 +258,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; ties go to the even on
 def _micro_reference(
     x: np.ndarray, name: str, second: np.float32 | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of x [N, K] float32, one a number, the byte of each group's scale, and the numbers that they mean.
+    """Codes of x [N, K] float32, one per element, the byte of each group's scale, and the decoded values.
 
     `second` is the second scale of "nvfp4", None for rows that carry none.
     """
@@ -293,7 +293,7 @@ def _micro_reference(
 
 
 def _micro_codes(values: torch.Tensor, name: str) -> np.ndarray:
-    """One code for each number: of two in a byte the first in the low half."""
+    """One code per element; of two in a byte the first is in the low half."""
     codes = _codes(values)
     return codes if name == "mxfp8" else np.stack([codes % 16, codes // 16], axis=-1).reshape(*codes.shape[:-1], -1)
 
@@ -306,7 +306,7 @@ def _micro_codes(values: torch.Tensor, name: str) -> np.ndarray:
 def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtype: torch.dtype) -> None:
     x = _tokens(9, width, dtype)
     if dtype == torch.float32:
-        x[4] *= 2.0**-127 / x[4].abs().max()  # numbers below the smallest scale's 448
+        x[4] *= 2.0**-127 / x[4].abs().max()  # values below 448 times the smallest scale
     codes, scales, real = _micro_reference(x.float().numpy(), name)
     scheme = get_scheme(name)
     result = quantize(x, scheme)
@@ -324,7 +324,7 @@ def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtyp
 
 
 def _second_scale(x: np.ndarray) -> np.float32:
-    """That of rows which share it: the largest group gets the scale 448 for 6; groups with a NaN do not count."""
+    """The second scale that rows share: the largest group gets the scale 448 for 6; groups with NaN are ignored."""
     rows = x.reshape(-1, x.shape[-1])
     groups = [np.abs(rows[:, first : first + 16]).max(axis=1) for first in range(0, x.shape[-1], 16)]
     largest = max(amax for group in groups for amax in group if np.isfinite(amax))
@@ -334,7 +334,7 @@ def _second_scale(x: np.ndarray) -> np.float32:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [144, 48, 24])
 def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.dtype) -> None:
-    """Of weights one for each matrix, of rows that do not travel one for each row."""
+    """Weights have one per matrix; rows that are not sent have one per row."""
     scheme, random = SCHEMES["nvfp4"], torch.Generator().manual_seed(width)
     stds = torch.tensor([1.0, 3e-3, 1e-5, 100.0, 1e-13, 0.0, 1e35])
     weight = (torch.randn(7, 9, width, generator=random) * stds[:, None, None]).to(dtype)
@@ -366,7 +366,7 @@ def _worst_row(found: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def test_small_and_large_weights_keep_the_error_of_the_format() -> None:
-    """The worst row's relative error of "nvfp4" weights, and of rows that do not travel, is the same for every size."""
+    """The worst row error of "nvfp4" weights, and of rows that are not sent, is the same for every magnitude."""
     scheme, x = SCHEMES["nvfp4"], torch.randn(2, 48, 256, generator=torch.Generator().manual_seed(5))
     for std in (1.0, 0.003, 0.001, 1e-5, 100.0):
         values, scale, second = quantize_weight(x * std, scheme)
@@ -375,7 +375,7 @@ def test_small_and_large_weights_keep_the_error_of_the_format() -> None:
 
 
 def test_the_range_of_a_row_that_carries_no_second_scale() -> None:
-    """Groups whose largest is within [6 * 2^-6, 2688] keep the error of "nvfp4"; below bits are lost, then all."""
+    """Groups with a largest value in [6 * 2^-6, 2688] keep the error of "nvfp4"; smaller ones lose bits, then all."""
     scheme, x = SCHEMES["nvfp4"], torch.randn(48, 256, generator=torch.Generator().manual_seed(6))
     largest = x.unflatten(1, (16, 16)).abs().amax(2)
 

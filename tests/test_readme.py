@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, its words about the command line are true, and links in docs lead to files."""
+"""The README's Python runs unchanged, its statements about the command line are true, links in docs lead to files."""
 
 import re
 import subprocess

@@ -69,7 +69,7 @@ def softmax(values: list[float]) -> list[float]:
 
 
 def closest(scores: list[float]) -> float:
-    """The least distance between two scores that are not equal."""
+    """The smallest difference between two unequal scores."""
     ranked = sorted(set(scores))
     return min((after - before for before, after in zip(ranked, ranked[1:], strict=False)), default=math.inf)
 
@@ -77,7 +77,7 @@ def closest(scores: list[float]) -> float:
 def reference(
     logits: list[float], config: RoutingConfig, bias: list[float] | None
 ) -> tuple[list[int], list[float], float]:
-    """One token in float64: (ids, weights, least distance between unequal scores)."""
+    """One token in float64: (ids, weights, smallest difference between unequal scores)."""
     experts, top = len(logits), config.num_topk
     method = int(config.method)
     if method in (0, 4):
@@ -109,7 +109,7 @@ def reference(
 
 
 def check(logits: torch.Tensor, config: RoutingConfig, bias: torch.Tensor | None, least_rows: int) -> None:
-    """Compare every row whose scores are not nearly equal, of which there must be `least_rows`."""
+    """Compare every row without nearly equal scores; there must be at least `least_rows` of them."""
     kept = logits.clone()
     routing = route(logits, config, routing_bias=bias)
     assert torch.equal(logits, kept)
@@ -141,7 +141,7 @@ def test_random_logits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_ties_go_to_the_lower_expert(name: str, dtype: torch.dtype) -> None:
-    """Four different logits among all experts, and rows where all are equal; sums of two scores stay apart."""
+    """Four different logits among all experts, and rows of equal logits; sums of two scores differ."""
     config, num_experts, biased = METHODS[name]
     random = torch.Generator().manual_seed(3)
     logits = torch.randint(0, 4, (40, num_experts), generator=random).to(dtype)
@@ -185,7 +185,7 @@ def test_negative_scores_let_no_other_group_in() -> None:
 
 
 def test_minus_infinity_lets_no_other_group_in() -> None:
-    """Groups 1 and 2 win by their two best; their third experts, ruled out by the bias, come last but come."""
+    """Groups 1 and 2 win by their two best; their third experts, with bias -inf, are chosen last, but are chosen."""
     logits = logit(0.1, 0.2, 0.3, 0.6, 0.7, 0.99, 0.9, 0.98, 0.8)
     bias = torch.zeros(9)
     bias[[5, 7]] = -math.inf
@@ -214,7 +214,7 @@ BIASED = [name for name, (config, _, _) in METHODS.items() if config.method in B
 @pytest.mark.parametrize("expert", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("name", BIASED)
 def test_a_nan_bias_is_seen(name: str, expert: int, others: float) -> None:
-    """Whichever expert has it, and where others that are +inf keep it from being chosen."""
+    """Whichever expert has it, even if others are +inf, so that it is not chosen."""
     config, num_experts, _ = METHODS[name]
     logits = torch.randn(5, num_experts, generator=torch.Generator().manual_seed(1))
     bias = torch.full((num_experts,), others)

@@ -1,4 +1,4 @@
-"""The rules of the house, read off the source: who may import whom, and who alone may do what."""
+"""Architecture rules, checked on the source: allowed imports between rooms, and names that only one room may use."""
 
 import ast
 import sys
@@ -64,7 +64,7 @@ def imported_rooms(tree: ast.AST) -> set[str]:
 
 
 def violations(room: str, source: str) -> list[str]:
-    """What a file of `room` with this source imports against the rules."""
+    """The forbidden imports of a file of `room` with this source."""
     found = []
     for other in sorted(imported_rooms(ast.parse(source)) - {room}):
         if floor_of(other) > floor_of(room):

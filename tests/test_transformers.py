@@ -1,4 +1,4 @@
-"""Hugging Face models on our experts: the same logits and the same text as the model as transformers computes it."""
+"""Hugging Face models on our experts give the same logits and the same text as in transformers alone."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def directory_of(name: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_and_no_rest():
-    """Tiny operators wait longer for a second thread than they take."""
+    """One thread: for tiny operators a second one costs more than it saves."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -133,7 +133,7 @@ def test_experts_implementation(name: str) -> None:
 
 
 def make_experts(has_gate: bool = True, has_bias: bool = False, transposed: bool = False, **flags: Any) -> Any:
-    """An experts module with these flags, H 32, I 48, 3 experts, of which no parameter is like another."""
+    """An experts module with these flags, H 32, I 48, 3 experts; all parameters differ."""
 
     class Experts(torch.nn.Module):
         def __init__(self, config: Any) -> None:
@@ -198,7 +198,7 @@ def test_flags_of_experts_modules(make: Any) -> None:
 
 
 def test_ids_of_other_ranks_are_left_out() -> None:
-    """transformers' own expert parallelism writes id 3 of 3 local experts for what another rank computes."""
+    """transformers' own expert parallelism marks another rank's expert by id 3 of 3 local experts."""
     module, (x, ids, weights) = make_experts(), expert_inputs()
     elsewhere = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.4
     assert 0 < elsewhere.sum() < ids.numel()
@@ -272,7 +272,7 @@ def test_activations_are_recognized() -> None:
 @pytest.mark.parametrize("limit", [9.0, 16.0, 100.0, 900.0])
 @pytest.mark.parametrize("side", ["gate", "up", "down"])
 def test_a_limit_is_seen_wherever_it_is(limit: float, side: str) -> None:
-    """A module that says nothing of its limit, on the gate, or above or below the linear half."""
+    """A module that does not declare its limit, on the gate, or above or below the linear half."""
     bounds = {"gate": (None, limit), "up": (None, limit), "down": (-limit, None)}[side]
     module = make_experts()
 
@@ -360,7 +360,7 @@ def test_session() -> None:
     ids=["bfloat16", "fp8_block"],
 )
 def test_dtype_and_scheme(dtype: torch.dtype, scheme: str, limit: float) -> None:
-    """One layer is compared, not the logits: a rounding that tips the router over changes those altogether."""
+    """Compares one layer, not the logits, which change completely once rounding flips an expert choice."""
     directory = directory_of("mixtral")
     model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
     assert model.dtype == dtype
@@ -481,7 +481,7 @@ def sharded_on_rank(group: EPGroup, directory: Path) -> dict[str, Any]:
 
 
 def too_long_on_rank(group: EPGroup, directory: Path) -> tuple[str, torch.Tensor]:
-    """Rank 0 brings too many tokens; then both bring few."""
+    """Rank 0 has too many tokens; then both have few."""
     model = from_pretrained(directory, group, max_tokens_per_rank=12)
     try:
         logits_of(model, token_ids(0, rows=1, length=13 - 5 * group.rank))
@@ -547,7 +547,7 @@ def data_parallel_hook_on_rank(group: EPGroup, directory: Path) -> torch.Tensor:
 
 
 def out_of_step_on_rank(group: EPGroup, directory: Path) -> str:
-    """What is said of Mixtral, were it a model that cannot be kept in step, with batches of their own."""
+    """The error for Mixtral, marked as a model that cannot be kept in step, with a batch per rank."""
     known = architectures.EXPERTS_OUT_OF_STEP
     architectures.EXPERTS_OUT_OF_STEP = (*known, "MixtralExperts")
     try:
@@ -560,7 +560,7 @@ def out_of_step_on_rank(group: EPGroup, directory: Path) -> str:
 
 
 def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, Any]:
-    """Everything that two ranks do, so that they start once."""
+    """All checks on two ranks, so that ranks start only once."""
     torch.set_num_threads(1)
     mixtral = directories["mixtral"]
     options = {
@@ -595,7 +595,7 @@ HAS_HOOK = (NEW or VERSION < (5, 19)) and is_accelerate_available()
 @functools.cache
 def two_ranks() -> list[dict[str, Any]]:
     directories = {name: directory_of(name) for name in LOADABLE}
-    # transformers' own expert parallelism takes GPUs where it sees any
+    # transformers' own expert parallelism uses any visible GPUs
     env, config = {"CUDA_VISIBLE_DEVICES": ""}, GroupConfig(timeout_secs=120)
     return launch(on_rank, directories, num_ranks=2, config=config, device="cpu", env=env)
 

@@ -1,4 +1,4 @@
-"""Models whose experts are spread over ranks: all or nothing, in step, and written back bit for bit."""
+"""Models with experts spread over ranks: sharded completely or not at all, in step, and saved bit for bit."""
 
 import functools
 import importlib
@@ -315,7 +315,7 @@ def test_a_second_call_is_refused(load: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp8", "fp8_block", "int8_token"])
 def test_every_scheme_shards(scheme: str) -> None:
-    """One layer is compared: a rounding that tips the router over changes whole logits. nvfp4 packs two in a byte."""
+    """Compares one layer, as rounding that flips an expert choice changes all logits. nvfp4 packs two per byte."""
     model = make_model("mixtral")
     experts = model.model.layers[1].mlp.experts
     generator = torch.Generator().manual_seed(3)
@@ -332,7 +332,7 @@ def test_every_scheme_shards(scheme: str) -> None:
 
 
 def test_nothing_holds_the_old_parameters() -> None:
-    """A model that ran with "ep_moe" in one process has layers that look at its parameters."""
+    """A model that ran with "ep_moe" in one process has layers with views of its parameters."""
     model = make_model("mixtral")
     model.set_experts_implementation("ep_moe")
     logits_of(model, token_ids())
@@ -370,7 +370,7 @@ def test_k_by_other_names(name: str, key: str) -> None:
 
 @pytest.mark.parametrize("name", ["hy_v4", "minimax_m3_vl_text"])
 def test_swiglu_of_other_names(name: str) -> None:
-    """Both have a limit low enough that tokens meet it; MiniMax-M3 has alpha and adds 1 to the linear half."""
+    """Both have a limit low enough that tokens reach it; MiniMax-M3 has alpha and adds 1 to the linear half."""
     sizes = {"num_experts": 4, "moe_intermediate_size": 16, "swiglu_limit": 0.5}
     if name == "minimax_m3_vl_text":
         sizes = {"num_local_experts": 4, "swiglu_limit": 0.5, "swiglu_alpha": 1.25}
@@ -467,7 +467,7 @@ def make_ernie() -> PreTrainedModel:
 
 
 def picture_tokens(rank: int) -> torch.Tensor | None:
-    """Rank 0 brings an image in one of two rows, rank 1 none."""
+    """Rank 0 has an image in one of two rows, rank 1 none."""
     return torch.tensor([[0, 1, 1, 1, 0, 0, 0], [0] * 7]) if rank == 0 else None
 
 
@@ -547,7 +547,7 @@ def outcome(action: Callable[[], Any]) -> str:
 
 
 def on_rank(group: EPGroup, base: Path) -> dict[str, Any]:
-    """Everything that two ranks do, so that they start once."""
+    """All checks on two ranks, so that ranks start only once."""
     torch.set_num_threads(1)
     rank, own = group.rank, base / f"of_rank_{group.rank}"
     found: dict[str, Any] = {}
@@ -645,7 +645,7 @@ def test_a_rank_that_saves_alone_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_no_expert_tell_shapes() -> None:
-    """What a plan reads sizes from, without a copy."""
+    """A plan reads sizes from them, without a copy."""
     for name in ("mixtral", "gpt_oss"):
         weights = weights_of(make_model(name).model.layers[0].mlp.experts, ())
         assert (tuple(weights.w13.shape), tuple(weights.w2.shape)) == ((0, 128, 32), (0, 32, 64))

@@ -32,7 +32,7 @@ def check_on_rank(group: EPGroup, name: str) -> dict[str, str]:
 
 @functools.cache
 def outcomes(name: str, num_ranks: int) -> list[dict[str, str]]:
-    """What each rank says of each check; ranks are started once for all checks."""
+    """Each rank's outcome of each check; ranks are started once for all checks."""
     config = GroupConfig(timeout_secs=60)
     return launch(check_on_rank, name, num_ranks=num_ranks, config=config, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Reading one rank's experts: bit for bit what was written, whatever the files look like, and no byte more."""
+"""Reading one rank's experts: bit for bit as written, for any layout of files, and no other bytes."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def write_config(directory: Path, family: str, **changes: object) -> None:
 def write_checkpoint(
     directory: Path, family: str, *, num_files: int = 3, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """Write a checkpoint whose tensors lie in the files in no order at all."""
+    """Write a checkpoint with its tensors in random order in the files."""
     tensors = make_tensors(family, dtype)
     write_config(directory, family)
     if num_files == 1:
@@ -252,7 +252,7 @@ QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dyna
 
 
 def real(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """What fp8 values stand for, [..., N, K] float32."""
+    """Dequantized fp8 values, [..., N, K] float32."""
     spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return values.float() * spread[..., : values.shape[-2], : values.shape[-1]]
 
@@ -629,7 +629,7 @@ def test_an_index_of_other_types_is_told(tmp_path: Path, edit: object, words: st
 
 @pytest.mark.parametrize("form", ["parent", "within", "absolute"])
 def test_an_index_names_no_file_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Even where the file is there and holds the tensor."""
+    """Even if the file exists and holds the tensor."""
     folder, outside = tmp_path / "model", tmp_path / "secret.safetensors"
     folder.mkdir()
     tensors = write_checkpoint(folder, "qwen3_moe")

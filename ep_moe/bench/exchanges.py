@@ -1,6 +1,6 @@
 """Exchanges that `ep-moe bench transport` times: a transport's and two of NCCL alone, and how a pair is timed.
 
-A pair is a dispatch and the combine that follows it. Letters: T tokens of each rank, R ranks, H hidden.
+A pair is a dispatch and the combine that follows it. Letters: T tokens per rank, R ranks, H hidden.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Baseline of expert-parallel exchanges: gather every token on every rank, compute, sum and scatter the outputs.
 
-Letters: T tokens of each rank, R ranks, N = R * T, H hidden, K top-k, G scale groups.
+Letters: T tokens per rank, R ranks, N = R * T, H hidden, K top-k, G scale groups.
 """
 
 import dataclasses

@@ -46,5 +46,5 @@ class ModelBenchConfig:
 
     @property
     def max_tokens_per_rank(self) -> int:
-        """The most tokens that a rank brings to a forward pass."""
+        """The most tokens of a rank in a forward pass."""
         return max(self.batch * self.prompt_tokens, CHECKED_TOKENS)

@@ -64,7 +64,7 @@ TITLES = {
 MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl and {folder}/notes/*.md; do not edit. -->"
 WORDS = ("shapes", "setup")  # parts of a row that say what was measured
 
-# Of each bench the columns of its table: title, and where in a row. A bench that is not here shows all it has.
+# bench -> columns of its table: title, and path in a row. A bench that is not here shows all values of its rows.
 _SIZES = (
     ("hidden", "shapes.hidden"),
     ("intermediate", "shapes.intermediate"),

@@ -1,10 +1,10 @@
-"""Compiles every Triton kernel of the package for GPUs that need not be there, and reads the machine code.
+"""Compiles every Triton kernel of the package without a GPU, and checks the machine code.
 
     PYTHONPATH=tests python -m compile_check
 
-runs all cases for sm_90 and sm_100, prints a table, and ends with 1 and a line for each finding. It needs no GPU and a
-process without TRITON_INTERPRET. A case calls real launchers with tensors of real sizes, so that kernels are compiled
-with the alignments and options that they are run with. What is found:
+runs all cases for sm_90 and sm_100, prints a table and a line for each finding, and exits with 1 if there are any. It
+needs no GPU and a process without TRITON_INTERPRET. A case calls real launchers with tensors of real sizes, so that
+kernels are compiled with the alignments and options of real runs. The rules and their findings:
 
     case         a kernel that no case launches, any other jit function that no launched kernel calls, a module that
                  does not import, a launcher or a compilation that fails
@@ -13,13 +13,13 @@ with the alignments and options that they are run with. What is found:
     tensor_core  a product of fp8 operands, or of operands widened from fp8, without the tensor core's fp8 instructions;
                  a product of 16-bit operands without a tensor core, or without the instructions of a warp group where
                  its tile is large enough for them
-    narrow       a load or store of a block of numbers of 1 or 2 bytes that is narrower than `MINIMUM_WIDTH_BYTES`.
-                 Loads and stores of one number are free to be narrow, and so are loads of 2-byte vectors with no more
-                 numbers than the program has threads: a bias, of which a thread needs one number. Payload that is
-                 copied as words is not seen so; for it a case says how wide a kernel's widest access must be
-    order        an access to memory that ranks share without the barrier, fence, scope or semantics that it needs: read
-                 off the PTX along every path through a kernel. `order` has the rules, `exchange_order` names the
-                 exchange's accesses, and `mutants` changes its kernels so that each rule finds something
+    narrow       a load or store of a block of 1-byte or 2-byte elements that is narrower than `MINIMUM_WIDTH_BYTES`.
+                 Exempt are loads and stores of one element, and loads of 2-byte vectors with at most one element per
+                 thread, such as a bias. The rule does not see payload that is copied as words; for it a case says how
+                 wide a kernel's widest access must be
+    order        an access to memory that ranks share without the barrier, fence, scope or semantics that it needs:
+                 checked on the PTX along every path through a kernel. `order` has the rules, `exchange_order` names
+                 the exchange's accesses, and `mutants` changes its kernels so that each rule finds something
 
-A case may excuse a kernel from a rule, with a reason in words; an excuse that excuses nothing is itself a finding.
+A case may excuse a kernel from a rule, with a reason; an unused excuse is itself a finding.
 """

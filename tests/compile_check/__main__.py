@@ -34,7 +34,7 @@ def start(arguments: argparse.Namespace, target: int, folder: Path) -> subproces
 
 def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
     """Compile and check all cases for one target, in this process."""
-    from compile_check import checking  # needs Triton, and so a cache directory that is set
+    from compile_check import checking  # imports Triton, which reads TRITON_CACHE_DIR
 
     module = importlib.import_module(arguments.cases)
     cases = [case for case in module.cases() if arguments.only in case.name]
@@ -45,7 +45,7 @@ def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the check; 0 where nothing was found, 1 for findings, 2 where it could not be made."""
+    """Run the check; 0 without findings, 1 with findings, 2 if it could not run."""
     arguments = parse(argv)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("compile_check: TRITON_INTERPRET is set, and then nothing compiles", file=sys.stderr)

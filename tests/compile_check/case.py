@@ -1,4 +1,4 @@
-"""What a case is: a call of a launcher, and what it excuses."""
+"""A case: a call of launchers, and its excuses."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ class Case:
     """One call of launchers.
 
     Args:
-        name: what the table calls it.
+        name: in the table.
         launch: calls launchers, in a process where every launch only compiles.
-        payload_width_bytes: kernel -> how wide its widest load and its widest store must be at least, for kernels that
-            copy payload as words, of which the rule "narrow" knows nothing.
+        payload_width_bytes: kernel -> least width of its widest load and of its widest store, for kernels that copy
+            payload as words, which the rule "narrow" does not see.
         excuses: (kernel, rule) -> why this kernel may break that rule here; kernels by name, without the module.
     """
 
@@ -32,7 +32,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A rule that was broken, where and how; `reason` is why a case excuses it."""
+    """A broken rule, where and how; `reason` is a case's excuse."""
 
     rule: Rule
     kernel: str

@@ -1,6 +1,6 @@
-"""The cases of ep_moe: its launchers with tensors of real sizes, whose numbers nobody looks at.
+"""The cases of ep_moe: its launchers with tensors of real sizes and arbitrary values.
 
-Experts and formats get tensors without memory. Launchers that move rows compare addresses, and so get real memory.
+Experts and formats get tensors without memory. Launchers that move rows compare addresses, so they get real memory.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 
 from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
-from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - the command asks for it
+from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
@@ -33,7 +33,7 @@ GPT_OSS: dict[str, Any] = {
     "activation": ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0),
     "bias": True,
 }
-MIXTRAL: dict[str, Any] = {"experts": 1, "hidden": 4096, "intermediate": 14336}  # one expert: sizes of 1 are constants
+MIXTRAL: dict[str, Any] = {"experts": 1, "hidden": 4096, "intermediate": 14336}  # Triton specializes the size 1
 STEPS_OF_16: dict[tuple[str, Rule], str] = dict.fromkeys(
     [("_first_gemm_kernel", "tensor_core"), ("_second_gemm_kernel", "tensor_core")],
     "groups of 48 columns are summed 16 at a time, and the shortest fp8 product sums 32",
@@ -78,7 +78,7 @@ def _weights(
 def _batch(
     scheme: QuantScheme, dtype: torch.dtype, layout: str, experts: int, hidden: int, expected_rows: int
 ) -> ExpertBatch:
-    """A batch of 1024 rows an expert, or as many in all; `expected_rows` is what the launcher goes by."""
+    """A batch of 1024 rows per expert, or in all; the launcher chooses tiles by `expected_rows`."""
     rows, groups = 1024, scheme.num_groups(hidden)
     lead = experts if layout == "batched" else 1
     x = _empty(lead, rows, hidden, dtype=scheme.dtype or dtype)
@@ -106,7 +106,7 @@ def _experts(
     static: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
-    """Both GEMMs of one layer, by default those of DeepSeek-V3 on 8 ranks, and what lies between them."""
+    """Both GEMMs of one layer and the kernels between them, by default of DeepSeek-V3 on 8 ranks."""
     scheme = get_scheme(scheme_name)
 
     def launch() -> None:
@@ -121,7 +121,7 @@ def _experts(
 def _expert_cases() -> list[Case]:
     """Rows on both sides of every size at which the launcher changes its tiles, then every format and option.
 
-    There are 25 minutes for all that CI does: what has the same tiles as something else is compiled once.
+    CI has 25 minutes in all: of cases with the same tiles only one is compiled.
     """
     cases = []
     for scheme, every in (
@@ -145,7 +145,7 @@ def _expert_cases() -> list[Case]:
             _experts(f"bf16 indexed, {size}", "none", layout="indexed", expected_rows=rows),
             _experts(f"fp8_block Mixtral, {size}", **MIXTRAL, expected_rows=rows),
         ]
-    cases += [  # at the size where they need more registers, or where they have the tiles of few rows
+    cases += [  # at the sizes that need more registers, or that have the tiles of few rows
         _experts("fp8_block into float16, 8 rows", dtype=torch.float16),
         _experts("fp8_block into float32, 256 rows", dtype=torch.float32, expected_rows=256),
         _experts("fp8_block 64x32, 256 rows", "fp8_block_64x32", expected_rows=256),
@@ -194,7 +194,7 @@ def _rows(
     shared: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
-    """A round from the router's ids to the sum at home: 128 tokens of each rank, by default of DeepSeek-V3."""
+    """A round from the router's ids to the combined output: 128 tokens per rank, by default of DeepSeek-V3."""
     scheme, num_tokens = get_scheme(scheme_name), 128
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:

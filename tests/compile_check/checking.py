@@ -1,4 +1,4 @@
-"""Runs cases for one target and checks all that they compile."""
+"""Runs cases for one target and checks every kernel that they compile."""
 
 import dataclasses
 import traceback
@@ -14,7 +14,7 @@ from compile_check.stub import Recorder, compile_only
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Compiled:
-    """One kernel as it was compiled, and the cases that launched it so."""
+    """One compiled kernel, and the cases that launched it."""
 
     kernel: str
     cases: list[str]
@@ -29,7 +29,7 @@ class Compiled:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Orders:
-    """The rules on the order of accesses by the name of a kernel, and which of their parts kernels had."""
+    """Rules on the order of accesses by kernel name, and the parts of each rule that were found in kernels."""
 
     rules: Mapping[str, tuple[order.AnyRule, ...]]
     seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
@@ -46,7 +46,7 @@ class Orders:
         return [Finding(rule="order", kernel=kernel, text=text) for text in texts]
 
     def without_case(self) -> list[Finding]:
-        """What rules speak of and no kernel had."""
+        """A finding for each part of a rule that was found in no kernel."""
         return [
             Finding(rule="order", kernel=kernel, text=text)
             for kernel, rules_here in self.rules.items()
@@ -56,7 +56,7 @@ class Orders:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Result:
-    """What one target compiled, and what was found."""
+    """The compiled kernels of one target, and the findings."""
 
     compiled: list[Compiled]
     findings: list[Finding]
@@ -89,7 +89,7 @@ def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
 
 
 def _thin_payload(kernel: Compiled, width_bytes: int) -> list[Finding]:
-    """A finding where the widest loads, or the widest stores, are narrower than a case says."""
+    """A finding if the widest load, or the widest store, is narrower than a case says."""
     return [
         Finding(rule="narrow", kernel=kernel.kernel, text=f"no {kind} is {width_bytes} bytes wide")
         for kind, widths in kernel.widths.items()
@@ -98,7 +98,7 @@ def _thin_payload(kernel: Compiled, width_bytes: int) -> list[Finding]:
 
 
 def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled], orders: Orders) -> list[Finding]:
-    """Run one case; returns what failed, and puts what it compiled into `by_hash`."""
+    """Run one case; returns its failures, and adds its compiled kernels to `by_hash`."""
     findings = []
     launches, failures = len(recorder.launches), len(recorder.failures)
     try:
@@ -124,7 +124,7 @@ def _run_case(case: Case, recorder: Recorder, by_hash: dict[str, Compiled], orde
 
 
 def _excuse(result: Result, compiled: Compiled, cases: dict[str, Case]) -> None:
-    """Sort the findings on one kernel into those that stand and those that a case excuses."""
+    """Split the findings on one kernel into those that a case excuses and the others."""
     for finding in compiled.findings:
         key = (finding.kernel, finding.rule)
         named = dataclasses.replace(finding, kernel=f"{finding.kernel} [{compiled.cases[0]}]")
@@ -147,8 +147,8 @@ def check_cases(
     """Run all cases for sm_`arch` and check what they compile.
 
     Args:
-        cases: with names that differ. package: whose jit functions need cases, where `complete`.
-        rules_of_order: by the name of a kernel; where `complete`, each must find what it is about.
+        cases: with unique names. package: if `complete`, all its jit functions need cases.
+        rules_of_order: by kernel name; if `complete`, every part of each must be found in some kernel.
     """
     by_name = {case.name: case for case in cases}
     if len(by_name) != len(cases):

@@ -1,4 +1,4 @@
-"""Cases of the one-sided exchange: one rank's launches of a round, in a group whose other ranks are addresses alone."""
+"""Cases of the one-sided exchange: one rank's launches of a round; of the other ranks there are only addresses."""
 
 import types
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ LOOKS_FIRST: dict[tuple[str, Rule], str] = {
 
 
 class _Buffer:
-    """Memory of this rank; that of the others is never touched."""
+    """Memory of this rank; the addresses of the others are never accessed."""
 
     def __init__(self, group: Any, num_bytes: int) -> None:
         self.local = torch.empty(num_bytes, dtype=torch.uint8)
@@ -39,7 +39,7 @@ class _Buffer:
 
 
 def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
-    """What launches the kernels of rank 0, as on a GPU."""
+    """The launcher of rank 0's kernels, as on a GPU."""
     group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
     with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
         slots = memory.ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
@@ -76,7 +76,7 @@ def _round(
     ids_dtype: torch.dtype = torch.int32,
     excuses: Mapping[tuple[str, Rule], str] | None = None,
 ) -> Case:
-    """Dispatch and combine of `tokens` tokens of each rank, by default of DeepSeek-V3."""
+    """Dispatch and combine of `tokens` tokens per rank, by default of DeepSeek-V3."""
     scheme = get_scheme(scheme_name)
 
     def launch() -> None:
@@ -110,12 +110,12 @@ def _round(
 
 
 def small_round() -> Case:
-    """Rows and words between two ranks: the kernels with as little code as does all."""
+    """Rows and words between two ranks: the smallest kernels that still have all parts."""
     return _round("small", "none", Layout.COMPACT, tokens=24, hidden=256, topk=1, ranks=2, experts=2)
 
 
 def exchange_cases() -> list[Case]:
-    """Rows and words, whole and in halves, some of the ways in which a payload is made and laid out."""
+    """Rows and words, whole and in halves, with several payload formats and layouts."""
     gpt_oss: dict[str, Any] = {"hidden": 2880, "topk": 4, "experts": 16}
     compact, batched, flat = Layout.COMPACT, Layout.BATCHED, Layout.FLAT
     return [

@@ -1,11 +1,11 @@
-"""What the one-sided exchange asks of the order of its accesses, as `ep_moe.kernels.signals` tells it."""
+"""The one-sided exchange's rules on the order of its accesses, which `ep_moe.kernels.signals` explains."""
 
 from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publish, Site, Stores, Strong
 
 ROWS = Site(function="_deliver_row", kind="store")
 FLAGS = Site(function="send_rows", kind="store", words="flag_to")
 GIVE_UP = {"give_up": frozenset({"relaxed", "sys", "cas"})}
-BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # of this rank's own word, which no other reaches
+BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # on a word that no other rank accesses
 COMMON: tuple[AnyRule, ...] = (
     AfterLaunch(name="early launch"),
     Publish(

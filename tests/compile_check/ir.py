@@ -1,4 +1,4 @@
-"""Reads Triton's IR as text: which blocks a kernel loads and stores and which it multiplies."""
+"""Reads Triton's IR as text: the loads, stores, products and reductions of a kernel."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ _REDUCTION = re.compile(r"^\}\) : \(tensor<((?:\d+x)+)\w+>.* loc\((.*)\)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """A load or store of `elements` numbers of `element_bytes` each, 1 for a number by itself."""
+    """A load or store of `elements` elements of `element_bytes` each; 1 for a scalar."""
 
     kind: Literal["load", "store"]
     element: str
@@ -34,7 +34,7 @@ class Access:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number; pointers and wide numbers count as 8."""
+        """Bytes of an element; pointers and wider types count as 8."""
         return ELEMENT_BYTES.get(self.element, 8)
 
 
@@ -51,13 +51,13 @@ class Dot:
 
     @property
     def fp8(self) -> bool:
-        """True where both operands are fp8."""
+        """True if both operands are fp8."""
         return self.left in FP8 and self.right in FP8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """A reduction or scan of `elements` numbers; `frames` are the lines that it comes from, innermost first."""
+    """A reduction or scan of `elements` elements; `frames` are its source lines, innermost first."""
 
     elements: int
     frames: tuple[Place, ...]
@@ -65,12 +65,12 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ir:
-    """What a kernel does to memory, and what it multiplies, before it is laid out on threads."""
+    """A kernel's accesses, products and reductions, before they are laid out on threads."""
 
     accesses: list[Access]
     dots: list[Dot]
     reductions: list[Reduction]
-    widens_fp8: bool  # turns a block of fp8 into wider numbers
+    widens_fp8: bool  # converts a block of fp8 to a wider type
 
 
 def _elements(shape: str) -> int:
@@ -106,7 +106,7 @@ def _frames(location: str, named: dict[str, str]) -> tuple[Place, ...]:
 
 
 def read(text: str) -> Ir:
-    """Read the module that Triton writes down as "ttir".
+    """Read the module that Triton keeps as "ttir".
 
     Errors: RuntimeError for a load, store or product that is not written as the ones known here.
     """

@@ -1,4 +1,4 @@
-"""Compiles the exchange kernels as `compile_check.mutants` changes them, and says what the rules on order find.
+"""Compiles the exchange kernels as `compile_check.mutants` changes them, and prints what the rules on order find.
 
     PYTHONPATH=tests python -m compile_check.mutate 90
 
@@ -28,7 +28,7 @@ from compile_check.mutants import MUTANTS, Mutant
 from compile_check.stub import compile_only
 from ep_moe.transport.nvlink import launches
 
-# each after what it needs
+# in order of their imports
 MODULES = ("signals", "exchange", "dispatch_send", "dispatch_receive", "dispatch", "combine")
 UNCHANGED = tuple(
     Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
@@ -36,7 +36,7 @@ UNCHANGED = tuple(
 
 
 class _Idle:
-    """A kernel that is launched for nothing."""
+    """A kernel whose launch does nothing."""
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **options: None
@@ -44,10 +44,10 @@ class _Idle:
 
 @contextlib.contextmanager
 def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
-    """Load the kernels of the exchange anew, with some changes, for the launchers to launch."""
+    """Reload the exchange's kernels with changes; in the block, launchers launch these."""
     originals = Path(ep_moe.kernels.__path__[0])
     loaded: dict[str, Any] = {}
-    with mock.patch.dict(sys.modules):  # and all is as it was
+    with mock.patch.dict(sys.modules):  # restores the modules at the end
         for name in MODULES:
             text = (originals / f"{name}.py").read_text()
             for mutant in mutants:
@@ -71,7 +71,7 @@ def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
 
 
 def findings(arch: int) -> list[str]:
-    """What the rules find in the kernel that a small round compiles now."""
+    """The findings of the rules on the kernel that a small round compiles now."""
     with compile_only(arch) as recorder, mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
         small_round().launch()
     for _, error in recorder.failures:
@@ -86,7 +86,7 @@ def findings(arch: int) -> list[str]:
 
 
 def main(arch: int) -> None:
-    """Print what is found."""
+    """Print the findings by mutant as JSON."""
     found, groups = {}, list[list[Mutant]]()
     for mutant in (*UNCHANGED, *MUTANTS):
         if mutant.beside:

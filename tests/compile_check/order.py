@@ -1,8 +1,8 @@
 """Rules on the order of memory accesses between ranks, read off the compiled PTX.
 
-A rule follows every path through a kernel with a state of its own, from one access to the next, so that a fence on
-another path, or of another store, does not satisfy it. Accesses are named by the jit function and the statement that
-they come from (`Site`). A rule counts what it has seen: one that sees none of what it is about is a finding, too.
+A rule is a state machine that follows every path through a kernel, access by access, so that a fence on another path,
+or for another store, does not satisfy it. Accesses are named by the jit function and the statement that they come from
+(`Site`). A rule records which of its parts it has seen: a part that no kernel has is a finding, too.
 """
 
 import collections
@@ -17,7 +17,7 @@ from compile_check.source import look_up
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Accesses of one kind that come from a function, or what it calls, by statements with these words."""
+    """Accesses of one kind that come from a function, or its callees, by statements that contain `words`."""
 
     function: str
     kind: Kind
@@ -32,11 +32,11 @@ class Site:
 
 
 class Rule(Protocol):
-    """What is asked of the order of a kernel's accesses.
+    """A requirement on the order of a kernel's accesses.
 
     Attributes:
-        name: what findings call it. start: the state at the kernel's entry. parts: what the kernels of all cases
-            together must have, as `step` names it.
+        name: in findings. start: the state at the kernel's entry. parts: accesses that the kernels of all cases
+            together must have, by the names that `step` returns.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Rule(Protocol):
     parts: tuple[str, ...]
 
     def step(self, instruction: Instruction, state: str) -> tuple[str, str, str]:
-        """The state after an instruction, what is wrong with it or "", and the part that it is or ""."""
+        """The state after an instruction, its error or "", and its part or ""."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Publish:
-    """Between rows and the flag that speaks for them: first a barrier, then a fence at system scope."""
+    """Between rows and the flag that publishes them: first a barrier, then a fence at system scope."""
 
     name: str
     rows: Site
@@ -75,10 +75,10 @@ class Publish:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Acquire:
-    """Memory of the group is read by accesses at system scope, or after an acquiring look at a flag and a barrier."""
+    """Memory of the group is read at system scope, or after an acquire load of a flag and a barrier."""
 
     name: str
-    flags: str  # the function that looks at flags
+    flags: str  # the function that polls flags
     start: str = "nothing acquired"
     parts: tuple[str, ...] = ("flag", "plain load", "strong load")
 
@@ -100,11 +100,11 @@ class Acquire:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Strong:
-    """Whatever these functions access themselves changes while it is looked at: at system scope, and no reordering."""
+    """Words that these functions access change meanwhile: accesses are strong (system scope, not reordered)."""
 
     name: str
     functions: tuple[str, ...]
-    atomics: dict[str, frozenset[str]]  # function -> what its atomics must be
+    atomics: dict[str, frozenset[str]]  # function -> modifiers that its atomics need
     start: str = ""
 
     @property
@@ -116,7 +116,7 @@ class Strong:
         """See `Rule.step`."""
         function = look_up(*instruction.frames[0]).function if instruction.frames else ""
         if instruction.kind == "atomic":
-            wanted = self.atomics.get(function, {"acquire", "sys"})  # as a flag is looked at
+            wanted = self.atomics.get(function, {"acquire", "sys"})  # by default as for polling a flag
             missing = wanted - instruction.modifiers
             wrong = f"an atomic operation in {function} is not {' and '.join(sorted(missing))}" if missing else ""
             return state, wrong, function if function in self.atomics else ""
@@ -127,11 +127,11 @@ class Strong:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stores:
-    """Every store to memory of the group is one that the protocol knows: a row, a flag, a result, or a word.
+    """Every store to memory of the group belongs to the protocol: a row, a flag, a result, or a word.
 
     Attributes:
-        words: stores of words, which travel in one piece: 64 bits.
-        others: stores that other rules speak of, or that say by their value that they are there.
+        words: stores of LL words, which must be single 64-bit stores.
+        others: stores that other rules cover, or whose value differs from a sentinel.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Stores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meet:
-    """All warps have read what one of them overwrites: a barrier stands between."""
+    """A barrier separates the reads by all warps from the write by one of them."""
 
     name: str
     read: Site
@@ -179,7 +179,7 @@ class Meet:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AfterLaunch:
-    """A kernel that may start early accesses nothing before it has waited for the kernel before it."""
+    """A kernel that may start early (PDL) accesses no memory before it has waited for the previous kernel."""
 
     name: str = "early launch"
     start: str = "early"
@@ -195,14 +195,14 @@ class AfterLaunch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What a rule found in one kernel: what is wrong, with the line, and the parts that were there."""
+    """Results of a rule on one kernel: errors with their lines, and the parts that were found."""
 
     wrong: tuple[str, ...]
     parts: frozenset[str]
 
 
 def follow(rule: Rule, program: ptx.Program) -> Seen:
-    """Take a rule along every path through a kernel."""
+    """Follow every path through a kernel with a rule."""
     blocks = program.blocks
     states = collections.defaultdict[int, set[str]](set)
     states[0].add(rule.start)
@@ -223,11 +223,11 @@ def follow(rule: Rule, program: ptx.Program) -> Seen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Agree:
-    """All warps of a program go the same way, whatever changes while they look: they agree in a reduction over all.
+    """All warps of a program take the same branches, although polled words change: they agree by a reduction over all.
 
     Attributes:
-        looks: functions whose loads, and looks at the clock, may differ from warp to warp at any time: a branch goes by
-            them only by way of shared memory. reductions: functions whose reductions have an element for each thread.
+        looks: functions whose loads, and reads of the clock, may differ between warps: branches may depend on them only
+            through shared memory. reductions: functions whose reductions have an element for each thread.
     """
 
     name: str
@@ -240,7 +240,7 @@ class Agree:
         return (*self.looks, *self.reductions)
 
     def check(self, program: ptx.Program, intermediate: ir.Ir, threads: int) -> Seen:
-        """Look at a kernel as a whole."""
+        """Check a whole kernel."""
         wrong, parts, found = dict[str, None](), set(), set()
         every = [instruction for block in program.blocks for instruction in block.instructions]
         for instruction in every:
@@ -253,7 +253,7 @@ class Agree:
             if instruction.opcode == "bra" and instruction.guard in apart:
                 wrong[f"{self.name}: warps may part ways at {_where(instruction)}"] = None
         for reduction in intermediate.reductions:
-            functions = [look_up(*frame).function for frame in reduction.frames[:2]]  # the language's, then its caller
+            functions = [look_up(*frame).function for frame in reduction.frames[:2]]  # Triton's own, then its caller
             for function in set(self.reductions).intersection(functions):
                 parts.add(function)
                 if reduction.elements < threads:
@@ -266,19 +266,19 @@ AnyRule = Rule | Agree
 
 
 def check(rule: AnyRule, program: ptx.Program, intermediate: ir.Ir, threads: int) -> Seen:
-    """Check one rule on a kernel of this many threads."""
+    """Check one rule on a kernel with this many threads."""
     return rule.check(program, intermediate, threads) if isinstance(rule, Agree) else follow(rule, program)
 
 
 def _where(instruction: Instruction) -> str:
-    """The lines that an instruction comes from, outermost last."""
+    """The source lines of an instruction, outermost last."""
     return (
         " in ".join(f"{path.rpartition('/')[2]}:{number}" for path, number in instruction.frames) or "an unknown line"
     )
 
 
 def unseen(rules: tuple[AnyRule, ...], seen: dict[str, set[str]]) -> Iterator[str]:
-    """What rules speak of and no kernel has; `seen` are the parts by the name of the rule."""
+    """A text for each part of a rule that no kernel has; `seen` are the found parts by rule name."""
     for rule in rules:
         for part in rule.parts:
             if part not in seen.get(rule.name, ()):

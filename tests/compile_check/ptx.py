@@ -1,4 +1,4 @@
-"""Reads PTX as text: instructions in basic blocks, the lines that each comes from, whose memory it accesses."""
+"""Reads PTX as text: instructions in basic blocks, their source lines, and whose memory they access."""
 
 import dataclasses
 import re
@@ -20,11 +20,11 @@ _REGISTER = re.compile(r"%(?:rd|rs|r|p|f|fd|h|hh)\d+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Instruction:
-    """One instruction; `frames` are the lines that it comes from, innermost first.
+    """One instruction; `frames` are its source lines, innermost first.
 
     Attributes:
         in_peers: its address is computed from an address of the group's memory, which peers may write too.
-        guard: the predicate that it runs under, "" if it always does.
+        guard: its predicate, "" if it has none.
     """
 
     opcode: str
@@ -36,12 +36,12 @@ class Instruction:
 
     @property
     def kind(self) -> Kind:
-        """What it does to global memory, if anything."""
+        """Its kind of access to global memory, "other" if none."""
         return _KINDS.get(self.opcode, "other") if "global" in self.modifiers else "other"
 
     @property
     def is_strong(self) -> bool:
-        """True if it takes part in the order that all ranks agree on: `volatile` is relaxed at system scope."""
+        """True for a strong operation at system scope; `volatile` is relaxed at system scope."""
         return "volatile" in self.modifiers or (
             "sys" in self.modifiers and bool(self.modifiers & {"relaxed", "acquire"})
         )
@@ -57,7 +57,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A kernel: its blocks, the first of which is its entry, and register -> those computed from it."""
+    """A kernel: its blocks, entry first, and register -> registers computed from it."""
 
     blocks: list[Block]
     flows: dict[str, set[str]]
@@ -66,8 +66,8 @@ class Program:
 def read(text: str) -> Program:
     """Read a kernel's PTX.
 
-    An address counts as one of the group's memory if it is computed from a parameter of 64 bits that is no pointer:
-    launchers pass `Links.bases` so.
+    An address belongs to the group's memory if it is computed from a 64-bit parameter that is no pointer: so launchers
+    pass `Links.bases`.
     """
     paths = {match[1]: str(Path(match[2], match[3] or "")) for match in map(_FILE.match, text.splitlines()) if match}
     by_name = {Path(path).name: path for path in paths.values()}
@@ -96,7 +96,7 @@ def read(text: str) -> Program:
 
 
 def targets(code: str) -> list[str]:
-    """The registers that an instruction writes; those of a branch or a store are none."""
+    """The registers that an instruction writes; none for a branch or a store."""
     match = _INSTRUCTION.match(code)
     if match is None or match[3] in ("st", "red", "bar", "bra", "ret"):
         return []
@@ -105,7 +105,7 @@ def targets(code: str) -> list[str]:
 
 
 def closure(flows: dict[str, set[str]], registers: set[str]) -> set[str]:
-    """All that is computed from these registers, and they."""
+    """These registers and all that are computed from them."""
     seen, todo = set(registers), list(registers)
     while todo:
         new = flows.get(todo.pop(), set()) - seen
@@ -115,7 +115,7 @@ def closure(flows: dict[str, set[str]], registers: set[str]) -> set[str]:
 
 
 def _flows(codes: list[str]) -> dict[str, set[str]]:
-    """Register -> those computed from it by one instruction; memory is left aside, and so is what guards a load."""
+    """Register -> registers computed from it by one instruction; not through memory, nor from a load's predicate."""
     flows: dict[str, set[str]] = {}
     for code in codes:
         written = targets(code)
@@ -129,10 +129,10 @@ def _flows(codes: list[str]) -> dict[str, set[str]]:
 
 
 def _blocks(lines: list[tuple[str, tuple[Frame, ...]]], peers: set[str]) -> list[Block]:
-    """Cut lines into basic blocks and join them."""
+    """Split lines into basic blocks with their successors."""
     blocks, starts = [Block(instructions=[], successors=[])], dict[str, int]()
     jumps: list[tuple[int, str]] = []
-    falls = [True]  # whether a block may run on into the next
+    falls = [True]  # whether a block may fall through to the next
     for code, frames in lines:
         if code.startswith("$"):
             if blocks[-1].instructions:

@@ -1,4 +1,4 @@
-"""The table of what was compiled, and a line for each finding."""
+"""The table of compiled kernels, and a line for each finding."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _row(target: int, kernel: dict[str, Any]) -> tuple[str, ...]:
 
 
 def report(results: dict[int, dict[str, Any]]) -> int:
-    """Print the table, the excused findings with their reasons, and the findings; 1 where there are any, else 0.
+    """Print the table, the excused findings with their reasons, and the findings; 1 if there are findings, else 0.
 
     Args:
         results: by target, `checking.Result` as a dict. Bytes in the table: shared memory, and widths of accesses to
@@ -40,7 +40,7 @@ def report(results: dict[int, dict[str, Any]]) -> int:
     idle = [
         f"excuse: case {key[0]!r} excuses {key[1]} from {key[2]!r} for nothing"
         for key in excuses
-        if key not in used and key[2] != "spill"  # which kernels spill goes by the release of Triton
+        if key not in used and key[2] != "spill"  # which kernels spill depends on Triton's release
     ]
     for line in excused:
         print(f"excused {line}")
@@ -51,7 +51,7 @@ def report(results: dict[int, dict[str, Any]]) -> int:
 
 
 def _by_text(results: dict[int, dict[str, Any]], which: str) -> list[str]:
-    """A line for each finding, with all the targets that have it."""
+    """A line for each finding, with all its targets."""
     targets: dict[str, list[int]] = {}
     for target, result in results.items():
         for finding in result[which]:

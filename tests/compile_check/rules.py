@@ -1,4 +1,4 @@
-"""The rules that a compiled kernel must keep."""
+"""The rules for compiled kernels."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from compile_check import ir, sass
 from compile_check.case import Finding
 
 MINIMUM_WIDTH_BYTES = 4
-SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # of a block, opted in
-WARP_GROUP_ROWS = 64  # the least rows of a product by a warp group (sm_90) or in tensor memory (sm_100)
+SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # per block, with opt-in
+WARP_GROUP_ROWS = 64  # fewest rows of a product by a warp group (sm_90) or in tensor memory (sm_100)
 WARP_GROUP_WARPS = 4
 FP8_OPCODES = {90: {"QGMMA"}, 100: {"UTCQMMA"}}
 WARP_GROUP_OPCODES = {90: {"HGMMA", "QGMMA", "IGMMA"}, 100: {"UTCHMMA", "UTCQMMA", "UTCIMMA"}}
@@ -36,7 +36,7 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
 
 
 def _products(intermediate: ir.Ir, machine: sass.Sass, arch: int, num_warps: int) -> list[str]:
-    """What is wrong with the tensor core's instructions."""
+    """Errors in the use of tensor-core instructions."""
     found, texts = set(machine.tensor_core), []
     has = f"(has {', '.join(sorted(found)) or 'no tensor core instruction'})"
     fp8_opcodes, warp_group = FP8_OPCODES[arch], WARP_GROUP_OPCODES[arch]
@@ -58,7 +58,7 @@ def _products(intermediate: ir.Ir, machine: sass.Sass, arch: int, num_warps: int
 
 
 def _least_width(access: ir.Access, threads: int) -> int:
-    """The narrowest that one thread may load or store of this access, in bytes."""
+    """The least bytes that a thread must load or store at once in this access."""
     if access.elements == 1:
         return 1
     if access.kind == "load" and access.element_bytes == 2 and access.elements <= threads:
@@ -69,8 +69,8 @@ def _least_width(access: ir.Access, threads: int) -> int:
 def narrow_accesses(intermediate: ir.Ir, machine: sass.Sass, threads: int) -> list[str]:
     """Describe each line whose loads or stores are too narrow.
 
-    An instruction belongs to the accesses of its own line that are of its kind and of numbers no wider than it is;
-    where the compiler lost the line, to all of the kernel. The strictest of them counts.
+    An instruction belongs to the accesses of its own line with its kind and elements no wider than it is; if the
+    compiler lost the line, to those of the whole kernel. The strictest of them counts.
     """
     texts = []
     for access in machine.accesses:

@@ -1,4 +1,4 @@
-"""Reads a compiled kernel with the disassemblers that Triton ships: instructions, where they come from, registers."""
+"""Reads a compiled kernel with the disassemblers that Triton ships: instructions, source lines, registers."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ _BULK = {"UTMALDG": "load", "UBLKCP": "load", "UTMASTG": "store"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalAccess:
-    """An instruction that moves `width_bytes` of each thread from or to global memory."""
+    """An instruction that moves `width_bytes` per thread from or to global memory."""
 
     kind: Literal["load", "store"]
     opcode: str
@@ -42,12 +42,12 @@ class GlobalAccess:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sass:
-    """What the machine code of a kernel holds."""
+    """The machine code of a kernel."""
 
     registers: int
     stack_bytes: int
     spills: int  # instructions that load from or store to local memory
-    tensor_core: dict[str, int]  # opcode -> how often
+    tensor_core: dict[str, int]  # opcode -> count
     accesses: list[GlobalAccess]
     bulk: set[str]  # "load", "store": whole tiles at once, through a descriptor
 
@@ -61,7 +61,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def read(cubin: bytes) -> Sass:
-    """Disassemble a cubin. Errors: RuntimeError where a disassembler fails."""
+    """Disassemble a cubin. Errors: RuntimeError if a disassembler fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """The innermost function that a line stands in, "" if none does, and the text of its innermost statement."""
+    """The innermost function of a line, "" if none, and the text of its innermost statement."""
 
     function: str
     statement: str
@@ -15,7 +15,7 @@ class Line(NamedTuple):
 
 @functools.cache
 def lines_of(path: str) -> dict[int, Line]:
-    """Every line of a file that holds a statement of a function, by number."""
+    """Line number -> `Line`, for every line of a file that belongs to a statement of a function."""
     if not path.endswith(".py") or not Path(path).is_file():
         return {}
     text = Path(path).read_text()
@@ -25,12 +25,12 @@ def lines_of(path: str) -> dict[int, Line]:
 
 
 def look_up(path: str, number: int) -> Line:
-    """What a line belongs to."""
+    """The function and statement of a line."""
     return lines_of(path).get(number, Line("", ""))
 
 
 def _visit(node: ast.AST, function: str, text: list[str], found: dict[int, Line]) -> None:
-    """Write down the statements of a tree, outer ones first: inner ones take over their lines."""
+    """Record the statements of a tree, outer ones first, so that inner ones override their lines."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             _visit(child, child.name, text, found)

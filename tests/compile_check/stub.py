@@ -1,4 +1,4 @@
-"""A Triton driver of a GPU that is not there: launches compile and are written down, nothing runs."""
+"""A Triton driver without a GPU: launches compile and are recorded, nothing runs."""
 
 import contextlib
 import dataclasses
@@ -13,13 +13,13 @@ from triton.runtime.jit import JITFunction
 
 
 class StubDriver:
-    """Answers what Triton asks of a driver before a kernel is loaded."""
+    """The driver's methods that Triton calls before a kernel is loaded."""
 
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
+        """The target to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
@@ -31,13 +31,13 @@ class StubDriver:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the tensors of cases are."""
+        """The device of the cases' tensors."""
         return torch.device("meta")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Recorder:
-    """What has been launched and called since compilation was stubbed."""
+    """The launches and calls of jit functions since compilation was stubbed."""
 
     launches: list[tuple[JITFunction, Any]] = dataclasses.field(default_factory=list)  # with a CompiledKernel
     failures: list[tuple[JITFunction, Exception]] = dataclasses.field(default_factory=list)
@@ -45,15 +45,15 @@ class Recorder:
 
     @property
     def launched(self) -> set[int]:
-        """The ids of all kernels whose launch was tried."""
+        """The ids of all kernels whose launch was attempted."""
         return {id(kernel) for kernel, _ in (*self.launches, *self.failures)}
 
 
 @contextlib.contextmanager
 def compile_only(arch: int) -> Iterator[Recorder]:
-    """Make every launch in this block compile for sm_`arch` and not run; one that fails is written down too.
+    """Make every launch in this block compile for sm_`arch` and not run; failed ones are recorded too.
 
-    Triton must start with an empty cache: what it finds there it does not translate, and what that calls goes unseen.
+    Triton's cache must be empty: a cached kernel is not compiled, so its calls of jit functions would not be recorded.
     """
     recorder = Recorder()
     run, call = JITFunction.run, CodeGenerator.call_JitFunction
@@ -62,7 +62,7 @@ def compile_only(arch: int) -> Iterator[Recorder]:
         recorder.reached[id(kernel)] = kernel
         try:
             compiled = run(kernel, *args, **{**kwargs, "warmup": True})
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and the other kernels still compile
+        except Exception as error:  # noqa: BLE001 - any error is reported, and the other kernels still compile
             recorder.failures.append((kernel, error))
             return None
         recorder.launches.append((kernel, compiled))

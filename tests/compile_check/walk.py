@@ -1,4 +1,4 @@
-"""Finds every jit function of a package, wherever it lives, and what no case has reached."""
+"""Finds every jit function of a package, and those that no case has reached."""
 
 import gc
 import importlib
@@ -29,9 +29,9 @@ def name_of(function: JITFunction) -> str:
 
 
 def jit_functions(package: str) -> list[JITFunction]:
-    """Every live jit function that a package's modules define: at their top, in a class, a dict or a closure.
+    """Every live jit function that a package's modules define: at top level, in a class, a dict or a closure.
 
-    The type is asked for, not the class, which some objects only compute, with warnings.
+    Tests `type(thing)`: isinstance would read `__class__`, which some objects compute, with warnings.
     """
     found = [
         thing

@@ -1,4 +1,4 @@
-"""Where the kernels of these tests run, and how their results are compared."""
+"""The device of these tests' kernels, and random inputs."""
 
 import os
 
@@ -10,12 +10,12 @@ CAN_RUN = INTERPRETING or DEVICE.type == "cuda"
 
 
 def generator(name: str) -> torch.Generator:
-    """Random numbers of their own for each case, the same on every machine."""
+    """A generator for each case, seeded by its name."""
     return torch.Generator().manual_seed(sum(ord(letter) * (place + 1) for place, letter in enumerate(name)))
 
 
 def random_payload(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    """Numbers in any dtype that values travel in, NaN patterns left out; on the CPU."""
+    """Random values in any payload dtype, without NaN patterns; on the CPU."""
     if dtype.itemsize == 1:
         return torch.randint(0, 127, shape, generator=random, dtype=torch.uint8).view(dtype)
     return torch.randn(shape, generator=random).to(dtype)

@@ -1,4 +1,4 @@
-"""These files are collected where kernels can run: in the interpreter, or on a GPU, where they count as GPU tests."""
+"""These files are collected if kernels can run: in the interpreter, or on a GPU, where they are marked as GPU tests."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from interpreted.common import CAN_RUN, INTERPRETING
 
 if INTERPRETING:
-    from quick_interpreter import hurry  # Triton: only where it can run
+    from quick_interpreter import hurry  # imports Triton, which not every machine has
 
     hurry()
 collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
@@ -15,7 +15,7 @@ collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark before pytest selects by marks."""
+    """Add marks before pytest selects by marks."""
     for item in items:
         if not INTERPRETING and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)

@@ -1,4 +1,4 @@
-"""The Triton experts against the torch ones, in small: every format, layout, activation and size of tile.
+"""The Triton experts against the torch ones, at small sizes: every format, layout, activation and tile size.
 
 Letters: L local experts, H hidden, I intermediate, N received rows.
 """
@@ -22,8 +22,8 @@ from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE
 
-# A row of 80 numbers is at the mercy of one that is requantized to its other neighbor, and a GPU's fp8 sums of 14 bits
-# tip some over; the interpreter's do not.
+# In a row of 80 elements a single one that requantizes to its other neighbor matters: a GPU's fp8 sums of 14 bits cause
+# that, the interpreter's do not.
 HIDDEN, INTERMEDIATE = (144, 80) if DEVICE.type == "cpu" else (720, 1200)
 TOPK_IDS = [[0, 3], [3, -1], [-1, -1], [3, 0], [-1, 3], [2, 3], [3, -1], [0, 3], [3, 2], [3, -1], [3, 0]] * 2
 EXPERTS = 4  # expert 1 has no token, expert 3 has 20
@@ -60,7 +60,7 @@ class Case:
     dtype: torch.dtype
 
     def batch(self, layout: Layout, expected_rows: int = 5) -> ExpertBatch:
-        """Laid out, NaN in all rows that hold no token, with a hint of our choice."""
+        """The batch, with NaN in all rows without a token and the given `expected_rows`."""
         batch = pack(
             self.rows,
             layout,
@@ -78,7 +78,7 @@ class Case:
 
 
 def fill_with_nan(x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write NaN into the rows [..., H] of x that a mask names, in place, in any dtype."""
+    """Write NaN into the rows [..., H] of x that a mask selects, in place, in any dtype."""
     nan = torch.full((1,), math.nan).to(x.dtype).to(x.device)
     if x.element_size() == 1:  # torch on a CPU writes fp8 by mask as bytes only
         x, nan = x.view(torch.uint8), nan.view(torch.uint8)
@@ -139,8 +139,8 @@ def make_case(
 def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertBatch, *, tiles: Any = None) -> None:
     """Rows with tokens are those of the torch experts, rows without are not touched, two runs have the same bits.
 
-    Requantized numbers at a tie may go the other way where float32 sums differ in their last bit. That is rare: half
-    of the rows have to be as close as the model's dtype is.
+    Values at a tie may requantize the other way if float32 sums differ in their last bit. That is rare: half of the
+    rows must be as close as the model's dtype.
     """
     expected = ReferenceExperts(activation)(batch, case.weights)
     experts, out = TritonExperts(activation, tiles=tiles), torch.full_like(expected, math.nan)
@@ -199,7 +199,7 @@ def test_rows_gathered_from_a_pool(scheme: str, pool: str) -> None:
     case = make_case(scheme, torch.bfloat16)
     compact = case.batch(Layout.COMPACT)
     source = case.batch(Layout.FLAT if pool == "flat" else Layout.BATCHED)
-    row_index = torch.full((compact.x.shape[0],), 10**9, dtype=torch.int32)  # what no token owns points nowhere
+    row_index = torch.full((compact.x.shape[0],), 10**9, dtype=torch.int32)  # entries without a token are invalid
     for expert, start in enumerate(compact.expert_row_start.tolist()):
         mine = [token for token, ids in enumerate(TOPK_IDS) if expert in ids]
         rows = mine if pool == "flat" else [expert * source.x.shape[1] + i for i in range(len(mine))]
@@ -217,7 +217,7 @@ def test_rows_gathered_from_a_pool(scheme: str, pool: str) -> None:
 
 
 def test_rows_that_lie_apart() -> None:
-    """As a transport hands them on: a view of rows that carry more than their values."""
+    """As a transport returns them: a view of rows that hold more than their values."""
     case = make_case("fp8_block", torch.bfloat16)
     batch = case.batch(Layout.FLAT)
     wide = torch.zeros(batch.x.shape[0], batch.hidden + 64, dtype=torch.uint8, device=DEVICE)
@@ -286,7 +286,7 @@ def test_one_scale_for_all_columns_of_a_tile(expected_rows: int) -> None:
 
 
 def test_columns_of_another_group_do_not_count() -> None:
-    """Groups of 48 in blocks of 64, some of them a hundred times as loud as their neighbors."""
+    """Groups of 48 in blocks of 64, some with values a hundred times as large as their neighbors'."""
     case = make_case("fp8_block_32x48", torch.bfloat16, biased=False)
     w13, w2 = (dequantize_weight(w, s, case.weights.scheme) for w, s in zip(*pairs(case.weights), strict=True))
     loud = torch.arange(INTERMEDIATE, device=DEVICE) % 96 >= 48
@@ -327,7 +327,7 @@ def test_rows_without_a_token_have_no_part_in_a_scale() -> None:
 
 
 def test_tensors_that_are_not_packed() -> None:
-    """Every other number of a wider tensor, or one number for all: as the torch experts take them."""
+    """Every other element of a wider tensor, or one element for all: as the torch experts accept them."""
     case = make_case("fp8_tensor", torch.bfloat16, static=True)
     batch = case.batch(Layout.COMPACT)
 

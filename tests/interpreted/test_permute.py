@@ -1,4 +1,4 @@
-"""Merging, placing, packing and the weighted sum: kernel and torch, bit for bit, unwritten memory included."""
+"""Merging, placing, packing and the weighted sum: kernel against torch, bit for bit, including unwritten memory."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from interpreted.common import DEVICE, generator, random_payload, strided
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Rows of tokens as they arrive. `ids` is "random" (a third -1), "none", "one" (all to the last expert)."""
+    """Received rows of tokens. `ids` is "random" (a third -1), "none", "one" (all to the last expert)."""
 
     tokens: int
     topk: int
@@ -86,7 +86,7 @@ def make_rows(name: str) -> TokenRows:
 
 
 def to_device(rows: TokenRows) -> TokenRows:
-    """The same rows and row strides where the kernels run."""
+    """The same rows and row strides on the kernels' device."""
     x = rows.x
     if x.stride(0) != x.shape[1] and x.shape[0] > 1:
         x = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
@@ -99,7 +99,7 @@ def to_device(rows: TokenRows) -> TokenRows:
 
 
 def assert_same_batch(actual: Packed, expected: Packed) -> None:
-    """Every tensor, where nothing was written too, and the strides."""
+    """Compare every tensor, including unwritten elements, and the strides."""
     tensors = ("x", "scale", "expert_row_start", "expert_num_tokens", "row_index")
     assert_same_bits(actual.token_to_row, expected.token_to_row, "token_to_row")
     assert type(actual.batch) is type(expected.batch)
@@ -172,7 +172,7 @@ def test_merge_repeats(tokens: int, topk: int, experts: int, first: int, last: i
 def test_weighted_sum(
     tokens: int, topk: int, hidden: int, dtype: torch.dtype, weighted: bool, shared: torch.dtype | None
 ) -> None:
-    """Sizes that differ by orders of magnitude, so that another order or a fused multiply-add shows."""
+    """Values that differ by orders of magnitude, so that another order or a fused multiply-add is detected."""
     random = generator(f"{tokens} {topk} {hidden}")
     y = (torch.randn(tokens * topk + 4, hidden, generator=random).exp() * 3).to(dtype)
     rows = torch.randperm(tokens * topk + 4, generator=random)[: tokens * topk].reshape(tokens, topk)

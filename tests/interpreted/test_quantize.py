@@ -1,4 +1,4 @@
-"""Quantized activations: kernel and torch, bit for bit."""
+"""Quantized activations: kernel against torch, bit for bit."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ SCHEMES += ["fp8_block_ue8m0", "int8_token"]
 
 
 def quantize_both(x: torch.Tensor, name: str) -> tuple:
-    """What the kernel and torch make of x, a row of which may be followed by a gap."""
+    """The results of the kernel and of torch for x, whose rows may be followed by a gap."""
     scheme = get_scheme(name.removesuffix("_static"))
     static = torch.tensor([0.003]) if name.endswith("_static") else None
     expected = scaled.quantize(x, scheme, static)
@@ -36,7 +36,7 @@ def quantize_both(x: torch.Tensor, name: str) -> tuple:
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_quantize(name: str, tokens: int, width: int, dtype: torch.dtype) -> None:
-    """Magnitudes from 1e-3 to 10, and numbers next to those where e4m3 rounds the other way; rows of zeros too."""
+    """Magnitudes from 1e-3 to 10, values next to ties of e4m3, and rows of zeros."""
     x = torch.randn(tokens, width + 16, generator=generator(f"{tokens} {width}")) * torch.logspace(-3, 1, width + 16)
     if tokens > 2:
         x[1] = 0
@@ -68,7 +68,7 @@ def test_columns_that_are_apart() -> None:
 
 @pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
 def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
-    """Experts of 5, 0 and 17 tokens in tiles of 16 rows; rows of no token are not read and not written."""
+    """Experts of 5, 0 and 17 tokens in tiles of 16 rows; rows without a token are neither read nor written."""
     random = generator(f"{intermediate} {group}")
     block_m, counts = 16, [5, 0, 17]
     x = torch.full((64, intermediate), math.nan)
@@ -103,7 +103,7 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
 
 
 def test_experts_with_scales_that_are_powers_of_two() -> None:
-    """Both experts of "fp8_block_ue8m0" against torch; a format that the kernels do not compute is refused by name."""
+    """Two experts in "fp8_block_ue8m0" against torch; scales that are no powers of two would make the error larger."""
     random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
     weights = [torch.randn(2, *shape, generator=random) / 12 for shape in ((160, hidden), (hidden, 80))]
     (w13, w13_scale, _), (w2, w2_scale, _) = (quantize_weight(weight, scheme) for weight in weights)

@@ -1,4 +1,4 @@
-"""Destinations, headers and the rows that travel: kernel and torch, bit for bit."""
+"""Destinations, headers and the rows that are sent: kernel against torch, bit for bit."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ OWNERS = {  # how many experts each rank owns
 
 
 def make_ids(tokens: int, topk: int, num_physical: int, dtype: torch.dtype, routing: str) -> torch.Tensor:
-    """Ids with repeats; "holes" has -1, "bad" has ids that nobody owns, "one" all to the last expert."""
+    """Ids with repeats; "holes" has -1, "bad" has ids that no rank owns, "one" all to the last expert."""
     ids = torch.randint(-1 if routing == "holes" else 0, num_physical, (tokens, topk + 1), generator=generator(routing))
     if routing == "bad" and tokens:
         ids[0, 0], ids[-1, -2] = num_physical, -2

@@ -1,4 +1,4 @@
-"""How these tests start ranks, and how they change what the launchers go by."""
+"""Starts ranks for these tests, and changes the launchers' tuning."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_
 
 
 def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
-    """Run a check on this rank in an interpreter that wastes less; a rank that waits leaves its core to the others."""
+    """Run a check on this rank in the faster interpreter; a rank that waits yields its core to the others."""
     hurry()
     for module in (signals, dispatch_receive, combine):
         if hasattr(module, "pause"):
@@ -36,9 +36,9 @@ def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def patched(**values: Any) -> Iterator[None]:
-    """Give names of the launchers other values, wherever they have been imported; unknown ones are an error.
+    """Replace names of the launchers wherever they have been imported; unknown names are an error.
 
-    A transport keeps what it has found of them: make it inside.
+    A transport reads them when it is made: make it inside.
     """
     modules = (tuning, plans, launches, transport)
     before = [(m, name, getattr(m, name)) for m in modules for name in values if hasattr(m, name)]
@@ -54,18 +54,18 @@ def patched(**values: Any) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Programs:
-    """How many programs do what in a launch; one program that does all is `fused`."""
+    """Numbers of programs by role in a launch; a single program with all roles is `fused`."""
 
     announcers: int = 1
     senders: int = 1
     receivers: int = 1
     fused: bool = False
-    small_pieces: bool = False  # of tokens and of rows that a program moves at a time
+    small_pieces: bool = False  # a program moves few tokens and rows at a time
 
 
 @contextlib.contextmanager
 def with_programs(programs: Programs) -> Iterator[None]:
-    """Launch the exchange kernels of transports that are made inside with these numbers of programs."""
+    """Launch the exchange kernels of transports that are made in the block with these numbers of programs."""
     kind = tuning.Tuning
     dispatch, combine = kind.dispatch, kind.combine
     shares = {"senders": programs.senders, "receivers": programs.receivers}
@@ -88,7 +88,7 @@ def with_programs(programs: Programs) -> Iterator[None]:
 
 
 class _Fused:
-    """A kernel whose launches of both halves are one program, that announces, sends and receives."""
+    """A kernel whose launches of both halves have one program, which announces, sends and receives."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

@@ -1,4 +1,4 @@
-"""These files are collected in Triton's interpreter alone: on GPUs `test_gpu.py` runs the same checks."""
+"""These files are collected only in Triton's interpreter: on GPUs `test_gpu.py` runs the same checks."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Experts whose output is all ones, the NaN that stands at home where a result is to come: it is a result all the same.
+"""Experts whose output has all bits set, like the Lamport-style sentinel (a NaN): it must arrive as a result too.
 
 Letters: T tokens on a rank, K top-k.
 """
@@ -15,9 +15,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_all_ones(make: TransportFactory, group: EPGroup) -> None:
-    """Every token that an expert takes comes home as NaN, no rank is lost by it, and the next round is right.
+    """Every token with an expert gets NaN, no wait times out, and the next round is right.
 
-    In each dtype of a model, weighed and summed by the combine (COMPACT) and before it (FLAT). Collective.
+    In each model dtype, with weights applied by the combine (COMPACT) and before it (FLAT). Collective.
     """
     for dtype in DTYPES:
         tokens = (3,) * group.num_ranks

@@ -1,4 +1,4 @@
-"""What rounds on shapes that the host knows must give, in plain torch without a look at any number: no host sync.
+"""The expected results of rounds with shapes known to the host, in plain torch without host sync.
 
 Letters: T tokens of a rank, M max_tokens_per_rank, N = R * M, H hidden, V stored values, G scale groups, K top-k,
 L local experts.
@@ -18,7 +18,7 @@ WRONG = ("counts", "starts", "values", "scales", "tokens")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What all ranks bring to a round, made alike on every rank."""
+    """The inputs of all ranks to a round, the same on every rank."""
 
     x: torch.Tensor  # [R, M, H]
     ids: torch.Tensor  # [R, M, K] int64
@@ -28,7 +28,7 @@ class Inputs:
 
 
 def expert_function(values: torch.Tensor, expert: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What expert [n] makes of values [n, H] float32: each something else."""
+    """The output of expert [n] for values [n, H] float32; different for each expert."""
     number = expert.unsqueeze(1).float()
     return (values * (number + 1.5) - number).to(dtype)
 
@@ -39,7 +39,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compute(batch: ExpertBatch, first: int) -> torch.Tensor:
-    """The experts' output, NaN where there is no token; FLAT is weighed and summed."""
+    """The experts' output, NaN in rows without a token; FLAT gets the weighted sum."""
     x = as_bytes(batch.x.reshape(-1, batch.x.shape[-1]))
     num_rows = x.shape[0] if batch.row_index is None else batch.row_index.shape[0]
     row = torch.arange(num_rows, device=x.device, dtype=torch.int32)
@@ -68,7 +68,7 @@ def _payload(inputs: Inputs, scheme: QuantScheme) -> tuple[torch.Tensor, torch.T
 
 
 def _merge(ids: torch.Tensor, weights: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [n, K] that count from `first`, -1 where none is here or for repeats, and their weights, repeats added."""
+    """Ids [n, K] relative to `first`, -1 for experts elsewhere and for repeats, and their weights, repeats added."""
     columns, merged = [], []
     for column in range(ids.shape[1]):
         expert = ids[:, column]
@@ -86,8 +86,8 @@ def count_wrong(
 ) -> torch.Tensor:
     """Count what differs in a batch of the experts [first, last), as WRONG says, int64 on the device.
 
-    Values and scales are compared for each source, token and expert, where the order of rows puts them; in FLAT the
-    ids and weights of all rows, row r * M + t being token t of rank r.
+    Values and scales are compared for each source, token and expert at their row in the batch; in FLAT also the ids and
+    weights of all rows, of which row r * M + t is token t of rank r.
     """
     device, (found_x, found_scale) = batch.x.device, (batch.x, batch.scale)
     local = torch.arange(first, last, device=device)

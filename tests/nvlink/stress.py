@@ -1,6 +1,6 @@
-"""Rounds at random, each compared bit for bit on the device with a reference of its own: in the interpreter, on GPUs.
+"""Random rounds, each compared bit for bit on the device with its own reference: in the interpreter and on GPUs.
 
-Letters: T tokens on this rank. Nothing here reads a number back between two looks at what has gone wrong.
+Letters: T tokens on this rank. No host sync between two reads of the error counts.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ BEFORE_THE_WRAP = -3  # the first rounds are -2, -1 and 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StressConfig:
-    """How many rounds of what.
+    """Number and kinds of rounds.
 
     Args:
-        rounds: in all. shapes: that are compiled.
-        look_every: rounds between two looks at what has gone wrong.
+        rounds: in all. shapes: number of compiled shapes.
+        look_every: rounds between two reads of the error counts.
         delay: the longest pause of a rank, in seconds on a CPU, in clock cycles on a GPU.
-        num_graphs: CUDA graphs that are replayed in turn with eager rounds.
+        num_graphs: CUDA graphs that are replayed between eager rounds.
     """
 
     rounds: int
@@ -50,13 +50,13 @@ class StressConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What one set of kernels serves; by rank where ranks may differ."""
+    """The parameters of one set of kernels; tuples are by rank."""
 
     scheme: str
     num_topk: int
     rows: tuple[int, ...]
     layouts: tuple[Layout, ...]
-    counted: bool  # the device says how many of the rows are tokens
+    counted: bool  # with `num_tokens` on the device
     shared: bool
     id_dtype: torch.dtype
 
@@ -96,14 +96,14 @@ class Stress:
         ]
 
     def _begin_before_the_wrap(self) -> None:
-        """Let all slots have done many rounds."""
+        """Set the epochs of all slots to just before they wrap."""
         for slot in self.transport._memory.slots:
             for name in ("DONE", "BEGUN", "RESUME"):
                 if hasattr(exchange, name):
                     slot.state[getattr(exchange, name).value] = BEFORE_THE_WRAP
 
     def _graph_shape(self, index: int) -> Shape:
-        """As many rows as there may be, whose tokens the device counts; the layouts go round."""
+        """The most rows, with `num_tokens` on the device; layouts take turns."""
         rng = random.Random(f"{self._config.seed}/graph/{index}")
         layout = list(Layout)[index % len(Layout)]
         return dataclasses.replace(
@@ -133,7 +133,7 @@ class Stress:
         return number
 
     def look(self, first: int, last: int) -> None:
-        """Raise AssertionError where rounds from `first` to before `last` went wrong. Local, host sync."""
+        """Raise AssertionError if any of rounds `first` to `last` - 1 was wrong. Local, host sync."""
         self.transport.check()
         found = dict(zip((*WRONG, "result"), self._wrong.tolist(), strict=True))
         assert not any(found.values()), f"rounds {first} to {last} on rank {self._rank}: {found}"
@@ -166,7 +166,7 @@ class Stress:
         return self.transport.dispatch_recv(slot=slot)
 
     def _two_open(self, number: int, rng: random.Random) -> None:
-        """Two rounds on two slots, in opposite order on even and odd ranks: a send waits for nobody."""
+        """Two rounds on two slots, in opposite order on even and odd ranks, as a send never waits."""
         shapes = [rng.choice(self.shapes) for _ in range(2)]
         inputs = [self.make_inputs(number + slot, shape) for slot, shape in enumerate(shapes)]
         order = (0, 1) if self._rank % 2 == 0 else (1, 0)
@@ -224,7 +224,7 @@ class Stress:
         return torch.full(size, float("nan"), dtype=self._sizes.dtype, device=self._device)
 
     def _pause(self, own: random.Random) -> None:
-        """Fall behind the other ranks now and then."""
+        """Sometimes fall behind the other ranks."""
         if own.random() < 0.8:
             return
         length = own.random() * self._config.delay

@@ -46,7 +46,7 @@ def small(case: TransportCase) -> TransportCase:
 
 
 def cases(num_ranks: int) -> dict[str, TransportCase]:
-    """Small cases by name: all for 2 ranks, for others those whose layouts or placements go by the number of ranks."""
+    """Small cases by name: all for 2 ranks, else those whose layouts or placements depend on the number of ranks."""
     every = {case.name: small(case) for case in transport_cases(num_ranks)}
     if num_ranks == 2:
         return every
@@ -60,7 +60,7 @@ def cases(num_ranks: int) -> dict[str, TransportCase]:
 
 
 def ways(cases: list[TransportCase]) -> list[tuple[str, ...]]:
-    """How each case travels: as words and as rows where it is the first of its layout and payload, else in turn."""
+    """How each case is sent: as words and as rows if it is the first of its layout and payload, else alternating."""
     found, seen = [], set()
     for number, case in enumerate(cases):
         kind = (case.layout, case.scheme, case.dtype, case.quantized_input, case.mixed_layouts)
@@ -70,7 +70,7 @@ def ways(cases: list[TransportCase]) -> list[tuple[str, ...]]:
 
 
 def check_on_rank(group: EPGroup) -> dict[str, str]:
-    """The outcome of each case on this rank: "" or what went wrong."""
+    """The outcome of each case on this rank: "" or the error."""
     outcomes = {}
     every = cases(group.num_ranks)
     for (name, case), way in zip(every.items(), ways([*every.values()]), strict=True):
@@ -89,7 +89,7 @@ def check_on_rank(group: EPGroup) -> dict[str, str]:
 
 @functools.cache
 def outcomes(num_ranks: int) -> list[dict[str, str]]:
-    """What each rank says of each case; ranks are started once for all cases."""
+    """Each rank's outcome of each case; ranks are started once for all cases."""
     return on_ranks(check_on_rank, num_ranks=num_ranks)
 
 
@@ -102,7 +102,7 @@ def test_carries(num_ranks: int, name: str) -> None:
 
 
 def check_beside(group: EPGroup, name: str) -> None:
-    """One check that is no case."""
+    """A check other than a case."""
     BESIDE[name](NvlinkTransport, group)
 
 

@@ -1,4 +1,4 @@
-"""Any number of programs does: announcers, senders and receivers of their own numbers, one program, small pieces."""
+"""Any number of programs works: of announcers, senders and receivers separately, a single program, small pieces."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ CASES = [
 
 
 def check_on_rank(group: EPGroup) -> dict[str, str]:
-    """The outcome of each grid on this rank: "" or what went wrong."""
+    """The outcome of each grid on this rank: "" or the error."""
     outcomes = dict.fromkeys(GRIDS, "")
     for number, (name, programs) in enumerate(GRIDS.items()):
         for case, word_tokens in itertools.product(CASES, (16, 0)):
@@ -45,7 +45,7 @@ def check_on_rank(group: EPGroup) -> dict[str, str]:
 
 @functools.cache
 def outcomes() -> list[dict[str, str]]:
-    """What each rank says of each grid."""
+    """Each rank's outcome of each grid."""
     return on_ranks(check_on_rank)
 
 

@@ -53,7 +53,7 @@ def side_by_side(group: EPGroup) -> None:
 
 
 def in_a_subset(world: EPGroup) -> None:
-    """Ranks 0 and 2 of three, while rank 1 has none of it."""
+    """A transport of ranks 0 and 2 of three; rank 1 has none."""
     subset = dist.new_group([0, 2])
     if world.rank == 1:
         return
@@ -74,7 +74,7 @@ def test_lifetimes(name: str) -> None:
 
 
 def bits_of_a_round(transport: NvlinkTransport, case: TransportCase, slot: int, halves: bool) -> list[torch.Tensor]:
-    """All that a round hands out, but for memory that holds anything."""
+    """All outputs of a round, except for undefined memory."""
     inputs, scheme = case.inputs(transport.rank), get_scheme(case.scheme)
     with poisoned_memory():
         options: dict[str, Any] = {"layout": case.layout_of(transport.rank), "scheme": scheme, "slot": slot}
@@ -89,14 +89,14 @@ def bits_of_a_round(transport: NvlinkTransport, case: TransportCase, slot: int, 
             rows = int(batch.expert_num_tokens.sum())
             found += [batch.row_index[:rows], batch.token_to_row, batch.local_topk_ids, batch.topk_weights]
         else:
-            found += [as_bytes(batch.x), as_bytes(batch.scale)]  # rows without a token are as they were made
+            found += [as_bytes(batch.x), as_bytes(batch.scale)]  # rows without a token keep their fill
         found = [tensor.clone() for tensor in found]
         y = compute_experts(batch, case.make_placement().starts[transport.rank])
         return [*found, transport.combine(y, dispatched)]
 
 
 def same_bits(group: EPGroup) -> list[int]:
-    """How many tensors differ in any bit from those of the first round, layout by layout."""
+    """For each layout the number of tensors that differ in any bit from those of the first round."""
     differing = []
     for layout in Layout:
         case = dataclasses.replace(CASE, layout=layout)
@@ -116,7 +116,7 @@ def test_the_same_round_has_the_same_bits() -> None:
 
 
 def count_rounds(group: EPGroup) -> tuple[list[int], list[int]]:
-    """Rounds on both slots: how many tokens each expert got, added up here and by the kernels."""
+    """Rounds on both slots: tokens per expert, summed here and by the kernels."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     inputs, scheme, total = CASE.inputs(group.rank), get_scheme(CASE.scheme), 0
     for slot, tokens in ((0, 9), (1, 1), (0, 0)):
@@ -138,7 +138,7 @@ def test_tokens_of_experts_are_counted() -> None:
 
 
 def dispatch_again(group: EPGroup) -> int:
-    """Rank 1 has no memory for its batch; its second call finds the others waiting. Returns the rounds made."""
+    """Rank 1 runs out of memory for its batch and calls again while the others wait. Returns the number of rounds."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     if group.rank == 1:
         allocate, inputs = transport._exchange._allocate, CASE.inputs(1)
@@ -160,7 +160,7 @@ def test_a_dispatch_without_memory_may_be_made_again() -> None:
 
 
 def give_up(group: EPGroup) -> list[bool]:
-    """Rank 1 has no memory for a batch that is on its way, and abandons it. Returns which of rank 0's rows are NaN."""
+    """Rank 1 runs out of memory for a batch already sent, and abandons it. Returns which of rank 0's rows are NaN."""
     transport, inputs, nan = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank), []
     transport.dispatch_send(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
     if group.rank == 1:
@@ -189,7 +189,7 @@ def test_a_batch_without_memory_is_abandoned() -> None:
 
 
 def end_the_group(group: EPGroup) -> list[str]:
-    """What a transport says in an open round once its group is destroyed."""
+    """A transport's error in an open round once its group is destroyed."""
     transport, inputs = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank)
     scheme = get_scheme(CASE.scheme)
     dispatched = transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=scheme)
@@ -217,7 +217,7 @@ def test_a_destroyed_group_exchanges_nothing() -> None:
 
 
 def layer_without_memory(group: EPGroup) -> bool:
-    """Rank 1's layer finds no memory for its batch: are rank 0's results NaN where they need it, and the next right?"""
+    """Rank 1's layer runs out of memory for its batch: are rank 0's results NaN for its experts, and the next right?"""
     hidden, intermediate, case = CASE.hidden, 32, CASE
     transport, inputs = NvlinkTransport(group, case.make_placement(), case.config), case.inputs(group.rank)
     experts, routing = transport.placement.num_local_experts(group.rank), inputs.routing

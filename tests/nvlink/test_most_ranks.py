@@ -1,4 +1,4 @@
-"""As many ranks as there may be, in one process: rank 31's bit is the sign of an int32.
+"""The most ranks allowed, in one process: rank 31's bit is the sign of an int32.
 
 Every half of a round runs on all ranks before the next half does, so that no kernel ever waits.
 """
@@ -24,11 +24,11 @@ from nvlink.common import patched
 
 HIDDEN, NUM_TOPK = 16, 3
 LAST = MOST_RANKS - 1
-BUSY = (0, 1, 30, LAST)  # ranks that bring tokens
+BUSY = (0, 1, 30, LAST)  # ranks with tokens
 
 
 class Meeting:
-    """What the ranks of a group say to each other, a thread each."""
+    """The collectives of a group whose ranks are threads."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(MOST_RANKS, timeout=60)
@@ -43,7 +43,7 @@ class Meeting:
 
 
 def group_of(meeting: Meeting, rank: int) -> Any:
-    """As much of a group as a transport asks for."""
+    """A stand-in for a group, with the parts that a transport uses."""
     return SimpleNamespace(
         rank=rank,
         num_ranks=MOST_RANKS,
@@ -84,7 +84,7 @@ def all_ranks() -> Iterator[list[NvlinkTransport]]:
 
 
 def inputs(rank: int, round_: int) -> tuple[torch.Tensor, Routing]:
-    """Two tokens of busy ranks: to the last rank, its neighbor and another; and to two others alone."""
+    """Two tokens per busy rank: one to the last rank, its neighbor and another; one to rank 3 and its own rank."""
     tokens = 2 if rank in BUSY else 0
     x = (torch.arange(HIDDEN) + 100 * torch.arange(tokens)[:, None] + 1000 * rank + 1 + round_).float()
     ids = torch.tensor([[LAST, rank // 2, LAST - 1], [3, -1, rank]], dtype=torch.int32)[:tokens]
@@ -104,7 +104,7 @@ def run_round(
     round_: int,
     change: Callable[[int, Routing], Routing] = lambda _, routing: routing,
 ) -> list[torch.Tensor]:
-    """A round of all ranks by halves, all of whose outputs begin as NaN."""
+    """A round of all ranks by halves, with outputs filled with NaN."""
     options: dict[str, Any] = {"layout": Layout.COMPACT, "scheme": get_scheme("none")}
     for rank, transport in enumerate(transports):
         x, routing = inputs(rank, round_)
@@ -143,5 +143,5 @@ def test_the_most_ranks_by_words() -> None:
 
 
 def cut(routing: Routing) -> Routing:
-    """One expert less of each token."""
+    """The same routing without the last expert of each token."""
     return Routing(topk_ids=routing.topk_ids[:, :2].contiguous(), topk_weights=routing.topk_weights[:, :2].contiguous())

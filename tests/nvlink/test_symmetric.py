@@ -1,4 +1,4 @@
-"""Memory that all ranks map: each finds every other's, nothing is left behind, and a full machine is told of."""
+"""Memory that all ranks map: every rank reaches every part, files are removed, and a lack of room is reported."""
 
 import ctypes
 import errno
@@ -13,21 +13,21 @@ from ep_moe.group import EPGroup, symmetric
 from ep_moe.group.symmetric import SHARED_FOLDER, SymmetricBuffer, why_unreachable
 from nvlink.common import on_ranks
 
-NUM_BYTES = 3000  # no multiple of the alignment
+NUM_BYTES = 3000  # not a multiple of the alignment
 
 
 def name_files(name: str, rank: int) -> None:
-    """Let the files of this rank's buffers have a name that the test knows."""
+    """Give the files of this rank's buffers a name that the test knows."""
     symmetric.uuid = types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"{name}_{rank}"))
 
 
 def left_behind(name: str) -> list[str]:
-    """Files of buffers so named."""
+    """Remaining files of buffers with these names."""
     return [path.name for path in Path(SHARED_FOLDER).glob(f"ep_moe_{name}_*")]
 
 
 def write_to_each_other(group: EPGroup, name: str) -> tuple[str, list[str], list[int], list[int]]:
-    """What stands in every rank's memory, as this rank sees it, and in its own."""
+    """The content of every rank's memory as mapped by this rank, and of its own part."""
     name_files(name, group.rank)
     buffer = SymmetricBuffer(group, NUM_BYTES)
     files = left_behind(name)
@@ -57,7 +57,7 @@ def test_ranks_map_each_other() -> None:
 
 
 def modes_of_files(group: EPGroup, masks: tuple[int, ...]) -> list[str]:
-    """Who may use the file of a buffer while it has a name, from its first byte on, under each umask."""
+    """The permissions of a buffer's file while it has a name, from its creation on, under each umask."""
     modes = []
 
     def looked_at(descriptor: int, offset: int, size: int) -> None:
@@ -77,7 +77,7 @@ def test_nobody_else_can_open_the_files() -> None:
 
 
 def without_room(group: EPGroup, name: str) -> tuple[str, int]:
-    """What a rank says where rank 1 has no room, and how many sums it can still do with the others."""
+    """A rank's error if rank 1 has no room, and the number of ranks in a gather afterwards."""
     name_files(name, group.rank)
 
     def full(descriptor: int, offset: int, size: int) -> None:

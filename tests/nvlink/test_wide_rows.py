@@ -1,4 +1,4 @@
-"""Rows as words with more scales, or entries, than a warp has threads: what a wait judges is what is used."""
+"""Rows as words with more scales, or entries, than a warp has threads: only words checked for arrival are used."""
 
 import dataclasses
 

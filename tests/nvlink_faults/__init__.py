@@ -1,1 +1,1 @@
-"""Tests of what the one-sided transport does when ranks are lost or refuse: in the interpreter, or on several GPUs."""
+"""Tests of the one-sided transport with lost ranks and refused rounds: in the interpreter, or on several GPUs."""

@@ -1,6 +1,6 @@
 """Rounds that are easy to check, and ways to lose a rank.
 
-All numbers are small integers and powers of two, so that float32 sums are exact in any order. Letters: T tokens on this
+All values are small integers and powers of two, so that float32 sums are exact in any order. Letters: T tokens on this
 rank, H hidden, K top-k, E experts, R ranks.
 """
 
@@ -23,11 +23,11 @@ from ep_moe.routing import Routing
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
-NUM_RANKS = 3 if INTERPRETING else min(torch.cuda.device_count(), 3)  # with two nobody else is there to be blamed
+NUM_RANKS = 3 if INTERPRETING else min(torch.cuda.device_count(), 3)  # with two ranks no third one could be blamed
 CAN_RUN = NUM_RANKS >= 2
 CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
-PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # where no rank is lost
-SLACK_SECS = 5.0  # of a machine whose cores the ranks share
+PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests without a lost rank
+SLACK_SECS = 5.0  # for a machine whose cores the ranks share
 HIDDEN, NUM_TOKENS, MAX_TOKENS, NUM_TOPK, EXPERTS_PER_RANK = 16, 2, 4, 2, 2
 LOST_ROUND = 1
 
@@ -43,7 +43,7 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, 
 
 def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
     if INTERPRETING:
-        from quick_interpreter import hurry  # Triton: only where it can run
+        from quick_interpreter import hurry  # imports Triton, which not every machine has
 
         hurry()
     return check(group, *args)
@@ -51,7 +51,7 @@ def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
 
 def make_transport(group: EPGroup, **options: Any) -> Any:
     """A transport of float32 with one slot, unless `options` say otherwise."""
-    from ep_moe.transport.nvlink import NvlinkTransport  # Triton: only where it can run
+    from ep_moe.transport.nvlink import NvlinkTransport  # imports Triton, which not every machine has
 
     placement = Placement.linear(EXPERTS_PER_RANK * group.num_ranks, group.num_ranks)
     sizes = {"hidden": HIDDEN, "max_tokens_per_rank": MAX_TOKENS, "max_topk": NUM_TOPK, "num_slots": 1}
@@ -69,12 +69,12 @@ def inputs(rank: int, round_: int, num_ranks: int) -> tuple[torch.Tensor, Routin
 
 
 def expert(values: torch.Tensor, index: int) -> torch.Tensor:
-    """What an expert computes, and no other one."""
+    """The output of an expert, different for each."""
     return values * (index + 2) - 8 * index
 
 
 def expected(rank: int, round_: int, active: tuple[bool, ...]) -> torch.Tensor:
-    """What a round gives a rank: the sum over the experts of active ranks."""
+    """The expected result of a round on a rank: the sum over the experts of active ranks."""
     x, routing = inputs(rank, round_, len(active))
     out = torch.zeros(NUM_TOKENS, HIDDEN)
     for token, ids in enumerate(routing.topk_ids.tolist()):
@@ -85,7 +85,7 @@ def expected(rank: int, round_: int, active: tuple[bool, ...]) -> torch.Tensor:
 
 
 def expected_counts(rank: int, round_: int, active: tuple[bool, ...]) -> list[int]:
-    """How many tokens of active ranks come to each expert of a rank."""
+    """The number of tokens from active ranks for each expert of a rank."""
     ids = [i for s, there in enumerate(active) if there for i in inputs(s, round_, len(active))[1].topk_ids.flatten()]
     return [ids.count(index) for index in range(rank * EXPERTS_PER_RANK, (rank + 1) * EXPERTS_PER_RANK)]
 
@@ -99,7 +99,7 @@ def begin(transport: Any, round_: int, **options: Any) -> Any:
 
 
 def finish(transport: Any, dispatched: Any) -> tuple[torch.Tensor, list[int]]:
-    """The experts and the combine: the result on the CPU, and how many tokens came to each expert."""
+    """The experts and the combine: the result on the CPU, and the number of tokens of each expert."""
     batch = dispatched.batch
     y = torch.full(batch.output_shape, float("nan"), device=batch.x.device)
     counts = batch.expert_num_tokens.tolist()
@@ -116,7 +116,7 @@ def run_round(transport: Any, round_: int) -> tuple[torch.Tensor, list[int]]:
 
 
 def check_round(transport: Any, round_: int) -> None:
-    """A round among all active ranks gives what it should."""
+    """Assert that a round among all active ranks gives the expected result."""
     active = transport.active_ranks
     out, counts = run_round(transport, round_)
     assert counts == expected_counts(transport.rank, round_, active), f"round {round_}: {counts}"
@@ -134,10 +134,10 @@ def be_lost(how: str, secs: float = 1000.0) -> None:
 
 
 def record(folder: Path, rank: int, outcome: Any) -> None:
-    """Write down what a rank has seen."""
+    """Save a rank's observations to a file."""
     (folder / str(rank)).write_bytes(pickle.dumps(outcome))
 
 
 def recorded(folder: Path) -> dict[int, Any]:
-    """What ranks have written down."""
+    """The saved observations of the ranks."""
     return {int(path.name): pickle.loads(path.read_bytes()) for path in sorted(folder.iterdir())}

@@ -1,4 +1,4 @@
-"""These files are collected where kernels can run: in the interpreter, or on GPUs, as multi-GPU tests."""
+"""These files are collected if kernels can run: in the interpreter, or on GPUs, as multi-GPU tests."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark before pytest selects by marks."""
+    """Add marks before pytest selects by marks."""
     for item in items:
         if not INTERPRETING and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.multigpu)

@@ -1,4 +1,4 @@
-"""on_peer_loss "raise": every survivor names the rank that is lost, the same one, within the deadline."""
+"""on_peer_loss "raise": every survivor names the same lost rank within the timeout."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ NOBODY = 255
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, folder: Path) -> None:
-    """Run rounds until the victim is lost; survivors write down whom they blame, when, and what comes after."""
+    """Run rounds until the victim is lost; survivors record the blamed rank, the time, and later errors."""
     transport = make_transport(group)
     start = time.monotonic()
     try:
@@ -91,7 +91,7 @@ def test_survivors_name_the_lost_rank(
 
 
 def come_late(group: EPGroup, folder: Path) -> None:
-    """A rank that never comes to the first round."""
+    """Rank 1 never joins the first round."""
     transport = make_transport(group)
     if group.rank == 1:
         be_lost("stuck")
@@ -111,10 +111,10 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 def tell(group: EPGroup, phase: str) -> int:
-    """The last rank does not come, and rank 0 alone loses timeout_ns: what this rank's abort word says.
+    """The last rank does not join, and only rank 0 times out: returns this rank's abort word.
 
-    No watchdog runs, nobody asks the group, and the others' timeout_ns does not end: their waits end by what rank 0's
-    kernel writes into their abort words, or by the timer here, which names nobody.
+    No watchdog runs, no rank asks the group, and the other ranks' timeouts are too long to end: their waits end because
+    rank 0's kernel sets their abort words, or by the timer here, which names no rank.
     """
     transport, stuck = make_transport(group), group.num_ranks - 1
     transport._faults._watchdog.stop()
@@ -135,7 +135,7 @@ def tell(group: EPGroup, phase: str) -> int:
         time.sleep(0.01)
     timer.cancel()
     word = int(transport._memory.abort[0])
-    group.barrier()  # nobody's memory goes while another writes there
+    group.barrier()  # no rank frees memory while another writes to it
     transport.destroy()
     return word & 0xFFFFFFFF
 

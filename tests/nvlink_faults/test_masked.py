@@ -31,9 +31,9 @@ ALL = (True,) * NUM_RANKS
 
 
 def go_on(group: EPGroup, victim: int, how: str, where: str, folder: Path) -> None:
-    """Run rounds; the victim is lost in one; survivors write down what each round gave.
+    """Run rounds; the victim is lost in one; survivors record the result of each round.
 
-    Where it is lost between two ranks, rank 1 has all of its combine and begins the next round, rank 0 waits for it.
+    If it is lost between two ranks, rank 1 has received its combine and begins the next round, rank 0 still waits.
     """
     from ep_moe.kernels import exchange as device_code
 

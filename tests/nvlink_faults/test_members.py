@@ -1,4 +1,4 @@
-"""How ranks agree on who goes on: threads over one store, without kernels."""
+"""The agreement of ranks on the active ranks: threads over one store, without kernels."""
 
 import threading
 import time
@@ -22,20 +22,20 @@ YES, NO = True, False
 
 
 class Group(SimpleNamespace):
-    """As much of a group as `Members` asks for."""
+    """A stand-in for a group, with the parts that `Members` uses."""
 
     def connect_store(self) -> dist.Store:
         return self.store.clone()
 
 
 def members(store: dist.Store, num_ranks: int, gone: tuple[int, ...] = ()) -> list[Members]:
-    """Those of all ranks."""
+    """The `Members` of all ranks."""
     known = {"num_ranks": num_ranks, "config": CONFIG, "gone_ranks": gone, "left_ranks": (), "store": store}
     return [Members(Group(rank=rank, **known)) for rank in range(num_ranks)]
 
 
 def together(calls: dict[int, Any]) -> tuple[dict[int, Decision], float]:
-    """What each rank's call returns, and how long all took."""
+    """The result of each rank's concurrent call, and the time of all."""
     decided: dict[int, Decision] = {}
     start = time.monotonic()
     threads = [threading.Thread(target=lambda r=r, c=c: decided.update({r: c()})) for r, c in calls.items()]

@@ -55,7 +55,7 @@ def send(transport: Any, round_: int) -> None:
 
 
 def compute(transport: Any, dispatched: Any) -> torch.Tensor:
-    """What the experts make of a batch; ones where there is no row."""
+    """The experts' output for a batch; ones in rows without a token."""
     batch = dispatched.batch
     y = torch.ones(batch.output_shape, device=batch.x.device)
     ranges = zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True)
@@ -66,7 +66,7 @@ def compute(transport: Any, dispatched: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def blindfolded(transport: Any) -> Iterator[None]:
-    """The host does not look at what kernels have reported, as if a CUDA graph were replayed."""
+    """The host does not read the kernels' reports, as when a CUDA graph is replayed."""
     look, transport._faults.look = transport._faults.look, lambda **_: None
     try:
         yield
@@ -75,9 +75,9 @@ def blindfolded(transport: Any) -> Iterator[None]:
 
 
 def advance(transport: Any, progress: str) -> Any:
-    """Take slot 0's round as far as it shall be before the loss; returns the batch where it has been received.
+    """Run slot 0's round up to its stage before the loss; returns the batch if it has been received.
 
-    All ranks meet between two halves, so that none waits for one that is not to send.
+    A barrier separates the halves, so that no rank waits for one that will not send.
     """
     dispatched = None
     group, step = transport._group, ["late", "blind", "sent", "received", "returned"].index(progress)
@@ -93,7 +93,7 @@ def advance(transport: Any, progress: str) -> Any:
 
 
 def bring_home(transport: Any, progress: str, dispatched: Any) -> torch.Tensor:
-    """What slot 0's round gives, from where it was left."""
+    """Finish slot 0's round from its stage; returns the result."""
     dispatched = dispatched or transport.dispatch_recv(slot=0)
     out = torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE)
     if progress == "returned":

@@ -1,4 +1,4 @@
-"""Rounds that a rank refuses, by its host or its device: NaN for all, told by `check`, and the next round is right."""
+"""Rounds that a rank refuses, on its host or its device: NaN for all, `check` raises, and the next round is right."""
 
 import logging
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def fewer_ids(given: dict[str, Any]) -> None:
     given["ids"], given["weights"] = given["ids"][:, :1].contiguous(), given["weights"][:, :1].contiguous()
 
 
-# what is wrong, whether the culprit's call raises, what `check` says to the others, and to the culprit
+# mistake, whether the culprit's call raises, the error of `check` on the others, and on the culprit
 MISTAKES = {
     "dtype": (doubled, True, "rank 1 refused its input in round {round}; its own error says why", ""),
     "too-many": (too_many, True, f"num_tokens (6) exceeds max_tokens_per_rank ({MAX_TOKENS}) on rank 1", ""),
@@ -76,7 +76,7 @@ MISTAKES = {
 
 
 def said_by(transport: Any) -> str:
-    """What `check` raises, once."""
+    """The error of `check`, which is raised only once."""
     try:
         transport.check()
     except ValueError as error:
@@ -86,7 +86,7 @@ def said_by(transport: Any) -> str:
 
 
 def refuse_rounds(group: EPGroup) -> dict[str, tuple[str, str]]:
-    """For each mistake what was expected and what was said; two more for rounds that nobody checks."""
+    """For each mistake the expected error and the raised one; two more for rounds without `check`."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: logged.append(entry.getMessage())  # type: ignore[method-assign]

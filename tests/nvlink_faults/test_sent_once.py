@@ -1,6 +1,6 @@
-"""A round's results are sent home once, whatever fails in between and whatever is launched again.
+"""A round's results are sent to the source ranks once, whatever fails in between or is launched again.
 
-Home restores its sentinels when it has read a row: results that come once more would be the next round's.
+A source rank restores its sentinels when it has read a row: results sent again would be taken for the next round's.
 """
 
 import time
@@ -32,7 +32,7 @@ from nvlink_faults.common import (
 )
 
 CULPRIT = 1
-# which call a slot waits for when it is abandoned, and what of the first call of `abandon` fails
+# the call that a slot waits for when it is abandoned, and the part of the first `abandon` that fails
 FAILURES = (
     ("dispatch_recv", "discard"),
     ("dispatch_recv", "memory"),
@@ -40,9 +40,9 @@ FAILURES = (
     ("combine_send", "receive"),
     ("combine_recv", "receive"),
 )
-READ_SECS = 0.5  # for others to read what a call that failed may have sent
+READ_SECS = 0.5  # for others to read results that a failed call may have sent
 WHOLE, SEND, RECEIVE = (True, True), (True, False), (False, True)
-# the launches of a combine, of which the last is one too many
+# the launches of a combine; the last is one too many
 LAUNCHES = {
     "whole-again": (WHOLE, WHOLE),
     "send-after-whole": (WHOLE, SEND),
@@ -67,7 +67,7 @@ def failing_once(call: Callable[..., Any], when: Callable[..., bool] = lambda *_
 
 
 def begin_until(transport: Any, round_: int, stage: str) -> Any:
-    """Open a round on slot 0 until it waits for a call; returns its batch if it has one."""
+    """Run a round on slot 0 until it waits for `stage`; returns its batch if it has one."""
     x, routing = inputs(transport.rank, round_, transport.num_ranks)
     routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
     transport.dispatch_send(x.to(DEVICE), routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
@@ -80,7 +80,7 @@ def begin_until(transport: Any, round_: int, stage: str) -> Any:
 
 
 def abandon_twice(group: EPGroup) -> list[str]:
-    """The culprit abandons rounds, and its first call fails; returns what went wrong with them or with the next."""
+    """The culprit abandons rounds, and its first call fails; returns the errors in them or in the next round."""
     from ep_moe.transport.nvlink import transport as module
 
     transport, round_, wrong = make_transport(group), 0, []
@@ -112,7 +112,7 @@ def abandon_twice(group: EPGroup) -> list[str]:
 
 
 def judge(out: torch.Tensor, rank: int, round_: int, stage: str, num_ranks: int) -> list[str]:
-    """Tokens that went to the culprit are NaN, the others are right; where it had sent results these are its ones."""
+    """Tokens sent to the culprit are NaN, or its ones if it had sent results; the others are right."""
     ids = inputs(rank, round_, num_ranks)[1].topk_ids
     went = (ids // EXPERTS_PER_RANK == CULPRIT).any(1)
     wanted = expected(rank, round_, (True,) * num_ranks)
@@ -127,7 +127,7 @@ def test_abandon_goes_on_where_it_failed() -> None:
 
 
 def launch_again(group: EPGroup) -> list[str]:
-    """The culprit's kernels run as a graph's would that is replayed once too often; returns what went wrong."""
+    """The culprit's kernels run once too often, as when a graph is replayed; returns the errors."""
     transport, wrong = make_transport(group), []
     for index, (name, launches) in enumerate(LAUNCHES.items()):
         dispatched, out = begin(transport, 2 * index), None

@@ -1,10 +1,10 @@
-"""A machine for ranks that are lost: explores every interleaving, every order of delivery and every moment of a loss.
+"""Model checker for lost ranks: explores every interleaving, every order of delivery and every moment of a loss.
 
-The last rank dies in its first rounds, after any of its stores; the others go on without it. These run calls one after
-another (`Call`): the halves of a dispatch and the combine of a slot, and looks of their hosts, which settle a loss with
-each other through the store. A kernel is one program, whose warps look at changing words each for itself.
+The last rank dies in its first rounds, after any of its stores; the others go on without it. They run calls one after
+another (`Call`): the halves of a dispatch and the combine of a slot, and checks of their hosts, which agree on a loss
+through the store. A kernel is one program, whose warps poll changing words independently.
 
-Only results and aborts travel as messages: when a cell arrives is the same as when its reader looks.
+Only results and aborts travel as messages: a delayed header is the same as a reader that polls later.
 
 Letters: a is a rank, b another, e the epoch of a round, s a slot.
 """
@@ -23,13 +23,13 @@ class Model:
         self.stores_of_victim = [*phases[0], *phases[1], *phases[2]]
 
     def first(self) -> State:
-        """Nothing has been called."""
+        """The state before any call."""
         slots, every = (Slot(),) * self.case.num_slots, tuple(range(self.case.num_ranks))
         ranks = tuple(Rank(slots=slots, active=every) for _ in self.survivors)
         return State(ranks, frozenset(), frozenset(), frozenset(), frozenset(), 0, False)
 
     def moves(self, state: State) -> Iterator[State | str]:
-        """Every state that one step leads to, or what is wrong with the step."""
+        """Every state that one step leads to, or the error of the step."""
         for message in state.flight:
             if not any(other[:4] == message[:4] and other[4] < message[4] for other in state.flight):
                 yield self.deliver(state, message)
@@ -41,14 +41,14 @@ class Model:
                 yield from self.live(state)
 
     def live(self, state: State) -> Iterator[State]:
-        """The next store of the last rank: in its combine once all others' dispatch is there."""
+        """The next store of the last rank; those of its combine once all other ranks have sent their dispatch."""
         name, a, s = self.stores_of_victim[state.lived]
         if name == "D" or all(rank.slots[s].told for rank in state.ranks):
             words = self.written(state.words, (name, a, self.case.victim, s), 1)
             yield state._replace(words=words, lived=state.lived + 1)
 
     def deliver(self, state: State, message: Message) -> State:
-        """A store arrives."""
+        """Deliver a store."""
         writer, name, owner, s, value = message
         state = state._replace(flight=state.flight - {message})
         if name == "A":
@@ -62,21 +62,21 @@ class Model:
 
     @staticmethod
     def value(state: State, name: str, a: int, b: int, s: int) -> int:
-        """What a word of rank a holds that rank b writes."""
+        """The value of a word of rank a that rank b writes."""
         return next((word[4] for word in state.words if word[:4] == (name, a, b, s)), 0)
 
     @staticmethod
     def put(state: State, a: int, rank: Rank) -> State:
-        """The state with another rank a."""
+        """The state with rank a replaced."""
         return state._replace(ranks=(*state.ranks[:a], rank, *state.ranks[a + 1 :]))
 
     def is_off(self, rank: Rank, s: int, e: int) -> bool:
-        """Whether a round is not exchanged: a rank has given up, or all have agreed to resume later."""
+        """Whether a round is skipped: a rank has timed out, or all have agreed to resume later."""
         resume = 0 if self.case.broken == "rounds-behind-are-exchanged" else rank.slots[s].resume
         return rank.abort or e < resume
 
     def send(self, state: State, a: int, names: str, s: int, e: int) -> State:
-        """Stores to the other survivors: results and aborts are on their way, cells have come."""
+        """Store to the other survivors: results and aborts become messages, headers arrive at once."""
         for b in self.survivors:
             for name in names if b != a else "":
                 if name in "YA":
@@ -89,7 +89,7 @@ class Model:
         """The steps that rank a may take."""
         case, rank = self.case, state.ranks[a]
         if case.agrees and not rank.abort and self.called(state, rank):
-            yield self.put(state, a, rank._replace(abort=True))  # by the thread that watches
+            yield self.put(state, a, rank._replace(abort=True))  # by the watchdog thread
         if rank.at == len(case.calls):
             return
         op, s = case.calls[rank.at]
@@ -116,11 +116,11 @@ class Model:
             yield self.begin_combine(state, a, s)
 
     def waiting(self, rank: Rank, part: str) -> Rank:
-        """A rank whose warps begin to look."""
+        """A rank whose warps begin to poll."""
         return rank._replace(part=part, warps=(("looks", LATE),) * self.case.num_warps)
 
     def begin_combine(self, state: State, a: int, s: int) -> State:
-        """The cell, which says that all of the dispatch is read, and the results."""
+        """Send the combine header, which says that the dispatch has been read, and the results."""
         rank = state.ranks[a]
         slot = rank.slots[s]
         if self.is_off(rank, s, slot.begun):
@@ -129,7 +129,7 @@ class Model:
         return self.put(state, a, self.waiting(rank, "C"))
 
     def awaited(self, state: State, a: int) -> list[tuple[str, int]]:
-        """The words that rank a waits for and that are not there: name and writer."""
+        """The words that rank a still waits for: name and writer."""
         rank = state.ranks[a]
         _, s = self.case.calls[rank.at]
         slot = rank.slots[s]
@@ -140,7 +140,7 @@ class Model:
         return [(rank.part, b) for b in others if self.value(state, rank.part, a, b, s) != e]
 
     def look(self, state: State, a: int) -> Iterator[State | str]:
-        """A warp looks, or all warps agree on what they have seen."""
+        """A warp polls, or all warps agree on their results."""
         case, rank = self.case, state.ranks[a]
         alone = case.broken == "warps-decide-alone"
         late = bool(self.awaited(state, a))
@@ -148,7 +148,7 @@ class Model:
             if where == "looks":
                 seen = [HERE if not late else OVER if rank.abort else LATE]
                 if len(rank.warps) == 1 and seen == [LATE]:
-                    seen = []  # it looks again
+                    seen = []  # it polls again
                 if late and not rank.abort and self.may_give_up(state, a):
                     seen.append(TIMED_OUT)
                 for found in seen:
@@ -156,7 +156,7 @@ class Model:
                     warps = (*rank.warps[:w], (there, found), *rank.warps[w + 1 :])
                     yield self.put(state, a, rank._replace(warps=warps))
         found = [found for where, found in rank.warps if where in ("meets", "left")]
-        if len({where for where, _ in rank.warps}) == 1 and found:  # they meet at the same barrier
+        if len({where for where, _ in rank.warps}) == 1 and found:  # all are at the same barrier
             if max(found) == TIMED_OUT:
                 yield self.end_wait(self.give_up(state, a), a, fine=False)
             elif max(found) == OVER:
@@ -167,19 +167,19 @@ class Model:
                 yield from self.go_on(state, a)
 
     def may_give_up(self, state: State, a: int) -> bool:
-        """Whether a wait lasts so long: only for a rank that is lost."""
+        """Whether a wait may time out: only if a rank is lost."""
         bounded = a in self.case.may_time_out and self.case.broken != "waits-without-a-bound"
         return bounded and state.dead and self.case.victim in state.ranks[a].active
 
     def give_up(self, state: State, a: int) -> State:
-        """Say so here and to every rank."""
+        """Time out: set the abort word here and on every rank."""
         state = self.put(state, a, state.ranks[a]._replace(abort=True))
         if self.case.broken == "tells-nobody":
             return state
         return self.send(state, a, "A", 0, 0)
 
     def go_on(self, state: State, a: int) -> Iterator[State | str]:
-        """All words are there."""
+        """Continue after a wait for which all words have arrived."""
         rank = state.ranks[a]
         _, s = self.case.calls[rank.at]
         slot = rank.slots[s]
@@ -197,7 +197,7 @@ class Model:
             yield self.end_wait(state, a, fine=rank.part == "D")
 
     def end_wait(self, state: State, a: int, *, fine: bool) -> State:
-        """The kernel ends."""
+        """End the kernel."""
         rank = state.ranks[a]
         op, s = self.case.calls[rank.at]
         slot = rank.slots[s]
@@ -213,16 +213,16 @@ class Model:
         return any(number == rank.agreed for number, _, _ in state.votes)
 
     def settle(self, state: State, a: int, *, must: bool) -> Iterator[State | str]:
-        """The host looks, and if a rank has given up agrees with the others on how to go on."""
+        """The host checks the abort word and, if it is set, agrees with the others on how to go on."""
         case, rank = self.case, state.ranks[a]
         k, survivors = rank.agreed, self.survivors
         if rank.part == "begin":
-            if not (rank.abort and must):  # a host need not know yet
+            if not (rank.abort and must):  # a "look" may still miss the abort
                 yield self.put(state, a, rank._replace(at=rank.at + 1))
             rested = case.broken == "votes-before-its-stores-have-landed" or all(m[0] != a for m in state.flight)
             if rank.abort and not case.agrees:
                 yield self.put(state, a, rank._replace(at=len(case.calls)))  # raises
-            elif rank.abort and k == 2:  # one rank is lost
+            elif rank.abort and k == 2:  # only one rank is lost, so one agreement is enough
                 yield "agreements without end"
             elif rank.abort and rested:
                 received = case.broken == "votes-for-what-it-has-received"
@@ -237,7 +237,7 @@ class Model:
             yield self.put(state, a, rank._replace(part="begin"))
 
     def reset(self, state: State, a: int, votes: dict[int, tuple[int, ...]]) -> State:
-        """Take up the decision, with clean memory."""
+        """Adopt the decision and clean this rank's memory."""
         rank, broken = state.ranks[a], self.case.broken
         for s in range(self.case.num_slots):
             last = votes[a][s] if broken == "resumes-where-it-stands" else max(epochs[s] for epochs in votes.values())
@@ -250,7 +250,7 @@ class Model:
         return self.put(state._replace(clean=state.clean | {(rank.agreed, a)}), a, after)
 
     def stuck(self, state: State) -> set[str]:
-        """What ranks wait for in a state without moves; of one in which all have ended, what they have to show."""
+        """The errors of a state without moves: waits that never end, or wrong results if all ranks have ended."""
         case, found = self.case, set[str]()
         for a, rank in enumerate(state.ranks):
             if rank.at < len(case.calls):
@@ -263,7 +263,7 @@ class Model:
 
 
 def explore(case: Case, until: str = "") -> tuple[set[str], int]:
-    """Everything that can go wrong, and the number of states; the rest is left out once `until` is found."""
+    """All errors that can happen, and the number of states; stops once `until` is found."""
     model = Model(case)
     first = model.first()
     seen, todo, found = {first}, [first], set[str]()

@@ -1,7 +1,7 @@
-"""A machine for protocols between ranks: explores every interleaving of their programs and every order of delivery.
+"""Model checker for protocols between ranks: explores every interleaving of programs and every order of delivery.
 
-A kernel is a set of concurrent programs of one rank. What they store travels as messages, delivered in any order, also
-after their kernel ended. Loads happen in program order: weak loads are not modelled.
+A kernel is a set of concurrent programs of one rank. Their stores travel as messages, delivered in any order, also
+after their kernel has ended. Loads happen in program order: weak loads are not modelled.
 
 Letters: a is a rank, n a round (from 1), i a program by number. A word is (name, owner, writer, index): it lies in
 the memory of rank `owner`, rank `writer` writes it. Memory starts as zeros, but for Y, which starts as sentinels.
@@ -17,7 +17,7 @@ SENTINEL = None
 
 
 class Value(NamedTuple):
-    """What a word holds: the epoch that it carries, and, unseen by the programs, the round that it belongs to."""
+    """The value of a word: its epoch and, invisible to the programs, the round that it belongs to."""
 
     epoch: int = 0
     round: int = 0
@@ -25,7 +25,7 @@ class Value(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of a program: what it does to which word.
+    """One step of a program: an operation on a word.
 
     epoch: reads the program's epoch from a counter and adds `count`; given: the epoch is `count`; count: writes the
     epoch to a counter; store, poison: sends the epoch (P and Y: data) or the sentinel; fence: until all that this
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     op: str
     word: Word = ("", 0, 0, 0)
     count: int = 0
-    looped: bool = False  # left out where the loop bound is 0
+    looped: bool = False  # skipped if the loop bound is 0
 
 
 class Program(NamedTuple):
@@ -59,16 +59,16 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What the machine promises, and how it counts."""
+    """Guarantees of the machine, and the range of its epochs."""
 
     lands: str = "local"  # stores that are delivered before the kernels after start: none, local ones, all
     in_order: bool = False  # stores of one rank to one word are delivered in program order
     period: int = 2**32  # epochs count modulo this
-    start: int = 0  # rounds done before the first
+    start: int = 0  # rounds before the first modelled one
 
 
 class Model:
-    """Programs made ready to explore: words by number, and which programs may run at the same time."""
+    """Programs prepared for exploring: words by number, and which programs may run at the same time."""
 
     def __init__(self, programs: list[Program], machine: Machine) -> None:
         self.programs, self.machine = programs, machine
@@ -84,7 +84,7 @@ class Model:
         self.contested = self.contested_steps()
 
     def unordered(self) -> list[list[int]]:
-        """For each program itself and those of its rank that may run at the same time."""
+        """For each program, itself and the programs of its rank that may run at the same time."""
         ancestors: list[set[int]] = []
         for program in self.programs:
             ancestors.append(set(program.after).union(*(ancestors[i] for i in program.after if i < len(ancestors))))
@@ -94,7 +94,7 @@ class Model:
         ]
 
     def contested_steps(self) -> set[tuple[int, int]]:
-        """Steps on a rank's own counters that a program which runs at the same time may see or disturb."""
+        """Steps on a rank's own counters that conflict with a program which may run at the same time."""
         return {
             (i, at)
             for i, program in enumerate(self.programs)
@@ -105,14 +105,14 @@ class Model:
         }
 
     def live(self, a: int, threads: Sequence[tuple[int, int, int]]) -> Sequence[int]:
-        """The programs of rank a that may run now: those abreast of the first that has not ended."""
+        """The programs of rank a that may run now: those concurrent with the first that has not ended."""
         for i in self.of_rank[a]:
             if threads[i][0] < self.ends[i]:
                 return self.abreast[i]
         return ()
 
     def first(self) -> State:
-        """The state before anything ran: zeroed memory, result rows poisoned, counters at `start`."""
+        """The state before any step: zeroed memory, sentinels in result rows, counters at `start`."""
         memory: list[Value | None] = [Value()] * len(self.words)
         for index, name in enumerate(self.names):
             if name == "Y":
@@ -126,7 +126,7 @@ class Model:
         return state
 
     def started(self, program: int, threads: list, flight: set) -> bool:
-        """Whether the kernels before have ended and what they stored is where it has to be."""
+        """Whether the kernels before have ended and their stores have been delivered as `Machine.lands` says."""
         rank, _, after, _ = self.programs[program]
         for i in after:
             if threads[i][0] < self.ends[i]:
@@ -138,7 +138,7 @@ class Model:
         )
 
     def settle(self, a: int, threads: list, memory: list, flight: set) -> State:
-        """Runs all steps of rank a that nobody can see or disturb, in any order the same; freezes the state."""
+        """Runs all steps of rank a that are independent of other programs, so in any order; freezes the state."""
         moved = True
         while moved:
             moved = False
@@ -150,7 +150,7 @@ class Model:
         return State(tuple(threads), tuple(memory), frozenset(flight))
 
     def quiet_step(self, i: int, threads: list, memory: list, flight: set) -> bool:
-        """Runs the next step of program i if it can run and commutes with all that others may do; whether it did."""
+        """Runs the next step of program i if it can run and commutes with all others' steps; returns whether it did."""
         at, epoch, bound = threads[i]
         step, word = self.steps[i][at]
         if step.looped and not bound:
@@ -164,7 +164,7 @@ class Model:
             epoch = step.count
         elif step.op in ("epoch", "count") and (i, at) not in self.contested:
             epoch = self.count(step, word, epoch, memory)
-        elif step.op == "keep":  # no other kernel runs that knows the word
+        elif step.op == "keep":  # no kernel that runs at the same time uses the word
             memory[word] = Value(epoch, self.programs[i].round, bound)
         elif step.op == "recall":
             bound = memory[word].count
@@ -183,7 +183,7 @@ class Model:
         return (memory[word].epoch + step.count) % self.machine.period
 
     def visible_step(self, i: int, state: State) -> tuple[State | None, str]:
-        """Runs the next step of program i, which others may see or disturb: the state after it, or what went wrong."""
+        """Runs the next step of program i, which may conflict with others: the state after it, or an error."""
         at, epoch, bound = state.threads[i]
         step, word = self.steps[i][at]
         memory, value, n = list(state.memory), state.memory[word], self.programs[i].round
@@ -207,7 +207,7 @@ class Model:
         return self.settle(self.programs[i].rank, threads, memory, set(state.flight)), ""
 
     def moves(self, state: State) -> Iterator[tuple[State | None, str]]:
-        """Every state that one delivery or one step leads to, and every race that a step runs into."""
+        """Every state that one delivery or one step leads to, and every race that a step meets."""
         for message in state.flight:
             program, word, value = message
             if self.machine.in_order and self.behind(message, state):
@@ -222,13 +222,13 @@ class Model:
                 yield after, wrong
 
     def behind(self, message: tuple[int, int, Value | None], state: State) -> bool:
-        """Whether an older store of the same rank to the same word is still on its way."""
+        """Whether an older store of the same rank to the same word is still in flight."""
         program, word, _ = message
         rank = self.programs[program].rank
         return any(i < program and other == word and self.programs[i].rank == rank for i, other, _ in state.flight)
 
     def running(self, state: State) -> list[int]:
-        """The programs that have started and not ended, and do not wait for a fence."""
+        """The programs that have started but not ended, and do not wait for a fence."""
         threads = state.threads
         return [
             i
@@ -239,7 +239,7 @@ class Model:
         ]
 
     def stuck(self, state: State) -> set[str]:
-        """What the programs of a state without moves wait for in vain; nothing if all have ended."""
+        """The waits that never end in a state without moves; none if all programs have ended."""
         found = set()
         for i in self.running(state):
             step, word = self.steps[i][state.threads[i][0]]
@@ -255,7 +255,7 @@ def explore(programs: list[Program], machine: Machine, until: str = "") -> tuple
     """Every state that the programs can reach: all races and deadlocks, and the number of states.
 
     Args:
-        until: a race or deadlock; once it is found the rest is left out.
+        until: a race or deadlock at which to stop.
     """
     model = Model(programs, machine)
     first = model.first()

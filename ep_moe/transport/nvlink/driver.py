@@ -71,7 +71,7 @@ class DriverLaunch:
     """A compiled kernel on a grid, launched repeatedly with new values of its last arguments.
 
     Eager host time beside Triton's launcher: dispatch 24 us, not 76, combine 12 us, not 37 (2 H200s, 1 and 128 tokens,
-    median of 400, Triton 3.6.0; docs/benchmarks/notes.md, 2026-11-21).
+    median of 400, Triton 3.6.0; docs/benchmarks/notes/2026-11-22-host-time.md, 2026-11-21).
 
     Args:
         compiled: Triton's CompiledKernel, loaded.

@@ -1,1 +1,1 @@
-"""A package of wrong kernels and a few right ones, on which the checker itself is tested."""
+"""A package of wrong kernels and a few right ones, for testing the checker itself."""

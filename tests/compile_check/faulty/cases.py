@@ -1,4 +1,4 @@
-"""One case for each way to be wrong, and for each right kernel that comes close to it."""
+"""One case for each kind of error, and for right kernels that are close to it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Kernels that break one rule each, as their names say, and right ones that come close."""
+"""Kernels that break one rule each, as their names say, and right ones that are close to it."""
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ def _product_kernel(
     K: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Right for fp8 and large tiles. A bias of 2 bytes a thread and a flag of 1 byte are no payload."""
+    """Right for fp8 and large tiles. A bias of 2 bytes per thread and a flag of 1 byte are no payload."""
     total = _product(x_ptr, w_ptr, hidden, M, N, K, WIDEN)
     total += tl.load(bias_ptr + tl.arange(0, N)).to(tl.float32)[None, :]
     if tl.load(flag_ptr) != 0:
@@ -48,7 +48,7 @@ def _product_kernel(
 
 @triton.jit
 def _copy_kernel(x_ptr, table_ptr, hidden, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a row through an address out of a table; narrow unless ALIGNED says that the address is."""
+    """Write a row to an address from a table; narrow unless ALIGNED declares the address aligned."""
     to = tl.load(table_ptr + tl.program_id(0)).to(tl.pointer_type(x_ptr.dtype.element_ty))
     if ALIGNED:
         to = tl.multiple_of(to, 16)
@@ -88,6 +88,6 @@ def _make():
 
 
 class Holder:
-    """Keeps a jit function where no module's names lead to it directly."""
+    """Holds a jit function that no name of a module refers to directly."""
 
     functions = _make()
