@@ -8,6 +8,8 @@ import types
 import typing
 from typing import Any
 
+import torch
+
 _PLAIN: dict[type, tuple[type, str]] = {  # accepted type and its name in errors; a bool is not accepted as a number
     bool: (bool, "true or false"),
     int: (numbers.Integral, "an integer"),
@@ -24,6 +26,17 @@ def shown(value: Any) -> str:
     except RecursionError:
         text = f"a nested {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def check_tensor(value: Any, name: str) -> None:
+    """Raise ValueError for a value that is not a dense tensor of this rank: other types, sparse and distributed ones.
+
+    Local, no host sync.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__} ({shown(value)}), not a tensor")
+    if value.layout is not torch.strided or hasattr(value, "to_local"):
+        raise ValueError(f"{name} is a {type(value).__name__} of layout {value.layout}, not dense")
 
 
 def typed(value: Any, wanted: Any, name: str) -> Any:

@@ -12,13 +12,13 @@ import torch
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts import Experts, create_experts
+from ep_moe.fields import check_tensor
 from ep_moe.group import PeerLostError
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input, route
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
-from ep_moe.transport.rounds import check_tensor
 from ep_moe.weights import ExpertWeights
 
 
@@ -241,10 +241,7 @@ class ExpertParallelMoE(torch.nn.Module):
         """Check the input and return the transport's: tokens, scaled by router weights or quantized as configured,
         and the routing with physical ids."""
         rank = self.transport.rank
-        names = ("router_logits",) if len(router) == 1 else ("topk_ids", "topk_weights")
-        given = {"hidden_states": hidden_states, **dict(zip(names, router, strict=False)), **named}
-        for name, tensor in given.items():
-            check_tensor(tensor, name, rank)
+        check_tensor(hidden_states, "hidden_states")
         if hidden_states.dim() != 2:
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)} on rank {rank}, expected [num_tokens, hidden]"
@@ -272,11 +269,12 @@ class ExpertParallelMoE(torch.nn.Module):
             routing = Routing(topk_ids=router[0], topk_weights=router[1])
         elif self.config.routing is None:
             raise ValueError("the layer has no routing config: pass topk_ids and topk_weights, not router_logits")
-        elif tuple(router[0].shape) != (hidden_states.shape[0], self.config.num_experts):
-            raise ValueError(
-                f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] "
-                f"({hidden_states.shape[0]}, {self.config.num_experts})"
-            )
         else:
+            check_tensor(router[0], "router_logits")
+            expected = (hidden_states.shape[0], self.config.num_experts)
+            if tuple(router[0].shape) != expected:
+                raise ValueError(
+                    f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] {expected}"
+                )
             routing = route(router[0], self.config.routing, routing_bias=self.routing_bias)
         return Routing(topk_ids=self.placement.to_physical(routing.topk_ids), topk_weights=routing.topk_weights)

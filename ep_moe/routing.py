@@ -9,6 +9,7 @@ import math
 import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
+from ep_moe.fields import check_tensor
 from ep_moe.quant import Quantized
 
 EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
@@ -28,9 +29,8 @@ class Routing:
 
     def __post_init__(self) -> None:
         ids, weights = self.topk_ids, self.topk_weights
-        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                raise ValueError(f"{name} are of type {type(tensor).__name__}; a dense tensor needed")
+        check_tensor(ids, "topk_ids")
+        check_tensor(weights, "topk_weights")
         if ids.dim() != 2 or ids.shape[1] < 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"topk_ids are {tuple(ids.shape)} {ids.dtype}; [T, K] int32 or int64 with K >= 1 needed")
         if weights.shape != ids.shape or weights.dtype != torch.float32:

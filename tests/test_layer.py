@@ -219,9 +219,14 @@ def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
     told = launch(mistakes_on_one_rank, num_ranks=3, device="cpu")
     words = [
         *("(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10)) on rank 1, such as", "topk_ids"),
-        *("router_logits is NoneType None", "router_logits is a list", "router_logits is a ndarray", "sparse_coo"),
-        *("topk_weights is NoneType None", "hidden_states is NoneType None", "hidden_states is a list"),
-        *("hidden_states is a ndarray", "sparse_coo", "hidden_states is ()"),
+        *(
+            "router_logits is a NoneType (None)",
+            "router_logits is a list (",
+            "router_logits is a ndarray (",
+            "sparse_coo",
+        ),
+        *("topk_weights is a NoneType (None)", "hidden_states is a NoneType (None)", "hidden_states is a list ("),
+        *("hidden_states is a ndarray (", "sparse_coo", "hidden_states is ()"),
     ]
     assert [len(said) for said in told] == [len(words)] * 3
     for number, expected_words in enumerate(words):
@@ -235,15 +240,22 @@ def test_one_rank_alone_refuses_what_is_no_tensor() -> None:
     x, logits = tokens(torch.float32)
     routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
     sound = layer(x, logits)
-    for call in (
-        lambda: layer(x, routing.topk_ids.tolist(), routing.topk_weights),
-        lambda: layer(x, topk_ids=None, topk_weights=routing.topk_weights),
-        lambda: layer(None, logits),
-        lambda: layer(x, routing.topk_ids + 10, routing.topk_weights),
-    ):
-        with pytest.raises(ValueError, match="on rank 0"):
+    for words, call in {
+        "topk_ids is a list": lambda: layer(x, routing.topk_ids.tolist(), routing.topk_weights),
+        "topk_ids is a NoneType": lambda: layer(x, topk_ids=None, topk_weights=routing.topk_weights),
+        "hidden_states is a NoneType": lambda: layer(None, logits),
+        "topk_ids has .* on rank 0, such as 19": lambda: layer(x, routing.topk_ids + 10, routing.topk_weights),
+    }.items():
+        with pytest.raises(ValueError, match=words):
             call()
         assert torch.equal(layer(x, logits), sound)
+
+
+def sent_to_rank_1(layer: ExpertParallelMoE, logits: torch.Tensor) -> torch.Tensor:
+    """Which tokens [T] have an expert on rank 1."""
+    ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
+    first, last = layer.placement.starts[1:3]
+    return ((ids >= first) & (ids < last)).any(1)
 
 
 def fail_on_one_rank(group: EPGroup) -> tuple[bool, bool]:
@@ -258,9 +270,7 @@ def fail_on_one_rank(group: EPGroup) -> tuple[bool, bool]:
             layer(x, logits)
         is_nan = True
     else:
-        ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
-        first, last = layer.placement.starts[1:3]
-        needs_rank_1 = ((ids >= first) & (ids < last)).any(1)
+        needs_rank_1 = sent_to_rank_1(layer, logits)
         is_nan = torch.equal(layer(x, logits).isnan().all(1), needs_rank_1)
     layer.shared_experts = shared
     return is_nan, torch.equal(layer(x, logits), sound)
@@ -291,9 +301,7 @@ def fail_before_tokens_are_sent(group: EPGroup, where: str, shared: bool) -> tup
             layer(x, logits)
         is_nan = True
     else:
-        ids = layer.placement.to_physical(route(logits, ROUTING, routing_bias=layer.routing_bias).topk_ids)
-        first, last = layer.placement.starts[1:3]
-        needs_rank_1 = ((ids >= first) & (ids < last)).any(1)
+        needs_rank_1 = sent_to_rank_1(layer, logits)
         found = layer(x, logits)
         is_nan = torch.equal(found.isnan().all(1), needs_rank_1)
         rest = ~needs_rank_1  # of other bits, for rank 1's tokens are not in the batch

@@ -134,22 +134,22 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple
 def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
     """The same with arguments of a wrong type, which must be refused like a tensor of a wrong shape."""
     good = _Brought.of(case, group)
-    changes: list[dict[str, Any]] = [
-        {"x": None},
-        {"x": good.x.tolist()},
-        {"x": good.x.float().cpu().numpy()},
-        {"x": good.x.to_sparse()},
-        {"x": good.x[0, 0]},
-        {"routing": None},
-        {"routing": (good.routing.topk_ids, good.routing.topk_weights)},
-        {"num_tokens": 3},
-        {"layer": 0},
-        {"layout": "compact"},
-        {"scheme": "none"},
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("x is a NoneType (None), not a tensor", {"x": None}),
+        ("x is a list (", {"x": good.x.tolist()}),
+        ("x is a ndarray (", {"x": good.x.float().cpu().numpy()}),
+        ("torch.sparse_coo, not dense", {"x": good.x.to_sparse()}),
+        ("x is ()", {"x": good.x[0, 0]}),
+        ("routing (None) is no Routing", {"routing": None}),
+        (") is no Routing", {"routing": (good.routing.topk_ids, good.routing.topk_weights)}),
+        ("num_tokens is a int (3), not a tensor", {"num_tokens": 3}),
+        ("layer (0) is no LayerTag", {"layer": 0}),
+        ("layout ('compact') is not one of", {"layout": "compact"}),
+        ("scheme ('none') is not a QuantScheme", {"scheme": "none"}),
     ]
+    told = f"rank {culprit} refused its input"
     mine = group.rank == culprit
-    words = "is" if mine else f"rank {culprit} refused its input"
-    return [(words, dataclasses.replace(good, **change)) for change in changes]
+    return [(words if mine else told, dataclasses.replace(good, **change)) for words, change in changes]
 
 
 def _with_bad_ids(ids: torch.Tensor) -> torch.Tensor:

@@ -48,12 +48,11 @@ class LayerTag:
     @classmethod
     def of(cls, number: int, config: MoEConfig, placement: Placement) -> "LayerTag":
         """The tag of a layer. Its layout may differ between ranks; its scheme is compared as the payload's format."""
-        kind, *numbers = dataclasses.astuple(config.activation)
-        activation = (kind.value, *(None if number is None else float(number) for number in numbers))
+        kind, *numbers = dataclasses.astuple(config.activation)  # floats, however they were given
         return cls(
             number=number % MOST_LAYERS,
             size=config.intermediate // ALIGNMENT % (1 << _SIZE_BITS),
-            activation=_digest(activation, _ACTIVATION_BITS),
+            activation=_digest((kind.value, *numbers), _ACTIVATION_BITS),
             placement=_digest((placement.physical_to_logical, placement.starts), _PLACEMENT_BITS),
         )
 

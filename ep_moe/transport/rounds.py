@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ep_moe.config import Layout, TransportConfig
+from ep_moe.fields import check_tensor, shown
 from ep_moe.layout import ExpertBatch
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
@@ -90,20 +91,6 @@ class Slots(Generic[State]):
         return self._slots[slot]
 
 
-def check_tensor(tensor: object, name: str, rank: int) -> None:
-    """Raise ValueError unless it is a dense tensor of this rank: neither another type, nor sparse or distributed."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} is {_shorten(tensor)} on rank {rank}, not a tensor")
-    if tensor.layout is not torch.strided or hasattr(tensor, "to_local"):
-        raise ValueError(f"{name} is a {type(tensor).__name__} of layout {tensor.layout} on rank {rank}, not dense")
-
-
-def _shorten(value: object) -> str:
-    """A value for a message: its type, and its repr if that is short."""
-    said = repr(value)
-    return f"{type(value).__name__} {said}" if len(said) <= 60 else f"a {type(value).__name__}"
-
-
 def check_dispatch(
     x: torch.Tensor | Quantized,
     routing: Routing,
@@ -122,19 +109,15 @@ def check_dispatch(
     """
     if not isinstance(scheme, QuantScheme):
         raise ValueError(f"scheme ({scheme!r}) is not a QuantScheme")
-    if not isinstance(routing, Routing):
-        raise ValueError(f"routing is {_shorten(routing)} on rank {rank}, not a Routing")
-    if not isinstance(layer, LayerTag):
-        raise ValueError(f"layer is {_shorten(layer)} on rank {rank}, not a LayerTag")
-    tensors = {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}
-    if isinstance(x, Quantized):
-        tensors |= {"x": x.values, "scale": x.scale}
-    else:
-        tensors["x"] = x
+    for name, given, wanted in (("routing", routing, Routing), ("layer", layer, LayerTag)):
+        if not isinstance(given, wanted):
+            raise ValueError(f"{name} ({shown(given)}) is no {wanted.__name__} on rank {rank}")
+    tensors = {"x": x.values, "scale": x.scale} if isinstance(x, Quantized) else {"x": x}
     if num_tokens is not None:
         tensors["num_tokens"] = num_tokens
     for name, tensor in tensors.items():
-        check_tensor(tensor, name, rank)
+        check_tensor(tensor, name)
+    tensors |= {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights}  # dense, as `Routing` checks
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) is not one of {', '.join(member.value for member in Layout)}")
     values = x.values if isinstance(x, Quantized) else x
@@ -203,8 +186,7 @@ def bad_ids_message(count: int, example: int, num_physical: int, rank: int) -> s
 
 def check_expert_output(y: torch.Tensor, batch: ExpertBatch) -> None:
     """Raise ValueError if `y` is not the experts' output for `batch`. Local, no host sync."""
-    if not isinstance(y, torch.Tensor) or y.layout is not torch.strided:
-        raise ValueError(f"expert output is {_shorten(y)}, not a dense tensor")
+    check_tensor(y, "expert output")
     if tuple(y.shape) != batch.output_shape or y.dtype != batch.dtype or y.device != batch.x.device:
         raise ValueError(
             f"expert output is {tuple(y.shape)} {y.dtype} on {y.device}, the {type(batch).__name__} batch needs "
@@ -222,9 +204,10 @@ def check_results(
 ) -> None:
     """Raise ValueError if `shared` or `out` does not fit a round of `shape` [T, H]. Local, no host sync."""
     for name, tensor in (("shared", shared), ("out", out)):
-        if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided):
-            raise ValueError(f"{name} is {_shorten(tensor)}, not a dense tensor")
-        if tensor is not None and (tuple(tensor.shape) != shape or tensor.device != device):
+        if tensor is None:
+            continue
+        check_tensor(tensor, name)
+        if tuple(tensor.shape) != shape or tensor.device != device:
             raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}, the round has {shape} on {device}")
     if out is not None and out.dtype != config.dtype:
         raise ValueError(f"out is {out.dtype}, the transport carries {config.dtype}")
