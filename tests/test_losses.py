@@ -7,7 +7,8 @@ on: from some round on, the same on all ranks, results are right again. `BROKEN`
 from dataclasses import replace
 
 import pytest
-from protocol.losses import explore
+from protocol.exploring import explore
+from protocol.losses import Model
 from protocol.ranks import Call, Case
 
 
@@ -38,7 +39,7 @@ DESIGNED = {
 
 @pytest.mark.parametrize("name", DESIGNED)
 def test_every_wait_ends_and_rounds_go_on(name: str) -> None:
-    found, states = explore(DESIGNED[name])
+    found, states = explore(Model(DESIGNED[name]))
     assert found == set()
     assert states > 300
 
@@ -60,9 +61,9 @@ BROKEN = {
 @pytest.mark.parametrize("rule", BROKEN)
 def test_without_a_rule(rule: str) -> None:
     wanted, case = BROKEN[rule]
-    assert wanted in explore(replace(case, broken=rule), until=wanted)[0]
+    assert wanted in explore(Model(replace(case, broken=rule)), until=wanted)[0]
 
 
 def test_who_is_clean_first_may_go_on() -> None:
     """Ranks wait for each other after an agreement to detect another loss; after a single loss they need not."""
-    assert explore(replace(ONE_SLOT, broken="goes-on-alone"))[0] == set()
+    assert explore(Model(replace(ONE_SLOT, broken="goes-on-alone")))[0] == set()

@@ -12,7 +12,8 @@ combine, Y a result row, which holds Lamport-style sentinels until it arrives.
 from dataclasses import dataclass, replace
 
 import pytest
-from protocol.model import Machine, Program, Step, explore
+from protocol.exploring import explore
+from protocol.model import Machine, Model, Program, Step
 
 Traffic = frozenset[tuple[int, int]]  # (source, destination): one row goes there, and its result comes back
 BOTH, HALF, NONE = frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}), frozenset[tuple[int, int]]()
@@ -205,7 +206,7 @@ def build(case: Case) -> list[Program]:
 
 def check(case: Case, until: str = "") -> set[str]:
     """All races and deadlocks of a case, or, once `until` is found, some of them."""
-    return explore(build(case), case.machine, until)[0]
+    return explore(Model(build(case), case.machine), until)[0]
 
 
 ONE_CELL = {"cells": ("D",), "lean": True}  # without cnt, which works like D: with R = 3 there are too many states

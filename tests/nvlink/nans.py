@@ -14,11 +14,13 @@ from ep_moe.testing.transports import TransportFactory
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_all_ones(make: TransportFactory, group: EPGroup) -> None:
-    """Every token with an expert gets NaN, no wait times out, and the next round is right.
+def check_all_ones(make: TransportFactory, group: EPGroup) -> int:
+    """Every token with an expert gets NaN, no wait times out, and the next round is right; returns the NaN rows seen.
 
-    In each model dtype, with weights applied by the combine (COMPACT) and before it (FLAT). Collective.
+    In each model dtype, with weights applied by the combine (COMPACT) and before it (FLAT).
+    Errors: AssertionError where that is not so. Collective.
     """
+    nan_rows = 0
     for dtype in DTYPES:
         tokens = (3,) * group.num_ranks
         case = TransportCase(
@@ -34,5 +36,7 @@ def check_all_ones(make: TransportFactory, group: EPGroup) -> None:
             transport.check()
             taken = (inputs.routing.topk_ids >= 0).any(1, keepdim=True)
             assert bool(torch.where(taken, out.isnan(), out == 0).all()), f"{dtype}, {layout.value}: {out}"
+            nan_rows += int(out.isnan().all(1).sum())
             check_round(transport, case, group.device)
         transport.destroy()
+    return nan_rows

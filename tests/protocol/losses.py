@@ -260,22 +260,3 @@ class Model:
             elif case.agrees and not all(slot.right for slot in rank.slots):
                 found.add("a round after the loss fails")
         return found
-
-
-def explore(case: Case, until: str = "") -> tuple[set[str], int]:
-    """All errors that can happen, and the number of states; stops once `until` is found."""
-    model = Model(case)
-    first = model.first()
-    seen, todo, found = {first}, [first], set[str]()
-    while todo and until not in found:
-        state, moved = todo.pop(), False
-        for after in model.moves(state):
-            moved = True
-            if isinstance(after, str):
-                found.add(after)
-            elif after not in seen:
-                seen.add(after)
-                todo.append(after)
-        if not moved:
-            found |= model.stuck(state)
-    return found, len(seen)

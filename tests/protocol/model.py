@@ -206,7 +206,7 @@ class Model:
         threads[i] = (at + 1, epoch, bound)
         return self.settle(self.programs[i].rank, threads, memory, set(state.flight)), ""
 
-    def moves(self, state: State) -> Iterator[tuple[State | None, str]]:
+    def moves(self, state: State) -> Iterator[State | str]:
         """Every state that one delivery or one step leads to, and every race that a step meets."""
         for message in state.flight:
             program, word, value = message
@@ -215,11 +215,11 @@ class Model:
             memory = list(state.memory)
             memory[word] = value
             flight = set(state.flight) - {message}
-            yield self.settle(self.programs[program].rank, list(state.threads), memory, flight), ""
+            yield self.settle(self.programs[program].rank, list(state.threads), memory, flight)
         for i in self.running(state):
             after, wrong = self.visible_step(i, state)
             if after is not None or wrong:
-                yield after, wrong
+                yield wrong if after is None else after
 
     def behind(self, message: tuple[int, int, Value | None], state: State) -> bool:
         """Whether an older store of the same rank to the same word is still in flight."""
@@ -249,27 +249,3 @@ class Model:
         if not found and any(at < end for (at, _, _), end in zip(state.threads, self.ends, strict=True)):
             found.add("a program never starts")
         return found
-
-
-def explore(programs: list[Program], machine: Machine, until: str = "") -> tuple[set[str], int]:
-    """Every state that the programs can reach: all races and deadlocks, and the number of states.
-
-    Args:
-        until: a race or deadlock at which to stop.
-    """
-    model = Model(programs, machine)
-    first = model.first()
-    seen, todo, found = {first}, [first], set()
-    while todo and until not in found:
-        state = todo.pop()
-        moved = False
-        for after, wrong in model.moves(state):
-            moved = True
-            if after is None:
-                found.add(wrong)
-            elif after not in seen:
-                seen.add(after)
-                todo.append(after)
-        if not moved:
-            found |= model.stuck(state)
-    return found, len(seen)
