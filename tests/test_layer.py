@@ -282,9 +282,9 @@ def test_failing_experts_give_the_others_nan_and_the_next_call_works() -> None:
 
 FAILING = {
     "route": ("ep_moe.layer.route", False),
-    "before-the-header": ("ep_moe.transport.collective.plan_send", False),
-    "shared-experts-before-the-header": ("ep_moe.transport.collective.plan_send", True),
-    "received": ("ep_moe.transport.collective.pack", False),
+    "before-the-header": ("ep_moe.transport.collective.transport.plan_send", False),
+    "shared-experts-before-the-header": ("ep_moe.transport.collective.transport.plan_send", True),
+    "received": ("ep_moe.transport.collective.transport.pack", False),
 }
 
 
@@ -321,7 +321,9 @@ def fail_after_the_header(group: EPGroup) -> tuple[str, float]:
     layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
     layer(x, logits)
-    no_memory = mock.patch("ep_moe.transport.wire.RowFormat.write", side_effect=torch.OutOfMemoryError("no memory"))
+    no_memory = mock.patch(
+        "ep_moe.transport.collective.row_format.RowFormat.write", side_effect=torch.OutOfMemoryError("no memory")
+    )
     start = time.monotonic()
     with no_memory if group.rank == 1 else contextlib.nullcontext(), pytest.raises(RuntimeError) as caught:
         layer(x, logits)

@@ -32,7 +32,7 @@ def test_there_are_files() -> None:
 @pytest.mark.parametrize("num_sms", [3, 16, 100])
 def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
     pytest.importorskip("triton")
-    from ep_moe.transport.nvlink.tuning import Tuning
+    from ep_moe.transport.one_sided.tuning import Tuning
 
     tuning = Tuning(most_receivers=150, num_sms=num_sms)
     for tokens in (1, 16, 128, 4096):
@@ -47,7 +47,7 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
 def hopper() -> Any:
     """The limits of an H100 or H200."""
     pytest.importorskip("triton")
-    from ep_moe.transport.nvlink.room import Room
+    from ep_moe.transport.one_sided.room import Room
 
     return Room(num_sms=132, registers=65536, threads=2048)
 
@@ -63,7 +63,7 @@ def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
 
 
 def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from ep_moe.transport.nvlink.room import OpenRounds
+    from ep_moe.transport.one_sided.room import OpenRounds
 
     stream = [0]
 

@@ -47,7 +47,7 @@ def group_of(rank: int, gpus: list[int]) -> Any:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A machine of three GPUs, all with peer access."""
     made = Driver()
-    monkeypatch.setattr(peer_atomics, "_driver", lambda: made)
+    monkeypatch.setattr(peer_atomics, "cuda_driver", lambda: made)
     fake = SimpleNamespace(
         get_device_properties=lambda device: SimpleNamespace(uuid=UUIDS[getattr(device, "index", device)]),
         device_count=lambda: len(UUIDS),

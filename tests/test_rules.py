@@ -14,7 +14,7 @@ else:
 PACKAGE = Path(__file__).parent.parent / "ep_moe"
 
 FLOORS = [
-    {"config", "fields", "quant", "kernels"},
+    {"config", "fields", "quant", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"layer", "functional", "testing"},

@@ -16,10 +16,10 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.base import check_scheme
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
-from ep_moe.kernels.grouped_gemm import _first_gemm_kernel, _second_gemm_kernel
-from ep_moe.kernels.requantize import _expert_amax_kernel, _requantize_kernel
-from ep_moe.kernels.requantize_rounded import _requantize_rounded_kernel
-from ep_moe.kernels.tile_list import _tile_list_kernel
+from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
+from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel
+from ep_moe.kernels.gemm.requantize_rounded import _requantize_rounded_kernel
+from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
 from ep_moe.quant import FP8_CAPABILITY, QuantScheme
 from ep_moe.weights import ExpertWeights

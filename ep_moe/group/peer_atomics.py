@@ -4,18 +4,10 @@ Over PCIe two GPUs may have loads and stores to each other's memory, but no atom
 """
 
 import ctypes
-import functools
-from typing import Any
+
+from ep_moe.kernel_launch.cuda_driver import cuda_driver
 
 _NATIVE_ATOMIC_SUPPORTED = 3  # of CUdevice_P2PAttribute
-
-
-@functools.cache
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise RuntimeError(f"the CUDA driver cannot be loaded: {error}") from None
 
 
 def has_peer_atomics(index: int, peer: int) -> bool:
@@ -26,10 +18,10 @@ def has_peer_atomics(index: int, peer: int) -> bool:
     handles = []
     for ordinal in (index, peer):
         handle = ctypes.c_int()
-        _check(_driver().cuDeviceGet(ctypes.byref(handle), ordinal), f"cuDeviceGet of GPU {ordinal}")
+        _check(cuda_driver().cuDeviceGet(ctypes.byref(handle), ordinal), f"cuDeviceGet of GPU {ordinal}")
         handles.append(handle)
     value = ctypes.c_int()
-    status = _driver().cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *handles)
+    status = cuda_driver().cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *handles)
     _check(status, f"cuDeviceGetP2PAttribute of GPUs {index} and {peer}")
     return bool(value.value)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ep_moe.config import Layout
-from ep_moe.kernels.permute import (
+from ep_moe.kernels.rows.permute import (
     _count_rows_kernel,
     _merge_repeats_kernel,
     _pack_rows_kernel,

@@ -6,7 +6,7 @@ Letters: T rows, H row width, G scale groups of a row.
 import torch
 import triton
 
-from ep_moe.kernels.quantize import _quantize_rows_kernel
+from ep_moe.kernels.rows.quantize import _quantize_rows_kernel
 from ep_moe.quant.base import Quantized, QuantScheme
 
 _PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider

@@ -24,7 +24,7 @@ def _nvlink_transport(group: EPGroup, placement: Placement, config: TransportCon
         raise RuntimeError(
             "transport 'nvlink' on a CPU needs TRITON_INTERPRET=1 in the environment; 'collective' does not"
         )
-    from ep_moe.transport.nvlink import NvlinkTransport
+    from ep_moe.transport.one_sided import NvlinkTransport
 
     return NvlinkTransport(group, placement, config)
 

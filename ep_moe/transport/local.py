@@ -15,9 +15,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, Handle, Transport
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
-from ep_moe.transport.rounds import (
-    Slots,
+from ep_moe.transport.checks import (
     bad_ids_message,
     check_dispatch,
     check_expert_output,
@@ -25,6 +23,8 @@ from ep_moe.transport.rounds import (
     first_tokens,
     is_bad_id,
 )
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.slots import Slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

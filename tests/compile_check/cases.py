@@ -19,10 +19,10 @@ from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
 from ep_moe.quant import Quantized, QuantScheme, get_scheme, weight_scale_shape
 from ep_moe.quant.triton import quantize
 from ep_moe.routing import Routing
+from ep_moe.transport.collective.launchers import plan_send, write_rows
+from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.collective.send_plan import HEADER_WORDS
 from ep_moe.transport.layer_tag import LayerTag
-from ep_moe.transport.plan import HEADER_WORDS
-from ep_moe.transport.triton import plan_send, write_rows
-from ep_moe.transport.wire import RowFormat
 from ep_moe.weights import ExpertWeights
 
 SILU = ActivationConfig()

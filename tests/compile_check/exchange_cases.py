@@ -12,9 +12,9 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.nvlink import memory
-from ep_moe.transport.nvlink.launches import Exchange
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS
+from ep_moe.transport.one_sided import memory
+from ep_moe.transport.one_sided.launchers import Exchange
+from ep_moe.transport.one_sided.tuning import WORD_TOKENS
 
 CPU = torch.device("cpu")
 MOST_PROGRAMS = 100

@@ -1,4 +1,4 @@
-"""The one-sided exchange's rules on the order of its accesses, which `ep_moe.kernels.signals` explains."""
+"""The one-sided exchange's rules on the order of its accesses, which `ep_moe.kernels.exchange.signals` explains."""
 
 from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publish, Site, Stores, Strong
 

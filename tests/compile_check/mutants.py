@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a report without a fence",
-        module="exchange",
+        module="round_state",
         old="        fence()\n",
         new="        tl.debug_barrier()\n",
         found="a report: the flag follows its rows without a fence at system scope after the barrier",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a launch counted by one program",
-        module="exchange",
+        module="round_state",
         old='sem="relaxed", scope="gpu"',
         new='sem="relaxed", scope="cta"',
         found="what changes meanwhile: an atomic operation in begin_combine is not gpu",

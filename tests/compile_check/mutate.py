@@ -19,17 +19,17 @@ from unittest import mock
 
 from triton.backends.nvidia.compiler import CUDABackend
 
-import ep_moe.kernels
+import ep_moe.kernels.exchange
 from compile_check import ir
 from compile_check.checking import Orders
 from compile_check.exchange_cases import small_round
 from compile_check.exchange_order import RULES
 from compile_check.mutants import MUTANTS, Mutant
 from compile_check.stub import compile_only
-from ep_moe.transport.nvlink import launches
+from ep_moe.transport.one_sided import launchers
 
 # in order of their imports
-MODULES = ("signals", "exchange", "dispatch_send", "dispatch_receive", "dispatch", "combine")
+MODULES = ("signals", "round_state", "dispatch_send", "dispatch_receive", "dispatch", "combine")
 UNCHANGED = tuple(
     Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
 )
@@ -45,7 +45,7 @@ class _Idle:
 @contextlib.contextmanager
 def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
     """Reload the exchange's kernels with changes; in the block, launchers launch these."""
-    originals = Path(ep_moe.kernels.__path__[0])
+    originals = Path(ep_moe.kernels.exchange.__path__[0])
     loaded: dict[str, Any] = {}
     with mock.patch.dict(sys.modules):  # restores the modules at the end
         for name in MODULES:
@@ -56,7 +56,7 @@ def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
                     text = text.replace(mutant.old, mutant.new)
             path = folder / f"{name}.py"
             path.write_text(text)
-            full = f"ep_moe.kernels.{name}"
+            full = f"ep_moe.kernels.exchange.{name}"
             spec = importlib.util.spec_from_file_location(full, path)
             assert spec is not None
             assert spec.loader is not None
@@ -66,7 +66,7 @@ def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
         kernels = {names[name]: _Idle() for name in names}
         (kernel,) = {mutant.kernel for mutant in mutants}
         kernels[names[kernel]] = getattr(loaded[kernel], names[kernel])
-        with mock.patch.multiple(launches, **kernels):
+        with mock.patch.multiple(launchers, **kernels):
             yield
 
 

@@ -15,7 +15,7 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.experts.triton import TritonExperts, build_tile_list
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
-from ep_moe.kernels.requantize import _expert_amax_kernel
+from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
 from ep_moe.quant import QuantScheme, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error

@@ -9,7 +9,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
-from ep_moe.kernels.requantize_rounded import _requantize_rounded_kernel
+from ep_moe.kernels.gemm.requantize_rounded import _requantize_rounded_kernel
 from ep_moe.layout import Compact
 from ep_moe.quant import dequantize, get_scheme, quantize, quantize_weight, scaled, triton
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error

@@ -6,8 +6,8 @@ import torch
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import assert_same_bits, poisoned_memory
-from ep_moe.transport import plan, triton
-from ep_moe.transport.wire import RowFormat
+from ep_moe.transport.collective import launchers, send_plan
+from ep_moe.transport.collective.row_format import RowFormat
 from interpreted.common import DEVICE, generator, random_payload
 
 FINGERPRINT = 2**32 - 3
@@ -46,15 +46,15 @@ def test_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if summed_at_a_time:
-        monkeypatch.setattr(triton, "_SUMMED_COUNTS", summed_at_a_time)
-        monkeypatch.setattr(triton, "_PLACES", 256)
+        monkeypatch.setattr(launchers, "_SUMMED_COUNTS", summed_at_a_time)
+        monkeypatch.setattr(launchers, "_PLACES", 256)
     owner = torch.repeat_interleave(torch.arange(len(OWNERS[owners])), torch.tensor(OWNERS[owners])).int()
     ids = make_ids(tokens, topk, len(owner), dtype, routing)
     with poisoned_memory():
-        headers = [torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64) for _ in range(2)]
-        expected = plan.plan_send(ids, owner, fingerprint=FINGERPRINT, layer=LAYER, header=headers[0])
+        headers = [torch.empty(len(OWNERS[owners]), send_plan.HEADER_WORDS, dtype=torch.int64) for _ in range(2)]
+        expected = send_plan.plan_send(ids, owner, fingerprint=FINGERPRINT, layer=LAYER, header=headers[0])
         on_device = headers[1].to(DEVICE)
-        actual = triton.plan_send(
+        actual = launchers.plan_send(
             ids.to(DEVICE), owner.to(DEVICE), fingerprint=FINGERPRINT, layer=LAYER, header=on_device
         )
     assert_same_bits(on_device, headers[0], "header")
@@ -91,8 +91,8 @@ def test_rows(
     if scheme.quantized:
         scale = random_payload((scheme.num_groups(hidden), tokens), scheme.scale_dtype, random).t()
         sent = Quantized(values=x, scale=scale, scheme=scheme)
-    header = torch.empty(len(OWNERS[owners]), plan.HEADER_WORDS, dtype=torch.int64)
-    planned = plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
+    header = torch.empty(len(OWNERS[owners]), send_plan.HEADER_WORDS, dtype=torch.int64)
+    planned = send_plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
     row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
     expected, expected_rows = row_format.write(sent, routing, planned, num_rows)
     if isinstance(sent, Quantized):
@@ -100,10 +100,10 @@ def test_rows(
     else:
         placed = x.to(DEVICE)
     with poisoned_memory():
-        actual, rows = triton.write_rows(
+        actual, rows = launchers.write_rows(
             placed,
             Routing(topk_ids=ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE)),
-            triton.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=1, layer=LAYER, header=header.to(DEVICE)),
+            launchers.plan_send(ids.to(DEVICE), owner.to(DEVICE), fingerprint=1, layer=LAYER, header=header.to(DEVICE)),
             num_rows=num_rows,
             row_bytes=row_format.row_bytes,
         )

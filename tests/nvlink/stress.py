@@ -12,13 +12,13 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernels import exchange
+from ep_moe.kernels.exchange import round_state
 from ep_moe.layout import ExpertBatch
 from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport import Dispatched
-from ep_moe.transport.nvlink import NvlinkTransport
+from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink.reference import WRONG, Inputs, compute, count_wrong, expected_output, raw
 
 BEFORE_THE_WRAP = -3  # the first rounds are -2, -1 and 1
@@ -99,8 +99,8 @@ class Stress:
         """Set the epochs of all slots to just before they wrap."""
         for slot in self.transport._memory.slots:
             for name in ("DONE", "BEGUN", "RESUME"):
-                if hasattr(exchange, name):
-                    slot.state[getattr(exchange, name).value] = BEFORE_THE_WRAP
+                if hasattr(round_state, name):
+                    slot.state[getattr(round_state, name).value] = BEFORE_THE_WRAP
 
     def _graph_shape(self, index: int) -> Shape:
         """The most rows, with `num_tokens` on the device; layouts take turns."""

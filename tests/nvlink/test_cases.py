@@ -17,7 +17,7 @@ from ep_moe.testing.transports import (
     check_sit_out,
     check_slots,
 )
-from ep_moe.transport.nvlink import NvlinkTransport
+from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink.common import on_ranks, patched
 from nvlink.nans import check_all_ones
 

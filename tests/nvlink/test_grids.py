@@ -8,7 +8,7 @@ import pytest
 from ep_moe.config import Layout
 from ep_moe.group import EPGroup
 from ep_moe.testing import TransportCase, check_round
-from ep_moe.transport.nvlink import NvlinkTransport
+from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink.common import Programs, on_ranks, patched, with_programs
 
 GRIDS = {

@@ -17,7 +17,7 @@ from ep_moe.routing import Routing
 from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.transport import create_transport
-from ep_moe.transport.nvlink import NvlinkTransport
+from ep_moe.transport.one_sided import NvlinkTransport
 from ep_moe.weights import ExpertWeights
 from nvlink.common import on_ranks
 from nvlink.reference import raw

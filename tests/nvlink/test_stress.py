@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ep_moe.group import EPGroup
-from ep_moe.kernels import exchange
+from ep_moe.kernels.exchange import round_state
 from nvlink.common import on_ranks, patched
 from nvlink.stress import Stress, StressConfig, stress
 
@@ -35,7 +35,7 @@ def epochs_on_rank(group: EPGroup) -> list[int]:
     ended = []
     for number in range(4):
         run.one(number, shape, 1)
-        ended.append(int(slot.state[exchange.DONE.value]))
+        ended.append(int(slot.state[round_state.DONE.value]))
     run.look(0, 4)
     group.barrier()
     run.transport.destroy()

@@ -34,7 +34,7 @@ LOST_ROUND = 1
 
 def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, config: GroupConfig = CONFIG) -> Any:
     """Run `check(group, *args)` on ranks; returns what each returns, or the RankFailedError."""
-    ready = {"grace_secs": 60.0, "preload": ["ep_moe.transport.nvlink"] if INTERPRETING else []}
+    ready = {"grace_secs": 60.0, "preload": ["ep_moe.transport.one_sided"] if INTERPRETING else []}
     try:
         return launch(_prepared, check, *args, num_ranks=num_ranks, config=config, device=DEVICE, **ready)
     except RankFailedError as error:
@@ -51,7 +51,7 @@ def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
 
 def make_transport(group: EPGroup, **options: Any) -> Any:
     """A transport of float32 with one slot, unless `options` say otherwise."""
-    from ep_moe.transport.nvlink import NvlinkTransport  # imports Triton, which not every machine has
+    from ep_moe.transport.one_sided import NvlinkTransport  # imports Triton, which not every machine has
 
     placement = Placement.linear(EXPERTS_PER_RANK * group.num_ranks, group.num_ranks)
     sizes = {"hidden": HIDDEN, "max_tokens_per_rank": MAX_TOKENS, "max_topk": NUM_TOPK, "num_slots": 1}

@@ -35,7 +35,7 @@ def go_on(group: EPGroup, victim: int, how: str, where: str, folder: Path) -> No
 
     If it is lost between two ranks, rank 1 has received its combine and begins the next round, rank 0 still waits.
     """
-    from ep_moe.kernels import exchange as device_code
+    from ep_moe.kernels.exchange import round_state as device_code
 
     transport = make_transport(group, on_peer_loss="mask")
     seen = []

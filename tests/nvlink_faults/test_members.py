@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ep_moe.config import GroupConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.group.membership import Decision, Members, earlier_epoch, later_epoch
 from ep_moe.placement import Placement
-from ep_moe.transport.nvlink import NvlinkTransport
-from ep_moe.transport.nvlink.members import Decision, Members, earlier_epoch, later_epoch
+from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink_faults.common import DEVICE, HIDDEN, begin, inputs
 
 CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.05)

@@ -90,7 +90,7 @@ def refuse_rounds(group: EPGroup) -> dict[str, tuple[str, str]]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: logged.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ep_moe.transport.nvlink.faults").addHandler(handler)
+    logging.getLogger("ep_moe.transport.one_sided.faults").addHandler(handler)
     transport, outcomes, round_ = make_transport(group), {}, 0
     names = " and ".join(f"rank {rank}" for rank in range(group.num_ranks) if rank != CULPRIT)
     words = {"experts": EXPERTS_PER_RANK * group.num_ranks, "rank": group.rank, "others": names}

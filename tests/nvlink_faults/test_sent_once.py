@@ -81,7 +81,7 @@ def begin_until(transport: Any, round_: int, stage: str) -> Any:
 
 def abandon_twice(group: EPGroup) -> list[str]:
     """The culprit abandons rounds, and its first call fails; returns the errors in them or in the next round."""
-    from ep_moe.transport.nvlink import transport as module
+    from ep_moe.transport.one_sided import transport as module
 
     transport, round_, wrong = make_transport(group), 0, []
     exchange = transport._exchange

@@ -14,12 +14,13 @@ import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout, RoundKind, TransportConfig
-from ep_moe.kernels.combine import Results, _combine_kernel
-from ep_moe.kernels.count_ids import _count_block_kernel, _sum_blocks_kernel
-from ep_moe.kernels.dispatch import _dispatch_kernel
-from ep_moe.kernels.dispatch_receive import Batch
-from ep_moe.kernels.dispatch_send import Tokens
-from ep_moe.kernels.exchange import Links, Own
+from ep_moe.kernel_launch.repeated import Launch
+from ep_moe.kernels.exchange.combine import Results, _combine_kernel
+from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
+from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
+from ep_moe.kernels.exchange.dispatch_receive import Batch
+from ep_moe.kernels.exchange.dispatch_send import Tokens
+from ep_moe.kernels.exchange.round_state import Links, Own
 from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import ExpertBatch
 from ep_moe.layout.triton import as_words
@@ -27,12 +28,11 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER
-from ep_moe.transport.nvlink.launch import Launch
-from ep_moe.transport.nvlink.memory import ExchangeMemory
-from ep_moe.transport.nvlink.payload import aligned, aligned_rows
-from ep_moe.transport.nvlink.plans import BLOCK_TOKENS, Plan, Planner, distinct_sizes
-from ep_moe.transport.nvlink.room import REGISTERS
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
+from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.payload import aligned, aligned_rows
+from ep_moe.transport.one_sided.room import REGISTERS
+from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, Plan, Planner, distinct_sizes
+from ep_moe.transport.one_sided.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
 
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64

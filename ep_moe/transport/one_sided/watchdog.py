@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Iterator
 
 from ep_moe.group import EPGroup
+from ep_moe.group.membership import Members
 from ep_moe.kernels.numerics import INTERPRET
-from ep_moe.transport.nvlink.members import Members
-from ep_moe.transport.nvlink.memory import ExchangeMemory
+from ep_moe.transport.one_sided.memory import ExchangeMemory
 
 NOBODY = 255  # in place of the rank, in an abort word that names none
 STOP_SECS = 3.0

@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from ep_moe.transport.rounds import is_bad_id
+from ep_moe.transport.checks import is_bad_id
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -44,9 +44,9 @@ def plan_send(
     Local, on the current stream, no host sync.
     """
     if topk_ids.is_cuda:  # Triton is imported only here: it exists only on Linux and is slow to import
-        from ep_moe.transport import triton
+        from ep_moe.transport.collective import launchers
 
-        return triton.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)
+        return launchers.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)
     (num_tokens, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
     valid = (topk_ids >= 0) & (topk_ids < num_physical)
     pairs = torch.zeros(num_tokens, num_ranks, dtype=torch.int32)

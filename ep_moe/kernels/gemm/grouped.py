@@ -11,10 +11,10 @@ SWAP makes the weights the left operand: a tensor core's product has at least 64
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.activation import activate
+from ep_moe.kernels.gemm.activation import activate
+from ep_moe.kernels.gemm.requantize import _store_inner
+from ep_moe.kernels.gemm.tile_list import _find_tile
 from ep_moe.kernels.numerics import INTERPRET, round_to
-from ep_moe.kernels.requantize import _store_inner
-from ep_moe.kernels.tile_list import _find_tile
 
 
 @triton.jit

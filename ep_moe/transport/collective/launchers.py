@@ -6,11 +6,11 @@ Letters: T tokens on this rank, K top-k, R ranks, P physical experts, G scale gr
 import torch
 import triton
 
-from ep_moe.kernels.wire import _find_destinations_kernel, _write_header_kernel, _write_rows_kernel
+from ep_moe.kernels.rows.wire import _find_destinations_kernel, _write_header_kernel, _write_rows_kernel
 from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
 from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
-from ep_moe.transport.plan import HEADER_WORDS, SendPlan
+from ep_moe.transport.collective.send_plan import HEADER_WORDS, SendPlan
 
 _PLACES = 2048  # (token, rank) pairs per program
 _SUMMED_COUNTS = 2048  # counts that are summed at a time
@@ -19,7 +19,7 @@ _SUMMED_COUNTS = 2048  # counts that are summed at a time
 def plan_send(
     topk_ids: torch.Tensor, owner: torch.Tensor, *, fingerprint: int, layer: tuple[int, int], header: torch.Tensor
 ) -> SendPlan:
-    """`ep_moe.transport.plan.plan_send` in two launches. Local, on the current stream, no host sync."""
+    """`ep_moe.transport.collective.send_plan.plan_send` in two launches. Local, on the current stream, no host sync."""
     if topk_ids.stride(1) != 1:
         topk_ids = topk_ids.contiguous()
     (num_tokens, num_topk), num_ranks, device = topk_ids.shape, header.shape[0], topk_ids.device
@@ -67,7 +67,7 @@ def plan_send(
 def write_rows(
     x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ep_moe.transport.wire.RowFormat.write` in one launch. Local, on the current stream, no host sync."""
+    """`RowFormat.write` in one launch. Local, on the current stream, no host sync."""
     values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantized) else (x, None)
     words, unit, ids, weights = as_words(values), row_unit(values), routing.topk_ids, routing.topk_weights
     if ids.stride(1) != 1:

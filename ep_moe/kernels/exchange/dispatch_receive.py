@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange import (
+from ep_moe.kernels.exchange.round_state import (
     BAD_IDS,
     BEGUN,
     DONE,
@@ -36,7 +36,7 @@ from ep_moe.kernels.exchange import (
     region,
     report,
 )
-from ep_moe.kernels.signals import (
+from ep_moe.kernels.exchange.signals import (
     DISPATCH,
     LATE,
     OVER,

@@ -15,21 +15,27 @@ import triton
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
-from ep_moe.kernels.exchange import PLACE_BITS
+from ep_moe.kernels.exchange.round_state import PLACE_BITS
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.checks import (
+    check_dispatch,
+    check_expert_output,
+    check_results,
+    count_rows,
+)
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
-from ep_moe.transport.nvlink.faults import Faults
-from ep_moe.transport.nvlink.launches import Exchange, Sent
-from ep_moe.transport.nvlink.memory import ExchangeMemory
-from ep_moe.transport.nvlink.payload import aligned_rows, is_aligned
-from ep_moe.transport.nvlink.plans import kind_of
-from ep_moe.transport.nvlink.room import OpenRounds, Room, most_receivers
-from ep_moe.transport.nvlink.tuning import WORD_TOKENS
-from ep_moe.transport.rounds import Slots, check_dispatch, check_expert_output, check_results, count_rows
+from ep_moe.transport.one_sided.faults import Faults
+from ep_moe.transport.one_sided.launchers import Exchange, Sent
+from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.payload import aligned_rows, is_aligned
+from ep_moe.transport.one_sided.room import OpenRounds, Room, most_receivers
+from ep_moe.transport.one_sided.round_plan import kind_of
+from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+from ep_moe.transport.slots import Slots
 
 MOST_RANKS = 32  # one bit each in int32 masks
 MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry's low bits hold a row's place, its high bits the expert

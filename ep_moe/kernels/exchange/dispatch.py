@@ -22,10 +22,10 @@ blocks of tokens, L the most experts that a rank owns, C rows that share a matri
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.dispatch_receive import receive
-from ep_moe.kernels.dispatch_send import announce, send_rows, send_words
-from ep_moe.kernels.exchange import ACTIVE, DONE, is_off, next_epoch
-from ep_moe.kernels.signals import wait_for_launch
+from ep_moe.kernels.exchange.dispatch_receive import receive
+from ep_moe.kernels.exchange.dispatch_send import announce, send_rows, send_words
+from ep_moe.kernels.exchange.round_state import ACTIVE, DONE, is_off, next_epoch
+from ep_moe.kernels.exchange.signals import wait_for_launch
 
 
 @triton.jit(

@@ -22,10 +22,7 @@ from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag, other_layer_message
-from ep_moe.transport.plan import HEADER_WORDS, plan_send
-from ep_moe.transport.rounds import (
-    Slots,
+from ep_moe.transport.checks import (
     bad_ids_message,
     check_dispatch,
     check_expert_output,
@@ -34,7 +31,10 @@ from ep_moe.transport.rounds import (
     first_tokens,
     too_many_tokens_message,
 )
-from ep_moe.transport.wire import RowFormat
+from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.collective.send_plan import HEADER_WORDS, plan_send
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag, other_layer_message
+from ep_moe.transport.slots import Slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

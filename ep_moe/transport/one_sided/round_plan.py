@@ -12,15 +12,15 @@ import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
-from ep_moe.kernels.exchange import HEADER_WORDS
+from ep_moe.kernel_launch.repeated import Launch
+from ep_moe.kernels.exchange.round_state import HEADER_WORDS
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
-from ep_moe.transport.nvlink.launch import Launch
-from ep_moe.transport.nvlink.payload import Payload
-from ep_moe.transport.nvlink.tuning import (
+from ep_moe.transport.one_sided.payload import Payload
+from ep_moe.transport.one_sided.tuning import (
     UNPLANNED_TOKENS,
     WORD_TOKENS,
     DispatchTuning,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.signals import SPREAD, as_pointer, fence, is_over, make_word
+from ep_moe.kernels.exchange.signals import SPREAD, as_pointer, fence, is_over, make_word
 
 # regions of a rank's memory for one slot, by place in `Links.offsets`
 HEADERS = tl.constexpr(0)  # [R, HEADER_WORDS + L] words, by source: status, format, layer (2), rows for each expert

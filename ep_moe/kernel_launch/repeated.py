@@ -8,7 +8,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from ep_moe.transport.nvlink.driver import DriverLaunch, LaunchMismatchError
+from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
 
 Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one inner tuple for each tuple that the kernel takes
 _log = logging.getLogger(__name__)

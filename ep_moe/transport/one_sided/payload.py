@@ -10,7 +10,7 @@ import triton
 
 from ep_moe.config import ALIGNMENT
 from ep_moe.quant import QuantScheme
-from ep_moe.transport.wire import RowFormat
+from ep_moe.transport.collective.row_format import RowFormat
 
 _FUSED_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 

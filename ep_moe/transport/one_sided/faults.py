@@ -13,14 +13,14 @@ import torch
 
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
-from ep_moe.kernels import exchange as device_code
+from ep_moe.group.membership import Members, earlier_epoch
+from ep_moe.kernels.exchange import round_state as device_code
 from ep_moe.kernels.numerics import INTERPRET
 from ep_moe.placement import Placement
+from ep_moe.transport.checks import bad_ids_message, too_many_tokens_message
 from ep_moe.transport.layer_tag import LayerTag, other_layer_message
-from ep_moe.transport.nvlink.members import Members, earlier_epoch
-from ep_moe.transport.nvlink.memory import ExchangeMemory
-from ep_moe.transport.nvlink.watchdog import NOBODY, Watchdog
-from ep_moe.transport.rounds import bad_ids_message, too_many_tokens_message
+from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.watchdog import NOBODY, Watchdog
 
 # of timeout under the interpreter, which has no timer: more polls than it makes, so that the watchdog times out first
 _POLLS_PER_SEC = 1000

@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import SymmetricBuffer
-from ep_moe.kernels import exchange as device_code
+from ep_moe.kernels.exchange import round_state as device_code
 from ep_moe.placement import Placement
 
 REGION_ALIGNMENT_BYTES = 256
@@ -24,7 +24,7 @@ SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: on
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Regions:
-    """Bytes of each region of a slot, in the order of `ep_moe.kernels.exchange`."""
+    """Bytes of each region of a slot, in the order of `ep_moe.kernels.exchange.round_state`."""
 
     headers: int
     flags: int

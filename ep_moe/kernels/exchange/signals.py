@@ -12,7 +12,7 @@ every peer's abort word to the rank that it suspects, and they take that suspect
 Rule: a value that may change while it is read decides no branch before all warps of the program agree on it (`agree`):
 warps that diverge here deadlock at the next barrier.
 
-Functions that take `links` use its abort words (`ep_moe.kernels.exchange.Links`). Letters: R ranks.
+Functions that take `links` use its abort words (`ep_moe.kernels.exchange.round_state.Links`). Letters: R ranks.
 """
 
 import triton

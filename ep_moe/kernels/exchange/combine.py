@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange import (
+from ep_moe.kernels.exchange.round_state import (
     ACTIVE,
     BEGUN,
     COMBINE_HEADERS,
@@ -41,8 +41,7 @@ from ep_moe.kernels.exchange import (
     region,
     report,
 )
-from ep_moe.kernels.numerics import round_to
-from ep_moe.kernels.signals import (
+from ep_moe.kernels.exchange.signals import (
     COMBINE,
     LATE,
     OVER,
@@ -58,6 +57,7 @@ from ep_moe.kernels.signals import (
     wait_for_launch,
     wait_for_words,
 )
+from ep_moe.kernels.numerics import round_to
 
 
 class Results(NamedTuple):

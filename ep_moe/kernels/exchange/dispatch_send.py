@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange import (
+from ep_moe.kernels.exchange.round_state import (
     BAD_IDS,
     ENTRIES,
     FINE,
@@ -26,6 +26,7 @@ from ep_moe.kernels.exchange import (
     is_active,
     region,
 )
+from ep_moe.kernels.exchange.signals import fence, make_word
 from ep_moe.kernels.numerics import (
     INT8_MAX,
     INT32_MIN,
@@ -37,7 +38,6 @@ from ep_moe.kernels.numerics import (
     to_e4m3,
     to_int8,
 )
-from ep_moe.kernels.signals import fence, make_word
 
 
 class Tokens(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ep_moe.kernel_launch import cuda_driver
+
 pytest.importorskip("triton")
 
-from ep_moe.transport.nvlink import driver
 
 # as Triton describes a kernel: a tuple with an integer 1, which is a constant, tuples of pointers, integers, constants
 SIGNATURE = {
@@ -39,7 +40,7 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802
-        launch = driver._Config.from_address(config)
+        launch = cuda_driver._Config.from_address(config)
         places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
         kinds = [ctypes.c_int64 if size == 8 else ctypes.c_int32 for size in self.sizes]
         values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
@@ -57,10 +58,12 @@ def compiled(**changes: Any) -> Any:
     return SimpleNamespace(src=source, function=7, metadata=SimpleNamespace(**metadata | changes))
 
 
-def make_launch(monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any, kernel: Any = None) -> driver.DriverLaunch:
-    monkeypatch.setattr(driver, "_driver", lambda: fake)
+def make_launch(
+    monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any, kernel: Any = None
+) -> cuda_driver.DriverLaunch:
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: fake)
     arguments = (((2**46, 1), torch.zeros(1)), 12, tokens, -5, 10**11)
-    return driver.DriverLaunch(kernel or compiled(), 9, arguments, num_last=4, device=torch.device("cpu"))
+    return cuda_driver.DriverLaunch(kernel or compiled(), 9, arguments, num_last=4, device=torch.device("cpu"))
 
 
 def test_a_launch_changes_its_last_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +97,7 @@ def test_a_launch_changes_its_last_arguments(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_arguments_are_left_to_triton(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], changes: dict[str, int]
 ) -> None:
-    with pytest.raises(driver.LaunchMismatchError, match="takes other arguments"):
+    with pytest.raises(cuda_driver.LaunchMismatchError, match="takes other arguments"):
         make_launch(monkeypatch, Driver(sizes), (torch.zeros(3), torch.ones(2)), compiled(**changes))
 
 

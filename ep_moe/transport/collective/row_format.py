@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.quant import Quantized, QuantScheme, as_bytes
 from ep_moe.routing import Routing
-from ep_moe.transport.plan import SendPlan
+from ep_moe.transport.collective.send_plan import SendPlan
 
 ROW_ALIGNMENT_BYTES = 64
 WORD_BYTES = 4
@@ -79,9 +79,9 @@ class RowFormat:
         rank, -1 none. Local, on the current stream; no host sync on a GPU.
         """
         if plan.place.is_cuda:  # Triton is imported only here: it exists only on Linux and is slow to import
-            from ep_moe.transport import triton
+            from ep_moe.transport.collective import launchers
 
-            return triton.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=self.row_bytes)
+            return launchers.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=self.row_bytes)
         token_to_row = plan.token_to_row()
         token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
         parts = {0: x.values, self.scales_at: as_bytes(x.scale)} if isinstance(x, Quantized) else {0: x}

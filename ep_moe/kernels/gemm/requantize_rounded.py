@@ -6,8 +6,8 @@ Letters: I intermediate, G scale groups, Q row tiles of all experts.
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.gemm.tile_list import _find_rows
 from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3
-from ep_moe.kernels.tile_list import _find_rows
 
 
 @triton.jit(do_not_specialize=["scale_stride"])

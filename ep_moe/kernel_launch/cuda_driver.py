@@ -41,8 +41,12 @@ class _Config(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
+def cuda_driver() -> Any:
+    """The CUDA driver's library. Errors: RuntimeError if there is none. Local."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"the CUDA driver cannot be loaded: {error}") from None
     library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     library.cuFuncGetParamInfo.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     return library
@@ -62,7 +66,9 @@ def _takes(function: int, sizes: Sequence[int]) -> bool:
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
 
     def size_of(index: int) -> int:
-        return _driver().cuFuncGetParamInfo(function, index, ctypes.byref(offset), ctypes.byref(size)) or -size.value
+        return (
+            cuda_driver().cuFuncGetParamInfo(function, index, ctypes.byref(offset), ctypes.byref(size)) or -size.value
+        )
 
     return all(size_of(index) == -wanted for index, wanted in enumerate(sizes)) and size_of(len(sizes)) > 0
 
@@ -89,8 +95,8 @@ class DriverLaunch:
         flat = list(_flatten(tuple(compiled.src.signature.values()), arguments))
         sizes = [8 if kind.startswith("*") else _BYTES.get(kind, 0) for kind, _ in flat] + [8] * _SCRATCH_POINTERS
         try:
-            self._launch, fits = _driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
-        except (AttributeError, OSError) as error:
+            self._launch, fits = cuda_driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
+        except (AttributeError, RuntimeError) as error:
             raise LaunchMismatchError(f"the CUDA driver cannot say what a kernel takes: {error}") from None
         metadata = compiled.metadata
         if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:

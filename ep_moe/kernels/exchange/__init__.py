@@ -1,0 +1,1 @@
+"""The one-sided exchange between ranks: dispatch and combine."""

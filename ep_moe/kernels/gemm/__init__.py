@@ -1,0 +1,1 @@
+"""The experts: the list of row tiles, grouped GEMMs, activation and requantization."""

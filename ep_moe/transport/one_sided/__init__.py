@@ -1,0 +1,5 @@
+"""The one-sided exchange: stores into peers' memory, from kernels. Users choose it by the name "nvlink"."""
+
+from ep_moe.transport.one_sided.transport import NvlinkTransport
+
+__all__ = ["NvlinkTransport"]

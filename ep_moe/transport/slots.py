@@ -1,0 +1,79 @@
+"""The open rounds of a transport: which call each slot waits for."""
+
+import dataclasses
+from typing import Generic, TypeVar
+
+State = TypeVar("State")
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot(Generic[State]):
+    stage: str = "idle"
+    state: State | None = None
+
+
+class Slots(Generic[State]):
+    """The open rounds of a transport: dispatch_send, dispatch_recv, combine_send, combine_recv in turn on each slot.
+
+    A call out of order raises RuntimeError with the slot and the call that it expects; the slot keeps its state. Any
+    call after `destroy` raises RuntimeError.
+    """
+
+    _NEXT = {
+        "idle": "dispatch_send",
+        "sent": "dispatch_recv",
+        "received": "combine_send",
+        "returning": "combine_recv",
+    }
+    _AFTER = {
+        "dispatch_send": "sent",
+        "dispatch_recv": "received",
+        "combine_send": "returning",
+        "combine_recv": "idle",
+    }
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = [_Slot[State]() for _ in range(num_slots)]
+        self._destroyed = False
+
+    def expect(self, slot: int, call: str, round_: int | None = None) -> State | None:
+        """Return the slot's state if `call` is its next one. Errors: ValueError for a bad slot, RuntimeError else."""
+        entry = self._entry(slot)
+        if self._NEXT[entry.stage] != call:
+            raise RuntimeError(f"slot {slot} waits for {self._NEXT[entry.stage]}, not for {call}")
+        state = entry.state
+        if round_ is not None and getattr(state, "round", round_) != round_:
+            raise RuntimeError(
+                f"the handle is of round {round_}, slot {slot} holds round {getattr(state, 'round', None)}"
+            )
+        return state
+
+    def stage(self, slot: int) -> tuple[str, State | None]:
+        """The slot's next call, and its state. Errors: as `expect`."""
+        entry = self._entry(slot)
+        return self._NEXT[entry.stage], entry.state
+
+    def close(self, slot: int) -> None:
+        """Forget the round that the slot holds."""
+        self._slots[slot] = _Slot()
+
+    def advance(self, slot: int, call: str, state: State | None) -> None:
+        """Record that `call` is done, with the state for the next one."""
+        entry = self._slots[slot]
+        entry.stage, entry.state = self._AFTER[call], state
+
+    def check_open(self) -> None:
+        """Raise RuntimeError once the transport is destroyed."""
+        if self._destroyed:
+            raise RuntimeError("the transport is destroyed")
+
+    def destroy(self) -> None:
+        """Forget all rounds; from now on every call is an error."""
+        self._slots = [_Slot() for _ in self._slots]
+        self._destroyed = True
+
+    def _entry(self, slot: int) -> _Slot[State]:
+        self.check_open()
+        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
+            raise ValueError(f"slot ({slot!r}) is not in [0, num_slots ({len(self._slots)}))")
+        return self._slots[slot]
