@@ -48,7 +48,7 @@ class Placement:
         if len(self.starts) < 2:
             raise ValueError(f"starts {self.starts} has {len(self.starts)} entries; num_ranks + 1, at least 2, needed")
         if self.starts[0] != 0 or self.starts[-1] != num_physical:
-            raise ValueError(f"starts {self.starts} must run from 0 to the number of slots ({num_physical})")
+            raise ValueError(f"starts {self.starts} must run from 0 to the number of physical experts ({num_physical})")
         for before, after in itertools.pairwise(self.starts):
             if after < before:
                 raise ValueError(f"starts {self.starts} descends from {before} to {after}")
@@ -130,7 +130,7 @@ class Placement:
 
         Returns: [E] int64 on `device` (default: CPU). Local; the first call for a device copies.
         """
-        return self._tensor("logical_to_physical", device, torch.int64, self._first_slots)
+        return self._tensor("logical_to_physical", device, torch.int64, self._first_positions)
 
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Map logical ids to physical ids; -1 stays.
@@ -157,12 +157,12 @@ class Placement:
         return physical
 
     def _shifts(self) -> list[int]:
-        shifts = [physical - logical for logical, physical in enumerate(self._first_slots())]
+        shifts = [physical - logical for logical, physical in enumerate(self._first_positions())]
         return [*shifts, self.num_physical - self.num_experts, 0]
 
-    def _first_slots(self) -> list[int]:
-        slot_of = _first_index(self.physical_to_logical)
-        return [slot_of[logical] for logical in range(self.num_experts)]
+    def _first_positions(self) -> list[int]:
+        position_of = _first_index(self.physical_to_logical)
+        return [position_of[logical] for logical in range(self.num_experts)]
 
     def _tensor(
         self, name: Any, device: torch.device | str | None, dtype: torch.dtype, values: Callable[[], list[int]]

@@ -62,16 +62,16 @@ def test_worked_redundant_copies() -> None:
 
 @pytest.mark.parametrize("placement", every_placement(), ids=lambda p: f"P{p.num_physical}R{p.num_ranks}")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_to_physical_names_a_slot_of_the_expert(placement: Placement, dtype: torch.dtype) -> None:
+def test_to_physical_names_a_position_of_the_expert(placement: Placement, dtype: torch.dtype) -> None:
     experts = placement.num_experts
     ids = torch.arange(-1, experts, dtype=dtype).flip(0).repeat(2).reshape(2, experts + 1)
     kept = ids.clone()
     physical = placement.to_physical(ids)
     assert torch.equal(ids, kept)
     assert (physical.shape, physical.dtype) == (ids.shape, torch.int32)
-    for logical, slot in zip(ids.reshape(-1).tolist(), physical.reshape(-1).tolist(), strict=True):
+    for logical, position in zip(ids.reshape(-1).tolist(), physical.reshape(-1).tolist(), strict=True):
         expected = -1 if logical == -1 else placement.physical_to_logical.index(logical)
-        assert slot == expected
+        assert position == expected
     owners = [
         sum(placement.expert_map(rank)[logical] >= 0 for rank in range(placement.num_ranks))
         for logical in range(experts)
@@ -88,14 +88,14 @@ def test_to_physical_names_a_slot_of_the_expert(placement: Placement, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_to_physical_keeps_invalid_ids_invalid(placement: Placement, dtype: torch.dtype) -> None:
     """No invalid id becomes a position or -1, and small invalid ids can be recovered from their image."""
-    experts, slots = placement.num_experts, placement.num_physical
-    moderate = [-2, -3, -experts - 1, experts, experts + 1, slots + 7, 2**20]
+    experts, positions = placement.num_experts, placement.num_physical
+    moderate = [-2, -3, -experts - 1, experts, experts + 1, positions + 7, 2**20]
     extreme = [torch.iinfo(dtype).min, torch.iinfo(dtype).max, 2**31 - 1, -(2**31)]
     if dtype == torch.int64:
-        extreme += [2**32, 2**32 + 1, -(2**32) - 1, 2**63 - slots]
+        extreme += [2**32, 2**32 + 1, -(2**32) - 1, 2**63 - positions]
     physical = placement.to_physical(torch.tensor([moderate + extreme], dtype=dtype))[0].tolist()
-    assert all(slot < -1 or slot >= slots for slot in physical)
-    recovered = [slot if slot < 0 else slot - (slots - experts) for slot in physical[: len(moderate)]]
+    assert all(position < -1 or position >= positions for position in physical)
+    recovered = [got if got < 0 else got - (positions - experts) for got in physical[: len(moderate)]]
     assert recovered == moderate
 
 
@@ -150,8 +150,8 @@ def test_equality_hash_and_pickle_ignore_the_maps() -> None:
         ((0, -2), (0, 2), ["expert -2", "start at 0"]),
         ((0, 1, 3), (0, 3), ["expert 3", "not expert 2"]),
         ((0, 1), (0,), ["(0,)", "at least 2"]),
-        ((0, 1), (1, 2), ["(1, 2)", "from 0 to the number of slots (2)"]),
-        ((0, 1), (0, 1), ["(0, 1)", "number of slots (2)"]),
+        ((0, 1), (1, 2), ["(1, 2)", "from 0 to the number of physical experts (2)"]),
+        ((0, 1), (0, 1), ["(0, 1)", "number of physical experts (2)"]),
         ((0, 1), (0, 3, 2), ["(0, 3, 2)", "from 3 to 2"]),
     ],
     ids=["empty", "negative", "missing", "no_rank", "late_start", "early_end", "descending"],
