@@ -1,6 +1,7 @@
 """`EPGroup`: the ranks of a group, their devices, its collectives and waits."""
 
 import contextlib
+import dataclasses
 import pickle
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,17 @@ from ep_moe.group.waiting import Waits
 from ep_moe.group.watch import Watch
 
 DEFAULT_CONFIG = GroupConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where a rank stands in its group and on its machine."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0  # among the ranks of this machine
+    local_num_ranks: int = 1
+    node: int = 0  # index of this machine
 
 
 class EPGroup:
@@ -35,12 +47,8 @@ class EPGroup:
 
     def __init__(
         self,
+        place: RankPlace,
         *,
-        rank: int,
-        num_ranks: int,
-        local_rank: int,
-        local_num_ranks: int,
-        node: int,
         device: torch.device,
         config: GroupConfig,
         backend: str | None = None,
@@ -48,11 +56,11 @@ class EPGroup:
         watch: Watch | None = None,
         owns_world: bool = False,
     ) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.local_rank = local_rank
-        self.local_num_ranks = local_num_ranks
-        self.node = node
+        self.rank = place.rank
+        self.num_ranks = place.num_ranks
+        self.local_rank = place.local_rank
+        self.local_num_ranks = place.local_num_ranks
+        self.node = place.node
         self.device = device
         self.backend = backend or backend_of(device)
         self.config = config
@@ -78,15 +86,7 @@ class EPGroup:
     @classmethod
     def single(cls, device: torch.device | str | None = None, config: GroupConfig = DEFAULT_CONFIG) -> "EPGroup":
         """A group of one rank: no process group, no store, no thread. Local."""
-        return cls(
-            rank=0,
-            num_ranks=1,
-            local_rank=0,
-            local_num_ranks=1,
-            node=0,
-            device=pick_device(device, 0, 1),
-            config=config,
-        )
+        return cls(RankPlace(), device=pick_device(device, 0, 1), config=config)
 
     @classmethod
     def connect(
@@ -106,15 +106,18 @@ class EPGroup:
         Errors: PeerLostError names the ranks that did not join within max(timeout_secs, 60 s); RuntimeError if the
         store cannot be reached or the machine lacks the device. Collective.
         """
-        place = pick_device(device, env.local_rank, env.local_world_size)
-        watch = join_world(env, config, place)
-        return cls(
+        picked = pick_device(device, env.local_rank, env.local_world_size)
+        watch = join_world(env, config, picked)
+        place = RankPlace(
             rank=env.rank,
             num_ranks=env.world_size,
             local_rank=env.local_rank,
             local_num_ranks=env.local_world_size,
             node=sum(beat.local_rank == 0 for beat in watch.beats()[: env.rank + 1]) - 1,
-            device=place,
+        )
+        return cls(
+            place,
+            device=picked,
             config=config,
             process_group=dist.group.WORLD,
             watch=watch,
@@ -142,23 +145,26 @@ class EPGroup:
         backends = dist.get_backend_config(process_group)
         if device is None:
             device = f"cuda:{torch.cuda.current_device()}" if "nccl" in backends else "cpu"
-        place = torch.device(device)
-        backend = dict(pair.split(":") for pair in backends.split(",")).get(place.type)
+        picked = torch.device(device)
+        backend = dict(pair.split(":") for pair in backends.split(",")).get(picked.type)
         if backend not in ("gloo", "nccl"):
-            raise ValueError(f"device ({place}) has no gloo or nccl among the process group's backends ({backends})")
+            raise ValueError(f"device ({picked}) has no gloo or nccl among the process group's backends ({backends})")
         shared: Any = store  # torch's stubs lack the next call
         if not shared.has_extended_api():
             raise ValueError(f"store ({type(store).__name__}) cannot read many keys at once; use a TCPStore")
         watch = join_subset(process_group, store, config)
         rank = process_group.rank()
         hosts = [beat.host for beat in watch.beats()]
-        return cls(
+        place = RankPlace(
             rank=rank,
             num_ranks=process_group.size(),
             local_rank=hosts[:rank].count(hosts[rank]),
             local_num_ranks=hosts.count(hosts[rank]),
             node=list(dict.fromkeys(hosts)).index(hosts[rank]),
-            device=place,
+        )
+        return cls(
+            place,
+            device=picked,
             config=config,
             backend=backend,
             process_group=process_group,
