@@ -4,7 +4,6 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, overload
 
@@ -178,7 +177,7 @@ class ExpertParallelMoE(torch.nn.Module):
     def _inputs(self, *given: torch.Tensor) -> Iterator[Any]:
         """Everything that the result depends on: the call's arguments, weights, bias, shared experts' parameters."""
         yield from given
-        yield from (getattr(self.weights, field.name) for field in dataclasses.fields(self.weights))
+        yield from self.weights.tensors()
         yield self.routing_bias
         if isinstance(self.shared_experts, torch.nn.Module):
             yield from self.shared_experts.parameters()

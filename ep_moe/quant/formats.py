@@ -186,8 +186,8 @@ def dequantize_weight(matrix: StoredMatrix, scheme: QuantScheme) -> torch.Tensor
     """
     stored, values = scheme.weight, matrix.values
     shape = (*values.shape[:-1], stored.row_width(values.shape[-1]))
-    found = {"values": values, "scale": matrix.scale, "zero": matrix.zero, "global_scale": matrix.global_scale}
-    _require_stored(found, stored.parts(shape, values.dtype), scheme)
+    needed = stored.parts(shape, values.dtype)
+    _require_stored({name: getattr(matrix, name) for name in (*needed, *matrix.tensors)}, needed, scheme)
     if not stored.quantized:
         return values.float()
     real = _family(stored, scheme).dequantize_weight(matrix, stored)

@@ -4,7 +4,7 @@ Letters: L local experts, H hidden, I intermediate; W = 2I if the activation is 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -47,9 +47,15 @@ class ExpertWeights:
     @property
     def num_bytes(self) -> int:
         """Total bytes of all tensors."""
-        others = (self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale)
-        matrices = self.w13.num_bytes + self.w2.num_bytes
-        return matrices + sum(t.numel() * t.element_size() for t in others if t is not None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that are there."""
+        yield from self.w13.tensors.values()
+        yield from self.w2.tensors.values()
+        for tensor in (self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale):
+            if tensor is not None:
+                yield tensor
 
     @classmethod
     def from_pretrained(
