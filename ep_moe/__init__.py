@@ -14,6 +14,7 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
+from ep_moe.quant import StoredMatrix
 from ep_moe.routing import Routing, route
 from ep_moe.transport import create_transport
 from ep_moe.weights import ExpertWeights
@@ -35,6 +36,7 @@ __all__ = [
     "Routing",
     "RoutingConfig",
     "RoutingMethod",
+    "StoredMatrix",
     "TransportConfig",
     "create_transport",
     "launch",

@@ -4,7 +4,6 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, overload
 
@@ -110,7 +109,9 @@ class ExpertParallelMoE(torch.nn.Module):
         self.transport = transport
         self.placement = transport.placement if placement is None else placement
         self.scheme = get_scheme(config.scheme)
-        self.experts: Experts = create_experts(experts, config.activation, weights.w13.device, scheme=self.scheme)
+        self.experts: Experts = create_experts(
+            experts, config.activation, weights.w13.values.device, scheme=self.scheme
+        )
         self.routing_bias = routing_bias
         self.shared_experts = shared_experts
         self.phases: Phases = _Unwatched() if phases is None else phases
@@ -129,16 +130,16 @@ class ExpertParallelMoE(torch.nn.Module):
             "num_local_experts": (weights.num_local_experts, self.placement.num_local_experts(rank)),
             "first physical experts": (self.placement.starts, transport.placement.starts),
             "scheme": (weights.scheme.name, self.scheme.name),
-            "rows of w13": (weights.w13.shape[1], config.intermediate * (2 if kind.gated else 1)),
-            "columns of w13": (weights.w13.shape[2], self.scheme.row_values(config.hidden)),
-            "rows of w2": (weights.w2.shape[1], config.hidden),
-            "columns of w2": (weights.w2.shape[2], self.scheme.row_values(config.intermediate)),
-            "dtype of w13": (weights.w13.dtype, self.scheme.dtype or transport.config.dtype),
+            "rows of w13": (weights.w13.values.shape[1], config.intermediate * (2 if kind.gated else 1)),
+            "columns of w13": (weights.w13.values.shape[2], self.scheme.weight.row_values(config.hidden)),
+            "rows of w2": (weights.w2.values.shape[1], config.hidden),
+            "columns of w2": (weights.w2.values.shape[2], self.scheme.weight.row_values(config.intermediate)),
+            "dtype of w13": (weights.w13.values.dtype, self.scheme.weight.dtype or transport.config.dtype),
         }
         if self.routing_bias is not None:
             expected["shape of routing_bias"] = (tuple(self.routing_bias.shape), (config.num_experts,))
         if weights.w13_input_scale is not None:
-            expected["activation scales of w13_input_scale"] = ("tensor", self.scheme.activation)
+            expected["activation scales of w13_input_scale"] = ("tensor", self.scheme.payload.granularity)
             expected["numbers in w13_input_scale"] = (weights.w13_input_scale.numel(), 1)
         for name, (found, wanted) in expected.items():
             if found != wanted:
@@ -176,7 +177,7 @@ class ExpertParallelMoE(torch.nn.Module):
     def _inputs(self, *given: torch.Tensor) -> Iterator[Any]:
         """Everything that the result depends on: the call's arguments, weights, bias, shared experts' parameters."""
         yield from given
-        yield from (getattr(self.weights, field.name) for field in dataclasses.fields(self.weights))
+        yield from self.weights.tensors()
         yield self.routing_bias
         if isinstance(self.shared_experts, torch.nn.Module):
             yield from self.shared_experts.parameters()

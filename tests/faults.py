@@ -19,7 +19,7 @@ def swap_two_experts() -> None:
     def swapped(cls: type, *args: Any, **options: Any) -> dict[int, ExpertWeights]:
         layers = read(cls, *args, **options)
         first = layers[0]
-        for tensor in (first.w13, first.w2):
+        for tensor in (first.w13.values, first.w2.values):
             tensor[[0, 1]] = tensor[[1, 0]]
         return layers
 

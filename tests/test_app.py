@@ -166,7 +166,8 @@ def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     for name, value in load_file(SHIPPED_MODEL / "model.safetensors").items():
         stored[name] = value
         if name.endswith("_proj.weight"):
-            stored[name], stored[f"{name}_scale_inv"], _ = quantize_weight(value, SCHEMES["fp8_block"])
+            matrix = quantize_weight(value, SCHEMES["fp8_block"])
+            stored[name], stored[f"{name}_scale_inv"] = matrix.values, matrix.scale
     assert stored["model.layers.0.self_attn.k_proj.weight"].shape == (64, 256)
     save_file(stored, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())

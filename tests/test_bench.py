@@ -370,7 +370,7 @@ def louder_expert(sound: Callable[..., Any]) -> Callable[..., Any]:
 
     def local(self: RandomExperts, *args: Any) -> Any:
         weights = sound(self, *args)
-        weights.w2[3] *= 1.01
+        weights.w2.values[3] *= 1.01
         return weights
 
     return local
@@ -866,7 +866,7 @@ def test_bench_model_and_its_row(tmp_path: Path) -> None:
 
 def louder_experts(model: Any) -> None:
     """An expert is 1 % too large."""
-    model.ep_moe.layers[1].weights.w2[0] *= 1.01
+    model.ep_moe.layers[1].weights.w2.values[0] *= 1.01
 
 
 def other_head(model: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
-from ep_moe.quant import QuantScheme, get_scheme, quantize, quantize_weight
+from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.weights import ExpertWeights
 
@@ -75,10 +75,10 @@ def make_case(
     growing = torch.linspace(0.5, 2, EXPERT_COUNT)[:, None, None]
     w13 = normal(EXPERT_COUNT, width, HIDDEN) * growing * 2 / HIDDEN**0.5
     w2 = normal(EXPERT_COUNT, HIDDEN, INTERMEDIATE) * growing / INTERMEDIATE**0.5
-    fields: dict[str, torch.Tensor | None] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
-    if scheme.quantized:
-        fields["w13"], fields["w13_scale"], fields["w13_global_scale"] = quantize_weight(w13, scheme)
-        fields["w2"], fields["w2_scale"], fields["w2_global_scale"] = quantize_weight(w2, scheme)
+    fields: dict[str, StoredMatrix | torch.Tensor] = {
+        name: quantize_weight(matrix, scheme) if scheme.weight.quantized else StoredMatrix(matrix.to(dtype))
+        for name, matrix in (("w13", w13), ("w2", w2))
+    }
     if biased:
         fields["w13_bias"], fields["w2_bias"] = (
             normal(EXPERT_COUNT, width).to(dtype),
@@ -89,7 +89,7 @@ def make_case(
     ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
     weights = torch.where(ids >= 0, torch.rand(ids.shape, generator=random), 0.0)
     x, scale = normal(len(TOPK_IDS), HIDDEN).to(dtype), None
-    if scheme.quantized:
+    if scheme.payload.quantized:
         payload = quantize(x, scheme)
         x, scale = payload.values, payload.scale
         fill_with_nan(scale, (ids < 0).all(dim=1))
@@ -190,10 +190,11 @@ def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.
 def reference_requantize(inner: np.ndarray, scheme: QuantScheme, static: float | None) -> np.ndarray:
     """Requantize and dequantize the rows [n, I] of one expert."""
     result = np.empty_like(inner)
-    group = scheme.block[1] if scheme.activation == "group" else inner.shape[1]
+    per = scheme.activation.granularity
+    group = scheme.activation.block[1] if per == "group" else inner.shape[1]
     for row in range(inner.shape[0]):
         for first in range(0, inner.shape[1], group):
-            shared = inner if scheme.activation == "tensor" else inner[row, first : first + group]
+            shared = inner if per == "tensor" else inner[row, first : first + group]
             mine, place = inner[row, first : first + group], np.s_[row, first : first + group]
             if static is None:
                 second = np.abs(inner[row]).max() / 2688
@@ -215,19 +216,17 @@ def stored_numbers(values: torch.Tensor, scheme: QuantScheme) -> np.ndarray:
     return numbers
 
 
-def reference_weight(
-    values: torch.Tensor, scale: torch.Tensor | None, second: torch.Tensor | None, scheme: QuantScheme
-) -> np.ndarray:
+def reference_weight(matrix: StoredMatrix, scheme: QuantScheme) -> np.ndarray:
     """One expert's matrix in float64."""
-    real = stored_numbers(values, scheme)
-    if second is not None:
-        real *= second.item()
-    if scale is not None:
-        s = scale.float().double().numpy()
+    real = stored_numbers(matrix.values, scheme)
+    if matrix.global_scale is not None:
+        real *= matrix.global_scale.item()
+    if matrix.scale is not None:
+        (bn, bk), s = scheme.weight.block, matrix.scale.float().double().numpy()
         for n in range(real.shape[0]):
             for k in range(real.shape[1]):
-                place = {"tensor": (), "channel": (n,), "block": (n // scheme.block[0], k // scheme.block[1])}
-                real[n, k] *= s[place[scheme.weight]]
+                place = {"tensor": (), "channel": (n,), "group": (n, k // bk), "block": (n // bn, k // bk)}
+                real[n, k] *= s[place[scheme.weight.granularity]]
     return real
 
 
@@ -236,27 +235,21 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
     w, scheme, outputs = case.weights, case.weights.scheme, []
     x = stored_numbers(case.rows.x, scheme)
     for expert in range(EXPERT_COUNT):
-        w13, w2 = (
-            reference_weight(values[expert], *(None if s is None else s[expert] for s in scales), scheme)
-            for values, *scales in (
-                (w.w13, w.w13_scale, w.w13_global_scale),
-                (w.w2, w.w2_scale, w.w2_global_scale),
-            )
-        )
+        w13, w2 = (reference_weight(matrix[expert], scheme) for matrix in (w.w13, w.w2))
         b13, b2 = (0.0 if b is None else b[expert].double().numpy() for b in (w.w13_bias, w.w2_bias))
         inner = []
         for token in range(len(TOPK_IDS)):
             if expert in TOPK_IDS[token]:
                 row = x[token].copy()
                 if case.rows.scale is not None:
-                    group = scheme.block[1] if scheme.activation == "group" else HIDDEN
+                    group = scheme.payload.block[1] if scheme.payload.granularity == "group" else HIDDEN
                     row *= np.array([case.rows.scale[token, column // group].item() for column in range(HIDDEN)])
                 inner.append(reference_activation(w13 @ row + b13, activation))
         stacked = np.array(inner).reshape(-1, INTERMEDIATE)
-        if scheme.quantized and len(stacked):
+        if scheme.activation.quantized and len(stacked):
             static = None if w.w2_input_scale is None else w.w2_input_scale[expert].item()
             stacked = reference_requantize(stacked, scheme, static)
-        elif not scheme.quantized:
+        elif not scheme.activation.quantized:
             stacked = torch.from_numpy(stacked).to(case.dtype).double().numpy()
         outputs.append(np.array([w2 @ row + b2 for row in stacked]).reshape(-1, HIDDEN))
     return outputs
@@ -273,7 +266,7 @@ def assert_close_rows(actual: torch.Tensor, expected: np.ndarray, case: Case) ->
     norm = np.linalg.norm(expected, axis=-1)
     errors = np.linalg.norm(found - expected, axis=-1) / np.where(norm > 0, norm, 1)
     dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
-    worst_limit = max(dtype_limit, ROW_ERROR_LIMITS["fp8"]) if case.weights.scheme.quantized else dtype_limit
+    worst_limit = max(dtype_limit, ROW_ERROR_LIMITS["fp8"]) if case.weights.scheme.weight.quantized else dtype_limit
     assert errors.max() < worst_limit
     assert np.median(errors) < dtype_limit
 
@@ -408,9 +401,7 @@ def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
     """Weights of that standard deviation, quantized, against the same in float: the error of 4 bits."""
     random, scheme = torch.Generator().manual_seed(4), get_scheme("nvfp4")
     w13, w2 = (torch.randn(2, *shape, generator=random) * std for shape in ((160, HIDDEN), (HIDDEN, 80)))
-    stored = [quantize_weight(w, scheme) for w in (w13, w2)]
-    names = (f"{name}{suffix}" for name in ("w13", "w2") for suffix in ("", "_scale", "_global_scale"))
-    fields = dict(zip(names, (part for parts in stored for part in parts), strict=True))
+    weights = ExpertWeights(w13=quantize_weight(w13, scheme), w2=quantize_weight(w2, scheme), scheme=scheme)
     x = torch.randn(24, HIDDEN, generator=random)
     payload = quantize(x, scheme)
     batch = Compact(
@@ -423,7 +414,7 @@ def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
         row_index=None,
         expected_rows=12,
     )
-    y = ReferenceExperts(SILU)(batch, ExpertWeights(scheme=scheme, **fields)).double()
+    y = ReferenceExperts(SILU)(batch, weights).double()
     rows = x.unflatten(0, (2, 12)).double()
     gate, up = (rows @ w13.double().mT).chunk(2, dim=-1)
     expected = ((gate * torch.sigmoid(gate) * up) @ w2.double().mT).flatten(0, 1)
@@ -432,13 +423,27 @@ def test_nvfp4_experts_of_any_size_against_float(std: float) -> None:
     assert 0.1 < error.median() < 0.25
 
 
+@pytest.mark.parametrize("name", ["fp8_token", "fp8_block", "int8_token", "mxfp8", "nvfp4"])
+def test_weights_alone_are_quantized(name: str) -> None:
+    """Plain tokens on weights in a scheme: the bits of plain experts that hold the dequantized weights."""
+    case, scheme = make_case(), QuantScheme(name="alone", weight=get_scheme(name).weight)
+    stored = {part: quantize_weight(getattr(case.weights, part).values, scheme) for part in ("w13", "w2")}
+    real = {part: StoredMatrix(dequantize_weight(matrix, scheme)) for part, matrix in stored.items()}
+    batch = pack_case(case, Layout.COMPACT).batch
+    y = ReferenceExperts(SILU)(
+        dataclasses.replace(batch, scheme=scheme), dataclasses.replace(case.weights, **stored, scheme=scheme)
+    )
+    expected = ReferenceExperts(SILU)(batch, dataclasses.replace(case.weights, **real))
+    used = used_rows(batch)
+    assert torch.equal(y[used], expected[used])
+    assert not torch.equal(y[used], ReferenceExperts(SILU)(batch, case.weights)[used])
+
+
 def test_saturation_and_ties_of_the_requantized_intermediate() -> None:
     """Identity matrices pass x through; what remains is rounding to e4m3 under each expert's own static scale."""
     scheme = get_scheme("fp8_tensor")
-    eye, scale, _ = quantize_weight(torch.eye(16).expand(2, 16, 16), scheme)
-    weights = ExpertWeights(
-        w13=eye, w2=eye, w13_scale=scale, w2_scale=scale, scheme=scheme, w2_input_scale=torch.tensor([1.0, 0.25])
-    )
+    eye = quantize_weight(torch.eye(16).expand(2, 16, 16), scheme)
+    weights = ExpertWeights(w13=eye, w2=eye, scheme=scheme, w2_input_scale=torch.tensor([1.0, 0.25]))
     values = torch.tensor([448.0, 18, 17, 1, -448, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).expand(2, 16)
     batch = Compact(
         x=(values / 2).to(torch.float8_e4m3fn),
@@ -473,7 +478,7 @@ def test_the_intermediate_is_rounded_to_the_model_dtype(dtype: str, one: float) 
         row_index=None,
         expected_rows=1,
     )
-    weights = ExpertWeights(w13=w13.to(DTYPES[dtype]), w2=w2.to(DTYPES[dtype]))
+    weights = ExpertWeights(w13=StoredMatrix(w13.to(DTYPES[dtype])), w2=StoredMatrix(w2.to(DTYPES[dtype])))
     assert ReferenceExperts(ACTIVATIONS["identity"])(batch, weights)[0, 0].item() == one
 
 
@@ -520,6 +525,10 @@ def _weights(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWei
     return lambda case: (pack_case(case, Layout.COMPACT).batch, dataclasses.replace(case.weights, **changes))  # type: ignore[arg-type]
 
 
+def _matrix(name: str, **changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWeights]]:
+    return lambda case: _weights(**{name: dataclasses.replace(getattr(case.weights, name), **changes)})(case)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("scheme", "change", "words"),
     [
@@ -534,25 +543,26 @@ def _weights(**changes: object) -> Callable[[Case], tuple[ExpertBatch, ExpertWei
         ("none", _batch(expert_row_start=torch.full((4,), 32, dtype=torch.int32)), ("[32, 36)", "(32, 144)")),
         ("none", _flat(row_index=None), ("row_index", "FLAT")),
         ("none", _flat(topk_weights=torch.ones(11, 3)), ("topk_weights", "(11, 3)", "(11, 2)")),
-        ("none", _weights(w13=torch.ones(4, 161, 144)), ("161", "'silu'", "even")),
-        ("none", _weights(w13=torch.ones(161, 144)), ("(161, 144)", "3 dimensions")),
-        ("none", _weights(w2=torch.ones(4, 144, 160)), ("w2", "(4, 144, 160)", "(4, 144, 80)")),
-        ("none", _weights(w2=torch.ones(4, 144, 80).half()), ("w2", "float16", "float32")),
+        ("none", _matrix("w13", values=torch.ones(4, 161, 144)), ("161", "'silu'", "even")),
+        ("none", _matrix("w13", values=torch.ones(161, 144)), ("(161, 144)", "3 dimensions")),
+        ("none", _matrix("w2", values=torch.ones(4, 144, 160)), ("w2", "(4, 144, 160)", "(4, 144, 80)")),
+        ("none", _matrix("w2", values=torch.ones(4, 144, 80).half()), ("w2", "float16", "float32")),
         ("none", _weights(w13_bias=torch.ones(4, 80)), ("w13_bias", "(4, 80)", "(4, 160)")),
         ("none", _weights(w2_bias=torch.ones(4, 144).int()), ("w2_bias", "int32", "float")),
-        ("none", _weights(w2_scale=torch.ones(4)), ("w2 has a scale (4,)", "'none'")),
+        ("none", _matrix("w2", scale=torch.ones(4)), ("w2 has a scale (4,)", "'none'")),
         ("none", _weights(w2_input_scale=torch.ones(4)), ("w2_input_scale", "'none'")),
         ("fp8_token", _weights(w2_input_scale=torch.ones(4)), ("w2_input_scale", "'fp8_token'", "token")),
         ("fp8_tensor", _weights(w2_input_scale=torch.ones(1)), ("w2_input_scale", "(1,)", "(4,)")),
-        ("fp8_tensor", _weights(w2_scale=None), ("w2_scale", "missing", "(4,)")),
-        ("fp8_block", _weights(w13_scale=torch.ones(4, 2, 1)), ("w13_scale", "(4, 2, 1)", "(4, 2, 2)")),
+        ("fp8_tensor", _matrix("w2", scale=None), ("w2_scale", "missing", "(4,)")),
+        ("fp8_block", _matrix("w13", scale=torch.ones(4, 2, 1)), ("w13_scale", "(4, 2, 1)", "(4, 2, 2)")),
         ("fp8_block", _batch(scale=None), ("scale", "missing", "'fp8_block'")),
-        ("fp8_block", _weights(w2=torch.ones(4, 144, 80)), ("w2", "float32", "float8_e4m3fn")),
-        ("mxfp8", _weights(w2_scale=torch.ones(4, 144, 3)), ("w2_scale", "float32", "float8_e8m0fnu")),
-        ("nvfp4", _weights(w2_global_scale=None), ("w2_global_scale is missing", "'nvfp4'", "(4,)")),
-        ("nvfp4", _weights(w13_global_scale=torch.ones(1)), ("w13_global_scale", "(1,)", "(4,)")),
-        ("mxfp8", _weights(w13_global_scale=torch.ones(4)), ("w13 has a global scale (4,)", "'mxfp8'")),
-        ("nvfp4", _weights(w2=torch.ones(4, 144, 80).byte()), ("w2", "(4, 144, 80)", "(4, 144, 40)")),
+        ("fp8_block", _matrix("w2", values=torch.ones(4, 144, 80)), ("w2", "float32", "float8_e4m3fn")),
+        ("mxfp8", _matrix("w2", scale=torch.ones(4, 144, 3)), ("w2_scale", "float32", "float8_e8m0fnu")),
+        ("nvfp4", _matrix("w2", global_scale=None), ("w2_global_scale is missing", "'nvfp4'", "(4,)")),
+        ("nvfp4", _matrix("w13", global_scale=torch.ones(1)), ("w13_global_scale", "(1,)", "(4,)")),
+        ("mxfp8", _matrix("w13", global_scale=torch.ones(4)), ("w13 has a global scale (4,)", "'mxfp8'")),
+        ("fp8_block", _matrix("w13", zero=torch.ones(4, 2, 2)), ("w13 has a zero (4, 2, 2)", "'fp8_block'")),
+        ("nvfp4", _matrix("w2", values=torch.ones(4, 144, 80).byte()), ("w2", "(4, 144, 80)", "(4, 144, 40)")),
     ],
 )
 def test_batch_and_weights_that_do_not_fit(

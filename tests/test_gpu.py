@@ -19,7 +19,7 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
-from ep_moe.quant import get_scheme
+from ep_moe.quant import StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS, check_transport, worst_row_error
 from ep_moe.transport import TRANSPORTS, create_transport
@@ -245,7 +245,8 @@ def big_layer(group: EPGroup, scheme: str) -> dict[str, float]:
     device = group.device
     placement = Placement.linear(NUM_EXPERTS, group.num_ranks)
     mine = [expert(index, device) for index in placement.local_experts(group.rank)]
-    weights = ExpertWeights(w13=torch.stack([w for w, _ in mine]), w2=torch.stack([w for _, w in mine]))
+    w13, w2 = (StoredMatrix(torch.stack(matrices)) for matrices in zip(*mine, strict=True))
+    weights = ExpertWeights(w13=w13, w2=w2)
     del mine
     transport = create_transport(
         "auto", group, placement, TransportConfig(hidden=HIDDEN, max_tokens_per_rank=NUM_TOKENS)
@@ -289,10 +290,9 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
     placement = Placement.linear(8, group.num_ranks)
     config = TransportConfig(hidden=64, max_tokens_per_rank=16)
     transport = create_transport("collective", group, placement, config)
-    weights = ExpertWeights(
-        w13=torch.randn(placement.num_local_experts(group.rank), 64, 64, device=group.device).bfloat16(),
-        w2=torch.randn(placement.num_local_experts(group.rank), 64, 32, device=group.device).bfloat16(),
-    )
+    w13 = torch.randn(placement.num_local_experts(group.rank), 64, 64, device=group.device).bfloat16()
+    w2 = torch.randn(placement.num_local_experts(group.rank), 64, 32, device=group.device).bfloat16()
+    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w2))
     layer = ExpertParallelMoE(MoEConfig(hidden=64, intermediate=32, num_experts=8), weights, transport)
     x = torch.randn(16, 64, device=group.device).bfloat16()
     ids = torch.arange(32, device=group.device).reshape(16, 2) % 8

@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
-from ep_moe.quant import get_scheme, quantize, quantize_weight
+from ep_moe.quant import StoredMatrix, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 
@@ -48,22 +48,20 @@ def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
     scheme, random = get_scheme(scheme_name), torch.Generator("cuda").manual_seed(3)
     width = model.intermediate * (2 if model.activation.kind.gated else 1)
 
-    def matrices(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        made = []
+    def matrices(rows: int, columns: int) -> StoredMatrix:
+        made = StoredMatrix.empty((model.experts, rows, columns), scheme.weight, torch.bfloat16, "cuda")
         for expert in range(model.experts):
             w = torch.randn(rows, columns, generator=random, device="cuda") * (0.5 + expert / model.experts)
             w *= columns**-0.5
-            made.append(quantize_weight(w, scheme)[:2] if scheme.quantized else (w.bfloat16(), w.new_zeros(0)))
-        values, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
-        return values, scales if scheme.quantized else None
+            made[expert].copy_(quantize_weight(w, scheme) if scheme.weight.quantized else StoredMatrix(w))
+        return made
 
-    w13, w13_scale = matrices(width, model.hidden)
-    w2, w2_scale = matrices(model.hidden, model.intermediate)
+    w13, w2 = matrices(width, model.hidden), matrices(model.hidden, model.intermediate)
     biases = {}
     if model.biased:
         for name, columns in (("w13_bias", width), ("w2_bias", model.hidden)):
             biases[name] = torch.randn(model.experts, columns, generator=random, device="cuda").bfloat16()
-    return ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, scheme=scheme, **biases)
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, **biases)
 
 
 def make_rows(model: Model, scheme_name: str, num_rows: int, seed: int = 5) -> TokenRows:
@@ -75,7 +73,7 @@ def make_rows(model: Model, scheme_name: str, num_rows: int, seed: int = 5) -> T
     ids = scores.topk(min(model.num_topk, model.experts), dim=1).indices
     ids = torch.where(ids < model.experts, ids, -1).int()
     x = torch.randn(num_rows, model.hidden, generator=random, device="cuda").bfloat16()
-    payload = quantize(x, scheme) if scheme.quantized else None
+    payload = quantize(x, scheme) if scheme.payload.quantized else None
     return TokenRows(
         x=x if payload is None else payload.values,
         scale=None if payload is None else payload.scale,
@@ -192,7 +190,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         expert_row_start=torch.arange(model.experts, dtype=torch.int32, device="cuda") * capacity,
         expected_rows=3,
     )
-    weights, used = ExpertWeights(w13=w13, w2=w2), used_rows(batch)
+    weights, used = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w2)), used_rows(batch)
     assert x.numel() > 2**31
     y = create_experts("triton", SILU, torch.device("cuda"))(batch, weights)
     expected = ReferenceExperts(SILU)(batch, weights)

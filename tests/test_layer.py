@@ -16,7 +16,7 @@ from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement, create_placement
-from ep_moe.quant import get_scheme, quantize_weight
+from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import create_transport
@@ -38,11 +38,9 @@ def local_weights(placement: Placement, rank: int, scheme: str, dtype: torch.dty
     """One rank's share of `whole_weights`."""
     w13, w2, b13, b2 = (tensor[list(placement.local_experts(rank))] for tensor in whole_weights(dtype))
     if scheme == "none":
-        return ExpertWeights(w13=w13, w2=w2, w13_bias=b13, w2_bias=b2)
-    (q13, s13, _), (q2, s2, _) = (quantize_weight(w, get_scheme(scheme)) for w in (w13, w2))
-    return ExpertWeights(
-        w13=q13, w2=q2, w13_scale=s13, w2_scale=s2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme)
-    )
+        return ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w2), w13_bias=b13, w2_bias=b2)
+    q13, q2 = (quantize_weight(w, get_scheme(scheme)) for w in (w13, w2))
+    return ExpertWeights(w13=q13, w2=q2, w13_bias=b13, w2_bias=b2, scheme=get_scheme(scheme))
 
 
 def tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -432,7 +430,8 @@ def test_backward_is_refused(trained: str) -> None:
     layer.routing_bias = torch.zeros(NUM_EXPERTS)
     expected = layer(*inputs.values())
     assert not expected.requires_grad
-    target = inputs.get(trained, getattr(layer.weights, trained, None))
+    held = {"w2": layer.weights.w2.values, "w13_bias": layer.weights.w13_bias}
+    target = inputs.get(trained, held.get(trained))
     target = layer.routing_bias if trained == "routing_bias" else shared.weight if target is None else target
     target.requires_grad_()
     out = layer(*inputs.values())

@@ -9,11 +9,14 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, merge_repeats, pack, weighted_sum
-from ep_moe.quant import QuantScheme, get_scheme
+from ep_moe.quant import QuantScheme, TensorFormat, get_scheme
 
 PLAIN = QuantScheme(name="plain")
-GROUPED = QuantScheme(name="grouped", dtype=torch.float8_e4m3fn, activation="group", block=(128, 128))
-PER_TOKEN = QuantScheme(name="per_token", dtype=torch.int8, activation="token")
+GROUPED = QuantScheme(
+    name="grouped",
+    payload=TensorFormat(family="scaled", dtype=torch.float8_e4m3fn, granularity="group", block=(1, 128)),
+)
+PER_TOKEN = QuantScheme(name="per_token", payload=TensorFormat(family="scaled", dtype=torch.int8, granularity="token"))
 SCHEMES = {
     "bf16": PLAIN,
     "fp8_group": GROUPED,
@@ -48,16 +51,17 @@ def make_rows(case: str, scheme: QuantScheme) -> tuple[TokenRows, int, int]:
         ids = torch.full((num_tokens, num_topk), -1)
         ids[:, -1] = num_local - 1 if how == "last" else -1
     ids, weights = merge_repeats(ids.int(), torch.rand(num_tokens, num_topk, generator=random))
-    if scheme.dtype is None:
+    stored = scheme.payload
+    if stored.dtype is None:
         x = torch.randn(num_tokens, HIDDEN, generator=random).bfloat16()
     else:
-        num_values = scheme.row_values(HIDDEN)
-        x = torch.randint(0, 120, (num_tokens, num_values), generator=random, dtype=torch.uint8).view(scheme.dtype)
-    groups = scheme.num_groups(HIDDEN)
+        num_values = stored.row_values(HIDDEN)
+        x = torch.randint(0, 120, (num_tokens, num_values), generator=random, dtype=torch.uint8).view(stored.dtype)
+    groups = stored.num_groups(HIDDEN)
     scale = torch.rand(num_tokens, groups, generator=random) if groups else None
-    if scheme.scale_dtype.itemsize == 1:
+    if stored.scale_dtype.itemsize == 1:
         codes = torch.randint(0, 120, (num_tokens, groups), generator=random, dtype=torch.uint8)
-        scale = codes.view(scheme.scale_dtype)
+        scale = codes.view(stored.scale_dtype)
     return TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights), num_local, alignment
 
 
@@ -112,7 +116,7 @@ def most_rows(max_rows: int, num_local: int, alignment: int) -> int:
 @pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
 def test_pack(layout: Layout, case: str, scheme: QuantScheme) -> None:
     rows, num_local, alignment = make_rows(case, scheme)
-    capacity, groups = rows.x.shape[0] + 3, scheme.num_groups(HIDDEN)
+    capacity, groups = rows.x.shape[0] + 3, scheme.payload.num_groups(HIDDEN)
     packed = pack(
         rows,
         layout,
@@ -152,7 +156,7 @@ def test_pack(layout: Layout, case: str, scheme: QuantScheme) -> None:
     assert (batch.scale is None) == (groups == 0)
     if batch.scale is not None and batch.scale.numel() > 0:
         assert tuple(batch.scale.shape) == (*shape[:-1], groups)
-        assert batch.scale.dtype == scheme.scale_dtype
+        assert batch.scale.dtype == scheme.payload.scale_dtype
         strides = (capacity * groups, 1, capacity) if layout is Layout.BATCHED else (1, shape[0])
         wanted = [stride for stride, size in zip(strides, batch.scale.shape, strict=True) if size > 1]
         assert [s for s, size in zip(batch.scale.stride(), batch.scale.shape, strict=True) if size > 1] == wanted

@@ -1,14 +1,20 @@
 """Number formats against a reference that knows the bit patterns of e4m3 and e2m1 and loops over tiles in numpy."""
 
+import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ep_moe.experts.base import kernels_compute
 from ep_moe.quant import (
     SCHEMES,
     Quantized,
+    QuantScheme,
+    StoredMatrix,
+    TensorFormat,
     as_bytes,
     dequantize,
     dequantize_rows,
@@ -23,6 +29,7 @@ from ep_moe.quant import (
 QUANTIZED = ["fp8_tensor", "fp8_token", "fp8_block", "fp8_block_64x32", "fp8_block_ue8m0", "int8_token"]
 MICRO = ["mxfp8", "nvfp4"]
 WIDTHS = [2880, 144, 16]
+BF16 = torch.bfloat16
 WORST_ROW_LIMIT = 0.04  # relative L2, e4m3; a uniformly distributed mantissa gives 2^-4 / sqrt(3) * ~0.72 = 0.026
 WORST_ROW_LIMITS = {"fp8_block_ue8m0": 0.045}  # of another format: its scale may be twice the needed one
 
@@ -177,11 +184,11 @@ def test_a_row_of_zeros_is_zeros(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED + MICRO)
 def test_no_rows(name: str, width: int) -> None:
     scheme = get_scheme(name)
-    for static in [None, torch.ones(1)] if scheme.activation == "tensor" else [None]:
+    for static in [None, torch.ones(1)] if scheme.payload.granularity == "tensor" else [None]:
         result = quantize(torch.empty(0, width, dtype=torch.bfloat16), scheme, static_scale=static)
         assert (result.values.shape, result.scale.shape) == (
-            (0, scheme.row_values(width)),
-            (0, scheme.num_groups(width)),
+            (0, scheme.payload.row_values(width)),
+            (0, scheme.payload.num_groups(width)),
         )
         assert dequantize(result).shape == (0, width)
 
@@ -214,10 +221,10 @@ def test_rows_of_any_leading_shape_and_strides(name: str) -> None:
     scheme = get_scheme(name)
     x = torch.randn(experts * capacity, width, generator=torch.Generator().manual_seed(3))
     result = quantize(x, scheme)
-    groups = scheme.num_groups(width)
-    scale = torch.empty(experts, groups, capacity, dtype=scheme.scale_dtype).transpose(1, 2)
+    groups = scheme.payload.num_groups(width)
+    scale = torch.empty(experts, groups, capacity, dtype=scheme.payload.scale_dtype).transpose(1, 2)
     scale.copy_(result.scale.reshape(experts, capacity, groups))
-    rows = dequantize_rows(result.values.view(experts, capacity, scheme.row_values(width)), scale, scheme)
+    rows = dequantize_rows(result.values.view(experts, capacity, scheme.payload.row_values(width)), scale, scheme)
     assert torch.equal(rows.view(-1, width), dequantize(result))
     assert torch.equal(dequantize_rows(result.values[7], result.scale[7], scheme), dequantize(result)[7])
 
@@ -230,16 +237,18 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
         torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(rows))
         * torch.tensor([1, 9, 0.01])[:, None, None]
     )
-    values, scale, global_scale = quantize_weight(weight.bfloat16(), scheme)
-    assert global_scale is None
-    real = dequantize_weight(values, scale, scheme)
+    stored = quantize_weight(weight.bfloat16(), scheme)
+    values, scale = stored.values, stored.scale
+    assert scale is not None
+    assert stored.tensors.keys() == {"values", "scale"}
+    real = dequantize_weight(stored, scheme)
     tile = _tile_of_weights(name, rows, columns)
     shapes = {
         "tensor": (3,),
         "channel": (3, rows),
         "block": (3, math.ceil(rows / tile[0]), math.ceil(columns / tile[1])),
     }
-    assert scale.shape == shapes[scheme.weight]
+    assert scale.shape == shapes[scheme.weight.granularity]
     for expert in range(3):
         codes, tiles = _reference(weight[expert].bfloat16().float().numpy(), tile, name)
         np.testing.assert_array_equal(_codes(values[expert]), codes)
@@ -248,8 +257,8 @@ def test_weights_have_the_bits_of_the_reference(name: str, rows: int, columns: i
             expected = _numbers(codes[n : n + 1, k], name)[0] * tiles[n // tile[0], k // tile[1]]
             assert real[expert, n, k].item() == expected
     alone = quantize_weight(weight[1].bfloat16(), scheme)
-    assert torch.equal(alone[0].view(torch.uint8), values[1].view(torch.uint8))
-    assert torch.equal(dequantize_weight(*alone[:2], scheme), real[1])
+    assert torch.equal(alone.values.view(torch.uint8), values[1].view(torch.uint8))
+    assert torch.equal(dequantize_weight(alone, scheme), real[1])
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; ties go to the even one
@@ -316,11 +325,12 @@ def test_micro_scales_have_the_bits_of_the_reference(name: str, width: int, dtyp
     assert result.scale.stride() == (1, 9)
     assert result.values.is_contiguous()
     if name == "mxfp8":
-        values, weight_scale, _ = quantize_weight(torch.stack([x, x.flip(0)]), scheme)
-        assert weight_scale.shape == (2, 9, scheme.num_groups(width))
-        np.testing.assert_array_equal(_micro_codes(values[1], name), codes[::-1])
-        np.testing.assert_array_equal(_codes(weight_scale[1]), scales[::-1])
-        np.testing.assert_array_equal(dequantize_weight(values, weight_scale, scheme)[0].numpy(), real)
+        weight = quantize_weight(torch.stack([x, x.flip(0)]), scheme)
+        assert weight.scale is not None
+        assert weight.scale.shape == (2, 9, scheme.payload.num_groups(width))
+        np.testing.assert_array_equal(_micro_codes(weight.values[1], name), codes[::-1])
+        np.testing.assert_array_equal(_codes(weight.scale[1]), scales[::-1])
+        np.testing.assert_array_equal(dequantize_weight(weight, scheme)[0].numpy(), real)
 
 
 def _second_scale(x: np.ndarray) -> np.float32:
@@ -340,10 +350,12 @@ def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.d
     weight = (torch.randn(7, 9, width, generator=random) * stds[:, None, None]).to(dtype)
     weight[:, 4] *= 2**-16  # groups that lose bits, or all
     weight[1, 2, 3] = math.nan
-    values, scale, second = quantize_weight(weight, scheme)
+    stored = quantize_weight(weight, scheme)
+    values, scale, second = stored.values, stored.scale, stored.global_scale
+    assert scale is not None
     assert second is not None
     assert (second.shape, second.dtype) == ((7,), torch.float32)
-    real = dequantize_weight(values, scale, scheme, second)
+    real = dequantize_weight(stored, scheme)
     rows = weight.flatten(0, 1)
     trips = round_trip(rows, scheme).numpy()
     for expert, matrix in enumerate(weight.float().numpy()):
@@ -357,7 +369,7 @@ def test_second_scales_have_the_bits_of_the_reference(width: int, dtype: torch.d
     for row, trip in zip(rows.float().numpy(), trips, strict=True):
         np.testing.assert_array_equal(trip, _micro_reference(row[None], "nvfp4", _second_scale(row))[2][0])
     with pytest.raises(ValueError, match=r"global scale is None, scheme 'nvfp4' needs \(\(7,\), torch.float32\)"):
-        dequantize_weight(values, scale, scheme)
+        dequantize_weight(StoredMatrix(values, scale=scale), scheme)
 
 
 def _worst_row(found: torch.Tensor, x: torch.Tensor) -> float:
@@ -369,8 +381,7 @@ def test_small_and_large_weights_keep_the_error_of_the_format() -> None:
     """The worst row error of "nvfp4" weights, and of rows that are not sent, is the same for every magnitude."""
     scheme, x = SCHEMES["nvfp4"], torch.randn(2, 48, 256, generator=torch.Generator().manual_seed(5))
     for std in (1.0, 0.003, 0.001, 1e-5, 100.0):
-        values, scale, second = quantize_weight(x * std, scheme)
-        assert 0.09 < _worst_row(dequantize_weight(values, scale, scheme, second), x * std) < 0.115
+        assert 0.09 < _worst_row(dequantize_weight(quantize_weight(x * std, scheme), scheme), x * std) < 0.115
         assert 0.09 < _worst_row(round_trip(x[0] * std, scheme), x[0] * std) < 0.115
 
 
@@ -442,7 +453,7 @@ def test_powers_of_two_are_rounded_up_by_their_bits() -> None:
 def test_none_leaves_numbers_alone() -> None:
     x = torch.randn(3, 32)
     assert dequantize_rows(x, None, SCHEMES["none"]) is x
-    assert torch.equal(dequantize_weight(x.bfloat16(), None, SCHEMES["none"]), x.bfloat16().float())
+    assert torch.equal(dequantize_weight(StoredMatrix(x.bfloat16()), SCHEMES["none"]), x.bfloat16().float())
 
 
 @pytest.mark.parametrize("hidden", WIDTHS)
@@ -451,16 +462,111 @@ def test_payload_bytes_are_those_of_a_row(name: str, hidden: int) -> None:
     row = quantize(torch.ones(1, hidden), get_scheme(name))
     stored = row.values.untyped_storage().nbytes(), row.scale.untyped_storage().nbytes()
     scheme = get_scheme(name)
-    assert (scheme.values_bytes(hidden, torch.bfloat16), scheme.scale_bytes(hidden)) == stored
+    assert (scheme.payload.values_bytes(hidden, torch.bfloat16), scheme.payload.scale_bytes(hidden)) == stored
     assert payload_bytes(scheme, hidden, torch.bfloat16) == sum(stored)
     assert payload_bytes(SCHEMES["none"], hidden, torch.bfloat16) == 2 * hidden
 
 
 def test_schemes_by_name() -> None:
     assert all(get_scheme(name) is scheme and scheme.name == name for name, scheme in SCHEMES.items())
-    assert get_scheme("fp8_block_64x32").block == (64, 32)
+    assert get_scheme("fp8_block_64x32").weight.block == (64, 32)
     assert get_scheme("fp8_block_64x32") == get_scheme("fp8_block_64x32")
     assert get_scheme("fp8_block_128x128") is SCHEMES["fp8_block"]
+
+
+INT4_ROWS = {"family": "integer", "dtype": torch.uint8, "packed": 2, "scale_dtype": torch.bfloat16}
+FP8_ROWS = SCHEMES["fp8_token"].payload
+
+
+@pytest.mark.parametrize(
+    ("scheme", "token_bytes", "parts", "num_bytes"),
+    [
+        (  # weight-only int4 with groups of 32 and zero points
+            QuantScheme(
+                name="w4a16", weight=TensorFormat(**INT4_ROWS, granularity="group", block=(1, 32), zero_point=True)
+            ),
+            2 * 336,
+            {"values": ((3, 48, 168), torch.uint8), "scale": ((3, 48, 11), BF16), "zero": ((3, 48, 11), torch.uint8)},
+            3 * 48 * (168 + 11 * 2 + 11),
+        ),
+        (  # weight-only int8 per channel
+            QuantScheme(name="w8a16", weight=TensorFormat(family="scaled", dtype=torch.int8, granularity="channel")),
+            2 * 336,
+            {"values": ((3, 48, 336), torch.int8), "scale": ((3, 48), torch.float32)},
+            3 * 48 * (336 + 4),
+        ),
+        (  # int4 weights per channel, fp8 tokens
+            QuantScheme(
+                name="w4a8",
+                payload=FP8_ROWS,
+                activation=FP8_ROWS,
+                weight=TensorFormat(**INT4_ROWS, granularity="channel"),
+            ),
+            336 + 4,
+            {"values": ((3, 48, 168), torch.uint8), "scale": ((3, 48), BF16)},
+            3 * 48 * (168 + 2),
+        ),
+        (  # NVFP4 as compressed-tensors stores it, bfloat16 tokens
+            QuantScheme(name="fp4a16", weight=dataclasses.replace(SCHEMES["nvfp4"].weight, global_scale="divisor")),
+            2 * 336,
+            {
+                "values": ((3, 48, 168), torch.uint8),
+                "scale": ((3, 48, 21), torch.float8_e4m3fn),
+                "global_scale": ((3,), torch.float32),
+            },
+            3 * (48 * (168 + 21) + 4),
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, QuantScheme) else "",
+)
+def test_what_schemes_say_of_shapes_and_bytes(
+    scheme: QuantScheme, token_bytes: int, parts: dict[str, tuple[tuple[int, ...], torch.dtype]], num_bytes: int
+) -> None:
+    """Formats of weights that differ from those of tokens, with zero points, groups and divisors."""
+    assert payload_bytes(scheme, 336, BF16) == token_bytes
+    assert scheme.weight.parts((3, 48, 336), BF16) == parts
+    stored = StoredMatrix.empty((3, 48, 336), scheme.weight, BF16, "cpu")
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.tensors.items()} == parts
+    assert stored.num_bytes == num_bytes
+    assert stored[1].num_bytes == num_bytes // 3
+    assert not kernels_compute(scheme)
+    if scheme.weight.family == "integer":
+        with pytest.raises(ValueError, match=rf"'{scheme.name}': family 'integer' is not one of scaled, micro"):
+            quantize_weight(torch.ones(3, 48, 336), scheme)
+
+
+def test_weights_alone_are_quantized() -> None:
+    """Weights have the bits of the scheme that quantizes tokens too; a divisor is the reciprocal of a multiplier."""
+    weight = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(2))
+    for base in ("int8_token", "mxfp8", "nvfp4"):
+        alone = QuantScheme(name="alone", weight=SCHEMES[base].weight)
+        stored = quantize_weight(weight, alone)
+        assert torch.equal(dequantize_weight(stored, alone), dequantize_weight(stored, SCHEMES[base]))
+        with pytest.raises(ValueError, match="'alone' has no quantized form"):
+            quantize(weight[0], alone)
+    divided = QuantScheme(name="divided", weight=dataclasses.replace(SCHEMES["nvfp4"].weight, global_scale="divisor"))
+    multiplied = quantize_weight(weight, SCHEMES["nvfp4"])
+    stored = quantize_weight(weight, divided)
+    assert stored.global_scale is not None
+    torch.testing.assert_close(stored.global_scale, 2688 / weight.abs().amax(dim=(1, 2)))
+    real = dequantize_weight(stored, divided)
+    torch.testing.assert_close(real, dequantize_weight(multiplied, SCHEMES["nvfp4"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"family": "scaled", "granularity": "token"}, ("'scaled'", "None", "'token'")),
+        ({"dtype": torch.int8, "granularity": "token"}, ("'none'", "torch.int8")),
+        ({"family": "scaled", "dtype": torch.int8}, ("'scaled'", "torch.int8", "'none'")),
+        ({**INT4_ROWS, "family": "scaled", "granularity": "channel", "zero_point": True}, ("'scaled'", "'integer'")),
+        ({**INT4_ROWS, "granularity": "channel", "global_scale": "divisor"}, ("'integer'", "'micro'")),
+    ],
+)
+def test_formats_that_contradict_themselves(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        TensorFormat(**fields)
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -484,6 +590,10 @@ ONE = torch.tensor(1.0)
 FP4 = quantize(X, SCHEMES["nvfp4"])
 
 
+def _fp4(scale: torch.Tensor, global_scale: torch.Tensor) -> StoredMatrix:
+    return StoredMatrix(FP4.values, scale=scale, global_scale=global_scale)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -500,7 +610,7 @@ FP4 = quantize(X, SCHEMES["nvfp4"])
         (lambda: dequantize_rows(FP8.values, FP8.scale[:, :1], FP8.scheme), ("(4, 1)", "(4, 2)")),
         (lambda: dequantize_rows(FP8.values, None, FP8.scheme), ("None", "(4, 2)")),
         (lambda: dequantize_rows(FP8.values, FP8.scale.double(), FP8.scheme), ("torch.float64", "torch.float32")),
-        (lambda: dequantize_weight(FP8.values, FP8.scale, FP8.scheme), ("(4, 2)", "(1, 2)")),
+        (lambda: dequantize_weight(StoredMatrix(FP8.values, scale=FP8.scale), FP8.scheme), ("(4, 2)", "(1, 2)")),
         (lambda: Quantized(values=FP8.values[0], scale=FP8.scale, scheme=FP8.scheme), ("(144,)", "2 dimensions")),
         (lambda: Quantized(values=FP8.values, scale=FP8.scale[:3], scheme=FP8.scheme), ("(3, 2)", "(4, 2)")),
         (lambda: Quantized(values=X, scale=FP8.scale, scheme=FP8.scheme), ("torch.float32", "float8_e4m3fn")),
@@ -509,9 +619,12 @@ FP4 = quantize(X, SCHEMES["nvfp4"])
         (lambda: quantize_weight(X[:, :7], SCHEMES["nvfp4"]), ("'nvfp4'", "7")),
         (lambda: quantize(X, SCHEMES["mxfp8"], static_scale=torch.ones(1)), ("'mxfp8'", "static_scale")),
         (lambda: dequantize_rows(FP8.values, FP8.scale, SCHEMES["mxfp8"]), ("torch.float32", "(4, 5)", "e8m0fnu")),
-        (lambda: dequantize_weight(FP4.values, FP4.scale[:, 1:], FP4.scheme, ONE), ("(4, 8)", "(4, 9)")),
-        (lambda: dequantize_weight(X, None, SCHEMES["none"], ONE), ("global scale", "'none'", "None")),
-        (lambda: dequantize_weight(FP4.values, FP4.scale, FP4.scheme, torch.ones(1)), ("(1,)", "((), torch.float32)")),
+        (lambda: dequantize_weight(_fp4(FP4.scale[:, 1:], ONE), FP4.scheme), ("(4, 8)", "(4, 9)")),
+        (
+            lambda: dequantize_weight(StoredMatrix(X, global_scale=ONE), SCHEMES["none"]),
+            ("global scale", "'none'", "None"),
+        ),
+        (lambda: dequantize_weight(_fp4(FP4.scale, torch.ones(1)), FP4.scheme), ("(1,)", "((), torch.float32)")),
         (lambda: round_trip(X[0], SCHEMES["nvfp4"]), ("(144,)", "2 dimensions")),
         (lambda: round_trip(X, SCHEMES["nvfp4"], static_scale=torch.ones(1)), ("'nvfp4'", "static_scale")),
         (lambda: Quantized(values=FP4.values, scale=FP4.scale.float(), scheme=FP4.scheme), ("(4, 9)", "e4m3fn")),

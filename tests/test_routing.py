@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme, TensorFormat
 from ep_moe.routing import BIASED_METHODS, Routing, apply_weights_to_input, route
 
 WORST_ROW = 2e-6  # relative L2 error of a token's weights, float32 against float64
@@ -510,7 +510,9 @@ def test_weigh_input(dtype: torch.dtype) -> None:
 
 
 def test_weigh_input_quantized() -> None:
-    scheme = QuantScheme(name="grouped", dtype=torch.int8, activation="group", block=(128, 16))
+    scheme = QuantScheme(
+        name="grouped", payload=TensorFormat(family="scaled", dtype=torch.int8, granularity="group", block=(1, 16))
+    )
     values = torch.randint(-127, 128, (2, 40), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     weighed, left = apply_weights_to_input(Quantized(values=values, scale=scale, scheme=scheme), top1(0.5, 3.0))

@@ -213,8 +213,8 @@ def test_ids_of_other_ranks_are_left_out() -> None:
 def test_weights_are_views_and_stay_current() -> None:
     module = make_experts(has_bias=True)
     weights = weights_of(module)
-    assert weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
-    assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+    assert weights.w13.values.data_ptr() == module.gate_up_proj.data_ptr()
+    assert weights.w2.values.data_ptr() == module.down_proj.data_ptr()
     for module in (make_experts(), make_experts(transposed=True, has_bias=True), interleaved(has_bias=True)):
         inputs = expert_inputs()
         before = run_experts(module, "ep_moe", *inputs)

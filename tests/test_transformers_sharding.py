@@ -648,4 +648,4 @@ def test_weights_of_no_expert_tell_shapes() -> None:
     """A plan reads sizes from them, without a copy."""
     for name in ("mixtral", "gpt_oss"):
         weights = weights_of(make_model(name).model.layers[0].mlp.experts, ())
-        assert (tuple(weights.w13.shape), tuple(weights.w2.shape)) == ((0, 128, 32), (0, 32, 64))
+        assert (tuple(weights.w13.values.shape), tuple(weights.w2.values.shape)) == ((0, 128, 32), (0, 32, 64))

@@ -23,7 +23,7 @@ from ep_moe.weights import Checkpoint, ExpertWeights, moe_config, storage
 
 HIDDEN, INTERMEDIATE = 48, 32
 LAYERS = (0, 2, 11)  # layer 1 is dense; 11 sorts after 2 as a number only
-QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.quantized]
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.weight.quantized]
 
 CONFIGS = {
     "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": INTERMEDIATE, "norm_topk_prob": True},
@@ -108,9 +108,9 @@ def test_every_rank_reads_its_experts_bit_for_bit(tmp_path: Path, family: str, n
         assert list(weights) == list(LAYERS)
         for layer, found in weights.items():
             w13, w2 = expected_layer(tensors, family, layer, experts)
-            assert torch.equal(found.w13, w13)
-            assert torch.equal(found.w2, w2)
-            assert found.w13_scale is None
+            assert torch.equal(found.w13.values, w13)
+            assert torch.equal(found.w2.values, w2)
+            assert found.w13.scale is None
             assert found.scheme is SCHEMES["none"]
 
 
@@ -119,8 +119,8 @@ def test_a_tensor_in_many_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(storage, "PORTION_BYTES", 5 * HIDDEN * 2)  # 5 rows, which divides neither matrix
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1)[11]
     w13, w2 = expected_layer(tensors, "mixtral", 11, [3, 4])
-    assert torch.equal(weights.w13, w13)
-    assert torch.equal(weights.w2, w2)
+    assert torch.equal(weights.w13.values, w13)
+    assert torch.equal(weights.w2.values, w2)
 
 
 def test_redundant_copies_layers_and_dtype(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_redundant_copies_layers_and_dtype(tmp_path: Path) -> None:
     weights = ExpertWeights.from_pretrained(tmp_path, placement, 2, layers=[11], dtype=torch.float32)
     w13, w2 = expected_layer(tensors, "qwen3_moe", 11, [3, 4, 4, 0])
     assert list(weights) == [11]
-    assert torch.equal(weights[11].w13, w13.float())
-    assert torch.equal(weights[11].w2, w2.float())
+    assert torch.equal(weights[11].w13.values, w13.float())
+    assert torch.equal(weights[11].w2.values, w2.float())
     nothing = ExpertWeights.from_pretrained(tmp_path, placement, 1, layers=[0])[0]
-    assert nothing.w13.shape == (0, 2 * INTERMEDIATE, HIDDEN)
-    assert nothing.w2.shape == (0, HIDDEN, INTERMEDIATE)
+    assert nothing.w13.values.shape == (0, 2 * INTERMEDIATE, HIDDEN)
+    assert nothing.w2.values.shape == (0, HIDDEN, INTERMEDIATE)
 
 
 STACKED = ("gate_up_proj", "down_proj")
@@ -157,8 +157,8 @@ def test_stacked_experts(tmp_path: Path, family: str) -> None:
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.round_robin(5, 2), 1)
     for layer in LAYERS:
         w13, w2 = expected_layer(tensors, family, layer, [1, 3])
-        assert torch.equal(weights[layer].w13, w13)
-        assert torch.equal(weights[layer].w2, w2)
+        assert torch.equal(weights[layer].w13.values, w13)
+        assert torch.equal(weights[layer].w2.values, w2)
 
 
 @pytest.mark.parametrize("scheme", ["none", QUANTIZED[0]])
@@ -214,8 +214,8 @@ def test_an_opened_checkpoint_is_a_source_and_config_is_read_once(
     opened = ExpertWeights.from_pretrained(checkpoint, placement, 1)
     assert len(reads) == 2
     for layer, weights in ExpertWeights.from_pretrained(tmp_path, placement, 1).items():
-        assert torch.equal(opened[layer].w13, weights.w13)
-        assert torch.equal(opened[layer].w2, weights.w2)
+        assert torch.equal(opened[layer].w13.values, weights.w13.values)
+        assert torch.equal(opened[layer].w2.values, weights.w2.values)
 
 
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
@@ -233,15 +233,16 @@ def test_quantizing_on_load_is_quantizing_the_whole(tmp_path: Path, scheme: str)
     weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 2), 1, scheme=scheme)[2]
     w13, w2 = expected_layer(tensors, "mixtral", 2, [3, 4])
     for field, matrices in (("w13", w13), ("w2", w2)):
-        found = [getattr(weights, f"{field}{suffix}") for suffix in ("", "_scale", "_global_scale")]
-        assert (found[2] is not None) == (scheme == "nvfp4")
-        for slot, matrix in enumerate(matrices):
-            for stacked, alone in zip(found, quantize_weight(matrix, SCHEMES[scheme]), strict=True):
-                if alone is not None:
-                    assert_same_bits(stacked[slot], alone, field)
+        found = getattr(weights, field)
+        assert (found.global_scale is not None) == (scheme == "nvfp4")
+        for position, matrix in enumerate(matrices):
+            alone = quantize_weight(matrix, SCHEMES[scheme]).tensors
+            assert alone.keys() == found.tensors.keys()
+            for part, tensor in found[position].tensors.items():
+                assert_same_bits(tensor, alone[part], f"{field}.{part}")
     nothing = ExpertWeights.from_pretrained(tmp_path, Placement.linear(5, 6), 5, scheme=scheme)[2]
-    assert nothing.w13_scale.shape == (0, *weights.w13_scale.shape[1:])
-    assert nothing.w13_global_scale is None or nothing.w13_global_scale.shape == (0,)
+    assert nothing.w13.scale.shape == (0, *weights.w13.scale.shape[1:])
+    assert nothing.w13.global_scale is None or nothing.w13.global_scale.shape == (0,)
 
 
 # fp8 on disk: per expert, or stacked as transformers keeps it.
@@ -319,15 +320,15 @@ def test_fp8_is_kept_bit_for_bit(
         for slot, expert in enumerate((1, 3)):
             gate, up, down = fp8_layer(tensors, layer, expert)
             scales = fp8_layer(tensors, layer, expert, "_scale_inv")
-            assert_same_bits(found.w13[slot], torch.cat([gate, up]), "w13")
-            assert_same_bits(found.w2[slot], down, "w2")
+            assert_same_bits(found.w13.values[slot], torch.cat([gate, up]), "w13")
+            assert_same_bits(found.w2.values[slot], down, "w2")
             expected = [real(values, scale, block) for values, scale in zip((gate, up, down), scales, strict=True)]
-            w13 = dequantize_weight(found.w13[slot], found.w13_scale[slot], found.scheme)
+            w13 = dequantize_weight(found.w13[slot], found.scheme)
             assert torch.equal(w13, torch.cat(expected[:2]))
-            assert torch.equal(dequantize_weight(found.w2[slot], found.w2_scale[slot], found.scheme), expected[2])
+            assert torch.equal(dequantize_weight(found.w2[slot], found.scheme), expected[2])
             if scheme == "fp8_block_16x32":
-                assert torch.equal(found.w13_scale[slot], torch.cat(scales[:2]).float())
-                assert torch.equal(found.w2_scale[slot], scales[2].float())
+                assert torch.equal(found.w13.scale[slot], torch.cat(scales[:2]).float())
+                assert torch.equal(found.w2.scale[slot], scales[2].float())
 
 
 def test_fp8_stacked(tmp_path: Path) -> None:
@@ -337,8 +338,8 @@ def test_fp8_stacked(tmp_path: Path) -> None:
         assert found.scheme == get_scheme("fp8_block_32x16")
         for field, part in (("w13", "gate_up_proj"), ("w2", "down_proj")):
             name = f"model.layers.{layer}.mlp.experts.{part}"
-            assert_same_bits(getattr(found, field), tensors[name][3:], field)
-            assert torch.equal(getattr(found, f"{field}_scale"), tensors[f"{name}_scale_inv"][3:])
+            assert_same_bits(getattr(found, field).values, tensors[name][3:], field)
+            assert torch.equal(getattr(found, field).scale, tensors[f"{name}_scale_inv"][3:])
 
 
 @pytest.mark.parametrize("form", ["per_expert", "stacked"])
@@ -347,18 +348,18 @@ def test_fp8_becomes_another_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_fp8(tmp_path, block, 48, form=form)
     kept = ExpertWeights.from_pretrained(tmp_path, placement, 1)[2]
     monkeypatch.setattr(storage, "PORTION_BYTES", 40 * HIDDEN * 4)  # two rows of blocks
-    w13, w2 = real(kept.w13, kept.w13_scale, block), real(kept.w2, kept.w2_scale, block)
+    w13, w2 = (real(matrix.values, matrix.scale, block) for matrix in (kept.w13, kept.w2))
     for dtype in (None, torch.float32):
         found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme="none", dtype=dtype)[2]
-        assert torch.equal(found.w13, w13.to(dtype or torch.bfloat16))
-        assert torch.equal(found.w2, w2.to(dtype or torch.bfloat16))
-        assert found.w13_scale is None
+        assert torch.equal(found.w13.values, w13.to(dtype or torch.bfloat16))
+        assert torch.equal(found.w2.values, w2.to(dtype or torch.bfloat16))
+        assert found.w13.scale is None
     for scheme in (SCHEMES["fp8_token"], get_scheme("fp8_block_32x32")):
         found = ExpertWeights.from_pretrained(tmp_path, placement, 1, scheme=scheme.name)[2]
-        values, scale, _ = quantize_weight(w13, scheme)
-        assert_same_bits(found.w13, values, scheme.name)
-        assert torch.equal(found.w13_scale, scale)
-        assert found.w2.dtype == torch.float8_e4m3fn
+        alone = quantize_weight(w13, scheme)
+        assert_same_bits(found.w13.values, alone.values, scheme.name)
+        assert torch.equal(found.w13.scale, alone.scale)
+        assert found.w2.values.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -665,8 +666,8 @@ def test_links_and_folders_within_a_checkpoint(tmp_path: Path) -> None:
     weights = ExpertWeights.from_pretrained(snapshot, Placement.linear(5, 1), 0)
     for layer, found in weights.items():
         w13, w2 = expected_layer(tensors, "mixtral", layer, list(range(5)))
-        assert torch.equal(found.w13, w13)
-        assert torch.equal(found.w2, w2)
+        assert torch.equal(found.w13.values, w13)
+        assert torch.equal(found.w2.values, w2)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

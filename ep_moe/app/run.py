@@ -75,7 +75,7 @@ def _check_scheme(engine: EngineConfig, checkpoint: Checkpoint) -> None:
         schemes = [checkpoint.layer_scheme(layer) for layer in checkpoint.layers]
     else:
         schemes = [get_scheme(engine.scheme)]
-    quantized = next((scheme.name for scheme in schemes if scheme.quantized), None)
+    quantized = next((scheme.name for scheme in schemes if scheme.payload.quantized), None)
     if quantized is not None:
         where = f" (of the experts in {checkpoint.directory})" if engine.scheme == "auto" else ""
         raise ValueError(

@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, MoEConfig
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, dequantize, dequantize_weight, quantize, quantize_weight, round_trip
+from ep_moe.quant import QuantScheme, StoredMatrix, dequantize, dequantize_weight, quantize, quantize_weight, round_trip
 from ep_moe.weights import ExpertWeights
 
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
@@ -41,12 +41,12 @@ class RandomExperts:
     def __init__(self, config: MoEConfig, dtype: torch.dtype, device: torch.device, *, bias: bool, seed: int) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._bias, self._seed = bias, seed
+        self._width = config.intermediate * (2 if config.activation.kind.gated else 1)
 
     def expert(self, index: int) -> Expert:
         """Make logical expert `index`. Local."""
         generator = torch.Generator(self._device).manual_seed(self._seed * SEED_STRIDE + index)
-        hidden, intermediate = self._config.hidden, self._config.intermediate
-        width = intermediate * (2 if self._config.activation.kind.gated else 1)
+        hidden, intermediate, width = self._config.hidden, self._config.intermediate, self._width
 
         def normal(*shape: int, std: float) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=self._device).mul_(std).to(self._dtype)
@@ -65,45 +65,43 @@ class RandomExperts:
         """
         if not indices:
             raise ValueError("a rank without experts has nothing to measure: use fewer ranks or more experts")
+        options: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        shapes = {"w13": (self._width, self._config.hidden), "w2": (self._config.hidden, self._config.intermediate)}
+        matrices = {
+            name: StoredMatrix.empty((len(indices), *shape), scheme.weight, **options) for name, shape in shapes.items()
+        }
         tensors: dict[str, torch.Tensor] = {}
+        if self._bias:
+            tensors = {f"{name}_bias": torch.empty(len(indices), rows, **options) for name, (rows, _) in shapes.items()}
         for place, index in enumerate(indices):
-            for name, tensor in _stored(self.expert(index), scheme).items():
-                if name not in tensors:
-                    tensors[name] = tensor.new_empty(len(indices), *tensor.shape)
-                tensors[name][place].copy_(tensor)
-        if scheme.activation == "tensor":
-            options: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
+            expert = self.expert(index)
+            for name, matrix in matrices.items():
+                matrix[place].copy_(_stored(getattr(expert, name), scheme))
+            for name, bias in tensors.items():
+                bias[place].copy_(getattr(expert, name))
+        if scheme.activation.granularity == "tensor":
+            options["dtype"] = torch.float32
             tensors["w13_input_scale"] = _static_scale(TOKEN_AMAX, scheme, (1,), **options)
             tensors["w2_input_scale"] = _static_scale(INNER_AMAX, scheme, (len(indices),), **options)
-        return ExpertWeights(scheme=scheme, **tensors)
+        return ExpertWeights(scheme=scheme, w13=matrices["w13"], w2=matrices["w2"], **tensors)
 
 
-def _stored(expert: Expert, scheme: QuantScheme) -> dict[str, torch.Tensor]:
-    """One expert's tensors, by their names in ExpertWeights."""
-    stored = {"w13": expert.w13, "w2": expert.w2}
-    if scheme.quantized:
-        for name in ("w13", "w2"):
-            stored[name], stored[f"{name}_scale"], global_scale = quantize_weight(stored[name], scheme)
-            if global_scale is not None:
-                stored[f"{name}_global_scale"] = global_scale
-    for name in ("w13_bias", "w2_bias"):
-        tensor = getattr(expert, name)
-        if tensor is not None:
-            stored[name] = tensor
-    return stored
+def _stored(weight: torch.Tensor, scheme: QuantScheme) -> StoredMatrix:
+    return quantize_weight(weight, scheme) if scheme.weight.quantized else StoredMatrix(weight)
 
 
 def _static_scale(amax: float, scheme: QuantScheme, shape: tuple[int, ...], **options: Any) -> torch.Tensor:
-    assert scheme.dtype is not None
-    return torch.full(shape, amax / torch.finfo(scheme.dtype).max, **options)
+    assert scheme.activation.dtype is not None
+    return torch.full(shape, amax / torch.finfo(scheme.activation.dtype).max, **options)
 
 
 def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float, *, travels: bool) -> torch.Tensor:
     """Rows [n, .] in float32 as their reader sees them: quantized and back, or rounded to the model's dtype."""
-    if not scheme.quantized:
+    stored = scheme.payload if travels else scheme.activation
+    if not stored.quantized:
         return x.to(dtype).float()
     static = None
-    if scheme.activation == "tensor":
+    if stored.granularity == "tensor":
         static = _static_scale(amax, scheme, (1,), dtype=torch.float32, device=x.device)
     if travels:
         return dequantize(quantize(x, scheme, static_scale=static))
@@ -133,17 +131,14 @@ def expected_output(
     total = torch.zeros_like(tokens)
     for index in torch.unique(topk_ids[topk_ids >= 0]).tolist():
         row, column = torch.nonzero(topk_ids == index, as_tuple=True)
-        stored = _stored(make_expert(index), scheme)
-        w13, w2 = (
-            dequantize_weight(stored[name], stored.get(f"{name}_scale"), scheme, stored.get(f"{name}_global_scale"))
-            for name in ("w13", "w2")
-        )
+        expert = make_expert(index)
+        w13, w2 = (dequantize_weight(_stored(weight, scheme), scheme) for weight in (expert.w13, expert.w2))
         first = tokens[row] @ w13.t()
-        if "w13_bias" in stored:
-            first += stored["w13_bias"].float()
+        if expert.w13_bias is not None:
+            first += expert.w13_bias.float()
         inner = _rounded(apply_activation(first, activation), scheme, x.dtype, INNER_AMAX, travels=False)
         second = inner @ w2.t()
-        if "w2_bias" in stored:
-            second += stored["w2_bias"].float()
+        if expert.w2_bias is not None:
+            second += expert.w2_bias.float()
         total.index_add_(0, row, second * topk_weights[row, column].unsqueeze(1))
     return total

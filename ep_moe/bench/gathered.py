@@ -83,7 +83,7 @@ class GatheredMoE:
     def _gather(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> TokenRows:
         """The tokens of all ranks, with ids and weights of this rank's experts alone."""
         mine = [ids.contiguous(), weights.contiguous()]
-        if self._scheme.quantized:
+        if self._scheme.payload.quantized:
             quantized = quantize(x, self._scheme, static_scale=self._weights.w13_input_scale)
             mine += [quantized.values, quantized.scale.contiguous()]
         else:

@@ -9,7 +9,7 @@ from torch.nn.functional import grouped_mm, silu
 from ep_moe.bench.experts import Expert
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, dequantize_weight
+from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight
 from ep_moe.weights import ExpertWeights
 
 DTYPE = torch.bfloat16  # the only dtype of torch's grouped kernels
@@ -33,8 +33,8 @@ class GroupedExperts:
 
     def __init__(self, weights: ExpertWeights, activation: ActivationConfig) -> None:
         self._activation = activation
-        self._w13 = _as_bfloat16(weights.w13, weights.w13_scale, weights.w13_global_scale, weights.scheme)
-        self._w2 = _as_bfloat16(weights.w2, weights.w2_scale, weights.w2_global_scale, weights.scheme)
+        self._w13 = _as_bfloat16(weights.w13, weights.scheme)
+        self._w2 = _as_bfloat16(weights.w2, weights.scheme)
         biases = (weights.w13_bias, weights.w2_bias)
         self._w13_bias, self._w2_bias = (None if bias is None else bias.to(DTYPE) for bias in biases)
 
@@ -72,17 +72,15 @@ class GroupedExperts:
         return y if bias is None else y.add_(bias[row_expert])
 
 
-def _as_bfloat16(
-    values: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None, scheme: QuantScheme
-) -> torch.Tensor:
+def _as_bfloat16(matrix: StoredMatrix, scheme: QuantScheme) -> torch.Tensor:
     """Weights [L, ., .] in bfloat16, one expert at a time, as float32 takes four times the memory of fp8."""
-    if scale is None:
+    values = matrix.values
+    if not scheme.weight.quantized:
         return values.to(DTYPE)
-    shape = (*values.shape[:-1], scheme.row_width(values.shape[-1]))
+    shape = (*values.shape[:-1], scheme.weight.row_width(values.shape[-1]))
     whole = torch.empty(shape, dtype=DTYPE, device=values.device)
     for expert, out in enumerate(whole):
-        second = None if global_scale is None else global_scale[expert]
-        out.copy_(dequantize_weight(values[expert], scale[expert], scheme, second))
+        out.copy_(dequantize_weight(matrix[expert], scheme))
     return whole
 
 

@@ -153,7 +153,7 @@ class _LayerBench:
         self._scheme = get_scheme(engine.scheme)
         self._weights = experts.local(placement.local_experts(group.rank), self._scheme)
         self._routing_bias = self._make_routing_bias()
-        self._limit = ROW_ERROR_LIMITS["fp8" if self._scheme.quantized else engine.dtype]
+        self._limit = ROW_ERROR_LIMITS["fp8" if self._scheme.weight.quantized else engine.dtype]
         self._num_nodes = num_nodes(group)
         group.wait_for_all("weights")  # ranks differ in time to make weights, and the next collective has a timeout
 

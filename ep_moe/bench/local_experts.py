@@ -166,7 +166,7 @@ class _ExpertsBench:
     def _pack(self, ids: torch.Tensor, x: torch.Tensor, layout: Layout, scheme: QuantScheme) -> Packed:
         """The tokens as a transport would lay them out, with its `expected_rows`."""
         values, scale = x, None
-        if scheme.quantized:
+        if scheme.payload.quantized:
             quantized = quantize(x, scheme, static_scale=self._weights.w13_input_scale)
             values, scale = quantized.values, quantized.scale
         packed = pack(
@@ -192,7 +192,7 @@ class _ExpertsBench:
             call=lambda: self._experts(packed.batch, self._weights),
             place=torch.arange(len(ids), device=self._device) if flat else packed.token_to_row[:, 0].long(),
             weight_bytes=self._weights.num_bytes,
-            limit=ROW_ERROR_LIMITS["fp8" if self._scheme.quantized else self._engine.dtype],
+            limit=ROW_ERROR_LIMITS["fp8" if self._scheme.weight.quantized else self._engine.dtype],
             x=x,
             make_expert=self._random.expert,
             scheme=self._scheme,

@@ -94,7 +94,7 @@ def expected_output(x: torch.Tensor, routing: Routing, placement: Placement, sch
     Local.
     """
     num_tokens, num_topk = routing.topk_ids.shape
-    real = dequantize(quantize(x, scheme)) if scheme.quantized else x.float()
+    real = dequantize(quantize(x, scheme)) if scheme.payload.quantized else x.float()
     experts = routing.topk_ids.long().flatten()
     y = _compute(real.repeat_interleave(num_topk, dim=0), experts, placement.num_physical, x.dtype)
     rows = torch.arange(num_tokens * num_topk, dtype=torch.int32, device=x.device).view(num_tokens, num_topk)

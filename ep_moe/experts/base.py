@@ -37,13 +37,21 @@ def kernels_compute(scheme: QuantScheme) -> bool:
 
     The kernels multiply e4m3 values, or the model's own dtype, and apply float32 scales.
     """
-    return scheme.dtype in (None, torch.float8_e4m3fn) and scheme.scale_dtype == torch.float32
+    rows, weight = scheme.payload, scheme.weight
+    return (
+        rows == scheme.activation
+        and rows.dtype == weight.dtype
+        and weight.dtype in (None, torch.float8_e4m3fn)
+        and {rows.family, weight.family} <= {"none", "scaled"}
+        and weight.granularity != "group"
+    )
 
 
 def check_scheme(scheme: QuantScheme) -> None:
     """Raise ValueError, with the name, for a scheme that "triton" experts do not compute. Local."""
     if not kernels_compute(scheme):
+        stored = scheme.weight
         raise ValueError(
-            f"'triton' experts do not compute scheme '{scheme.name}' ({scheme.dtype}, scales {scheme.scale_dtype}); "
+            f"'triton' experts do not compute scheme '{scheme.name}' ({stored.dtype}, scales {stored.scale_dtype}); "
             'experts="torch" does'
         )

@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, silu
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import QuantScheme, as_bytes, dequantize_rows, dequantize_weight, round_trip, weight_scale_shape
+from ep_moe.quant import as_bytes, dequantize_rows, dequantize_weight, round_trip
 from ep_moe.weights import ExpertWeights
 
 
@@ -46,12 +46,12 @@ def check_fit(
 
     Local, no host sync: only shapes, dtypes and devices are checked.
     """
-    scheme, device = weights.scheme, weights.w13.device
-    if weights.w13.dim() != 3:
-        raise ValueError(f"w13 {tuple(weights.w13.shape)} must have 3 dimensions")
+    scheme, w13 = weights.scheme, weights.w13.values
+    if w13.dim() != 3:
+        raise ValueError(f"w13 {tuple(w13.shape)} must have 3 dimensions")
     if batch.x.dim() not in (2, 3):
         raise ValueError(f"x {tuple(batch.x.shape)} must have 2 or 3 dimensions")
-    width = weights.w13.shape[1]
+    width = w13.shape[1]
     if activation.kind.gated and width % 2:
         raise ValueError(f"w13 has {width} rows, which the gated activation '{activation.kind.value}' needs to be even")
     if batch.scheme != scheme:
@@ -61,31 +61,32 @@ def check_fit(
     dims = 3 if isinstance(batch, Batched) else 2
     if batch.row_index is None and batch.x.dim() != dims:
         raise ValueError(f"x {tuple(batch.x.shape)} of a {type(batch).__name__} batch must have {dims} dimensions")
-    if batch.row_index is None and dims == 3 and batch.x.shape[0] != weights.w13.shape[0]:
-        raise ValueError(f"x {tuple(batch.x.shape)} is of {batch.x.shape[0]} experts, w13 of {weights.w13.shape[0]}")
+    if batch.row_index is None and dims == 3 and batch.x.shape[0] != w13.shape[0]:
+        raise ValueError(f"x {tuple(batch.x.shape)} is of {batch.x.shape[0]} experts, w13 of {w13.shape[0]}")
     if isinstance(batch, Flat) and batch.row_index is None:
         raise ValueError("row_index is missing, a FLAT batch needs it")
-    if weights.w2_input_scale is not None and scheme.activation != "tensor":
-        raise ValueError(f"w2_input_scale is set, scheme '{scheme.name}' scales activations per {scheme.activation}")
-    if not scheme.quantized:
-        for name, scale in (("batch", batch.scale), ("w13", weights.w13_scale), ("w2", weights.w2_scale)):
-            if scale is not None:
-                raise ValueError(f"{name} has a scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
-    if not scheme.weight_global_scale:
-        for name, scale in (("w13", weights.w13_global_scale), ("w2", weights.w2_global_scale)):
-            if scale is not None:
-                raise ValueError(f"{name} has a global scale {tuple(scale.shape)}, scheme '{scheme.name}' has none")
+    if weights.w2_input_scale is not None and scheme.activation.granularity != "tensor":
+        per = scheme.activation.granularity
+        raise ValueError(f"w2_input_scale is set, scheme '{scheme.name}' scales activations per {per}")
+    if batch.scale is not None and not scheme.payload.quantized:
+        raise ValueError(f"batch has a scale {tuple(batch.scale.shape)}, scheme '{scheme.name}' has none")
     needed = _needed(batch, weights, activation)
+    for name, matrix in (("w13", weights.w13), ("w2", weights.w2)):
+        for part in ("scale", "zero", "global_scale"):
+            tensor = getattr(matrix, part)
+            if tensor is not None and f"{name}_{part}" not in needed:
+                what = f"{part.replace('_', ' ')} {tuple(tensor.shape)}"
+                raise ValueError(f"{name} has a {what}, scheme '{scheme.name}' has none")
     if out is not None:
         needed["out"] = (out, batch.output_shape, batch.dtype)
     for name, (tensor, shape, dtype) in needed.items():
         if tensor is None:
             raise ValueError(f"{name} is missing, scheme '{scheme.name}' needs {shape}")
         dtype_fits = tensor.dtype == dtype if dtype is not None else tensor.is_floating_point()
-        if tuple(tensor.shape) != shape or not dtype_fits or tensor.device != device:
+        if tuple(tensor.shape) != shape or not dtype_fits or tensor.device != w13.device:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
-                f"batch and weights need {shape} {dtype or 'of any float'} on {device}"
+                f"batch and weights need {shape} {dtype or 'of any float'} on {w13.device}"
             )
 
 
@@ -94,25 +95,20 @@ def _needed(
 ) -> dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]]:
     """By name: a tensor, the shape that w13 and the batch require, and the dtype, None for any float dtype."""
     scheme = weights.scheme
-    experts, width, row_values = weights.w13.shape
-    hidden, intermediate = scheme.row_width(row_values), width // 2 if activation.kind.gated else width
-    stored, x_lead = scheme.dtype or batch.dtype, tuple(batch.x.shape[:-1])
+    experts, width, row_values = weights.w13.values.shape
+    hidden, intermediate = scheme.weight.row_width(row_values), width // 2 if activation.kind.gated else width
+    x_lead = tuple(batch.x.shape[:-1])
     needed: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype | None]] = {
-        "x": (batch.x, (*x_lead, row_values), stored),
+        "x": (batch.x, (*x_lead, scheme.payload.row_values(hidden)), scheme.payload.dtype or batch.dtype),
         "expert_row_start": (batch.expert_row_start, (experts,), torch.int32),
         "expert_num_tokens": (batch.expert_num_tokens, (experts,), torch.int32),
-        "w13": (weights.w13, (experts, width, row_values), stored),
-        "w2": (weights.w2, (experts, hidden, scheme.row_values(intermediate)), stored),
     }
-    if scheme.quantized:
-        w13_scale_shape = weight_scale_shape((experts, width, hidden), scheme)
-        w2_scale_shape = weight_scale_shape((experts, hidden, intermediate), scheme)
-        needed["scale"] = (batch.scale, (*x_lead, scheme.num_groups(hidden)), scheme.scale_dtype)
-        needed["w13_scale"] = (weights.w13_scale, w13_scale_shape, scheme.scale_dtype)
-        needed["w2_scale"] = (weights.w2_scale, w2_scale_shape, scheme.scale_dtype)
-    if scheme.weight_global_scale:
-        needed["w13_global_scale"] = (weights.w13_global_scale, (experts,), torch.float32)
-        needed["w2_global_scale"] = (weights.w2_global_scale, (experts,), torch.float32)
+    if scheme.payload.quantized:
+        scale_shape = (*x_lead, scheme.payload.num_groups(hidden))
+        needed["scale"] = (batch.scale, scale_shape, scheme.payload.scale_dtype)
+    for name, matrix, shape in (("w13", weights.w13, (width, hidden)), ("w2", weights.w2, (hidden, intermediate))):
+        for part, (size, dtype) in scheme.weight.parts((experts, *shape), batch.dtype).items():
+            needed[name if part == "values" else f"{name}_{part}"] = (getattr(matrix, part), size, dtype)
     if weights.w13_bias is not None:
         needed["w13_bias"] = (weights.w13_bias, (experts, width), None)
     if weights.w2_bias is not None:
@@ -173,31 +169,19 @@ class ReferenceExperts:
     def _expert(self, x: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, expert: int) -> torch.Tensor:
         """Compute one expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
         scheme = weights.scheme
-        first = x @ _matrix(weights.w13, weights.w13_scale, weights.w13_global_scale, scheme, expert).t()
+        first = x @ dequantize_weight(weights.w13[expert], scheme).t()
         if weights.w13_bias is not None:
             first += weights.w13_bias[expert].float()
         inner = apply_activation(first, self.activation)
-        if scheme.quantized:
+        if scheme.activation.quantized:
             static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]
             inner = round_trip(inner, scheme, static_scale=static)
         else:
             inner = inner.to(batch.dtype).float()
-        second = inner @ _matrix(weights.w2, weights.w2_scale, weights.w2_global_scale, scheme, expert).t()
+        second = inner @ dequantize_weight(weights.w2[expert], scheme).t()
         if weights.w2_bias is not None:
             second += weights.w2_bias[expert].float()
         return second
-
-
-def _matrix(
-    values: torch.Tensor,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    scheme: QuantScheme,
-    expert: int,
-) -> torch.Tensor:
-    """One expert's matrix, dequantized to float32."""
-    scale, global_scale = (None if s is None else s[expert] for s in (scale, global_scale))
-    return dequantize_weight(values[expert], scale, scheme, global_scale)
 
 
 def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:

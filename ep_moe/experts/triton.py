@@ -103,25 +103,25 @@ def _num_programs(device: torch.device, per_sm: int, most: int) -> int:
 
 def _requantize_mode(weights: ExpertWeights, block_n: int) -> str:
     """How to requantize the intermediate: "none", "group" and "static" in the first GEMM, others in further kernels."""
-    scheme = weights.scheme
-    if scheme.activation == "none" or scheme.activation == "token":
-        return scheme.activation
-    if scheme.activation == "tensor":
+    stored = weights.scheme.activation
+    if stored.granularity == "none" or stored.granularity == "token":
+        return stored.granularity
+    if stored.granularity == "tensor":
         return "tensor" if weights.w2_input_scale is None else "static"
-    width = scheme.block[1]
-    if scheme.power_of_two:
+    width = stored.block[1]
+    if stored.power_of_two:
         return "rounded groups"
     return "group" if width & (width - 1) == 0 and width <= block_n else "other groups"
 
 
 def _scale_args(scheme: QuantScheme, tiles: GemmTiles, *, aligned: bool) -> dict[str, object]:
     """The constexprs of both GEMMs that describe the scales of their weights."""
-    blocked = scheme.weight == "block"
+    stored, blocked = scheme.weight, scheme.weight.granularity == "block"
     return {
-        "WEIGHT_SCALE": scheme.weight,
-        "VECTOR": blocked and not (aligned and scheme.block[0] % tiles.block_n == 0),
-        "GROUP_N": scheme.block[0] if blocked else 1,
-        "GROUP_K": scheme.block[1] if blocked else 1,
+        "WEIGHT_SCALE": stored.granularity,
+        "VECTOR": blocked and not (aligned and stored.block[0] % tiles.block_n == 0),
+        "GROUP_N": stored.block[0] if blocked else 1,
+        "GROUP_K": stored.block[1] if blocked else 1,
     }
 
 
@@ -191,8 +191,8 @@ class TritonExperts:
 
     def _choose_tiles(self, batch: ExpertBatch, weights: ExpertWeights) -> ExpertTiles:
         """Tiles for this batch and these weights: those of the constructor, or chosen by size."""
-        gated, (block_n, block_k) = self.activation.kind.gated, weights.scheme.block
-        blocked = weights.scheme.weight == "block"
+        gated, (block_n, block_k) = self.activation.kind.gated, weights.scheme.weight.block
+        blocked = weights.scheme.weight.granularity == "block"
         if self.tiles is not None:
             for name, gemm in (("first", self.tiles.first), ("second", self.tiles.second)):
                 if blocked and block_k % gemm.block_k:
@@ -201,7 +201,7 @@ class TritonExperts:
                         f"share a scale in scheme '{weights.scheme.name}'"
                     )
             return self.tiles
-        dtype, device = weights.w13.dtype, weights.w13.device
+        dtype, device = weights.w13.values.dtype, weights.w13.values.device
         tiles = choose_tiles(
             batch.expected_rows,
             dtype,
@@ -216,19 +216,19 @@ class TritonExperts:
 
     def _halves_aligned(self, weights: ExpertWeights) -> bool:
         """True if no block of scales of w13 spans both the gate and the up half."""
-        return not self.activation.kind.gated or weights.w2.shape[2] % weights.scheme.block[0] == 0
+        return not self.activation.kind.gated or weights.w2.values.shape[2] % weights.scheme.weight.block[0] == 0
 
     def _first(
         self, batch: ExpertBatch, weights: ExpertWeights, tiles: ExpertTiles, tile_list: TileList, mode: str
     ) -> _Inner:
         """Launch the first GEMM: w13, bias, activation and fused requantization; else requantize afterwards."""
         scheme, activation, device = weights.scheme, self.activation, batch.x.device
-        hidden, intermediate = batch.hidden, weights.w2.shape[2]
+        hidden, intermediate = batch.hidden, weights.w2.values.shape[2]
         rows = tile_list.max_tiles * tile_list.block_m
         final = mode in ("none", "group", "static")
-        values_dtype = (scheme.dtype or batch.dtype) if final else torch.float32
+        values_dtype = (scheme.activation.dtype or batch.dtype) if final else torch.float32
         values = torch.empty(rows, intermediate, dtype=values_dtype, device=device)
-        groups = scheme.num_groups(intermediate)
+        groups = scheme.activation.num_groups(intermediate)
         scale = torch.empty(groups, rows, dtype=torch.float32, device=device)
         static = None
         if mode == "static" and weights.w2_input_scale is not None:
@@ -246,8 +246,8 @@ class TritonExperts:
         _first_gemm_kernel[(_num_programs(device, tiles.first.programs_per_sm, most),)](
             x,
             x_scale,
-            weights.w13.contiguous(),
-            _or(weights.w13_scale, values),
+            weights.w13.values.contiguous(),
+            _or(weights.w13.scale, values),
             _or(weights.w13_bias, values),
             values,
             scale,
@@ -291,11 +291,10 @@ class TritonExperts:
     ) -> _Inner:
         """Requantize the float32 intermediate [rows, I] if the first GEMM could not."""
         rows, intermediate = inner.shape
-        assert scheme.dtype is not None
-        values = torch.empty(inner.shape, dtype=scheme.dtype, device=inner.device)
+        values = torch.empty(inner.shape, dtype=scheme.activation.dtype, device=inner.device)
         if mode == "rounded groups":
             return self._requantize_rounded(scheme, tile_list, batch.expert_num_tokens, inner, values, scale)
-        width = scheme.block[1] if scheme.activation == "group" else intermediate
+        width = scheme.activation.block[1] if scheme.activation.granularity == "group" else intermediate
         per_tensor = mode == "tensor"
         block = triton.next_power_of_2(width)
         per_program = max(min(_REQUANTIZE_NUMBERS // block, tile_list.block_m), 1)
@@ -339,7 +338,7 @@ class TritonExperts:
         scale: torch.Tensor,
     ) -> _Inner:
         """Requantize the float32 intermediate [rows, I] in groups whose scales are powers of two."""
-        (rows, intermediate), group = inner.shape, scheme.block[1]
+        (rows, intermediate), group = inner.shape, scheme.activation.block[1]
         block = triton.next_power_of_2(group)
         per_program = max(min(_REQUANTIZE_NUMBERS // block, tile_list.block_m), 1)
         most = rows // per_program * scale.shape[0]
@@ -368,13 +367,13 @@ class TritonExperts:
         y: torch.Tensor,
     ) -> None:
         """Launch the second GEMM: w2, bias and a single rounding."""
-        _, hidden, intermediate = weights.w2.shape
+        _, hidden, intermediate = weights.w2.values.shape
         most = tile_list.max_tiles * triton.cdiv(hidden, tiles.second.block_n)
         _second_gemm_kernel[(_num_programs(y.device, tiles.second.programs_per_sm, most),)](
             inner.values,
             inner.scale,
-            weights.w2.contiguous(),
-            _or(weights.w2_scale, y),
+            weights.w2.values.contiguous(),
+            _or(weights.w2.scale, y),
             _or(weights.w2_bias, y),
             y,
             batch.expert_row_start,
@@ -407,14 +406,15 @@ def _packed(batch: ExpertBatch) -> ExpertBatch:
 
 def _check_machine(weights: ExpertWeights) -> None:
     """Raise for unsupported formats and combinations of scales, and for fp8 on a GPU without it."""
-    scheme, device = weights.scheme, weights.w13.device
+    scheme, device = weights.scheme, weights.w13.values.device
     check_scheme(scheme)
-    if (scheme.weight == "block") != (scheme.activation == "group"):
+    per_weight, per_activation = scheme.weight.granularity, scheme.activation.granularity
+    if (per_weight == "block") != (per_activation == "group"):
         raise ValueError(
-            f"scheme '{scheme.name}' scales weights per {scheme.weight} and activations per {scheme.activation}; "
+            f"scheme '{scheme.name}' scales weights per {per_weight} and activations per {per_activation}; "
             "'triton' experts take blocks with groups, and neither without the other"
         )
-    if scheme.quantized and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if scheme.weight.quantized and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise RuntimeError(
             f"fp8 in Triton needs compute capability {FP8_CAPABILITY}, {torch.cuda.get_device_name(device)} has "
             f"{torch.cuda.get_device_capability(device)}; 'torch' experts do without"

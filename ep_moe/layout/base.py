@@ -44,7 +44,7 @@ class ExpertBatch:
     @property
     def hidden(self) -> int:
         """H."""
-        return self.scheme.row_width(self.x.shape[-1])
+        return self.scheme.payload.row_width(self.x.shape[-1])
 
     @property
     def num_local_experts(self) -> int:

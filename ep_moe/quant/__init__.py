@@ -3,7 +3,7 @@
 On a GPU, activations with float32 scales are quantized by a kernel, bitwise equal.
 """
 
-from ep_moe.quant.base import Quantized, QuantScheme, as_bytes
+from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat, as_bytes
 from ep_moe.quant.formats import (
     FP8_CAPABILITY,
     SCHEMES,
@@ -15,7 +15,6 @@ from ep_moe.quant.formats import (
     quantize,
     quantize_weight,
     round_trip,
-    weight_scale_shape,
 )
 
 __all__ = [
@@ -23,6 +22,8 @@ __all__ = [
     "SCHEMES",
     "QuantScheme",
     "Quantized",
+    "StoredMatrix",
+    "TensorFormat",
     "as_bytes",
     "dequantize",
     "dequantize_rows",
@@ -32,5 +33,4 @@ __all__ = [
     "quantize",
     "quantize_weight",
     "round_trip",
-    "weight_scale_shape",
 ]

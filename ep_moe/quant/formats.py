@@ -5,13 +5,15 @@ safe in CUDA graphs.
 Letters: T rows, H row width, G scale groups of a row, V stored values of a row, N and K rows and columns of a weight.
 """
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
 
 from ep_moe.quant import micro, scaled
-from ep_moe.quant.base import Quantized, QuantScheme
+from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat
 
+FAMILIES: dict[str, ModuleType] = {"scaled": scaled, "micro": micro}
 FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch casts on any
 
 SCHEMES: dict[str, QuantScheme] = {
@@ -32,48 +34,63 @@ def get_scheme(name: str) -> QuantScheme:
     return scheme
 
 
-def _family(scheme: QuantScheme) -> ModuleType:
-    """The module that implements a scheme, chosen by the dtype of its scales."""
-    if scheme.dtype is None:
+def _family(stored: TensorFormat, scheme: QuantScheme) -> ModuleType:
+    """The module that implements one of the scheme's formats."""
+    if not stored.quantized:
         raise ValueError(f"scheme '{scheme.name}' has no quantized form")
-    return scaled if scheme.scale_dtype == torch.float32 else micro
+    if stored.family not in FAMILIES:
+        raise ValueError(f"scheme '{scheme.name}': family '{stored.family}' is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[stored.family]
 
 
-def _require_floats(name: str, tensor: torch.Tensor) -> None:
+def _require_floats(name: str, tensor: torch.Tensor, stored: TensorFormat, scheme: QuantScheme) -> None:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ValueError(f"{name} ({tensor.dtype}) must be float32, bfloat16 or float16")
-
-
-def _require_stored(
-    values: torch.Tensor, scale: torch.Tensor | None, scale_shape: tuple[int, ...], scheme: QuantScheme
-) -> None:
-    """Check that values and scale have the scheme's dtypes, and that scale has `scale_shape`."""
-    if values.dtype != scheme.dtype:
-        raise ValueError(f"values are {values.dtype}, scheme '{scheme.name}' stores {scheme.dtype}")
-    if scale is None or tuple(scale.shape) != scale_shape or scale.dtype != scheme.scale_dtype:
-        given = None if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+    if tensor.dim() and tensor.shape[-1] % stored.packed:
         raise ValueError(
-            f"scale is {given}, scheme '{scheme.name}' on values {tuple(values.shape)} "
-            f"needs {scale_shape} {scheme.scale_dtype}"
+            f"scheme '{scheme.name}' stores {stored.packed} elements in one, a row of {tensor.shape[-1]} has one over"
         )
 
 
-def _require_global_scale(global_scale: torch.Tensor | None, shape: tuple[int, ...], scheme: QuantScheme) -> None:
-    """Check that there is a global scale of `shape` if the scheme has them, else none."""
-    found = None if global_scale is None else (tuple(global_scale.shape), global_scale.dtype)
-    needed = (shape, torch.float32) if scheme.weight_global_scale else None
-    if found != needed:
-        raise ValueError(f"global scale is {found}, scheme '{scheme.name}' needs {needed}")
+def _require_stored(
+    found: Mapping[str, torch.Tensor | None],
+    needed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    scheme: QuantScheme,
+) -> None:
+    """Check that the tensors found have the shapes and dtypes needed, and that those not needed are None."""
+    for name, tensor in found.items():
+        part = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if part != needed.get(name):
+            raise ValueError(
+                f"{name.replace('_', ' ')} is {part}, scheme '{scheme.name}' needs {needed.get(name)} "
+                f"beside values {needed['values']}"
+            )
 
 
-def _check_rows(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> None:
-    _require_floats("x", x)
+def _check_rows(x: torch.Tensor, stored: TensorFormat, scheme: QuantScheme, static_scale: torch.Tensor | None) -> None:
+    _require_floats("x", x, stored, scheme)
     if x.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} must have 2 dimensions")
-    if static_scale is not None and scheme.activation != "tensor":
-        raise ValueError(f"scheme '{scheme.name}' scales activations per {scheme.activation} and takes no static_scale")
+    if static_scale is not None and stored.granularity != "tensor":
+        raise ValueError(
+            f"scheme '{scheme.name}' scales activations per {stored.granularity} and takes no static_scale"
+        )
     if static_scale is not None and static_scale.numel() != 1:
         raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
+
+
+def _quantize_rows(
+    x: torch.Tensor, stored: TensorFormat, scheme: QuantScheme, static_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [T, H] to one of the scheme's formats: values [T, V] and scale [T, G]."""
+    family = _family(stored, scheme)
+    _check_rows(x, stored, scheme, static_scale)
+    if family is scaled and x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
+        # imported lazily: Triton exists only on Linux and is slow to import
+        from ep_moe.quant import triton
+
+        return triton.quantize(x, stored, static_scale)
+    return family.quantize(x, stored, static_scale)
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> Quantized:
@@ -91,19 +108,13 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor
 
     Args:
         x: [T, H] float32, bfloat16 or float16, T may be 0; H even for "nvfp4".
-        scheme: any that is quantized.
+        scheme: any with a quantized payload.
         static_scale: one float32 number > 0 on x's device instead of amax / 448, for activations scaled per tensor.
     Returns: values [T, V] contiguous and scale [T, G] with strides (1, T).
     Errors: ValueError for another dtype or shape, a scheme that is not quantized or takes no static scale. Local.
     """
-    family = _family(scheme)
-    _check_rows(x, scheme, static_scale)
-    if family is scaled and x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
-        # imported lazily: Triton exists only on Linux and is slow to import
-        from ep_moe.quant import triton
-
-        return triton.quantize(x, scheme, static_scale)
-    return family.quantize(x, scheme, static_scale)
+    values, scale = _quantize_rows(x, scheme.payload, scheme, static_scale)
+    return Quantized(values=values, scale=scale, scheme=scheme)
 
 
 def dequantize(quantized: Quantized) -> torch.Tensor:
@@ -112,85 +123,78 @@ def dequantize(quantized: Quantized) -> torch.Tensor:
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme) -> torch.Tensor:
-    """Turn rows of any leading shape back into float32: stored value * scale, one multiplication.
+    """Turn payload rows of any leading shape back into float32: stored value * scale, one multiplication.
 
     Args:
-        values: [..., V] as the scheme stores them; [..., H] in the model's dtype under a scheme that is not quantized.
-        scale: [..., G] in the scheme's scale dtype, any strides; None under a scheme that is not quantized.
+        values: [..., V] as the scheme's payload stores them; [..., H] in the model's dtype if it is not quantized.
+        scale: [..., G] in the payload's scale dtype, any strides; None if it is not quantized.
     Returns: [..., H] float32; `values` itself if it is float32 already.
     Errors: ValueError if values and scale do not fit each other and the scheme. Local.
     """
-    if not scheme.quantized:
+    stored = scheme.payload
+    if not stored.quantized:
         return values.float()
-    groups = scheme.num_groups(scheme.row_width(values.shape[-1]))
-    _require_stored(values, scale, (*values.shape[:-1], groups), scheme)
-    return _family(scheme).dequantize_rows(values, scale, scheme)
+    groups = stored.num_groups(stored.row_width(values.shape[-1]))
+    needed = {
+        "values": (tuple(values.shape), stored.dtype or values.dtype),
+        "scale": ((*values.shape[:-1], groups), stored.scale_dtype),
+    }
+    _require_stored({"values": values, "scale": scale}, needed, scheme)
+    return _family(stored, scheme).dequantize_rows(values, scale, stored)
 
 
 def round_trip(x: torch.Tensor, scheme: QuantScheme, *, static_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantize and dequantize rows that are not sent, such as the intermediate between the GEMMs.
+    """Quantize and dequantize rows in the scheme's activation format: the intermediate between the GEMMs.
 
-    As `dequantize(quantize(x))`, but if the scheme's weights have a global scale, each row gets one too, by the same
-    rule: so the error is the format's own for rows of any magnitude.
+    As `dequantize(quantize(x))` if the payload has the same format. If the format has a global scale, each row gets
+    one, by the rule of weights: so the error is the format's own for rows of any magnitude.
 
     Args and errors: as of `quantize`.
     Returns: [T, H] float32. Local.
     """
-    if not scheme.weight_global_scale:
-        return dequantize(quantize(x, scheme, static_scale=static_scale))
-    _check_rows(x, scheme, static_scale)
-    return micro.round_trip(x, scheme)
+    stored = scheme.activation
+    if stored.global_scale != "none":
+        _check_rows(x, stored, scheme, static_scale)
+        return micro.round_trip(x, stored)
+    values, scale = _quantize_rows(x, stored, scheme, static_scale)
+    return _family(stored, scheme).dequantize_rows(values, scale, stored)
 
 
-def weight_scale_shape(shape: tuple[int, ...], scheme: QuantScheme) -> tuple[int, ...]:
-    """The shape of a weight's scales, for a weight of `shape` [..., N, K], stored as [..., N, V].
-
-    Returns: per tensor [...], per channel [..., N], per block [..., ceil(N/n), ceil(K/k)].
-    Errors: ValueError for a scheme that is not quantized. Local.
-    """
-    _family(scheme)
-    return scheme.weight_scale_shape(shape)
-
-
-def quantize_weight(
-    weight: torch.Tensor, scheme: QuantScheme
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> StoredMatrix:
     """Quantize weights by the rule of `quantize`; every leading index, such as an expert, has its own scales.
 
     Args:
         weight: [..., N, K] float32, bfloat16 or float16.
-        scheme: any that is quantized.
-    Returns: values [..., N, V]; scale of `weight_scale_shape` in the scheme's scale dtype; global scale [...] float32
-        if the scheme has `weight_global_scale`, else None.
-    Errors: ValueError for another dtype or shape, or a scheme that is not quantized. Local.
+        scheme: any with quantized weights.
+    Returns: what `scheme.weight.parts` describes.
+    Errors: ValueError for another dtype or shape, or weights that are not quantized. Local.
     """
-    family = _family(scheme)
-    _require_floats("weight", weight)
+    family = _family(scheme.weight, scheme)
+    _require_floats("weight", weight, scheme.weight, scheme)
     if weight.dim() < 2:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least 2 dimensions")
-    return family.quantize_weight(weight, scheme)
+    return family.quantize_weight(weight, scheme.weight)
 
 
-def dequantize_weight(
-    values: torch.Tensor, scale: torch.Tensor | None, scheme: QuantScheme, global_scale: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Turn weights back into float32: stored value * scale, times the global scale if the scheme has one.
+def dequantize_weight(matrix: StoredMatrix, scheme: QuantScheme) -> torch.Tensor:
+    """Turn weights back into float32: stored value * scale, times or divided by the global scale if there is one.
 
     Args:
-        values: [..., N, V] as the scheme stores them; [..., N, K] in the model's dtype under a scheme that is not
-            quantized.
-        scale: of `weight_scale_shape` in the scheme's scale dtype; None under a scheme that is not quantized.
-        global_scale: [...] float32 if the scheme has `weight_global_scale`, else None.
-    Returns: [..., N, K] float32; `values` itself if it is float32 already.
-    Errors: ValueError if values and scale do not fit each other and the scheme. Local.
+        matrix: as `scheme.weight.parts` describes; values of any dtype if weights are not quantized.
+    Returns: [..., N, K] float32; `matrix.values` itself if it is float32 and not quantized.
+    Errors: ValueError if the tensors do not fit each other and the scheme. Local.
     """
-    _require_global_scale(global_scale, tuple(values.shape[:-2]), scheme)
-    if not scheme.quantized:
+    stored, values = scheme.weight, matrix.values
+    shape = (*values.shape[:-1], stored.row_width(values.shape[-1]))
+    needed = stored.parts(shape, values.dtype)
+    _require_stored({name: getattr(matrix, name) for name in (*needed, *matrix.tensors)}, needed, scheme)
+    if not stored.quantized:
         return values.float()
-    shape = (*values.shape[:-1], scheme.row_width(values.shape[-1]))
-    _require_stored(values, scale, scheme.weight_scale_shape(shape), scheme)
-    real = _family(scheme).dequantize_weight(values, scale, scheme)
-    return real if global_scale is None else real.mul_(global_scale[..., None, None])
+    real = _family(stored, scheme).dequantize_weight(matrix, stored)
+    if matrix.global_scale is None:
+        return real
+    factor = matrix.global_scale[..., None, None]
+    return real.div_(factor) if stored.global_scale == "divisor" else real.mul_(factor)
 
 
 def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:
@@ -203,4 +207,4 @@ def payload_bytes(scheme: QuantScheme, hidden: int, dtype: torch.dtype) -> int:
         hidden: H. dtype: the model's, that of the values if the scheme is not quantized.
     Local.
     """
-    return scheme.values_bytes(hidden, dtype) + scheme.scale_bytes(hidden)
+    return scheme.payload.values_bytes(hidden, dtype) + scheme.payload.scale_bytes(hidden)

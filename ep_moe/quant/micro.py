@@ -22,36 +22,37 @@ All rounding is to nearest, ties to even, all arithmetic float32.
 Letters: W width of a row, G groups of a row, V stored values of a row.
 """
 
+import dataclasses
 import math
 
 import torch
 from torch.nn.functional import pad
 
-from ep_moe.quant.base import Quantized, QuantScheme, as_bytes
+from ep_moe.quant.base import QuantScheme, StoredMatrix, TensorFormat, as_bytes
 from ep_moe.quant.scaled import LARGEST, MIN_AMAX, to_e4m3
 
+_MXFP8 = TensorFormat(
+    family="micro",
+    dtype=torch.float8_e4m3fn,
+    granularity="group",
+    block=(1, 32),
+    scale_dtype=torch.float8_e8m0fnu,
+    power_of_two=True,
+)
+_NVFP4_ROWS = TensorFormat(
+    family="micro",
+    dtype=torch.uint8,
+    packed=2,
+    granularity="group",
+    block=(1, 16),
+    scale_dtype=torch.float8_e4m3fn,
+)
+_NVFP4 = dataclasses.replace(_NVFP4_ROWS, global_scale="multiplier")
 MICRO_SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        QuantScheme(
-            name="mxfp8",
-            dtype=torch.float8_e4m3fn,
-            activation="group",
-            weight="block",
-            block=(1, 32),
-            scale_dtype=torch.float8_e8m0fnu,
-            power_of_two=True,
-        ),
-        QuantScheme(
-            name="nvfp4",
-            dtype=torch.uint8,
-            activation="group",
-            weight="block",
-            block=(1, 16),
-            scale_dtype=torch.float8_e4m3fn,
-            packed=2,
-            weight_global_scale=True,
-        ),
+        QuantScheme(name="mxfp8", payload=_MXFP8, activation=_MXFP8, weight=_MXFP8),
+        QuantScheme(name="nvfp4", payload=_NVFP4_ROWS, activation=_NVFP4, weight=_NVFP4),
     )
 }
 E4M3_MAX_EXPONENT = 8
@@ -115,21 +116,20 @@ def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize(
-    x: torch.Tensor, scheme: QuantScheme, shared: tuple[int, ...] = ()
+    x: torch.Tensor, stored: TensorFormat, shared: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize the rows of x [..., W]: values [..., V], scale [..., G] and the global scale.
+    """Quantize the rows of x [..., W]: values [..., V], scale [..., G] and the multiplying global scale, if any.
 
     Args:
-        shared: dimensions of x that share a global scale, in which it has size 1; () for no global scale.
+        shared: dimensions of x that share a global scale, in which it has size 1.
     """
-    width, group = x.shape[-1], scheme.block[1]
-    scheme.row_values(width)  # raises for an odd width of packed values
+    width, group = x.shape[-1], stored.block[1]
     x = x.float()
     amax = _group_amax(x, group)
-    if scheme.packed == 1:
+    if stored.packed == 1:
         scale = _e8m0_scale(amax)
         return to_e4m3(x, _spread(scale, group, width)), scale, None
-    if not shared:
+    if stored.global_scale == "none":
         scale = _e4m3_scale(amax)
         return _to_e2m1(x, _spread(scale, group, width)), scale, None
     global_scale = _global_scale(amax, shared)
@@ -137,36 +137,40 @@ def _quantize(
     return _to_e2m1(x, _spread(scale, group, width) * global_scale), scale, global_scale
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
-    """`ep_moe.quant.quantize` for x [T, H]; these schemes have no static scale."""
+def quantize(
+    x: torch.Tensor, stored: TensorFormat, static_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.quant.quantize` for x [T, H]: values and scale; these formats have no static scale."""
     assert static_scale is None
-    values, scale, _ = _quantize(x, scheme)
+    values, scale, _ = _quantize(x, stored)
     columns = torch.empty(scale.shape[::-1], dtype=scale.dtype, device=scale.device)
     as_bytes(columns).copy_(as_bytes(scale).t())
-    return Quantized(values=values, scale=columns.t(), scheme=scheme)
+    return values, columns.t()
 
 
-def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
     """`ep_moe.quant.dequantize_rows` for values [..., V], scale [..., G]."""
-    real = values.float() if scheme.packed == 1 else _from_e2m1(values)
-    return real.mul_(_spread(scale, scheme.block[1], real.shape[-1]))
+    real = values.float() if stored.packed == 1 else _from_e2m1(values)
+    return real.mul_(_spread(scale, stored.block[1], real.shape[-1]))
 
 
-def round_trip(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """`ep_moe.quant.round_trip` for x [T, W], with a global scale for each row if the scheme has them."""
-    values, scale, global_scale = _quantize(x, scheme, shared=(-1,))
-    real = dequantize_rows(values, scale, scheme)
-    return real if global_scale is None else real.mul_(global_scale)
+def round_trip(x: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
+    """`ep_moe.quant.round_trip` for x [T, W] in a format with a global scale, which here each row has."""
+    values, scale, global_scale = _quantize(x, stored, shared=(-1,))
+    assert global_scale is not None
+    return dequantize_rows(values, scale, stored).mul_(global_scale)
 
 
-def quantize_weight(
-    weight: torch.Tensor, scheme: QuantScheme
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def quantize_weight(weight: torch.Tensor, stored: TensorFormat) -> StoredMatrix:
     """`ep_moe.quant.quantize_weight` for weight [..., N, K]."""
-    values, scale, global_scale = _quantize(weight, scheme, shared=(-2, -1))
-    return values, scale, None if global_scale is None else global_scale[..., 0, 0]
+    values, scale, global_scale = _quantize(weight, stored, shared=(-2, -1))
+    if global_scale is not None:
+        global_scale = global_scale[..., 0, 0]
+        global_scale = global_scale.reciprocal() if stored.global_scale == "divisor" else global_scale
+    return StoredMatrix(values, scale=scale, global_scale=global_scale)
 
 
-def dequantize_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+def dequantize_weight(matrix: StoredMatrix, stored: TensorFormat) -> torch.Tensor:
     """`ep_moe.quant.dequantize_weight` for values [..., N, V], without the global scale."""
-    return dequantize_rows(values, scale, scheme)
+    assert matrix.scale is not None
+    return dequantize_rows(matrix.values, matrix.scale, stored)

@@ -10,6 +10,7 @@ symmetric, so that -128 is never stored. If scales are powers of two, amax / LAR
 Letters: T rows, H row width, G scale groups of a row, N and K rows and columns of a weight.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -17,7 +18,7 @@ import re
 import torch
 from torch.nn.functional import pad
 
-from ep_moe.quant.base import ActivationGranularity, Quantized, QuantScheme, WeightGranularity
+from ep_moe.quant.base import Granularity, QuantScheme, StoredMatrix, TensorFormat
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 MIN_AMAX = 1e-10
@@ -26,28 +27,31 @@ BLOCK_MULTIPLE = 16
 Tile = tuple[int, int]  # rows and columns that share a scale
 
 
-def _fp8(
+def _scheme(
     name: str,
-    activation: ActivationGranularity,
-    weight: WeightGranularity,
-    block: Tile = (128, 128),
+    tokens: Granularity,
+    weight: Granularity,
+    dtype: torch.dtype = torch.float8_e4m3fn,
     *,
+    block: Tile = (1, 1),
     power_of_two: bool = False,
 ) -> QuantScheme:
-    dtype = torch.float8_e4m3fn
-    return QuantScheme(
-        name=name, dtype=dtype, activation=activation, weight=weight, block=block, power_of_two=power_of_two
+    """A scheme whose activations share a scale as `tokens`, in groups of block[1], and whose weights as `weight`."""
+    rows = TensorFormat(
+        family="scaled", dtype=dtype, granularity=tokens, block=(1, block[1]), power_of_two=power_of_two
     )
+    matrix = dataclasses.replace(rows, granularity=weight, block=block)
+    return QuantScheme(name=name, payload=rows, activation=rows, weight=matrix)
 
 
 SCALED_SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        _fp8("fp8_tensor", "tensor", "tensor"),
-        _fp8("fp8_token", "token", "channel"),
-        _fp8("fp8_block", "group", "block"),
-        _fp8("fp8_block_ue8m0", "group", "block", power_of_two=True),
-        QuantScheme(name="int8_token", dtype=torch.int8, activation="token", weight="channel"),
+        _scheme("fp8_tensor", "tensor", "tensor"),
+        _scheme("fp8_token", "token", "channel"),
+        _scheme("fp8_block", "group", "block", block=(128, 128)),
+        _scheme("fp8_block_ue8m0", "group", "block", block=(128, 128), power_of_two=True),
+        _scheme("int8_token", "token", "channel", torch.int8),
     )
 }
 
@@ -67,9 +71,9 @@ def parse_block_scheme(name: str) -> QuantScheme | None:
     for size in block:
         if size <= 0 or size % BLOCK_MULTIPLE != 0:
             raise ValueError(f"scheme {name!r}: block size ({size}) must be a positive multiple of {BLOCK_MULTIPLE}")
-    if block == SCALED_SCHEMES["fp8_block"].block:
+    if block == SCALED_SCHEMES["fp8_block"].weight.block:
         return SCALED_SCHEMES["fp8_block"]
-    return _fp8(f"fp8_block_{block[0]}x{block[1]}", "group", "block", block)
+    return _scheme(f"fp8_block_{block[0]}x{block[1]}", "group", "block", block=block)
 
 
 def _round_up(scale: torch.Tensor) -> torch.Tensor:
@@ -78,9 +82,9 @@ def _round_up(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isfinite(), exponent.view(torch.float32), scale)
 
 
-def _tile_scale(x: torch.Tensor, tile: Tile, scheme: QuantScheme) -> torch.Tensor:
+def _tile_scale(x: torch.Tensor, tile: Tile, stored: TensorFormat) -> torch.Tensor:
     """Scale [..., ceil(N/n), ceil(K/k)] of the tiles of x [..., N, K] float32."""
-    assert scheme.dtype is not None
+    assert stored.dtype is not None
     (rows, columns), (n, k) = x.shape[-2:], tile
     row_tiles, column_tiles = math.ceil(rows / n), math.ceil(columns / k)
     missing_rows, missing_columns = row_tiles * n - rows, column_tiles * k - columns
@@ -89,8 +93,8 @@ def _tile_scale(x: torch.Tensor, tile: Tile, scheme: QuantScheme) -> torch.Tenso
     tiles = x.reshape(*x.shape[:-2], row_tiles, n, column_tiles, k)
     amax = tiles.abs().amax(dim=(-3, -1)).clamp_(min=MIN_AMAX)
     # torch on CUDA divides by a Python number through its reciprocal, whose last bit may differ: divide by a tensor
-    scale = amax / torch.full_like(amax, LARGEST[scheme.dtype])
-    return _round_up(scale) if scheme.power_of_two else scale
+    scale = amax / torch.full_like(amax, LARGEST[stored.dtype])
+    return _round_up(scale) if stored.power_of_two else scale
 
 
 def _spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.Tensor:
@@ -108,60 +112,50 @@ def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x / scale).clamp_(-limit, limit).to(torch.float8_e4m3fn)
 
 
-def _store(x: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Round x / scale to the scheme's dtype. int8 has no NaN: it stores 0, and the scale is not finite."""
-    if scheme.dtype == torch.float8_e4m3fn:
+def _store(x: torch.Tensor, scale: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
+    """Round x / scale to the format's dtype. int8 has no NaN: it stores 0, and the scale is not finite."""
+    if stored.dtype == torch.float8_e4m3fn:
         return to_e4m3(x, scale)
     limit = LARGEST[torch.int8]
     return (x / scale).round_().clamp_(-limit, limit).nan_to_num_(nan=0.0).to(torch.int8)
 
 
-def _activation_tile(scheme: QuantScheme, rows: int, width: int) -> Tile:
-    if scheme.activation == "tensor":
-        return max(rows, 1), max(width, 1)
-    return 1, scheme.block[1] if scheme.activation == "group" else max(width, 1)
-
-
-def _weight_tile(scheme: QuantScheme, rows: int, columns: int) -> Tile:
-    if scheme.weight == "block":
-        return scheme.block
-    return 1 if scheme.weight == "channel" else max(rows, 1), max(columns, 1)
-
-
-def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
-    """`ep_moe.quant.quantize` for x [T, H] and one of `SCALED_SCHEMES` or a block scheme."""
+def quantize(
+    x: torch.Tensor, stored: TensorFormat, static_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.quant.quantize` for x [T, H]: values and scale."""
     x = x.float()
     rows, width = x.shape
-    tile = _activation_tile(scheme, rows, width)
-    tiles = _tile_scale(x, tile, scheme) if static_scale is None else static_scale.float().reshape(1, 1)
-    values = _store(x, _spread(tiles, tile, rows, width), scheme)
-    groups = scheme.num_groups(width)
+    tile = stored.tile(rows, width)
+    tiles = _tile_scale(x, tile, stored) if static_scale is None else static_scale.float().reshape(1, 1)
+    values = _store(x, _spread(tiles, tile, rows, width), stored)
+    groups = stored.num_groups(width)
     scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
-    scale.copy_(tiles.expand(rows, groups))
-    return Quantized(values=values, scale=scale, scheme=scheme)
+    return values, scale.copy_(tiles.expand(rows, groups))
 
 
-def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
     """`ep_moe.quant.dequantize_rows` for values [..., H], scale [..., G]."""
     width = values.shape[-1]
-    if scheme.activation == "group" and scale.shape[-1] > 1:
-        scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., :width]
+    if stored.granularity == "group" and scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(stored.block[1], dim=-1)[..., :width]
     return values.float().mul_(scale)
 
 
-def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """`ep_moe.quant.quantize_weight` for weight [..., N, K]; these schemes have no global scale."""
+def quantize_weight(weight: torch.Tensor, stored: TensorFormat) -> StoredMatrix:
+    """`ep_moe.quant.quantize_weight` for weight [..., N, K]; these formats have no global scale."""
     weight = weight.float()
     rows, columns = weight.shape[-2:]
-    tile = _weight_tile(scheme, rows, columns)
-    tiles = _tile_scale(weight, tile, scheme)
-    values = _store(weight, _spread(tiles, tile, rows, columns), scheme)
-    return values, tiles.reshape(scheme.weight_scale_shape(tuple(weight.shape))), None
+    tile = stored.tile(rows, columns)
+    tiles = _tile_scale(weight, tile, stored)
+    values = _store(weight, _spread(tiles, tile, rows, columns), stored)
+    return StoredMatrix(values, scale=tiles.reshape(stored.scale_shape(tuple(weight.shape))))
 
 
-def dequantize_weight(values: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+def dequantize_weight(matrix: StoredMatrix, stored: TensorFormat) -> torch.Tensor:
     """`ep_moe.quant.dequantize_weight` for values [..., N, K]."""
-    *lead, rows, columns = values.shape
-    tile = _weight_tile(scheme, rows, columns)
-    tiles = scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
-    return values.float().mul_(_spread(tiles, tile, rows, columns))
+    assert matrix.scale is not None
+    *lead, rows, columns = matrix.values.shape
+    tile = stored.tile(rows, columns)
+    tiles = matrix.scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
+    return matrix.values.float().mul_(_spread(tiles, tile, rows, columns))

@@ -7,30 +7,32 @@ import torch
 import triton
 
 from ep_moe.kernels.rows.quantize import _quantize_rows_kernel
-from ep_moe.quant.base import Quantized, QuantScheme
+from ep_moe.quant.base import TensorFormat
 
 _PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider
 _THREAD_COLUMNS = 16  # one 16-byte store
 _MAX_WARPS = 16
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None) -> Quantized:
-    """`ep_moe.quant.quantize` for x [T, H] and a scheme of `ep_moe.quant.scaled`, in one launch.
+def quantize(
+    x: torch.Tensor, stored: TensorFormat, static_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ep_moe.quant.quantize` for x [T, H] and a format of `ep_moe.quant.scaled`, in one launch: values and scale.
 
     A dynamic scale per tensor needs two torch reductions before it. Local, on the current stream, no host sync.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    (num_tokens, width), groups = x.shape, scheme.num_groups(x.shape[1])
-    values = torch.empty(num_tokens, width, dtype=scheme.dtype, device=x.device)
+    (num_tokens, width), groups = x.shape, stored.num_groups(x.shape[1])
+    values = torch.empty(num_tokens, width, dtype=stored.dtype, device=x.device)
     scale = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
     if values.numel():
         mode, given = "own", scale
         if static_scale is not None:
             mode, given = "static", static_scale.float()
-        elif scheme.activation == "tensor":
+        elif stored.granularity == "tensor":
             mode, given = "tensor", x.detach().abs().amax().float()
-        group = scheme.block[1] if scheme.activation == "group" else width
+        group = stored.block[1] if stored.granularity == "group" else width
         columns = triton.next_power_of_2(group)
         program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
         with torch.cuda.device_of(x):
@@ -47,7 +49,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | 
                 G=groups,
                 GROUPS=program_groups,
                 SCALE=mode,
-                POWER_OF_TWO=scheme.power_of_two,
+                POWER_OF_TWO=stored.power_of_two,
                 num_warps=min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS),
             )
-    return Quantized(values=values, scale=scale.t(), scheme=scheme)
+    return values, scale.t()

@@ -39,7 +39,7 @@ def expert_function(values: torch.Tensor, expert: int, dtype: torch.dtype) -> to
 
 def _payload(inputs: CaseInputs, case: TransportCase) -> tuple[torch.Tensor, torch.Tensor | None]:
     scheme = get_scheme(case.scheme)
-    if not scheme.quantized:
+    if not scheme.payload.quantized:
         assert isinstance(inputs.x, torch.Tensor)
         return inputs.x, None
     quantized = inputs.x if isinstance(inputs.x, Quantized) else quantize(inputs.x, scheme)
@@ -71,7 +71,7 @@ def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
     expected_type = {Layout.BATCHED: Batched, Layout.COMPACT: Compact, Layout.FLAT: Flat}[layout]
     assert type(batch) is expected_type, f"batch is {type(batch).__name__}, asked for {layout.value}"
     assert batch.num_local_experts == placement.num_local_experts(rank)
-    num_values = get_scheme(case.scheme).row_values(hidden)
+    num_values = get_scheme(case.scheme).payload.row_values(hidden)
     assert batch.hidden == hidden, f"hidden is {batch.hidden}, expected {hidden}"
     x = batch.x.reshape(-1, num_values)
     for local in range(batch.num_local_experts):
@@ -137,10 +137,10 @@ def _merged_weights(ids: list[int], weights: torch.Tensor) -> list[float]:
 
 def _check_scale_strides(batch: ExpertBatch) -> None:
     scheme, scale = batch.scheme, batch.scale
-    assert (scale is not None) == scheme.quantized
+    assert (scale is not None) == scheme.payload.quantized
     if scale is None or scale.numel() == 0:
         return
-    groups = scheme.num_groups(batch.hidden)
+    groups = scheme.payload.num_groups(batch.hidden)
     assert scale.shape == (*batch.x.shape[:-1], groups)
     rows = batch.x.shape[-2]
     expected = (rows * groups, 1, rows) if isinstance(batch, Batched) else (1, rows)
@@ -162,7 +162,7 @@ def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
             continue
         rows = _rows_in_batch(batch, local)
         scheme = batch.scheme
-        own_scale = None if scale is None else scale[rows].view(scheme.scale_dtype)
+        own_scale = None if scale is None else scale[rows].view(scheme.payload.scale_dtype)
         values = dequantize_rows(as_bytes(x)[rows].view(x.dtype), own_scale, scheme)
         y[start : start + count] = expert_function(values, first_expert + local, batch.dtype)
     if isinstance(batch, Flat):

@@ -98,7 +98,7 @@ class LocalTransport(Transport):
         if bool(bad.any()):
             examples = routing.topk_ids[bad]
             raise ValueError(bad_ids_message(examples.numel(), int(examples.max()), num_physical, 0))
-        if scheme.quantized and not isinstance(x, Quantized):
+        if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)
         ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights)
         rows = TokenRows(

@@ -4,13 +4,13 @@ Letters: L local experts, H hidden, I intermediate; W = 2I if the activation is 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from ep_moe.placement import Placement
-from ep_moe.quant import SCHEMES, QuantScheme, get_scheme
+from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights.checkpoint import Checkpoint
 from ep_moe.weights.reading import read_experts
 
@@ -20,18 +20,13 @@ class ExpertWeights:
     """Local experts of one layer; local expert e is physical expert `starts[rank] + e`.
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half.
-    Quantized weights are the scheme's stored values, `scheme.row_values` of them in a row, with scales of its scale
-    dtype that multiply them; if the scheme has global scales, each expert's matrix has one that multiplies it too
-    (1 / g if a checkpoint stores a divisor g, as compressed-tensors' `weight_global_scale`).
+    `scheme.weight` describes both matrices; `StoredMatrix(tensor)` is an unquantized one.
+    Errors: ValueError for a matrix that is not a `StoredMatrix`.
     """
 
-    w13: torch.Tensor  # [L, W, H]
-    w2: torch.Tensor  # [L, H, I]
+    w13: StoredMatrix  # [L, W, H]
+    w2: StoredMatrix  # [L, H, I]
     scheme: QuantScheme = SCHEMES["none"]
-    w13_scale: torch.Tensor | None = None  # tensor [L], channel [L, W], block [L, ceil(W/bn), ceil(H/bk)]
-    w2_scale: torch.Tensor | None = None  # tensor [L], channel [L, H], block [L, ceil(H/bn), ceil(I/bk)]
-    w13_global_scale: torch.Tensor | None = None  # [L] float32, if the scheme has them
-    w2_global_scale: torch.Tensor | None = None  # [L] float32
     w13_bias: torch.Tensor | None = None  # [L, W]
     w2_bias: torch.Tensor | None = None  # [L, H]
     w13_input_scale: torch.Tensor | None = (
@@ -39,16 +34,28 @@ class ExpertWeights:
     )
     w2_input_scale: torch.Tensor | None = None  # [L] float32, the same for the second GEMM, one for each expert
 
+    def __post_init__(self) -> None:
+        for name, matrix in (("w13", self.w13), ("w2", self.w2)):
+            if not isinstance(matrix, StoredMatrix):
+                raise ValueError(f"{name} ({type(matrix).__name__}) must be a StoredMatrix")
+
     @property
     def num_local_experts(self) -> int:
         """L."""
-        return self.w13.shape[0]
+        return self.w13.values.shape[0]
 
     @property
     def num_bytes(self) -> int:
         """Total bytes of all tensors."""
-        tensors = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that are there."""
+        yield from self.w13.tensors.values()
+        yield from self.w2.tensors.values()
+        for tensor in (self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale):
+            if tensor is not None:
+                yield tensor
 
     @classmethod
     def from_pretrained(

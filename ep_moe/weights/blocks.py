@@ -14,7 +14,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.fields import shown
-from ep_moe.quant import QuantScheme, dequantize_weight, get_scheme, weight_scale_shape
+from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme
 from ep_moe.weights import storage
 from ep_moe.weights.storage import StoredTensor, TensorReader
 
@@ -66,20 +66,20 @@ def pair_scales(tensors: Mapping[str, StoredTensor], scheme: QuantScheme | None)
     """
     if scheme is None:
         return dict(tensors)
-    scales = {f"{name}{SUFFIX}" for name, stored in tensors.items() if stored.dtype == scheme.dtype}
+    scales = {f"{name}{SUFFIX}" for name, stored in tensors.items() if stored.dtype == scheme.weight.dtype}
     paired = {}
     for name, stored in tensors.items():
         if name in scales:
             continue
-        if stored.dtype == scheme.dtype:
+        if stored.dtype == scheme.weight.dtype:
             scale = tensors.get(f"{name}{SUFFIX}")
             if scale is None:
                 raise ValueError(f"{name} in {stored.file} is {stored.dtype}, but {name}{SUFFIX} is missing")
-            expected = weight_scale_shape(stored.shape, scheme) if len(stored.shape) > 1 else None
+            expected = scheme.weight.scale_shape(stored.shape) if len(stored.shape) > 1 else None
             if scale.shape != expected or scale.dtype not in SCALE_DTYPES:
                 raise ValueError(
                     f"{scale.name} in {scale.file} is {list(scale.shape)} {scale.dtype}; {list(stored.shape)} values "
-                    f"in blocks of {list(scheme.block)} need {None if expected is None else list(expected)} "
+                    f"in blocks of {list(scheme.weight.block)} need {None if expected is None else list(expected)} "
                     f"of {', '.join(str(dtype) for dtype in SCALE_DTYPES)}"
                 )
             stored = dataclasses.replace(stored, scale=scale)
@@ -101,13 +101,13 @@ def read_numbers(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, 
     assert scheme is not None
     scale = torch.empty(stored.scale.shape, dtype=torch.float32, device=out.device)
     reader.read_into(stored.scale, scale)
-    (num_rows, columns), block_rows = stored.shape, scheme.block[0]
+    (num_rows, columns), block_rows = stored.shape, scheme.weight.block[0]
     blocks = max(storage.PORTION_BYTES // (columns * block_rows * torch.float32.itemsize), 1)
     for block in range(0, scale.shape[0], blocks):
         start, stop = block * block_rows, min((block + blocks) * block_rows, num_rows)
         values = torch.empty(stop - start, columns, dtype=stored.dtype, device=out.device)
         reader.read_into(stored.rows(start, stop), values)
-        out[start:stop] = dequantize_weight(values, scale[block : block + blocks], scheme)
+        out[start:stop] = dequantize_weight(StoredMatrix(values, scale=scale[block : block + blocks]), scheme)
 
 
 def read_scale(reader: TensorReader, stored: StoredTensor, out: torch.Tensor, repeat: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES, MoEConfig
-from ep_moe.quant import SCHEMES, QuantScheme, get_scheme
+from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights.blocks import pair_scales, read_numbers, read_scale, stored_scheme
 from ep_moe.weights.families import (
     ExpertTensor,
@@ -142,9 +142,9 @@ class Checkpoint:
         128 x 128 become blocks of 64 x 128. Local.
         """
         first = self.tensors[self.layers[layer][0].name.format(layer=layer, expert=0)]
-        if self.scheme is None or first.dtype != self.scheme.dtype:
+        if self.scheme is None or first.dtype != self.scheme.weight.dtype:
             return SCHEMES["none"]
-        rows, columns = self.scheme.block
+        rows, columns = self.scheme.weight.block
         if any(tensor.rows != "all" for tensor in self.layers[layer]):
             rows = math.gcd(rows, self.config.intermediate)
         return get_scheme(f"fp8_block_{rows}x{columns}")
@@ -167,21 +167,20 @@ class Checkpoint:
             place = tensor.place(out)
             read_numbers(reader, stored.reshaped(tuple(place.shape)), place, self.scheme)
 
-    def read_blocks(
-        self, reader: TensorReader, layer: int, field: str, expert: int, values: torch.Tensor, scale: torch.Tensor
-    ) -> None:
+    def read_blocks(self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix) -> None:
         """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must be fp8.
 
         Args:
-            field: "w13" or "w2". values: [W, H] or [H, I] e4m3. scale: float32, in the shape of that scheme.
-        Local; synchronizes with the device of `values`.
+            field: "w13" or "w2". out: [W, H] or [H, I] in that scheme.
+        Local; synchronizes with the device of `out`.
         """
         assert self.scheme is not None
-        repeat = self.scheme.block[0] // self.layer_scheme(layer).block[0]
+        assert out.scale is not None
+        repeat = self.scheme.weight.block[0] // self.layer_scheme(layer).weight.block[0]
         for tensor, stored in self._parts(layer, field, expert):
             assert stored.scale is not None
-            reader.read_into(stored, tensor.place(values))
-            read_scale(reader, stored.scale, tensor.place(scale), repeat)
+            reader.read_into(stored, tensor.place(out.values))
+            read_scale(reader, stored.scale, tensor.place(out.scale), repeat)
 
     def dense(self, dtype: torch.dtype | None = None) -> "DenseTensors":
         """All tensors that are not experts, by their names in the transformers model.

@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import DTYPES
 from ep_moe.placement import Placement
-from ep_moe.quant import QuantScheme, quantize_weight, weight_scale_shape
+from ep_moe.quant import QuantScheme, StoredMatrix, quantize_weight
 from ep_moe.weights.checkpoint import Checkpoint
 from ep_moe.weights.storage import TensorReader
 
@@ -46,7 +46,7 @@ def read_experts(
     with TensorReader() as reader:
         for layer in chosen:
             stored = checkpoint.layer_scheme(layer)
-            chosen_dtype = dtype or (checkpoint.dtype if stored.quantized else stored_dtypes[layer])
+            chosen_dtype = dtype or (checkpoint.dtype if stored.weight.quantized else stored_dtypes[layer])
             found[layer] = _read_layer(checkpoint, reader, layer, experts, chosen_dtype, scheme or stored, device)
     return found
 
@@ -64,31 +64,23 @@ def _read_layer(
     width = config.intermediate * (2 if config.activation.kind.gated else 1)
     fields: dict[str, Any] = {"scheme": scheme}
     for field, shape in {"w13": (width, config.hidden), "w2": (config.hidden, config.intermediate)}.items():
-        stored_shape = (len(experts), shape[0], scheme.row_values(shape[1]))
-        stack = torch.empty(stored_shape, dtype=scheme.dtype or dtype, device=device)
+        stack = StoredMatrix.empty((len(experts), *shape), scheme.weight, dtype, device)
         fields[field] = stack
-        if not scheme.quantized:
-            for slot, expert in enumerate(experts):
-                checkpoint.read_field(reader, layer, field, expert, stack[slot])
+        if not scheme.weight.quantized:
+            for position, expert in enumerate(experts):
+                checkpoint.read_field(reader, layer, field, expert, stack.values[position])
             continue
-        scale_shape = weight_scale_shape((len(experts), *shape), scheme)
-        scale = torch.empty(scale_shape, dtype=scheme.scale_dtype, device=device)
-        fields[f"{field}_scale"] = scale
-        if scheme.weight_global_scale:
-            fields[f"{field}_global_scale"] = torch.empty(len(experts), dtype=torch.float32, device=device)
         if scheme == stored:
-            for slot, expert in enumerate(experts):
-                checkpoint.read_blocks(reader, layer, field, expert, stack[slot], scale[slot])
+            for position, expert in enumerate(experts):
+                checkpoint.read_blocks(reader, layer, field, expert, stack[position])
             continue
-        matrix = torch.empty(shape, dtype=torch.float32 if stored.quantized else dtype, device=device)
-        for slot, expert in enumerate(experts):
+        matrix = torch.empty(shape, dtype=torch.float32 if stored.weight.quantized else dtype, device=device)
+        for position, expert in enumerate(experts):
             checkpoint.read_field(reader, layer, field, expert, matrix)
-            stack[slot], scale[slot], global_scale = quantize_weight(matrix, scheme)
-            if global_scale is not None:
-                fields[f"{field}_global_scale"][slot] = global_scale
+            stack[position].copy_(quantize_weight(matrix, scheme))
     for field, size in {"w13_bias": width, "w2_bias": config.hidden}.items():
         if any(tensor.field == field for tensor in checkpoint.layers[layer]):
             fields[field] = torch.empty(len(experts), size, dtype=dtype, device=device)
-            for slot, expert in enumerate(experts):
-                checkpoint.read_field(reader, layer, field, expert, fields[field][slot])
+            for position, expert in enumerate(experts):
+                checkpoint.read_field(reader, layer, field, expert, fields[field][position])
     return fields

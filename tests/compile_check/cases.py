@@ -16,7 +16,7 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
-from ep_moe.quant import Quantized, QuantScheme, get_scheme, weight_scale_shape
+from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.quant.triton import quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.collective.launchers import plan_send, write_rows
@@ -60,28 +60,24 @@ def _weights(
     bias: bool,
     static: bool,
 ) -> ExpertWeights:
-    width, stored = 2 * intermediate if gated else intermediate, scheme.dtype or dtype
+    width = 2 * intermediate if gated else intermediate
     shapes = {"w13": (experts, width, hidden), "w2": (experts, hidden, intermediate)}
     optional: dict[str, torch.Tensor] = {}
-    if scheme.quantized:
-        for name, shape in shapes.items():
-            optional[f"{name}_scale"] = _empty(*weight_scale_shape(shape, scheme), dtype=torch.float32)
+    w13, w2 = (StoredMatrix.empty(shape, scheme.weight, dtype, "meta") for shape in shapes.values())
     if bias:
         optional |= {f"{name}_bias": _empty(*shape[:2], dtype=dtype) for name, shape in shapes.items()}
     if static:
         optional["w2_input_scale"] = _empty(experts, dtype=torch.float32)
-    return ExpertWeights(
-        w13=_empty(*shapes["w13"], dtype=stored), w2=_empty(*shapes["w2"], dtype=stored), scheme=scheme, **optional
-    )
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, **optional)
 
 
 def _batch(
     scheme: QuantScheme, dtype: torch.dtype, layout: str, experts: int, hidden: int, expected_rows: int
 ) -> ExpertBatch:
     """A batch of 1024 rows per expert, or in all; the launcher chooses tiles by `expected_rows`."""
-    rows, groups = 1024, scheme.num_groups(hidden)
+    rows, groups = 1024, scheme.payload.num_groups(hidden)
     lead = experts if layout == "batched" else 1
-    x = _empty(lead, rows, hidden, dtype=scheme.dtype or dtype)
+    x = _empty(lead, rows, hidden, dtype=scheme.payload.dtype or dtype)
     scale = _empty(lead, groups, rows, dtype=torch.float32).transpose(1, 2) if groups else None
     one_int_each = {name: _empty(experts, dtype=torch.int32) for name in ("expert_row_start", "expert_num_tokens")}
     common: dict[str, Any] = {"scheme": scheme, "dtype": dtype, "expected_rows": expected_rows, **one_int_each}
@@ -166,7 +162,7 @@ def _quantize_cases() -> list[Case]:
     def case(scheme: str, dtype: torch.dtype, hidden: int, *, static: bool = False) -> Case:
         def launch() -> None:
             scale = _empty(1, dtype=torch.float32) if static else None
-            quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme), scale)
+            quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme).payload, scale)
 
         name = f"quantize {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
         return Case(name=name, launch=launch, payload_width_bytes={"_quantize_rows_kernel": 16})
@@ -210,9 +206,9 @@ def _rows(
         plan = plan_send(
             routing.topk_ids, owner, fingerprint=row_format.fingerprint, layer=LayerTag().words, header=header
         )
-        x, scale = empty(num_tokens, scheme.row_values(hidden), dtype=scheme.dtype or dtype), None
-        if scheme.quantized:
-            scale = empty(scheme.num_groups(hidden), num_tokens, dtype=scheme.scale_dtype).t()
+        x, scale = empty(num_tokens, scheme.payload.row_values(hidden), dtype=scheme.payload.dtype or dtype), None
+        if scheme.payload.quantized:
+            scale = empty(scheme.payload.num_groups(hidden), num_tokens, dtype=scheme.payload.scale_dtype).t()
         tokens = x if scale is None else Quantized(values=x, scale=scale, scheme=scheme)
         buffer, token_to_row = write_rows(
             tokens, routing, plan, num_rows=ranks * num_tokens, row_bytes=row_format.row_bytes

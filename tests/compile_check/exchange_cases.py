@@ -84,9 +84,9 @@ def _round(
         exchange = make_exchange(config, Placement.linear(ranks * experts, ranks))
         x: Any = torch.empty(tokens, hidden, dtype=dtype)
         if quantized:
-            assert scheme.dtype is not None
-            values = torch.empty(tokens, scheme.row_values(hidden), dtype=scheme.dtype)
-            scale = torch.empty(tokens, scheme.num_groups(hidden), dtype=scheme.scale_dtype)
+            payload = scheme.payload
+            values = torch.empty(tokens, payload.row_values(hidden), dtype=payload.dtype)
+            scale = torch.empty(tokens, payload.num_groups(hidden), dtype=payload.scale_dtype)
             x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None

@@ -17,7 +17,7 @@ from ep_moe.experts.triton import TritonExperts, build_tile_list
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
-from ep_moe.quant import QuantScheme, dequantize_weight, get_scheme, quantize, quantize_weight
+from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE
@@ -115,24 +115,25 @@ def make_case(
     growing = torch.linspace(0.5, 2, EXPERTS)[:, None, None]
     w13 = normal(EXPERTS, width, hidden) * growing * 2 / hidden**0.5
     w2 = normal(EXPERTS, hidden, intermediate) * growing / intermediate**0.5
-    fields: dict[str, Any] = {"w13": w13.to(dtype), "w2": w2.to(dtype)}
-    if scheme.quantized:
-        fields["w13"], fields["w13_scale"], _ = quantize_weight(w13, scheme)
-        fields["w2"], fields["w2_scale"], _ = quantize_weight(w2, scheme)
+    fields: dict[str, Any] = {}
+    for name, matrix in (("w13", w13), ("w2", w2)):
+        stored = quantize_weight(matrix, scheme) if scheme.weight.quantized else StoredMatrix(matrix.to(dtype))
+        fields[name] = stored.map(lambda tensor: tensor.to(DEVICE))
     if biased:
-        fields["w13_bias"], fields["w2_bias"] = normal(EXPERTS, width).to(dtype), normal(EXPERTS, hidden).to(dtype)
+        for name, columns in (("w13_bias", width), ("w2_bias", hidden)):
+            fields[name] = normal(EXPERTS, columns).to(DEVICE, dtype)
     if static:
-        fields["w2_input_scale"] = torch.tensor([0.001, 0.02, 0.03, 0.005])
+        fields["w2_input_scale"] = torch.tensor([0.001, 0.02, 0.03, 0.005], device=DEVICE)
     topk_ids = torch.tensor(ids, dtype=torch.int32).reshape(len(ids), 2)
     x = normal(len(ids), hidden).to(dtype)
-    payload = quantize(x, scheme) if scheme.quantized else None
+    payload = quantize(x, scheme) if scheme.payload.quantized else None
     rows = TokenRows(
         x=(x if payload is None else payload.values).to(DEVICE),
         scale=None if payload is None else payload.scale.to(DEVICE),
         local_topk_ids=topk_ids.to(DEVICE),
         topk_weights=torch.where(topk_ids >= 0, torch.rand(topk_ids.shape, generator=random), 0.0).to(DEVICE),
     )
-    weights = ExpertWeights(scheme=scheme, **{name: tensor.to(DEVICE) for name, tensor in fields.items()})
+    weights = ExpertWeights(scheme=scheme, **fields)
     return Case(rows=rows, weights=weights, dtype=dtype)
 
 
@@ -151,7 +152,7 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
         assert bool(out[~used].isnan().all())
         out, again, expected = out[used], again[used], expected[used]
     dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
-    quantized = case.weights.scheme.quantized
+    quantized = case.weights.scheme.weight.quantized
     assert worst_row_error(out, expected) < max(dtype_limit, ROW_ERROR_LIMITS["fp8"] if quantized else 0)
     if quantized and DEVICE.type == "cuda":
         dtype_limit = max(dtype_limit, ROW_ERROR_LIMITS["bfloat16"])
@@ -288,19 +289,14 @@ def test_one_scale_for_all_columns_of_a_tile(expected_rows: int) -> None:
 def test_columns_of_another_group_do_not_count() -> None:
     """Groups of 48 in blocks of 64, some with values a hundred times as large as their neighbors'."""
     case = make_case("fp8_block_32x48", torch.bfloat16, biased=False)
-    w13, w2 = (dequantize_weight(w, s, case.weights.scheme) for w, s in zip(*pairs(case.weights), strict=True))
+    scheme = case.weights.scheme
+    w13, w2 = (dequantize_weight(matrix, scheme) for matrix in (case.weights.w13, case.weights.w2))
     loud = torch.arange(INTERMEDIATE, device=DEVICE) % 96 >= 48
     w13[:, INTERMEDIATE:][:, loud] *= 100
     w2[:, :, loud] /= 100
-    (w13, w13_scale, _), (w2, w2_scale, _) = (quantize_weight(w, case.weights.scheme) for w in (w13, w2))
-    weights = ExpertWeights(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, scheme=case.weights.scheme)
+    weights = ExpertWeights(w13=quantize_weight(w13, scheme), w2=quantize_weight(w2, scheme), scheme=scheme)
     loud_case = dataclasses.replace(case, weights=weights)
     assert_equals_torch(loud_case, SILU, loud_case.batch(Layout.COMPACT))
-
-
-def pairs(weights: ExpertWeights) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-    """Values and scales of both matrices."""
-    return (weights.w13, weights.w2), (weights.w13_scale, weights.w2_scale)
 
 
 def test_rows_without_a_token_have_no_part_in_a_scale() -> None:
@@ -340,8 +336,9 @@ def test_tensors_that_are_not_packed() -> None:
     spread = dataclasses.replace(
         batch, expert_row_start=apart(batch.expert_row_start), expert_num_tokens=apart(batch.expert_num_tokens)
     )
-    names = ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "w2_input_scale")
-    weights = dataclasses.replace(case.weights, **{name: apart(getattr(case.weights, name)) for name in names})
+    held, names = case.weights, ("w13_bias", "w2_bias", "w2_input_scale")
+    w13, w2 = (dataclasses.replace(matrix, scale=apart(matrix.scale)) for matrix in (held.w13, held.w2))
+    weights = dataclasses.replace(held, w13=w13, w2=w2, **{name: apart(getattr(held, name)) for name in names})
     assert_equals_torch(dataclasses.replace(case, weights=weights), SILU, spread)
     one_scale = dataclasses.replace(case.weights, w2_input_scale=torch.tensor([0.01], device=DEVICE).expand(EXPERTS))
     assert_equals_torch(dataclasses.replace(case, weights=one_scale), SILU, batch)
@@ -353,7 +350,8 @@ def test_tensors_that_are_not_packed() -> None:
 
 
 def test_scales_that_do_not_go_together() -> None:
-    scheme = QuantScheme(name="mixed", dtype=torch.float8_e4m3fn, activation="token", weight="block")
+    per_token, per_block = get_scheme("fp8_token").payload, get_scheme("fp8_block").weight
+    scheme = QuantScheme(name="mixed", payload=per_token, activation=per_token, weight=per_block)
     case = make_case("fp8_block", torch.bfloat16)
     mixed = dataclasses.replace(case.weights, scheme=scheme)
     batch = dataclasses.replace(

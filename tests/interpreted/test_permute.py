@@ -7,7 +7,7 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.layout import Packed, TokenRows, reference, triton
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import QuantScheme, TensorFormat
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator, random_payload, strided
 
@@ -123,7 +123,12 @@ def test_pack(name: str, layout: Layout, summed_at_a_time: int | None, monkeypat
     if summed_at_a_time:
         monkeypatch.setattr(triton, "_SUMMED_COUNTS", summed_at_a_time)
     sizes = {
-        "scheme": QuantScheme(name="any", dtype=case.dtype, activation="group", scale_dtype=case.scale_dtype),
+        "scheme": QuantScheme(
+            name="any",
+            payload=TensorFormat(
+                family="scaled", dtype=case.dtype, granularity="group", block=(1, 128), scale_dtype=case.scale_dtype
+            ),
+        ),
         "dtype": torch.bfloat16,
         "num_local_experts": case.experts,
         "capacity": case.tokens + 2,

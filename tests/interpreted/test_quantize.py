@@ -11,7 +11,7 @@ from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.kernels.gemm.requantize_rounded import _requantize_rounded_kernel
 from ep_moe.layout import Compact
-from ep_moe.quant import dequantize, get_scheme, quantize, quantize_weight, scaled, triton
+from ep_moe.quant import Quantized, dequantize, get_scheme, quantize, quantize_weight, scaled, triton
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
@@ -24,11 +24,11 @@ def quantize_both(x: torch.Tensor, name: str) -> tuple:
     """The results of the kernel and of torch for x, whose rows may be followed by a gap."""
     scheme = get_scheme(name.removesuffix("_static"))
     static = torch.tensor([0.003]) if name.endswith("_static") else None
-    expected = scaled.quantize(x, scheme, static)
+    expected = scaled.quantize(x, scheme.payload, static)
     placed = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
     with poisoned_memory():
-        actual = triton.quantize(placed, scheme, None if static is None else static.to(DEVICE))
-    return actual, expected
+        actual = triton.quantize(placed, scheme.payload, None if static is None else static.to(DEVICE))
+    return tuple(Quantized(values=values, scale=scale, scheme=scheme) for values, scale in (actual, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -61,9 +61,10 @@ def test_what_is_not_finite(name: str, bad: float) -> None:
 
 def test_columns_that_are_apart() -> None:
     x = torch.randn(144, 5, generator=generator("apart")).t()
-    expected = scaled.quantize(x, get_scheme("fp8_block"), None)
-    actual = triton.quantize(x.contiguous().t().to(DEVICE).t(), get_scheme("fp8_block"), None)
-    assert_same_bits(actual.values, expected.values, "values")
+    stored = get_scheme("fp8_block").payload
+    expected, _ = scaled.quantize(x, stored, None)
+    actual, _ = triton.quantize(x.contiguous().t().to(DEVICE).t(), stored, None)
+    assert_same_bits(actual, expected, "values")
 
 
 @pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
@@ -77,9 +78,9 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
         used[first_tile * block_m : first_tile * block_m + count] = True
     x[used] = torch.randn(22, intermediate, generator=random) * torch.logspace(-3, 3, 22)[:, None]
     x[used.nonzero()[3], 5] = math.inf
-    scheme = dataclasses.replace(get_scheme("fp8_block_ue8m0"), block=(128, group))
-    expected = scaled.quantize(x[used], scheme, None)
-    groups = scheme.num_groups(intermediate)
+    stored = dataclasses.replace(get_scheme("fp8_block_ue8m0").activation, block=(1, group))
+    expected_values, expected_scale = scaled.quantize(x[used], stored, None)
+    groups = stored.num_groups(intermediate)
     values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     scale = torch.zeros(groups, 64, device=DEVICE)
     tiles = [torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])]
@@ -95,9 +96,9 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
         ROWS=8,
         BLOCK=128 if group > 48 else 64,
     )
-    finite = expected.scale.isfinite().all(1)
-    assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected.values.view(torch.uint8)[finite], "values")
-    torch.testing.assert_close(scale.t().cpu()[used], expected.scale, rtol=0, atol=0, equal_nan=True)
+    finite = expected_scale.isfinite().all(1)
+    assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected_values.view(torch.uint8)[finite], "values")
+    torch.testing.assert_close(scale.t().cpu()[used], expected_scale, rtol=0, atol=0, equal_nan=True)
     assert not bool(values.cpu().view(torch.uint8)[~used].any())
     assert not bool(scale.t().cpu()[~used].any())
 
@@ -106,10 +107,9 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
     """Two experts in "fp8_block_ue8m0" against torch; scales that are no powers of two would make the error larger."""
     random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
     weights = [torch.randn(2, *shape, generator=random) / 12 for shape in ((160, hidden), (hidden, 80))]
-    (w13, w13_scale, _), (w2, w2_scale, _) = (quantize_weight(weight, scheme) for weight in weights)
+    w13, w2 = (quantize_weight(weight, scheme).map(lambda tensor: tensor.to(DEVICE)) for weight in weights)
     tokens = quantize(torch.randn(24, hidden, generator=random), scheme)
-    fields = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
-    held = ExpertWeights(scheme=scheme, **{name: tensor.to(DEVICE) for name, tensor in fields.items()})
+    held = ExpertWeights(w13=w13, w2=w2, scheme=scheme)
     batch = Compact(
         x=tokens.values.to(DEVICE),
         scale=tokens.scale.to(DEVICE),
@@ -124,7 +124,7 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
     actual, expected = TritonExperts(silu)(batch, held), ReferenceExperts(silu)(batch, held)
     used = [*range(7), *range(8, 24)]
     assert worst_row_error(actual[used], expected[used]) < ROW_ERROR_LIMITS["fp8"]
-    coarse = dataclasses.replace(scheme, power_of_two=False)
+    coarse = get_scheme("fp8_block")
     other = TritonExperts(silu)(dataclasses.replace(batch, scheme=coarse), dataclasses.replace(held, scheme=coarse))
     assert worst_row_error(other[used], expected[used]) > worst_row_error(actual[used], expected[used])
 
@@ -133,8 +133,7 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
 def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
     scheme = get_scheme(name)
     tokens = quantize(torch.ones(4, 32), scheme)
-    w13, w13_scale, w13_global = quantize_weight(torch.ones(1, 64, 32), scheme)
-    w2, w2_scale, w2_global = quantize_weight(torch.ones(1, 32, 32), scheme)
+    w13, w2 = (quantize_weight(torch.ones(1, rows, 32), scheme) for rows in (64, 32))
     one = torch.tensor([1], dtype=torch.int32)
     batch = Compact(
         x=tokens.values,
@@ -146,14 +145,6 @@ def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
         row_index=None,
         expected_rows=1,
     )
-    weights = ExpertWeights(
-        w13=w13,
-        w2=w2,
-        scheme=scheme,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_global_scale=w13_global,
-        w2_global_scale=w2_global,
-    )
+    weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme)
     with pytest.raises(ValueError, match=rf"do not compute scheme '{name}' .*experts=\"torch\" does"):
         TritonExperts(ActivationConfig())(batch, weights)

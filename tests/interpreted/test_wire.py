@@ -86,10 +86,10 @@ def test_rows(
     owner = torch.repeat_interleave(torch.arange(len(OWNERS[owners])), torch.tensor(OWNERS[owners])).int()
     ids = make_ids(tokens, topk, len(owner), ids_dtype, "holes")
     routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, topk, generator=random))
-    x = random_payload((tokens, scheme.row_values(hidden)), scheme.dtype or dtype, random)
+    x = random_payload((tokens, scheme.payload.row_values(hidden)), scheme.payload.dtype or dtype, random)
     sent = x
-    if scheme.quantized:
-        scale = random_payload((scheme.num_groups(hidden), tokens), scheme.scale_dtype, random).t()
+    if scheme.payload.quantized:
+        scale = random_payload((scheme.payload.num_groups(hidden), tokens), scheme.payload.scale_dtype, random).t()
         sent = Quantized(values=x, scale=scale, scheme=scheme)
     header = torch.empty(len(OWNERS[owners]), send_plan.HEADER_WORDS, dtype=torch.int64)
     planned = send_plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
@@ -114,7 +114,7 @@ def test_rows(
     assert_same_bits(found[0], wanted[0], "values")
     assert_same_bits(found[2].topk_ids, wanted[2].topk_ids, "ids")
     assert_same_bits(found[2].topk_weights, wanted[2].topk_weights, "weights")
-    if scheme.quantized:
+    if scheme.payload.quantized:
         assert_same_bits(found[1], wanted[1], "scale")
     token, rank = torch.nonzero(expected_rows >= 0, as_tuple=True)
     row = expected_rows[token, rank].long()

@@ -61,7 +61,7 @@ def compute(batch: ExpertBatch, first: int) -> torch.Tensor:
 def _payload(inputs: Inputs, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values [N, V] and scales [N, G] of all ranks' tokens, in a scheme that works row by row."""
     x = inputs.x.flatten(0, 1)
-    if not scheme.quantized:
+    if not scheme.payload.quantized:
         return x, None
     quantized = quantize(x, scheme)
     return quantized.values, quantized.scale

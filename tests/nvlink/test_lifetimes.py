@@ -12,7 +12,7 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout import Flat
-from ep_moe.quant import as_bytes, get_scheme
+from ep_moe.quant import StoredMatrix, as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
@@ -223,8 +223,8 @@ def layer_without_memory(group: EPGroup) -> bool:
     experts, routing = transport.placement.num_local_experts(group.rank), inputs.routing
     generator = torch.Generator().manual_seed(group.rank)
     weights = ExpertWeights(
-        w13=torch.randn(experts, 2 * intermediate, hidden, generator=generator).to(case.dtype),
-        w2=torch.randn(experts, hidden, intermediate, generator=generator).to(case.dtype),
+        w13=StoredMatrix(torch.randn(experts, 2 * intermediate, hidden, generator=generator).to(case.dtype)),
+        w2=StoredMatrix(torch.randn(experts, hidden, intermediate, generator=generator).to(case.dtype)),
     )
     config = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=case.num_experts)
     layer = ExpertParallelMoE(config, weights, transport, experts="torch")

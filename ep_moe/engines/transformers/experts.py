@@ -13,7 +13,7 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, quantize_weight
+from ep_moe.quant import QuantScheme, StoredMatrix, quantize_weight
 from ep_moe.weights import ExpertWeights
 
 ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they describe
@@ -123,8 +123,8 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
     return ExpertWeights(
-        w13=gate_above_up(matrix(first)),
-        w2=matrix("down_proj"),
+        w13=StoredMatrix(gate_above_up(matrix(first))),
+        w2=StoredMatrix(matrix("down_proj")),
         w13_bias=gate_above_up(parameter(f"{first}_bias")) if module.has_bias else None,
         w2_bias=parameter("down_proj_bias") if module.has_bias else None,
     )
@@ -145,7 +145,7 @@ def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, to
         return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    tensors = {first: in_their_order(weights.w13), "down_proj": weights.w2}
+    tensors = {first: in_their_order(weights.w13.values), "down_proj": weights.w2.values}
     if module.is_transposed:
         tensors = {name: matrix.mT.contiguous() for name, matrix in tensors.items()}
     if weights.w13_bias is not None and weights.w2_bias is not None:
@@ -161,13 +161,10 @@ def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
 
 def quantize_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
     """Quantize unquantized weights; with scheme "none" they are returned unchanged. Local."""
-    if not scheme.quantized:
+    if not scheme.weight.quantized:
         return weights
-    fields: dict[str, Any] = {"scheme": scheme}
-    for name in ("w13", "w2"):
-        stored = quantize_weight(getattr(weights, name), scheme)
-        fields |= dict(zip((name, f"{name}_scale", f"{name}_global_scale"), stored, strict=True))
-    return dataclasses.replace(weights, **fields)
+    w13, w2 = (quantize_weight(matrix.values, scheme) for matrix in (weights.w13, weights.w2))
+    return dataclasses.replace(weights, w13=w13, w2=w2, scheme=scheme)
 
 
 def drop_parameters(module: ExpertsModule) -> None:
@@ -179,7 +176,7 @@ def drop_parameters(module: ExpertsModule) -> None:
 def are_views(weights: ExpertWeights, module: ExpertsModule) -> bool:
     """True if weights are views of the module's parameters, so that they see every write to them. Local."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in module.parameters(recurse=False)}
-    tensors = (weights.w13, weights.w2, weights.w13_bias, weights.w2_bias)
+    tensors = (weights.w13.values, weights.w2.values, weights.w13_bias, weights.w2_bias)
     return all(tensor is None or tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
 
 

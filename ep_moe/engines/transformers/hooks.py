@@ -68,8 +68,8 @@ class ModuleLayer:
         self._state = state_of(module)
         self._experts = config.experts
         self._config = MoEConfig(
-            hidden=weights.w13.shape[2],
-            intermediate=weights.w2.shape[2],
+            hidden=weights.w13.values.shape[2],
+            intermediate=weights.w2.values.shape[2],
             num_experts=transport.placement.num_experts,
             activation=activation_of(module),
             scheme=weights.scheme.name,
@@ -98,13 +98,13 @@ class LocalExperts:
         weights = weights_of(module)
         self._num_experts = weights.num_local_experts
         sizes = TransportConfig(
-            hidden=weights.w13.shape[2],
+            hidden=weights.w13.values.shape[2],
             max_tokens_per_rank=max(config.max_tokens_per_rank, num_tokens),
-            dtype=weights.w13.dtype,
+            dtype=weights.w13.values.dtype,
         )
         self._sizes = with_topk(sizes, num_topk)
         transport = create_transport(
-            "local", EPGroup.single(weights.w13.device), Placement.linear(self._num_experts, 1), self._sizes
+            "local", EPGroup.single(weights.w13.values.device), Placement.linear(self._num_experts, 1), self._sizes
         )
         self._layer = ModuleLayer(module, weights, transport, config, 0)
 

@@ -120,7 +120,7 @@ class MeshExperts:
         if self._layer is None or self._shared is None or not self._layer.serves(self._experts):
             weights = weights_of(self._experts)
             num_experts = weights.num_local_experts * self._expert_group.size()
-            self._shared = self._transports.get(self._expert_group, num_experts, num_topk, weights.w13)
+            self._shared = self._transports.get(self._expert_group, num_experts, num_topk, weights.w13.values)
             self._layer = ModuleLayer(
                 self._experts, weights, self._shared.transport, self._transports.config, self._index
             )

@@ -101,7 +101,7 @@ def _check(
     if directory.is_file():
         raise ValueError(f"save_directory ({directory}) is a file")
     for name, layer in layers.items():
-        if layer.scheme.quantized:
+        if layer.scheme.weight.quantized:
             raise ValueError(
                 f"{name} holds its experts in scheme '{layer.scheme.name}', which is not written: load the model with "
                 f"scheme='none', which dequantizes what is quantized on disk"
@@ -138,19 +138,22 @@ def _owners(layer: ExpertParallelMoE) -> dict[int, tuple[int, int]]:
 
 def _expert(group: EPGroup, local: ExpertWeights, owner: int, slot: int) -> ExpertWeights:
     """Broadcast one expert [1, ...] from its rank to all. Collective."""
-    fields = {}
-    for name in ("w13", "w2", "w13_bias", "w2_bias"):
-        stack = getattr(local, name)
-        if stack is None:
-            continue
+
+    def broadcast(stack: torch.Tensor) -> torch.Tensor:
         mine = group.rank == owner
         tensor = stack[slot : slot + 1].contiguous() if mine else stack.new_empty(1, *stack.shape[1:])
         if group.process_group is not None:
             source = dist.get_global_rank(group.process_group, owner)
             with group.guard(PHASE):
                 dist.broadcast(tensor, source, group=group.process_group)
-        fields[name] = tensor
-    return ExpertWeights(**fields)
+        return tensor
+
+    return ExpertWeights(
+        w13=local.w13.map(broadcast),
+        w2=local.w2.map(broadcast),
+        w13_bias=None if local.w13_bias is None else broadcast(local.w13_bias),
+        w2_bias=None if local.w2_bias is None else broadcast(local.w2_bias),
+    )
 
 
 class _Writer:

@@ -55,14 +55,14 @@ def plan_shards(
     for name, module in modules.items():
         shapes = weights_of(module, ())  # zero experts: only shapes and dtypes, nothing is copied
         configs[name] = MoEConfig(
-            hidden=shapes.w2.shape[1],
-            intermediate=shapes.w2.shape[2],
+            hidden=shapes.w2.values.shape[1],
+            intermediate=shapes.w2.values.shape[2],
             num_experts=module.down_proj.shape[0],
             activation=activation_of(module),
             scheme=scheme,
             layout=Layout(layout),
         )
-        dtypes[name] = shapes.w13.dtype
+        dtypes[name] = shapes.w13.values.dtype
         create_experts(experts, configs[name].activation, group.device, scheme=chosen)
     _check_alike(configs, dtypes)
     first = next(iter(modules))

@@ -37,13 +37,14 @@ class RowFormat:
     @classmethod
     def of(cls, scheme: QuantScheme, dtype: torch.dtype, hidden: int, num_topk: int) -> "RowFormat":
         """The format of rows in `scheme`, or in the model's `dtype` if the scheme has none."""
+        payload = scheme.payload
         return cls(
             scheme=scheme.name,
-            dtype=scheme.dtype or dtype,
+            dtype=payload.dtype or dtype,
             hidden=hidden,
-            value_bytes=scheme.values_bytes(hidden, dtype),
-            num_groups=scheme.num_groups(hidden),
-            scale_dtype=scheme.scale_dtype,
+            value_bytes=payload.values_bytes(hidden, dtype),
+            num_groups=payload.num_groups(hidden),
+            scale_dtype=payload.scale_dtype,
             num_topk=num_topk,
         )
 

@@ -136,7 +136,7 @@ class CollectiveTransport(Transport):
         plan = plan_send(
             routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, layer=layer.words, header=headers[0]
         )
-        if scheme.quantized and not isinstance(x, Quantized):
+        if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         sent, received = self._exchange_headers(headers, round_)

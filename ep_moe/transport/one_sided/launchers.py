@@ -157,8 +157,8 @@ class Exchange:
         sent = self.prepare(plan, x, routing, num_tokens=count)
         # only the dtypes of these arguments matter
         batch, shared = Batch(self._nothing, self._unscaled), None
-        if scheme.quantized:
-            batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.scale_dtype, **like)))
+        if scheme.payload.quantized:
+            batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.payload.scale_dtype, **like)))
         if kind.shared_dtype is not None:
             shared = torch.empty(16, dtype=kind.shared_dtype, **like)
         found: list[tuple[Launch, Any, Any]] = []
@@ -193,7 +193,7 @@ class Exchange:
         if plan.fused_quant and not plan.blocks and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
             count = nothing if num_tokens is None else aligned(num_tokens)
             return Sent(plan, Tokens(x, nothing, ids, weights, count, nothing), plan.strides, refusal, layer)
-        if scheme.quantized and not isinstance(x, Quantized) and not plan.fused_quant:
+        if scheme.payload.quantized and not isinstance(x, Quantized) and not plan.fused_quant:
             if num_tokens is not None:  # rows that are no tokens must not affect a scale that tokens share
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
             x = quantize(x, scheme)
@@ -258,7 +258,7 @@ class Exchange:
         """
         plan = sent.plan
         if plan.layout is not Layout.FLAT:  # FLAT rows stay in the slot's memory
-            given = plan.payload.scheme.quantized and not plan.fused_quant
+            given = plan.payload.scheme.payload.quantized and not plan.fused_quant
             sizes = plan.num_tokens, plan.payload.num_topk
             counted = plan.constants["COUNTED"]
             plan = self._planner.plan(*sizes, Layout.FLAT, plan.payload.scheme, given=given, counted=counted)
@@ -271,12 +271,16 @@ class Exchange:
         kept, scheme, device, scale = plan.kept.get(slot), plan.payload.scheme, self._device, None
         if kept is None:
             kept = plan.kept[slot] = self._make_kept(slot, plan)
-        if scheme.quantized:
-            scale = torch.empty_strided(plan.scale_shape, plan.scale_strides, dtype=scheme.scale_dtype, device=device)
+        if scheme.payload.quantized:
+            scale = torch.empty_strided(
+                plan.scale_shape, plan.scale_strides, dtype=scheme.payload.scale_dtype, device=device
+            )
         if plan.layout is Layout.FLAT:
             return kept["pool"], scale
         # takes half the time of torch.empty
-        x = torch.empty_strided(plan.x_shape, plan.x_strides, dtype=scheme.dtype or self._config.dtype, device=device)
+        x = torch.empty_strided(
+            plan.x_shape, plan.x_strides, dtype=scheme.payload.dtype or self._config.dtype, device=device
+        )
         return x, scale
 
     def _as_stored(self, x: torch.Tensor, scale: torch.Tensor | None) -> Batch:

@@ -33,33 +33,34 @@ class Payload:
     @property
     def wordy(self) -> bool:
         """Whether few tokens may be sent as LL words: scales, if any, must have 32 bits."""
-        return self.scheme.scale_dtype.itemsize == 4
+        return self.scheme.payload.scale_dtype.itemsize == 4
 
     @property
     def value_words(self) -> int:
         """32-bit words of a row's values."""
-        return self.scheme.values_bytes(self.hidden, self.dtype) // 4
+        return self.scheme.payload.values_bytes(self.hidden, self.dtype) // 4
 
     @property
     def num_groups(self) -> int:
         """G, scale groups of a row."""
-        return self.scheme.num_groups(self.hidden)
+        return self.scheme.payload.num_groups(self.hidden)
 
     @property
     def fused_quant(self) -> str:
         """How the send kernel quantizes, "" if it cannot: then `quantize` runs before it."""
-        scheme = self.scheme
-        how = _FUSED_DTYPES.get(scheme.dtype, "") if scheme.dtype is not None else ""
-        if scheme.scale_dtype is not torch.float32 or scheme.activation not in ("token", "group"):
+        payload = self.scheme.payload
+        how = _FUSED_DTYPES.get(payload.dtype, "") if payload.dtype is not None else ""
+        if payload.family != "scaled" or payload.granularity not in ("token", "group"):
             return ""
-        if scheme.activation == "group" and scheme.block[1] & (scheme.block[1] - 1):
+        if payload.granularity == "group" and payload.block[1] & (payload.block[1] - 1):
             return ""
-        return f"{how}_power_of_two" if how == "e4m3" and scheme.power_of_two else how
+        return f"{how}_power_of_two" if how == "e4m3" and payload.power_of_two else how
 
     @property
     def group(self) -> int:
         """Elements that share a scale, a power of two: the last group of a row may be short."""
-        return self.scheme.block[1] if self.scheme.activation == "group" else triton.next_power_of_2(self.hidden)
+        payload = self.scheme.payload
+        return payload.block[1] if payload.granularity == "group" else triton.next_power_of_2(self.hidden)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ class Planner:
         """The plan for x with `rows` rows. given: x is `Quantized` already. counted: `num_tokens` is passed."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
-        fused_quant = "" if given or not scheme.quantized else payload.fused_quant
+        fused_quant = "" if given or not scheme.payload.quantized else payload.fused_quant
         planned = rows > UNPLANNED_TOKENS
         programs = self._tuning.dispatch(rows, num_ranks)
         count = BLOCK_TOKENS if planned else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
@@ -183,10 +183,10 @@ class Planner:
         """The shapes of a batch, as meta tensors."""
         rows, scheme = self._placement.num_ranks * self._config.max_tokens_per_rank, payload.scheme
         k, groups = payload.num_topk, payload.num_groups
-        shape = (rows, scheme.row_values(self._config.hidden))
+        shape = (rows, scheme.payload.row_values(self._config.hidden))
         pool = TokenRows(
-            x=torch.empty(shape, dtype=scheme.dtype or self._config.dtype, device="meta"),
-            scale=torch.empty(rows, groups, dtype=scheme.scale_dtype, device="meta") if groups else None,
+            x=torch.empty(shape, dtype=scheme.payload.dtype or self._config.dtype, device="meta"),
+            scale=torch.empty(rows, groups, dtype=scheme.payload.scale_dtype, device="meta") if groups else None,
             local_topk_ids=torch.empty(rows, k, dtype=torch.int32, device="meta"),
             topk_weights=torch.empty(rows, k, device="meta"),
         )
