@@ -276,5 +276,5 @@ class ExpertParallelMoE(torch.nn.Module):
                 raise ValueError(
                     f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] {expected}"
                 )
-            routing = route(router[0], self.config.routing, routing_bias=self.routing_bias)
+            return route(router[0], self.config.routing, routing_bias=self.routing_bias, placement=self.placement)
         return Routing(topk_ids=self.placement.to_physical(routing.topk_ids), topk_weights=routing.topk_weights)
