@@ -1,6 +1,6 @@
 """From router logits to the chosen experts and their weights, by the routing methods of serving engines.
 
-`reference` computes them in torch.
+`reference` computes them in torch, `triton` in one kernel; the device of the logits selects one.
 
 Letters: T tokens on this rank, E experts, K top-k, H hidden.
 """
@@ -13,7 +13,7 @@ from ep_moe.config import RoutingConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import reference
-from ep_moe.routing.base import BIASED_METHODS, Routing, check
+from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check
 
 
 def route(
@@ -43,12 +43,37 @@ def route(
         placement: of the E experts; topk_ids are physical ids if given, by `placement.to_physical`, else logical ones.
     Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
     Errors: ValueError if shapes, dtypes, devices, the method and its arguments do not fit each other.
-    Local, on the current stream, no host sync, safe in CUDA graphs.
+    Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
+    has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
     """
     check(router_logits, config, routing_bias, routing_replay_out, placement)
+    recorded = router_logits.requires_grad and torch.is_grad_enabled()
+    if router_logits.is_cuda and router_logits.shape[1] <= MAX_KERNEL_EXPERTS and not recorded:
+        from ep_moe.routing import triton  # Triton exists only on Linux and is slow to import
+
+        return triton.route(
+            router_logits,
+            config,
+            routing_bias=routing_bias,
+            routing_replay_out=routing_replay_out,
+            placement=placement,
+        )
     return reference.route(
         router_logits, config, routing_bias=routing_bias, routing_replay_out=routing_replay_out, placement=placement
     )
+
+
+def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """`placement.to_physical` for ids [T, K] that the caller brings; on a GPU in one kernel.
+
+    Errors: ValueError for another dtype. Local, on the current stream, no host sync; safe in CUDA graphs once
+    a call of the same kind has loaded the kernel.
+    """
+    if not topk_ids.is_cuda or topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
+        return placement.to_physical(topk_ids)
+    from ep_moe.routing import triton
+
+    return triton.to_physical(topk_ids, placement)
 
 
 def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
@@ -77,4 +102,4 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
     return weighed, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
 
 
-__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "route"]
+__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "route", "to_physical"]

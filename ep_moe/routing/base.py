@@ -13,6 +13,7 @@ from ep_moe.placement import Placement
 
 EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
 MAX_REPLAY_EXPERTS = 32767  # the largest int16
+MAX_KERNEL_EXPERTS = 1024  # whose scores one warp holds
 BIASED_METHODS = (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
 
 
