@@ -15,7 +15,7 @@ from ep_moe.fields import check_tensor
 from ep_moe.group import PeerLostError
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
-from ep_moe.routing import Routing, apply_weights_to_input, route
+from ep_moe.routing import Routing, apply_weights_to_input, route, to_physical
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights
@@ -277,5 +277,5 @@ class ExpertParallelMoE(torch.nn.Module):
                 raise ValueError(
                     f"router_logits is {tuple(router[0].shape)}, expected [num_tokens, num_experts] {expected}"
                 )
-            routing = route(router[0], self.config.routing, routing_bias=self.routing_bias)
-        return Routing(topk_ids=self.placement.to_physical(routing.topk_ids), topk_weights=routing.topk_weights)
+            return route(router[0], self.config.routing, routing_bias=self.routing_bias, placement=self.placement)
+        return Routing(topk_ids=to_physical(routing.topk_ids, self.placement), topk_weights=routing.topk_weights)

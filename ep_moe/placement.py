@@ -96,6 +96,11 @@ class Placement:
         """R."""
         return len(self.starts) - 1
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether every physical id is its logical id."""
+        return self._is_identity
+
     def local_expert_offset(self, rank: int) -> int:
         """Return the first physical id of `rank`. Errors: ValueError if rank is not in [0, R)."""
         self._check_rank(rank)

@@ -17,6 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ep_moe.config import RoutingConfig, RoutingMethod
+from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, TensorFormat
 from ep_moe.routing import BIASED_METHODS, Routing, apply_weights_to_input, route
 
@@ -256,6 +257,18 @@ def test_replay_writes_the_rows_of_the_tokens_alone(name: str) -> None:
         assert replay[5:].tolist() == [[-5] * config.num_topk] * spare
 
 
+def test_physical_ids_and_logical_replay() -> None:
+    """4 experts at positions 3, 2, 0 and 1; expert 1 has a second position, which routing does not choose."""
+    config, placement = configured(5, num_topk=3), Placement((2, 3, 1, 0, 1), (0, 2, 5))
+    replay = torch.zeros(2, 3, dtype=torch.int16)
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [4.0, 3.0, 0.0, 5.0]])
+    routing = route(logits, config, routing_replay_out=replay, placement=placement)
+    assert replay.tolist() == [[1, 2, 3], [3, 0, 1]]
+    assert routing.topk_ids.tolist() == [[2, 0, 1], [1, 3, 2]]
+    assert routing.topk_weights.tolist() == [[3.0, 2.0, 1.0], [5.0, 4.0, 3.0]]
+    assert routing.topk_ids.dtype == torch.int32
+
+
 def test_replay_at_the_limit_of_int16() -> None:
     config = configured(5, num_topk=1)
     replay = torch.zeros(1, 1, dtype=torch.int16)
@@ -301,13 +314,14 @@ def test_route_in_a_cuda_graph(name: str) -> None:
     assert torch.equal(replay.int(), expected.topk_ids)
 
 
-def test_weights_carry_gradients_to_the_chosen_logits() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0]], requires_grad=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_carry_gradients_to_the_chosen_logits(device: str) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]], device=device, requires_grad=True)
     routing = route(logits, configured(1, num_topk=2))
     routing.topk_weights[0, 0].backward()
     slope = sigmoid(1.0) * sigmoid(-1.0)  # of softmax over the logits 2 and 1
     assert logits.grad is not None
-    assert torch.allclose(logits.grad, torch.tensor([[0.0, slope, -slope]]), atol=1e-6)
+    assert torch.allclose(logits.grad.cpu(), torch.tensor([[0.0, slope, -slope]]), atol=1e-6)
 
 
 EXPERTS = 32
@@ -442,6 +456,14 @@ LOGITS = torch.zeros(3, 8)
             {"routing_replay_out": torch.zeros(3, 3, dtype=torch.int16)},
             r"routing_replay_out is \(3, 3\); at least 3 rows of num_topk \(2\)",
         ),
+        (
+            LOGITS,
+            TOP2,
+            {"routing_replay_out": torch.zeros(3, 2, dtype=torch.int16, device="meta")},
+            r"routing_replay_out is on meta, router_logits on cpu",
+        ),
+        (LOGITS, TOP2, {"placement": Placement.linear(9, 2)}, r"the placement has 9 experts, router_logits have 8"),
+        (LOGITS, TOP2, {"placement": Placement((1, 0, 2), (0, 3))}, r"the placement has 3 experts.*have 8"),
     ],
     ids=[
         "logits_1d",
@@ -454,11 +476,12 @@ LOGITS = torch.zeros(3, 8)
         "replay_dtype",
         "replay_rows",
         "replay_columns",
+        "replay_device",
+        "placement",
+        "placement_in_order_of_its_own",
     ],
 )
-def test_bad_route_arguments(
-    logits: torch.Tensor, config: RoutingConfig, extra: dict[str, torch.Tensor], message: str
-) -> None:
+def test_bad_route_arguments(logits: torch.Tensor, config: RoutingConfig, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         route(logits, config, **extra)
 

@@ -3,6 +3,7 @@
 Experts and formats get tensors without memory. Launchers that move rows compare addresses, so they get real memory.
 """
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
 from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
-from ep_moe.config import ActivationConfig, ActivationKind, Layout
+from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfig, RoutingMethod
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
+from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.quant.triton import quantize
 from ep_moe.routing import Routing
+from ep_moe.routing.triton import route, to_physical
 from ep_moe.transport.collective.launchers import plan_send, write_rows
 from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.collective.send_plan import HEADER_WORDS
@@ -42,6 +45,9 @@ BYTES_APART: dict[tuple[str, Rule], str] = dict.fromkeys(
     [("_write_rows_kernel", "narrow"), ("_pack_rows_kernel", "narrow")],
     "the scales of a row are of one byte, and lie as far apart as there are rows",
 )
+REPLAYED_IDS: dict[tuple[str, Rule], str] = {
+    ("_route_kernel", "narrow"): "the ids of a token are few, and may lie any number of columns apart",
+}
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
 
@@ -258,6 +264,58 @@ def _row_cases() -> list[Case]:
     ]
 
 
+def _routing(
+    name: str,
+    num_experts: int,
+    method: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    biased: bool = False,
+    mapped: bool = False,
+    replay: bool = False,
+    excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
+    **numbers: Any,
+) -> Case:
+    """The routing of 128 tokens."""
+
+    def launch() -> None:
+        placement = Placement.round_robin(num_experts, 8) if mapped else None
+        config = RoutingConfig(method=RoutingMethod(method), **numbers)
+        route(
+            _empty(128, num_experts, dtype=dtype, device="cpu"),
+            config,
+            routing_bias=_empty(num_experts, dtype=torch.float32, device="cpu") if biased else None,
+            routing_replay_out=_empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None,
+            placement=placement,
+        )
+
+    return Case(name=f"routing {name}", launch=launch, excuses=excuses)
+
+
+def _routing_cases() -> list[Case]:
+    deepseek: dict[str, Any] = {"num_topk": 8, "num_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+    return [
+        _routing("DeepSeek-V3", 256, 2, biased=True, mapped=True, **deepseek),
+        _routing("DeepSeek-V3 float32", 256, 2, dtype=torch.float32, biased=True, **deepseek),
+        _routing("Qwen3", 128, 4, num_topk=8),
+        _routing("Default", 64, 0, dtype=torch.float16, num_topk=8),
+        _routing("Mixtral", 8, 1, num_topk=2),
+        _routing("Llama4", 128, 3, num_topk=1),
+        _routing("SigmoidRenorm of 60", 60, 6, num_topk=4),
+        _routing("MiniMax2", 256, 7, biased=True, num_topk=8),
+        _routing("Sigmoid of 384", 384, 8, num_topk=8),
+        _routing("DeepSeek-V3 of 1024", 1024, 2, dtype=torch.float32, biased=True, **{**deepseek, "num_topk": 22}),
+        _routing("TopK of 1024, replay", 1024, 5, num_topk=22, mapped=True, replay=True, excuses=REPLAYED_IDS),
+        *(
+            Case(name=f"routing ids, {name}", launch=functools.partial(to_physical, ids, placement))
+            for name, ids, placement in (
+                ("int32 round robin", _empty(128, 8, dtype=torch.int32, device="cpu"), Placement.round_robin(256, 8)),
+                ("int64 linear", _empty(128, 8, dtype=torch.int64, device="cpu"), Placement.linear(256, 8)),
+            )
+        ),
+    ]
+
+
 def cases() -> list[Case]:
     """All cases."""
-    return [*_expert_cases(), *_quantize_cases(), *_row_cases(), *exchange_cases()]
+    return [*_expert_cases(), *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]

@@ -1,0 +1,218 @@
+"""Routing: from a token's logits to its experts and their weights, as `ep_moe.routing.reference` computes them.
+
+One program of one warp has one token, with the scores of all experts in registers, in rows of one group each. Scores
+are compared as integers in the same order, so that NaN, zeros of both signs and infinities need no further thought; the
+lowest of equal experts is found by a second reduction. Both are one instruction across the warp on Hopper.
+
+Letters: T tokens on this rank, E experts, K top-k.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from ep_moe.kernels.numerics import INT32_MAX, INTERPRET, clamp_to_int32
+
+NOTHING = tl.constexpr(-(2**31))  # below every score's key: no expert, or one that is chosen already
+KEY_OF_INFINITY = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+class Scores(NamedTuple):
+    """What routing reads."""
+
+    logits_ptr: Any  # [T, E] float32, bfloat16 or float16, rows `logits_stride` apart
+    bias_ptr: Any  # [E] of the same dtypes, if BIAS
+    physical_ptr: Any  # [E] int64, logical to physical expert, if MAPPED
+
+
+class Chosen(NamedTuple):
+    """What routing writes."""
+
+    ids_ptr: Any  # [T, K] int32
+    weights_ptr: Any  # [T, K] float32
+    replay_ptr: Any  # [T, K] int16, logical experts, if REPLAY
+
+
+@triton.jit
+def _exp(x):
+    """The exponential function of CUDA's mathematics library, which torch's softmax and sigmoid use."""
+    return tl.exp(x) if INTERPRET else libdevice.exp(x)
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), rounded once after a fast division that one step of Newton's has corrected."""
+    divisor = 1.0 + _exp(-x)
+    if INTERPRET:
+        return tl.div_rn(1.0, divisor)
+    quotient = 1.0 / divisor
+    corrected = tl.fma(quotient, tl.fma(-divisor, quotient, 1.0), quotient)
+    return tl.where(divisor < float("inf"), corrected, quotient)
+
+
+@triton.jit
+def _key(score):
+    """Map float32 to int32 in the same order: -0.0 is 0.0, and NaN is inf.
+
+    Example: -inf, -1.0, -0.0, 1.0 and NaN give -0x7F800001, -0x3F800001, 0, 0x3F800000 and 0x7F800000.
+    """
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ MAGNITUDE, bits)
+    key = tl.where(key == -1, 0, key)
+    return tl.where(score == score, key, KEY_OF_INFINITY)
+
+
+@triton.jit
+def _score(key):
+    """The score of a key."""
+    return tl.where(key < 0, key ^ MAGNITUDE, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _take_largest(key, index):
+    """Return the lowest index with the largest key, and the keys without it."""
+    taken = tl.min(tl.where(key == tl.max(key), index, INT32_MAX))
+    return taken, tl.where(index == taken, NOTHING, key)
+
+
+@triton.jit
+def _keep_best_groups(
+    key,  # [GROUPS, MEMBERS]
+    G: tl.constexpr,  # groups
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+):
+    """Keep the keys of the TOPK_GROUP groups whose two best scores have the largest sums."""
+    group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
+    best = tl.max(key, 1)
+    place = tl.min(tl.where(key == best[:, None], member, INT32_MAX), 1)
+    total = _score(best)
+    if MEMBERS > 1:
+        total += _score(tl.max(tl.where(member == place[:, None], NOTHING, key), 1))
+    group_key = tl.where(group < G, _key(total), NOTHING)
+    for _ in range(TOPK_GROUP):
+        taken, group_key = _take_largest(group_key, group)
+    return tl.where((group_key == NOTHING)[:, None], key, NOTHING)
+
+
+@triton.jit
+def _largest_and_sum(x, inside):
+    """The largest of the elements inside, and their sum of exp(element - largest), by which a softmax divides."""
+    largest = tl.max(tl.where(inside, x, -float("inf")))
+    return largest, tl.sum(tl.where(inside, _exp(x - largest), 0.0))
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "logits_stride", "replay_stride", "replay_column_stride"],
+    do_not_specialize_on_alignment=["scores", "chosen"],
+)
+def _route_kernel(
+    scores,  # `Scores`
+    chosen,  # `Chosen`
+    num_tokens,  # T
+    logits_stride,
+    replay_stride,
+    replay_column_stride,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # K rounded up
+    G: tl.constexpr,  # groups, 1 if the choice is among all experts
+    GROUPS: tl.constexpr,  # G rounded up
+    GROUP_SIZE: tl.constexpr,  # E / G
+    MEMBERS: tl.constexpr,  # GROUP_SIZE rounded up
+    TOPK_GROUP: tl.constexpr,
+    CHOICE: tl.constexpr,  # "logit", or "sigmoid" with the bias
+    WEIGHT: tl.constexpr,  # "logit", "sigmoid", "softmax" over all, "softmax_chosen"
+    NORMALIZE: tl.constexpr,  # divide by the sum + EPSILON
+    EPSILON: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    REPLAY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # of rows of logits, and of the bias, in bytes
+):
+    """Choose K experts for one token, and weight them.
+
+    Example: for logits 0, 2, 1 and 2, K = 2, "logit" and "softmax_chosen", experts 1 and 3 get 0.5 each.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    if token >= num_tokens:
+        return
+    row_ptr = tl.multiple_of(scores.logits_ptr + token * logits_stride, ALIGNMENT)
+    bias_ptr = tl.multiple_of(scores.bias_ptr, ALIGNMENT)
+    group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
+    expert = group * GROUP_SIZE + member
+    exists = (group < G) & (member < GROUP_SIZE)
+    choice = tl.load(row_ptr + expert, mask=exists, other=-float("inf")).to(tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
+    if WEIGHT == "softmax":
+        largest, total = _largest_and_sum(choice, exists)
+    if CHOICE == "sigmoid":
+        choice = _sigmoid(choice)
+        if BIAS:
+            choice += bias
+        is_nan = tl.max((exists & (choice != choice)).to(tl.int32))
+    key = tl.where(exists, _key(choice), NOTHING)
+    if G > 1:
+        key = _keep_best_groups(key, G, GROUPS, MEMBERS, TOPK_GROUP)
+    column = tl.arange(0, COLUMNS)
+    used = column < K
+    ids = tl.zeros([COLUMNS], tl.int32)
+    for k in range(K):
+        taken, key = _take_largest(key, expert)
+        ids = tl.where(column == k, taken, ids)
+    logit = tl.load(row_ptr + ids, mask=used, other=0.0).to(tl.float32)
+    physical = ids
+    if MAPPED:
+        physical = tl.load(scores.physical_ptr + ids, mask=used, other=0).to(tl.int32)
+    if WEIGHT == "softmax_chosen":
+        largest, total = _largest_and_sum(logit, used)
+    if WEIGHT == "sigmoid":
+        weight = _sigmoid(logit)
+    elif WEIGHT == "logit":
+        weight = logit
+    else:
+        weight = tl.div_rn(_exp(logit - largest), total)
+    if CHOICE == "sigmoid":  # the weights do not contain the bias: without this, a NaN in it would go unnoticed
+        weight = tl.where(is_nan > 0, float("nan"), weight)
+    if NORMALIZE:
+        weight = tl.div_rn(weight, tl.sum(tl.where(used, weight, 0.0)) + EPSILON)
+    place = token * K + column
+    tl.store(chosen.weights_ptr + place, weight * FACTOR, mask=used)
+    if REPLAY:
+        replay_ptr = chosen.replay_ptr + token * replay_stride + column * replay_column_stride
+        tl.store(replay_ptr, ids.to(tl.int16), mask=used)
+    tl.store(chosen.ids_ptr + place, physical, mask=used)
+
+
+@triton.jit(
+    do_not_specialize=["num_ids", "row_stride", "column_stride"],
+    do_not_specialize_on_alignment=["maps"],
+)
+def _map_ids_kernel(
+    maps,  # ids [T, K] int32 or int64, logical; [E] int64, logical to physical; [T, K] int32, out, dense
+    num_ids,  # T * K
+    row_stride,
+    column_stride,
+    K: tl.constexpr,
+    E: tl.constexpr,  # 0 if all ids stay
+    ADDED: tl.constexpr,  # physical experts without E
+    BLOCK: tl.constexpr,
+):
+    """Turn logical ids into physical ones: -1 and other negative ids stay, and those from E on stay beyond all experts.
+
+    Example: 3 experts at positions 0, 1 and 3 of 4, and ids -1, 2 and 3 give -1, 3 and 4.
+    """
+    ids_ptr, physical_ptr, out_ptr = maps
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_ids
+    row, column = (place // K).to(tl.int64), (place % K).to(tl.int64)
+    ids = tl.load(ids_ptr + row * row_stride + column * column_stride, mask=inside, other=-1).to(tl.int64)
+    known = (ids >= 0) & (ids < E)
+    physical = tl.load(physical_ptr + tl.where(known, ids, 0), mask=inside & known, other=0)
+    physical = tl.where(known, physical, tl.where(ids < 0, ids, ids + ADDED))
+    tl.store(out_ptr + place, clamp_to_int32(physical), mask=inside)

@@ -1,0 +1,105 @@
+"""From router logits to the chosen experts and their weights, by the routing methods of serving engines.
+
+`reference` computes them in torch, `triton` in one kernel; the device of the logits selects one.
+
+Letters: T tokens on this rank, E experts, K top-k, H hidden.
+"""
+
+import dataclasses
+
+import torch
+
+from ep_moe.config import RoutingConfig
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantized
+from ep_moe.routing import reference
+from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check
+
+
+def route(
+    router_logits: torch.Tensor,
+    config: RoutingConfig,
+    *,
+    routing_bias: torch.Tensor | None = None,
+    routing_replay_out: torch.Tensor | None = None,
+    placement: Placement | None = None,
+) -> Routing:
+    """Choose K experts for every token and compute their weights, in float32.
+
+    Methods, numbered as FlashInfer's `RoutingMethodType`, with s = sigmoid(logits), sums over the K chosen:
+    0 softmax over all; 1 and 4 softmax over the chosen (equal to softmax over all, divided by the sum of the chosen);
+    2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 only within its `topk_group` best groups
+    (DeepSeek-V3, arXiv 2412.19437); 3 and 8 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2 and 6
+    do not divide by the sum.
+    Softmax and sigmoid are monotonic, so methods other than 2 and 7 choose by the logits themselves, and rounding
+    creates no ties. Ties go to the lower expert. A NaN score counts as +inf, so that NaN logits of a token show in its
+    output; a NaN in the bias makes the weights of every token NaN. The ids are always valid.
+
+    Args:
+        router_logits: [T, E], any float dtype.
+        config: the method and its parameters.
+        routing_bias: [E], any float dtype, for the choice only, methods 2 and 7 only.
+        routing_replay_out: optional [at least T, K] int16; logical ids are written to rows [0, T).
+        placement: of the E experts; topk_ids are physical ids if given, by `placement.to_physical`, else logical ones.
+    Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
+    Errors: ValueError if shapes, dtypes, devices, the method and its arguments do not fit each other.
+    Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
+    has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
+    """
+    check(router_logits, config, routing_bias, routing_replay_out, placement)
+    recorded = router_logits.requires_grad and torch.is_grad_enabled()
+    if router_logits.is_cuda and router_logits.shape[1] <= MAX_KERNEL_EXPERTS and not recorded:
+        from ep_moe.routing import triton  # Triton exists only on Linux and is slow to import
+
+        return triton.route(
+            router_logits,
+            config,
+            routing_bias=routing_bias,
+            routing_replay_out=routing_replay_out,
+            placement=placement,
+        )
+    return reference.route(
+        router_logits, config, routing_bias=routing_bias, routing_replay_out=routing_replay_out, placement=placement
+    )
+
+
+def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """`placement.to_physical` for ids [T, K] that the caller brings; on a GPU in one kernel.
+
+    Errors: ValueError for another dtype. Local, on the current stream, no host sync; safe in CUDA graphs once
+    a call of the same kind has loaded the kernel.
+    """
+    if not topk_ids.is_cuda or topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
+        return placement.to_physical(topk_ids)
+    from ep_moe.routing import triton
+
+    return triton.to_physical(topk_ids, placement)
+
+
+def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
+    """Multiply each token by its router weight before the experts; the weight that remains for the combine is 1.
+
+    As `apply_router_weight_on_input` of vLLM's BatchedPrepareAndFinalize, but not in place.
+
+    Args:
+        x: [T, H], any float dtype, multiplied by the weight in that dtype; of a `Quantized` the scale is multiplied,
+            row by row even if the scheme has one scale per tensor.
+        routing: K = 1.
+    Returns: the scaled tokens, and the routing with weights 1.
+    Errors: ValueError if K is not 1 or x has another number of tokens. Local, no host sync, safe in CUDA graphs.
+    """
+    num_tokens, num_topk = routing.topk_ids.shape
+    if num_topk != 1:
+        raise ValueError(f"apply_router_weight_on_input needs num_topk 1, got {num_topk}")
+    given = x.values if isinstance(x, Quantized) else x
+    if given.shape[0] != num_tokens:
+        raise ValueError(f"x has {given.shape[0]} tokens, topk_ids {num_tokens}")
+    weighed: torch.Tensor | Quantized
+    if isinstance(x, Quantized):
+        weighed = dataclasses.replace(x, scale=x.scale * routing.topk_weights)
+    else:
+        weighed = x * routing.topk_weights.to(x.dtype)
+    return weighed, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
+
+
+__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "route", "to_physical"]

@@ -1,0 +1,93 @@
+"""The result of routing, the checks of its input, and what both implementations share.
+
+Letters: T tokens on this rank, E experts, K top-k.
+"""
+
+import dataclasses
+
+import torch
+
+from ep_moe.config import RoutingConfig, RoutingMethod
+from ep_moe.fields import check_tensor
+from ep_moe.placement import Placement
+
+EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
+MAX_REPLAY_EXPERTS = 32767  # the largest int16
+MAX_KERNEL_EXPERTS = 1024  # whose scores one warp holds
+BIASED_METHODS = (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """The experts that each token goes to, and their weights.
+
+    Errors: ValueError for another shape, dtype or device. The transport checks the ids' values.
+    """
+
+    topk_ids: torch.Tensor  # [T, K] int32 or int64, logical or physical expert, -1 none
+    topk_weights: torch.Tensor  # [T, K] float32
+
+    def __post_init__(self) -> None:
+        ids, weights = self.topk_ids, self.topk_weights
+        check_tensor(ids, "topk_ids")
+        check_tensor(weights, "topk_weights")
+        if ids.dim() != 2 or ids.shape[1] < 1 or ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_ids are {tuple(ids.shape)} {ids.dtype}; [T, K] int32 or int64 with K >= 1 needed")
+        if weights.shape != ids.shape or weights.dtype != torch.float32:
+            raise ValueError(
+                f"topk_weights are {tuple(weights.shape)} {weights.dtype}; {tuple(ids.shape)} torch.float32, "
+                "as topk_ids have it, needed"
+            )
+        if weights.device != ids.device:
+            raise ValueError(f"topk_weights are on {weights.device}, topk_ids on {ids.device}")
+
+
+def check(
+    logits: torch.Tensor,
+    config: RoutingConfig,
+    bias: torch.Tensor | None,
+    replay_out: torch.Tensor | None,
+    placement: Placement | None,
+) -> None:
+    """Raise ValueError for arguments of `ep_moe.routing.route` that do not fit each other. Local, no host sync."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"router_logits are {tuple(logits.shape)} {logits.dtype}; [T, E] of a float dtype needed")
+    num_tokens, num_experts = logits.shape
+    candidates = num_experts // config.num_group * config.topk_group
+    if config.num_topk > num_experts:
+        raise ValueError(f"num_topk ({config.num_topk}) exceeds num_experts ({num_experts})")
+    if num_experts % config.num_group:
+        raise ValueError(f"num_experts ({num_experts}) is not a multiple of num_group ({config.num_group})")
+    if config.num_topk > candidates:
+        raise ValueError(
+            f"num_topk ({config.num_topk}) exceeds the {candidates} experts in topk_group ({config.topk_group}) groups"
+        )
+    if bias is not None:
+        if config.method not in BIASED_METHODS:
+            raise ValueError(f"routing_bias needs routing method 2 or 7, got {config.method.value}")
+        if bias.shape != (num_experts,) or not bias.is_floating_point():
+            raise ValueError(
+                f"routing_bias is {tuple(bias.shape)} {bias.dtype}; ({num_experts},) of a float dtype needed"
+            )
+    if replay_out is not None:
+        if replay_out.dtype != torch.int16:
+            raise ValueError(f"routing_replay_out is {replay_out.dtype}; torch.int16 needed")
+        if replay_out.dim() != 2 or replay_out.shape[0] < num_tokens or replay_out.shape[1] != config.num_topk:
+            raise ValueError(
+                f"routing_replay_out is {tuple(replay_out.shape)}; at least {num_tokens} rows of "
+                f"num_topk ({config.num_topk}) needed"
+            )
+        if num_experts > MAX_REPLAY_EXPERTS:
+            raise ValueError(
+                f"num_experts ({num_experts}) exceeds {MAX_REPLAY_EXPERTS}, the most for routing_replay_out"
+            )
+    for name, given in (("routing_bias", bias), ("routing_replay_out", replay_out)):
+        if given is not None and given.device != logits.device:
+            raise ValueError(f"{name} is on {given.device}, router_logits on {logits.device}")
+    if placement is not None and _num_logical(placement, logits.device) != num_experts:
+        raise ValueError(f"the placement has {placement.num_experts} experts, router_logits have {num_experts}")
+
+
+def _num_logical(placement: Placement, device: torch.device) -> int:
+    """E of a placement, without the loop of `num_experts` over all positions."""
+    return placement.num_physical if placement.is_identity else len(placement.logical_to_physical(device))
