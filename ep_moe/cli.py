@@ -23,6 +23,7 @@ import typer
 from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
+from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
@@ -230,6 +231,24 @@ def eval_command(
 ) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
     return evaluate(engine, EvalConfig(text=text, max_bytes=max_bytes, window=window, batch=batch, whole=whole))
+
+
+@app.command("quantize")
+def quantize_command(
+    scheme: Annotated[str, typer.Option(help="Of the experts' weights; docs/formats.md lists the names.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, absent or empty.")],
+    model: Annotated[
+        str, typer.Option(help="An unquantized Hugging Face directory; empty is the one that ships.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Write a model with quantized experts, in a layout that transformers and vLLM read."""
+    with _one_line_errors():
+        result = quantize_model(model, scheme, str(out))
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        report.show_quantize(result)
 
 
 _APPEND = Annotated[Path | None, typer.Option(help="Add the measured rows to this .jsonl file; needs --commit.")]

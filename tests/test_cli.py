@@ -179,13 +179,19 @@ def test_a_wrong_argument_is_told_with_exit_code_2(name: str) -> None:
     assert done.stdout == ""
 
 
-READ = "float32, bfloat16, float16, and fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales are read"
+READ = (
+    "float32, bfloat16, float16, fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales, compressed-tens"
+)
 UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not one of qwen3_moe, ")} | {
     method: (
         {"model_type": "gpt_oss", "quantization_config": {"quant_method": method}},
-        f"weights are quantized on disk ({method!r}) with quant_method {method!r}; {READ}",
+        f"weights are quantized on disk ({method!r}){reason}; {READ}",
     )
-    for method in ("mxfp4", "gptq", "awq", "compressed-tensors")
+    for method, reason in (
+        ("bitnet", ""),
+        ("gptq", " with bits None"),
+        ("compressed-tensors", " with config_groups None"),
+    )
 }
 
 
@@ -224,6 +230,7 @@ def test_too_many_tokens_is_told_with_the_limit(small: str) -> None:
         pytest.param(["--dtype", "float32", "--nproc", "1"], 5e-6, id="float32-1"),
         pytest.param(["--dtype", "bfloat16", "--nproc", "3"], 5e-4, id="bfloat16-3"),
         pytest.param(["--quant", "fp8_block", "--nproc", "2"], 0.003 * HELDOUT_LOSS, id="fp8_block-2"),
+        pytest.param(["--quant", "int4_w4a8_g32_zp", "--nproc", "2"], 5e-3, id="int4_w4a8-2"),
     ],
 )
 def test_held_out_loss(options: list[str], limit: float) -> None:
@@ -233,6 +240,10 @@ def test_held_out_loss(options: list[str], limit: float) -> None:
     assert abs(report["whole_nats_per_byte"] - HELDOUT_LOSS) < 1e-3
     assert abs(report["nats_per_byte"] - report["whole_nats_per_byte"]) < limit
     assert math.isclose(report["difference"], report["nats_per_byte"] - report["whole_nats_per_byte"], abs_tol=1e-12)
+    assert ("--quant" in options) == ("rounded_nats_per_byte" in report)
+    if "--quant" in options:
+        assert abs(report["nats_per_byte"] - report["rounded_nats_per_byte"]) < 5e-4
+        assert report["rounded_nats_per_byte"] != report["whole_nats_per_byte"]
 
 
 def test_generate_spreads_prompts_and_keeps_their_order() -> None:

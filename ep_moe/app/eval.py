@@ -22,8 +22,8 @@ class EvalConfig:
         max_bytes: of the text that are used; 0 uses all.
         window: tokens that the model sees at once.
         batch: windows in one forward pass.
-        whole: also evaluate transformers' whole model with its eager experts, unquantized, in the same dtype; every
-            rank loads it in full.
+        whole: also evaluate transformers' whole model with its eager experts, unquantized, in the same dtype, and
+            if the scheme quantizes once more, with experts rounded as it says; every rank loads it in full.
     """
 
     text: str = ""

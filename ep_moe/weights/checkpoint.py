@@ -111,6 +111,10 @@ class Checkpoint:
                 )
         return {layer: forms[0] for layer, (_, forms) in sorted(firsts.items(), key=lambda entry: entry[0])}
 
+    def is_expert(self, name: str) -> bool:
+        """True for a tensor of experts, by its name in `tensors`. Local."""
+        return name in self._expert_tensors
+
     def find(self, tensor: ExpertTensor, layer: int, expert: int) -> AnyTensor:
         """Return an expert's stored tensor; a stacked one is the same for every expert.
 
