@@ -242,7 +242,7 @@ def quantize_command(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Write a model with quantized experts, in a layout that transformers and vLLM read."""
+    """Write a model with quantized experts, in the layouts of published checkpoints."""
     with _one_line_errors():
         result = quantize_model(model, scheme, str(out))
     if as_json:
