@@ -160,6 +160,7 @@ WRONG = {
     "model": (["run", "--model", "no/such"], "model ('no/such') is not a directory"),
     "model-without-config": (["run", "--model", "/"], "model ('/') has no config.json"),
     "transport": (["eval", "--transport", "pigeon"], "transport ('pigeon') is not one of auto, local, collective"),
+    "quant-of-weights": (["run", "--quant", "int4_w4a16"], "scheme 'int4_w4a16' rounds the weights of experts, so no"),
     "quant": (["eval", "--quant", "fp7"], "scheme ('fp7') is not one of none, fp8_tensor"),
     "config": (["run", "--config", "no.toml"], "config ('no.toml') is not a file"),
     "window": (["eval", "--window", "4096"], "window (4096) * batch (4) exceeds max_tokens_per_rank (2048)"),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from ep_moe.experts.base import check_scheme, kernels_compute
 from ep_moe.quant import (
+    SCHEMES,
     QuantScheme,
     StoredMatrix,
     dequantize_weight,
@@ -164,6 +166,16 @@ def test_mxfp4_scales_at_the_ends() -> None:
     zeros = quantize_weight(torch.zeros(1, 32), scheme)
     assert zeros.scale is not None
     assert zeros.scale.view(torch.uint8).tolist() == [[0]]
+
+
+def test_kernels_refuse_by_name_what_they_do_not_compute() -> None:
+    computed = {name for name, scheme in SCHEMES.items() if kernels_compute(scheme)}
+    assert computed == {"none", "fp8_tensor", "fp8_tensor_channel", "fp8_token", "fp8_block", "fp8_block_ue8m0"}
+    for name in (*NAMES, "fp8_w8a16", "mxfp4_w4a16", "nvfp4_w4a16_divisor"):
+        with pytest.raises(
+            ValueError, match=rf"'triton' experts do not compute scheme '{name}'.*experts=\"torch\" does"
+        ):
+            check_scheme(get_scheme(name))
 
 
 MATRIX = quantize_weight(weights()[0], get_scheme("int4_w4a16_g32_zp"))

@@ -511,6 +511,8 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         (changed("pack_quantized", (*WEIGHTS[:2], "weights"), 3), ("config_groups",)),
         (changed("int8_token", (*WEIGHTS, "symmetric"), False), ("symmetric False",)),
         (changed("nvfp4_compressed", (*WEIGHTS, "group_size"), 32), ("group_size 32",)),
+        (changed("fp8_blocks", (*WEIGHTS[:2], "input_activations", "group_size"), 64), ("group_size 64",)),
+        (changed("mxfp4_compressed", (*WEIGHTS[:2], "input_activations"), FP4), ("input_activations", "'num_bits': 4")),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path: Path, config: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -71,8 +71,8 @@ class ExpertWeights:
     ) -> "dict[int, ExpertWeights]":
         """Read the experts of one rank from a Hugging Face directory; no other tensor data is read.
 
-        Peak memory beyond the result: one expert's matrix if it quantizes, else a portion of 16 MiB, or three if it
-        dequantizes.
+        Peak memory beyond the result: one expert's matrix if it quantizes or unpacks integers, else a portion of
+        16 MiB, or three if it dequantizes.
 
         Args:
             directory: config.json and model.safetensors, or several files and model.safetensors.index.json; a family
@@ -90,7 +90,8 @@ class ExpertWeights:
         Errors: ValueError that names tensor and file if a tensor is missing, has a wrong shape, is truncated, has an
         unsupported format or is in two files; for an index that names an absent file, an unknown model_type or layer,
         a directory without safetensors, and a placement of another number of experts. An error in any expert of the
-        chosen layers is raised on every rank.
+        chosen layers is raised on every rank, but for one that only the numbers of a quantized weight show: a negative
+        scale, zero points or global scales that contradict the config.
         Local; synchronizes with `device`.
         """
         chosen = None if scheme is None else get_scheme(scheme)

@@ -192,6 +192,8 @@ def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tup
         name = None if stem is None else f"{stem}{group}{'_zp' if weights.get('symmetric') is False else ''}"
     elif form in ("float-quantized", "int-quantized", "naive-quantized"):
         _require(weights, num_bits=(8,), symmetric=(True, None))
+        if tokens is not None and strategy == "block":
+            _require(tokens, group_size=(_sizes(weights, "block_structure")[1],))
         name = _eight_bits("fp8" if element == "float" else "int8", weights, strategy, bits, token_strategy)
     else:
         raise ValueError(f"format {shown(form)}")
