@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ep_moe.config import ALIGNMENT, Layout, RoundKind, TransportConfig
+from ep_moe.config import ALIGNMENT, Layout, TransportConfig
 from ep_moe.kernel_launch.repeated import Launch
 from ep_moe.kernels.exchange.combine import Results, _combine_kernel
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
@@ -33,6 +33,7 @@ from ep_moe.transport.one_sided.payload import aligned, aligned_rows
 from ep_moe.transport.one_sided.room import REGISTERS
 from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, Plan, Planner, distinct_sizes
 from ep_moe.transport.one_sided.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
+from ep_moe.transport.round_kind import RoundKind
 
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64
