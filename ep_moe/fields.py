@@ -87,6 +87,8 @@ def check_tensor(value: Any, name: str) -> None:
 
     Local, no host sync.
     """
+    if type(value) is torch.Tensor and value.layout is torch.strided:  # distributed tensors are a subclass
+        return
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} is a {type(value).__name__} ({shown(value)}), not a tensor")
     if value.layout is not torch.strided or hasattr(value, "to_local"):

@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from ep_moe.config import Layout
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.layout import TokenRows, merge_repeats, pack
-from ep_moe.quant import quantize
-from ep_moe.routing import route
+from ep_moe.layout import pack_routed
+from ep_moe.quant import Quantized, quantize
+from ep_moe.routing import Routing, route
 
 # torch 2.13 renamed both collectives and warns about the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,14 +47,17 @@ class GatheredMoE:
             routing = route(router_logits, self._routing, routing_bias=layer.routing_bias)
             ids = placement.to_physical(routing.topk_ids)
         with self.phases.phase("dispatch"):
-            rows = self._gather(hidden_states, ids, routing.topk_weights)
-            packed = pack(
-                rows,
+            x, gathered = self._gather(hidden_states, ids, routing.topk_weights)
+            packed = pack_routed(
+                x,
+                gathered.topk_ids,
+                gathered.topk_weights,
                 Layout.FLAT,
                 scheme=layer.scheme,
                 dtype=hidden_states.dtype,
+                first=placement.local_expert_offset(self._group.rank),
                 num_local_experts=layer.weights.num_local_experts,
-                capacity=rows.x.shape[0],
+                capacity=gathered.topk_ids.shape[0],
             )
             # pack assumes the worst case, far above the rows that experts get here, which could select wrong tiles
             expected_rows = math.ceil(ids.numel() * self._group.num_ranks / placement.num_physical)
@@ -64,8 +67,10 @@ class GatheredMoE:
         with self.phases.phase("combine"):
             return self._scatter(y)
 
-    def _gather(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> TokenRows:
-        """The tokens of all ranks, with ids and weights of this rank's experts alone."""
+    def _gather(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor | Quantized, Routing]:
+        """The tokens of all ranks, with their ids and weights."""
         layer, mine = self._layer, [ids.contiguous(), weights.contiguous()]
         if layer.scheme.payload.quantized:
             quantized = quantize(x, layer.scheme, static_scale=layer.weights.w13_input_scale)
@@ -73,11 +78,8 @@ class GatheredMoE:
         else:
             mine.append(x.contiguous())
         all_ids, all_weights, values, *scale = self._all_gather(mine)
-        first, last = layer.placement.starts[self._group.rank : self._group.rank + 2]
-        local_ids, local_weights = merge_repeats(all_ids, all_weights, first=first, last=last)
-        return TokenRows(
-            x=values, scale=scale[0] if scale else None, local_topk_ids=local_ids, topk_weights=local_weights
-        )
+        tokens = Quantized(values=values, scale=scale[0], scheme=layer.scheme) if scale else values
+        return tokens, Routing(topk_ids=all_ids, topk_weights=all_weights)
 
     def _all_gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each [T, .] as [N, .], in rank order, all in one launch; as bytes, as a launch takes one dtype."""
