@@ -17,7 +17,7 @@ from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles, choose_tiles, fit_stages
-from ep_moe.kernels.gemm.arguments import Operands, PerExpert, Rows, Stored, TileList
+from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.weights import ExpertWeights
 
@@ -62,7 +62,16 @@ class PreparedCall:
         pool_rows = rows._replace(row_index=_contiguous(batch.row_index))
         tiles = self._make_tile_list(rows)
         static = _contiguous(weights.w2_input_scale)
-        per_expert = PerExpert(static_scale=static)
+        own = {name: tensor.contiguous() for name, tensor in weights.per_expert.tensors.items()}
+        first = ExpertScalars(
+            static_scale=static,
+            output_scale=own.get("w13_output_scale"),
+            gate_output_scale=own.get("w13_gate_output_scale"),
+            alpha=own.get("alpha"),
+            beta=own.get("beta"),
+            limit=own.get("limit"),
+        )
+        second = ExpertScalars(None, own.get("w2_output_scale"), *[None] * 4)
         scale = None
         if self._groups:
             scale = torch.empty(self._groups, self._rows, dtype=torch.float32, device=self._device)
@@ -73,11 +82,11 @@ class PreparedCall:
             (matrix.values.contiguous(), _contiguous(matrix.scale), _contiguous(bias))
             for matrix, bias in ((weights.w13, weights.w13_bias), (weights.w2, weights.w2_bias))
         )
-        self._first(Operands(batch.x, batch.scale, *w13), inner, per_expert, pool_rows, tiles)
+        self._first(Operands(batch.x, batch.scale, *w13), inner, first, pool_rows, tiles)
         if self._requantize is not None:
             self._requantize(inner, stored, rows, tiles)
         x_scale = stored.scale if static is None else static
-        self._second(Operands(stored.data, x_scale, *w2), Stored(y, None), per_expert, rows, tiles)
+        self._second(Operands(stored.data, x_scale, *w2), Stored(y, None), second, rows, tiles)
 
 
 class KernelExperts:

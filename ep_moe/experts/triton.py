@@ -78,7 +78,7 @@ class TritonGemms:
             Epilogue,
             ACTIVATION=activation.kind.value,
             GATED=activation.kind.gated,
-            LIMITED=activation.limit is not None,
+            LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
         )
         numbers = (

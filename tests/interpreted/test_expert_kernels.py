@@ -23,7 +23,7 @@ from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 from interpreted.common import DEVICE
 
 # In a row of 80 elements a single one that requantizes to its other neighbor matters: a GPU's fp8 sums of 14 bits cause
@@ -186,6 +186,36 @@ def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) ->
 def test_activations(activation: str, scheme: str) -> None:
     case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation])
     assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
+
+
+OWN = {
+    "alpha": [1.702, 1.0, 0.4, 2.5],
+    "beta": [1.0, 3.0, -0.5, 0.25],
+    "limit": [7.0, 0.1, math.inf, 0.6],
+    "w13_output_scale": [0.5, 9.0, 2.0, 1.25],
+    "w13_gate_output_scale": [3.0, 9.0, 0.75, 1.5],
+    "w2_output_scale": [0.125, 9.0, -3.0, 0.8],
+}
+
+
+def with_own(case: Case, *names: str) -> Case:
+    """The case with these numbers for each expert, in memory that is not contiguous."""
+    own = {name: torch.tensor(OWN[name], device=DEVICE)[:, None].expand(EXPERTS, 2)[:, 0] for name in names}
+    return dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=PerExpert(**own)))
+
+
+@pytest.mark.parametrize("names", [tuple(OWN), *((name,) for name in OWN)], ids="-".join)
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
+    case, activation = with_own(make_case(scheme, torch.bfloat16), *names), ACTIVATIONS["swiglu-unlimited"]
+    assert_equals_torch(case, activation, case.batch(Layout.COMPACT))
+    assert_equals_torch(case, dataclasses.replace(activation, limit=0.3), case.batch(Layout.FLAT))
+
+
+def test_output_scales_without_a_gate() -> None:
+    activation = ACTIVATIONS["relu2"]
+    case = with_own(make_case("fp8_tensor", torch.bfloat16, activation), "w13_output_scale", "w2_output_scale")
+    assert_equals_torch(case, activation, case.batch(Layout.BATCHED))
 
 
 @pytest.mark.parametrize("expected_rows", [1, 12, 24, 100, 500])
