@@ -4,6 +4,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -113,5 +114,5 @@ class TritonGemms:
 class TritonExperts(KernelExperts):
     """`KernelExperts` whose GEMMs are Triton's; the arguments are explained there."""
 
-    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | None = None) -> None:
+    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | Path | None = None) -> None:
         super().__init__(activation, TritonGemms(), tiles=tiles)
