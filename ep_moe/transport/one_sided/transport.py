@@ -15,13 +15,14 @@ import triton
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
-from ep_moe.kernels.exchange.round_state import PLACE_BITS
+from ep_moe.kernels.exchange.wire_layout import PLACE_BITS
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import (
+    bound_fits,
     check_dispatch,
     check_expert_output,
     check_results,
@@ -30,11 +31,12 @@ from ep_moe.transport.checks import (
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.one_sided.faults import Faults
 from ep_moe.transport.one_sided.launchers import Exchange, Sent
-from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.memory import PeerMemory
+from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
 from ep_moe.transport.one_sided.payload import aligned_rows, is_aligned
-from ep_moe.transport.one_sided.room import OpenRounds, Room, most_receivers
-from ep_moe.transport.one_sided.round_plan import kind_of
-from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+from ep_moe.transport.one_sided.round_plan import kind_of, ranks_of, regions_of
+from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
 MOST_RANKS = 32  # one bit each in int32 masks
@@ -68,9 +70,9 @@ class NvlinkTransport(Transport):
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
-    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
-    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. CUDA may wait for the whole GPU to load a
-    kernel: run a round of any other kind once before ranks use two slots in different orders.
+    The constructor is collective: it compares the configs of all ranks, and maps O(R * M * H) bytes of each rank
+    (`peer_bytes`). Kernels compile on first use; `ExpertParallelMoE.warmup` compiles them beforehand. CUDA may wait for
+    the whole GPU to load a kernel: run a round of each kind once before ranks use two slots in different orders.
 
     A round has no host sync and may be captured in a CUDA graph. Replays may have other counts, ids and, by
     `num_tokens`, other T, and may alternate with other graphs and eager rounds.
@@ -81,8 +83,6 @@ class NvlinkTransport(Transport):
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
-        for kind in config.kinds:
-            get_scheme(kind.scheme)
         for name, value, limit in (
             ("num_ranks", group.num_ranks, MOST_RANKS),
             ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
@@ -97,29 +97,31 @@ class NvlinkTransport(Transport):
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
         self.num_rounds = 0
         self._group = group
-        self._memory = ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
-        self._faults = Faults(group, placement, config, self._memory)
+        ranks = ranks_of(placement, group.rank)
+        self._memory = PeerMemory(group, regions_of(config, ranks), config.num_slots)
+        self._states = SlotStates(config, group.device, ranks)
+        self._faults = Faults(group, placement, config, self._memory, self._states)
         self._exchange = Exchange(
             config,
             placement,
             self._memory,
-            rank=group.rank,
+            self._states,
+            ranks,
             device=group.device,
             most_receivers=most_receivers(group.device, config.num_slots),
-            report=self._faults.report,
             timeout_ns=self._faults.timeout_ns,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._compiled: set[RoundKind] = set()
         self._open: OpenRounds | None = None
         if self.device.type == "cuda":
             self._open = OpenRounds(
                 self.device,
-                Room.of(self.device),
+                Occupancy.of(self.device),
+                rounds_on(self.device.index or 0),
                 functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
                 triton.runtime.driver.active.get_current_stream,
             )
-            self._exchange.compile(config.kinds)
-        group.wait_for_all("compile")  # compile times differ between ranks
 
     @property
     def peer_bytes(self) -> int:
@@ -129,11 +131,11 @@ class NvlinkTransport(Transport):
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
-        slots = self._memory.slots
+        slots = self._states.slots
         return ExchangeStatistics(
-            expert_tokens=torch.stack([slot.rows_seen for slot in slots]).sum(0)[: self._exchange.num_local],
-            waited_ns=torch.stack([slot.waited_ns[1] for slot in slots]).sum(0),
-            last_waited_ns=torch.stack([slot.waited_ns[0] for slot in slots]),
+            expert_tokens=torch.stack([slot.rows_seen_ptr for slot in slots]).sum(0)[: self._exchange.num_local],
+            waited_ns=torch.stack([slot.waited_ptr[1] for slot in slots]).sum(0),
+            last_waited_ns=torch.stack([slot.waited_ptr[0] for slot in slots]),
         )
 
     @property
@@ -167,10 +169,20 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
+        state = self._begin(
+            x,
+            routing,
+            layout=layout,
+            scheme=scheme,
+            slot=slot,
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            layer=layer,
+        )
         self._exchange.send(slot, state.sent)
         self.num_rounds += 1
         self._slots.advance(slot, "dispatch_send", state)
@@ -192,13 +204,23 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
+        state = self._begin(
+            x,
+            routing,
+            layout=layout,
+            scheme=scheme,
+            slot=slot,
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            layer=layer,
+        )
         return self._receive(slot, state, send=True)
 
     def _begin(
@@ -210,6 +232,7 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int,
         num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
         layer: LayerTag,
     ) -> _Round:
         """Check a dispatch and prepare its launch."""
@@ -220,7 +243,8 @@ class NvlinkTransport(Transport):
             plan = self._exchange.plan(kind)
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             kind, words, plan = (), NO_LAYER.words, None
-        if plan is None or isinstance(x, Quantized):
+        unchecked = plan is None or not bound_fits(max_num_tokens, plan.num_tokens, self.config)
+        if unchecked or isinstance(x, Quantized):
             try:
                 check_dispatch(
                     x,
@@ -231,6 +255,7 @@ class NvlinkTransport(Transport):
                     rank=self.rank,
                     device=self.device,
                     num_tokens=num_tokens,
+                    max_num_tokens=max_num_tokens,
                     layer=layer,
                 )
             except ValueError as error:
@@ -365,6 +390,14 @@ class NvlinkTransport(Transport):
         self._combine(slot, state, None, send=False, receive=True, out=out)
         self._close(slot)
 
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """See `Transport.warmup`. Waits for the other ranks without a timeout, since compile times differ."""
+        self._slots.check_open()
+        if self.device.type == "cuda":
+            self._exchange.compile(tuple(kind for kind in kinds if kind not in self._compiled))
+            self._compiled.update(kinds)
+        self._group.wait_for_all("compile")
+
     def check(self) -> None:
         """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
 
@@ -386,7 +419,7 @@ class NvlinkTransport(Transport):
             self._exchange.destroy()
             self._memory.destroy()
         else:
-            _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
+            _STILL_IN_USE.append((self._memory, self._states, self._exchange, self._faults))
 
     def _note_open(self, slot: int, state: _Round) -> None:
         if self._open is not None:
