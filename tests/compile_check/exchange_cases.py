@@ -17,7 +17,7 @@ from ep_moe.transport.layer_tag import NO_LAYER
 from ep_moe.transport.one_sided import memory
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
-from ep_moe.transport.one_sided.launch_context import LaunchContext
+from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.round_plan import RoundPlans, ranks_of, regions_of
 from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
@@ -59,7 +59,7 @@ def make_launchers(config: TransportConfig, placement: Placement) -> Launchers:
     group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
     with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
         peers = memory.PeerMemory(group, regions_of(config, ranks), config.num_slots)
-    context = LaunchContext(
+    context = KernelContext(
         config=config,
         ranks=ranks,
         device=CPU,

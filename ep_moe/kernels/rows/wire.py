@@ -1,4 +1,4 @@
-"""Send side of the collective exchange: destination ranks of each token, headers, and rows as bytes.
+"""Send side of the collective transport: destination ranks of each token, headers, and rows as bytes.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of TOKENS tokens each, G scale groups.
 """

@@ -2,8 +2,8 @@
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, N received rows, P physical experts.
 
-A round is three exchanges: headers (counts, error flags), the rows of tokens, and the result rows back to their source
-ranks. Headers tell every rank of bad input before any payload is sent: all ranks raise, and the next round works.
+A round is three all-to-alls: headers (counts, error flags), the rows of tokens, and the result rows back to their
+source ranks. Headers tell all ranks of bad input before any payload is sent: all raise, and the next round works.
 """
 
 import contextlib
@@ -58,12 +58,12 @@ class _Round:
     send_counts: tuple[int, ...]  # rows sent to each rank
     recv_counts: tuple[int, ...]  # rows received from each rank
     recv_pairs: int  # received (token, local expert) pairs
-    buffer: torch.Tensor  # destination of the exchange in flight
+    buffer: torch.Tensor  # destination of the all-to-all in flight
     work: dist.Work | None
-    keep: torch.Tensor  # source of the exchange in flight, kept alive until it ends
+    keep: torch.Tensor  # source of the all-to-all in flight, kept alive until it ends
 
     def settled(self) -> "_Round":
-        """The round between its exchanges: nothing is in flight, and its buffers are released."""
+        """The round between its all-to-alls: nothing is in flight, and its buffers are released."""
         nothing = self.buffer.new_empty(0)
         return dataclasses.replace(self, buffer=nothing, keep=nothing, work=None)
 
@@ -139,7 +139,7 @@ class CollectiveTransport(Transport):
         if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
-        sent, received = self._exchange_headers(headers, round_)
+        sent, received = self._swap_headers(headers, round_)
         self._raise_refusals(received, round_)
         self._compare_layers(received, layer, round_)
         self._compare_formats(received, row_format, round_)
@@ -236,7 +236,7 @@ class CollectiveTransport(Transport):
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         words = Header(*[0] * HEADER_WORDS)._replace(num_tokens=num_tokens, refused=1)
         headers = torch.tensor(words, dtype=torch.int64, device=self.device).repeat(2, self.num_ranks, 1)
-        self._exchange_headers(headers, round_)
+        self._swap_headers(headers, round_)
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
@@ -275,7 +275,7 @@ class CollectiveTransport(Transport):
             self._group.report_failure(error)
             raise
 
-    def _exchange_headers(self, headers: torch.Tensor, round_: int) -> list[list[Header]]:
+    def _swap_headers(self, headers: torch.Tensor, round_: int) -> list[list[Header]]:
         """Send headers[0], receive into headers[1]; return both as lists, by rank. One host sync."""
         ones = (1,) * self.num_ranks
         self._wait(self._all_to_all(headers[1], headers[0], ones, ones), "dispatch", round_)

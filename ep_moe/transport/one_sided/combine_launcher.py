@@ -11,7 +11,7 @@ import triton
 from ep_moe.config import ALIGNMENT, Layout
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.exchange.combine import Combining, Results, _combine_kernel
-from ep_moe.transport.one_sided.launch_context import LaunchContext
+from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.payload import aligned, aligned_rows, is_aligned
 from ep_moe.transport.one_sided.round_plan import RoundPlan
 from ep_moe.transport.one_sided.tuning import awaited_words, block_words, held_words
@@ -20,15 +20,15 @@ from ep_moe.transport.one_sided.tuning import awaited_words, block_words, held_w
 class CombineLauncher:
     """Launches the combines of one transport."""
 
-    def __init__(self, context: LaunchContext) -> None:
+    def __init__(self, context: KernelContext) -> None:
         self._context = context
         self.unused = torch.empty(0, dtype=context.config.dtype, device=context.device)
 
     def send(self, slot: int, plan: RoundPlan, y: torch.Tensor | None) -> None:
         """Launch the sending half of a combine, which without `y` sends NaN. Local, no host sync."""
-        launch = self.launch_of(slot, plan, poisoned=y is None, shared=None, send=True, receive=False)
+        kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=None, send=True, receive=False)
         results = Results(self.unused if y is None else aligned(y), self.unused, self.unused)
-        launch((results,), (0, 0, self._context.timeout_ns))
+        kernel((results,), (0, 0, self._context.timeout_ns))
 
     def receive(
         self,
@@ -53,19 +53,19 @@ class CombineLauncher:
                 (plan.num_tokens, hidden), (hidden, 1), dtype=context.config.dtype, device=context.device
             )
         assert target is not None
-        launch = self.launch_of(slot, plan, poisoned=y is None, shared=shared, send=send, receive=True)
+        kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=shared, send=send, receive=True)
         results = Results(unused if y is None else aligned(y), unused if shared is None else shared, target)
         shared_stride = 0 if shared is None else shared.stride(0) // ALIGNMENT
-        launch((results,), (shared_stride, target.stride(0) // ALIGNMENT, context.timeout_ns))
+        kernel((results,), (shared_stride, target.stride(0) // ALIGNMENT, context.timeout_ns))
         return target if out is None or target is out else out.copy_(target)
 
-    def launch_of(
+    def kernel_of(
         self, slot: int, plan: RoundPlan, *, poisoned: bool, shared: torch.Tensor | None, send: bool, receive: bool
     ) -> RepeatedLaunch:
-        """The launch of a combine or one half of it."""
+        """The kernel of a combine or one half of it, for repeated launches."""
         key = (slot, poisoned, None if shared is None else shared.dtype, send, receive)
-        launch = plan.combines.get(key)
-        if launch is None:
+        kernel = plan.combines.get(key)
+        if kernel is None:
             context = self._context
             config, num_ranks = context.config, context.ranks.R
             programs = context.tuning.combine(plan.num_tokens, num_ranks)
@@ -84,7 +84,7 @@ class CombineLauncher:
                 SHARED=shared is not None,
             )
             halves = context.halves(send=send, receive=receive)
-            launch = plan.combines[key] = RepeatedLaunch(
+            kernel = plan.combines[key] = RepeatedLaunch(
                 _combine_kernel,
                 first_receiver + programs.receivers * receive,
                 fixed=(
@@ -98,4 +98,4 @@ class CombineLauncher:
                 options={**context.options(programs.num_warps), "enable_fp_fusion": False},
                 device=context.device,
             )
-        return launch
+        return kernel

@@ -24,7 +24,7 @@ from ep_moe.layout.triton import as_words
 from ep_moe.quant import Quantized, as_bytes, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER
-from ep_moe.transport.one_sided.launch_context import LaunchContext
+from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.payload import aligned, aligned_rows
 from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, RoundPlan, RoundPlans
 from ep_moe.transport.one_sided.tuning import WORD_TOKENS
@@ -57,7 +57,7 @@ class DispatchLauncher:
         plans: of which a dispatch without rows to keep needs another.
     """
 
-    def __init__(self, context: LaunchContext, plans: RoundPlans) -> None:
+    def __init__(self, context: KernelContext, plans: RoundPlans) -> None:
         self._context, self._plans = context, plans
         device = context.device
         self.unused = torch.zeros(4, dtype=torch.int32, device=device)  # for arguments that a launch does not need
@@ -76,20 +76,20 @@ class DispatchLauncher:
     ) -> RoundInputs:
         """Launch the sending half; returns what `receive` needs. Local, no host sync."""
         inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer)
-        launch = self.launch_of(slot, inputs, send=True, receive=False)
-        launch((inputs.tokens, self.no_batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
+        kernel = self.kernel_of(slot, inputs, send=True, receive=False)
+        kernel((inputs.tokens, self.no_batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
         return inputs
 
     def receive(self, slot: int, inputs: RoundInputs, *, send: bool = False) -> ExpertBatch:
         """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
         plan = inputs.plan
-        launch = self.launch_of(slot, inputs, send=send, receive=True)
+        kernel = self.kernel_of(slot, inputs, send=send, receive=True)
         kept, x, scale = self._allocate(plan, slot)
-        if launch.loaded:
+        if kernel.loaded:
             batch = Batch(x, self._unscaled if scale is None else scale)
         else:  # in the dtypes that the kernel stores
             batch = Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
-        launch((inputs.tokens, batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
+        kernel((inputs.tokens, batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
         return kept.make(x=x, scale=scale)
 
     def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
@@ -169,14 +169,14 @@ class DispatchLauncher:
         )
         return counts
 
-    def launch_of(self, slot: int, inputs: RoundInputs, *, send: bool, receive: bool) -> RepeatedLaunch:
-        """The launch of a dispatch or one half of it."""
+    def kernel_of(self, slot: int, inputs: RoundInputs, *, send: bool, receive: bool) -> RepeatedLaunch:
+        """The kernel of a dispatch or one half of it, for repeated launches."""
         plan, key = inputs.plan, (slot, inputs.refusal, send, receive)
-        launch = plan.dispatches.get(key)
-        if launch is None:
+        kernel = plan.dispatches.get(key)
+        if kernel is None:
             context, programs = self._context, plan.programs
             first_receiver = (plan.announcers + programs.senders) * send
-            launch = plan.dispatches[key] = RepeatedLaunch(
+            kernel = plan.dispatches[key] = RepeatedLaunch(
                 _dispatch_kernel,
                 first_receiver + programs.receivers * receive,
                 fixed=(
@@ -206,7 +206,7 @@ class DispatchLauncher:
                 options=context.options(programs.num_warps),
                 device=context.device,
             )
-        return launch
+        return kernel
 
     def _allocate(self, plan: RoundPlan, slot: int) -> tuple[_Kept, torch.Tensor, torch.Tensor | None]:
         """Allocate a batch's x and scale; in FLAT x is the slot's pool."""

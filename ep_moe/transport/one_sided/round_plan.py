@@ -155,53 +155,30 @@ class RoundPlans:
         """A plan for x with `rows` rows. quantized: x is `Quantized` already."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
-        fused_quant = "" if quantized or not scheme.payload.quantized else payload.fused_quant
-        ids_counted = rows > SELF_COUNTED_TOKENS
+        row = Row(
+            K=num_topk,
+            COLUMNS=triton.next_power_of_2(num_topk),
+            VALUE_WORDS=payload.value_words,
+            G=payload.num_groups,
+            GROUPS=triton.next_power_of_2(max(payload.num_groups, 1)),
+            ENTRY=2 * config.max_topk,
+        )
         programs = self._tuning.dispatch(rows, num_ranks)
-        compared_tokens = BLOCK_TOKENS if ids_counted else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
-        expert_block = max(min(triton.next_power_of_2(num_physical), _COMPARED // compared_tokens), 1)
-        words, row_words = block_words(payload.value_words, programs.word_block), block_words(payload.value_words)
-        if fused_quant:  # a block of words holds whole groups
-            words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
-        groups = triton.next_power_of_2(max(payload.num_groups, 1))
-        unit = ALIGNMENT if fused_quant else math.gcd(payload.value_words, 4)
-        columns = triton.next_power_of_2(num_topk)
-        row = Row(num_topk, columns, payload.value_words, payload.num_groups, groups, 2 * config.max_topk)
-        sending = Sending(
-            H=config.hidden if fused_quant else payload.value_words,
-            GROUP=payload.group if fused_quant else 1,
-            QUANTIZE=fused_quant,
-            UNIT=unit,
-            ROW_WORDS=row_words,
-            LL_BLOCK=words,
-            LL_GROUPS=words * 4 // payload.group if fused_quant else groups,
-            TOKENS_PER_FENCE=programs.tokens_per_fence,
-            TOKENS=compared_tokens,
-            EXPERT_BLOCK=expert_block,
-            HAS_NUM_TOKENS=has_num_tokens,
-            IDS_COUNTED=ids_counted,
-            SEND_LL=payload.may_be_ll and (has_num_tokens or rows <= WORD_TOKENS),
-            SEND_ROWS=not payload.may_be_ll or rows > WORD_TOKENS,
-        )
-        receiving = Receiving(
-            BLOCK_WORDS=awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
-            HEADER_SPAN=triton.next_power_of_2(self._ranks.header_stride),
-            BATCHED=layout is Layout.BATCHED,
-            POOLED=layout is Layout.FLAT,
-            TAKE_LL=payload.may_be_ll,
-            TAKE_ROWS=not payload.may_be_ll or config.max_tokens_per_rank > WORD_TOKENS,
-        )
+        fused_quant = "" if quantized or not scheme.payload.quantized else payload.fused_quant
+        sending = self._sending(rows, payload, row, programs, fused_quant, has_num_tokens)
         frame = self._frame(payload, layout)
         lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         scale = torch.empty(0, 0, 0, device="meta") if frame.scale is None else frame.scale
+        row_units = (config.hidden if fused_quant else payload.value_words) // sending.UNIT
+        announcers = min(triton.cdiv(num_physical, sending.EXPERT_BLOCK), programs.announcers)
         return RoundPlan(
             scheme=scheme,
             fingerprint=payload.fingerprint,
             layout=layout,
             num_tokens=rows,
             num_topk=num_topk,
-            blocks=triton.cdiv(rows, BLOCK_TOKENS) if ids_counted else 0,
-            announcers=1 if ids_counted else min(triton.cdiv(num_physical, expert_block), programs.announcers),
+            blocks=triton.cdiv(rows, BLOCK_TOKENS) if sending.IDS_COUNTED else 0,
+            announcers=1 if sending.IDS_COUNTED else announcers,
             programs=programs,
             frame=frame,
             x_shape=frame.x.shape[lead:],
@@ -211,18 +188,52 @@ class RoundPlans:
             scale_strides=scale.stride()[lead:],
             scale_dtype=scheme.payload.scale_dtype if scheme.payload.quantized else None,
             output_shape=(*frame.x.shape[lead:-1], config.hidden),
-            in_place=not ids_counted and not quantized and bool(fused_quant or not scheme.payload.quantized),
-            strides=(
-                config.hidden // ALIGNMENT if fused_quant else payload.value_words // unit,
-                0,
-                0,
-                num_topk,
-                num_topk,
-            ),
+            in_place=not sending.IDS_COUNTED and not quantized and bool(fused_quant or not scheme.payload.quantized),
+            strides=(row_units, 0, 0, num_topk, num_topk),
             expected_rows=max(triton.cdiv(rows * num_ranks * num_topk, num_physical), 1),
             row=row,
             sending=sending,
-            receiving=receiving,
+            receiving=Receiving(
+                BLOCK_WORDS=awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
+                HEADER_SPAN=triton.next_power_of_2(self._ranks.header_stride),
+                BATCHED=layout is Layout.BATCHED,
+                POOLED=layout is Layout.FLAT,
+                TAKE_LL=payload.may_be_ll,
+                TAKE_ROWS=not payload.may_be_ll or config.max_tokens_per_rank > WORD_TOKENS,
+            ),
+        )
+
+    def _sending(
+        self,
+        rows: int,
+        payload: Payload,
+        row: Row,
+        programs: DispatchTuning,
+        fused_quant: str,
+        has_num_tokens: bool,
+    ) -> Sending:
+        """The constants of the sending half."""
+        ids_counted = rows > SELF_COUNTED_TOKENS
+        compared_tokens = BLOCK_TOKENS if ids_counted else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
+        num_experts = triton.next_power_of_2(self._placement.num_physical)
+        ll_block, row_words = block_words(row.VALUE_WORDS, programs.word_block), block_words(row.VALUE_WORDS)
+        if fused_quant:  # a block of words holds whole groups
+            ll_block, row_words = (max(size, payload.group // 4) for size in (ll_block, row_words))
+        return Sending(
+            H=self._config.hidden if fused_quant else row.VALUE_WORDS,
+            GROUP=payload.group if fused_quant else 1,
+            QUANTIZE=fused_quant,
+            UNIT=ALIGNMENT if fused_quant else math.gcd(row.VALUE_WORDS, 4),
+            ROW_WORDS=row_words,
+            LL_BLOCK=ll_block,
+            LL_GROUPS=ll_block * 4 // payload.group if fused_quant else row.GROUPS,
+            TOKENS_PER_FENCE=programs.tokens_per_fence,
+            TOKENS=compared_tokens,
+            EXPERT_BLOCK=max(min(num_experts, _COMPARED // compared_tokens), 1),
+            HAS_NUM_TOKENS=has_num_tokens,
+            IDS_COUNTED=ids_counted,
+            SEND_LL=payload.may_be_ll and (has_num_tokens or rows <= WORD_TOKENS),
+            SEND_ROWS=not payload.may_be_ll or rows > WORD_TOKENS,
         )
 
     def destroy(self) -> None:

@@ -30,7 +30,7 @@ from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher, RoundInputs
 from ep_moe.transport.one_sided.faults import Faults
-from ep_moe.transport.one_sided.launch_context import LaunchContext, may_start_early
+from ep_moe.transport.one_sided.kernel_context import KernelContext, may_start_early
 from ep_moe.transport.one_sided.memory import PeerMemory
 from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
 from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key, ranks_of, regions_of
@@ -71,7 +71,7 @@ class NvlinkTransport(Transport):
 
     The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
     (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. CUDA may wait for the whole GPU to load a
-    kernel: run a round of any other kind once before ranks use two slots in different orders.
+    kernel: run a round of other shapes once before ranks use two slots in different orders.
 
     A round has no host sync and may be captured in a CUDA graph. Replays may have other counts, ids and, by
     `num_tokens`, other T, and may alternate with other graphs and eager rounds.
@@ -103,7 +103,7 @@ class NvlinkTransport(Transport):
         self._states = SlotStates(config, group.device, ranks)
         self._faults = Faults(group, placement, config, self._memory, self._states)
         tuning = Tuning(most_receivers=most_receivers(group.device, config.num_slots), num_sms=config.num_sms)
-        self._context = LaunchContext(
+        self._context = KernelContext(
             config=config,
             ranks=ranks,
             device=group.device,

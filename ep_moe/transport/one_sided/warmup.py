@@ -18,42 +18,42 @@ from ep_moe.quant import as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
-from ep_moe.transport.one_sided.launch_context import LaunchContext
+from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.round_plan import RoundPlans, distinct_sizes
 
 _MOST_COMPILERS = 8  # threads
-_Launched = tuple[RepeatedLaunch, Tensors, tuple[int, ...]]
+_Call = tuple[RepeatedLaunch, Tensors, tuple[int, ...]]
 
 
 def warm_up(
     kinds: tuple[RoundKind, ...],
-    context: LaunchContext,
+    context: KernelContext,
     plans: RoundPlans,
     dispatches: DispatchLauncher,
     combines: CombineLauncher,
 ) -> None:
     """Compile the kernels of these kinds of rounds, for every T, and load them onto the GPU. Local."""
-    launched: list[_Launched] = []
+    calls: list[_Call] = []
     for kind in kinds:
         for rows in distinct_sizes(context.config.max_tokens_per_rank):
-            launched += _launches_of(kind, rows, context, plans, dispatches, combines)
+            calls += _kernels_of(kind, rows, context, plans, dispatches, combines)
     workers = min(_MOST_COMPILERS, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool, triton.AsyncCompileMode(pool):
-        for launch, tensors, numbers in launched:
-            launch.compile(tensors, numbers)
-    for launch, tensors, numbers in launched:
-        launch.load(tensors, numbers)
+        for kernel, tensors, numbers in calls:
+            kernel.compile(tensors, numbers)
+    for kernel, tensors, numbers in calls:
+        kernel.load(tensors, numbers)
 
 
-def _launches_of(
+def _kernels_of(
     kind: RoundKind,
     rows: int,
-    context: LaunchContext,
+    context: KernelContext,
     plans: RoundPlans,
     dispatches: DispatchLauncher,
     combines: CombineLauncher,
-) -> Iterator[_Launched]:
-    """The launches of a round with T = `rows`, with arguments to compile for, of which only the dtypes matter."""
+) -> Iterator[_Call]:
+    """The kernels of a round with T = `rows`, with arguments to compile for, of which only the dtypes matter."""
     like: dict[str, Any] = {"device": context.device}
     config, scheme = context.config, get_scheme(kind.scheme)
     x = torch.zeros(rows, config.hidden, dtype=config.dtype, **like)
@@ -69,10 +69,10 @@ def _launches_of(
         shared = torch.empty(16, dtype=kind.shared_dtype, **like)
     whole, halves = ((True, True),), ((True, False), (False, True))
     for send, receive in halves if kind.split_dispatch else whole:
-        launch = dispatches.launch_of(0, inputs, send=send, receive=receive)
+        kernel = dispatches.kernel_of(0, inputs, send=send, receive=receive)
         filled = batch if receive else dispatches.no_batch
-        yield launch, (inputs.tokens, filled), (*inputs.strides, *inputs.layer, context.timeout_ns)
+        yield kernel, (inputs.tokens, filled), (*inputs.strides, *inputs.layer, context.timeout_ns)
     for send, receive in halves if kind.split_combine else whole:
         added, empty = shared if receive else None, combines.unused
-        launch = combines.launch_of(0, plan, poisoned=not send, shared=added, send=send, receive=receive)
-        yield launch, (Results(empty, empty if added is None else added, empty),), (0, 0, context.timeout_ns)
+        kernel = combines.kernel_of(0, plan, poisoned=not send, shared=added, send=send, receive=receive)
+        yield kernel, (Results(empty, empty if added is None else added, empty),), (0, 0, context.timeout_ns)

@@ -22,7 +22,7 @@ def may_start_early(device: torch.device) -> bool:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class LaunchContext:
+class KernelContext:
     """Sizes, memory and options of a transport's launches."""
 
     config: TransportConfig
