@@ -209,11 +209,19 @@ def generate_command(
         float, typer.Option(help="Sample among the likeliest tokens that hold this share of the probability.")
     ] = _GENERATE.top_p,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = _GENERATE.seed,
+    decode_graphs: Annotated[
+        bool | None, typer.Option(help="Decode by CUDA graphs; by default on GPUs with transport nvlink.")
+    ] = _GENERATE.decode_graphs,
 ) -> dict[str, Any]:
     """Continue prompts, which are spread over the ranks."""
     texts = tuple(sys.stdin.read() if prompt == "-" else prompt for prompt in prompts)
     config = GenerateConfig(
-        prompts=texts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        prompts=texts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        decode_graphs=decode_graphs,
     )
     return generate(engine, config)
 

@@ -13,11 +13,13 @@ class GenerateConfig:
     """Prompts and sampling of `ep-moe generate`.
 
     Args:
-        prompts: rank r takes prompts r, r + R, ... of R ranks, one at a time.
+        prompts: rank r takes prompts r, r + R, ... of R ranks, with decode graphs many at a time, else one.
         max_new_tokens: for each prompt; an end-of-text token of the model ends it earlier.
         temperature: 0 takes the most likely token; above 0 samples from logits / temperature.
         top_p: sample among the most likely tokens that together reach this probability.
         seed: prompt i samples with seed + i on any rank.
+        decode_graphs: None captures decode passes as CUDA graphs on GPUs with transport "nvlink"; True says why if it
+            cannot; False never does.
     """
 
     prompts: tuple[str, ...]
@@ -25,6 +27,7 @@ class GenerateConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    decode_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -92,7 +92,7 @@ def install(
         model.set_experts_implementation(before)
         exchange.destroy()
         raise
-    session = Session(group, exchange, layers)
+    session = Session(group, exchange, layers, options.experts)
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
     keep_in_step(model, num_topk_of(model.config))
