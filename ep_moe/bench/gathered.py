@@ -15,10 +15,10 @@ from ep_moe.config import Layout, MoEConfig
 from ep_moe.experts import Experts
 from ep_moe.group import EPGroup
 from ep_moe.layer import Phases
-from ep_moe.layout import TokenRows, merge_repeats, pack
+from ep_moe.layout import pack_routed
 from ep_moe.placement import Placement
-from ep_moe.quant import get_scheme, quantize
-from ep_moe.routing import route
+from ep_moe.quant import Quantized, get_scheme, quantize
+from ep_moe.routing import Routing, route
 from ep_moe.weights import ExpertWeights
 
 
@@ -63,14 +63,17 @@ class GatheredMoE:
             routing = route(router_logits, self._routing, routing_bias=self._routing_bias)
             ids = self._placement.to_physical(routing.topk_ids)
         with self.phases.phase("dispatch"):
-            rows = self._gather(hidden_states, ids, routing.topk_weights)
-            packed = pack(
-                rows,
+            x, gathered = self._gather(hidden_states, ids, routing.topk_weights)
+            packed = pack_routed(
+                x,
+                gathered.topk_ids,
+                gathered.topk_weights,
                 Layout.FLAT,
                 scheme=self._scheme,
                 dtype=self._dtype,
+                first=self._placement.local_expert_offset(self._group.rank),
                 num_local_experts=self._weights.num_local_experts,
-                capacity=rows.x.shape[0],
+                capacity=gathered.topk_ids.shape[0],
             )
             # pack assumes the worst case, far above the rows that experts get here, which could select wrong tiles
             expected_rows = math.ceil(ids.numel() * self._group.num_ranks / self._placement.num_physical)
@@ -80,8 +83,10 @@ class GatheredMoE:
         with self.phases.phase("combine"):
             return self._scatter(y)
 
-    def _gather(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> TokenRows:
-        """The tokens of all ranks, with ids and weights of this rank's experts alone."""
+    def _gather(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor | Quantized, Routing]:
+        """The tokens of all ranks, with their ids and weights."""
         mine = [ids.contiguous(), weights.contiguous()]
         if self._scheme.payload.quantized:
             quantized = quantize(x, self._scheme, static_scale=self._weights.w13_input_scale)
@@ -89,11 +94,8 @@ class GatheredMoE:
         else:
             mine.append(x.contiguous())
         all_ids, all_weights, values, *scale = self._all_gather(mine)
-        first, last = self._placement.starts[self._group.rank], self._placement.starts[self._group.rank + 1]
-        local_ids, local_weights = merge_repeats(all_ids, all_weights, first=first, last=last)
-        return TokenRows(
-            x=values, scale=scale[0] if scale else None, local_topk_ids=local_ids, topk_weights=local_weights
-        )
+        tokens = Quantized(values=values, scale=scale[0], scheme=self._scheme) if scale else values
+        return tokens, Routing(topk_ids=all_ids, topk_weights=all_weights)
 
     def _all_gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each [T, .] as [N, .], in rank order, all in one launch; as bytes, as a launch takes one dtype."""

@@ -21,7 +21,7 @@ from ep_moe.config import EngineConfig, Layout
 from ep_moe.experts import EXPERTS, create_experts
 from ep_moe.fields import check_fields
 from ep_moe.group import EPGroup
-from ep_moe.layout import Packed, TokenRows, pack
+from ep_moe.layout import Packed, pack_routed
 from ep_moe.quant import QuantScheme, get_scheme, quantize
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 
@@ -165,20 +165,15 @@ class _ExpertsBench:
 
     def _pack(self, ids: torch.Tensor, x: torch.Tensor, layout: Layout, scheme: QuantScheme) -> Packed:
         """The tokens as a transport would lay them out, with its `expected_rows`."""
-        values, scale = x, None
-        if scheme.payload.quantized:
-            quantized = quantize(x, scheme, static_scale=self._weights.w13_input_scale)
-            values, scale = quantized.values, quantized.scale
-        packed = pack(
-            TokenRows(
-                x=values,
-                scale=scale,
-                local_topk_ids=ids.unsqueeze(1),
-                topk_weights=torch.ones(len(ids), 1, device=self._device),
-            ),
+        static_scale = self._weights.w13_input_scale
+        packed = pack_routed(
+            quantize(x, scheme, static_scale=static_scale) if scheme.payload.quantized else x,
+            ids.unsqueeze(1),
+            torch.ones(len(ids), 1, device=self._device),
             layout,
             scheme=scheme,
             dtype=x.dtype,
+            first=0,
             num_local_experts=self._config.num_local_experts,
             capacity=len(ids),
         )

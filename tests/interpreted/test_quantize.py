@@ -17,7 +17,7 @@ from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
 
 SCHEMES = ["fp8_tensor", "fp8_tensor_static", "fp8_token", "fp8_block", "fp8_block_64x48", "fp8_block_16x16"]
-SCHEMES += ["fp8_block_ue8m0", "int8_token"]
+SCHEMES += ["fp8_block_ue8m0", "int8_token", "int8_block"]
 
 
 def quantize_both(x: torch.Tensor, name: str) -> tuple:
