@@ -1,11 +1,14 @@
 """Generation by passes of fixed shapes gives the tokens of transformers' own loop; on a CPU the passes run eagerly."""
 
+import contextlib
 import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
-from ep_moe.config import GroupConfig
+from ep_moe.config import GroupConfig, Layout
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
-from ep_moe.engines.transformers.decoding import Decoder, decoder_of, why_no_graphs, why_not_fixed
+from ep_moe.engines.transformers.decoding import Decoder, decoder, decoder_of, why_no_graphs, why_not_fixed
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.sampling import sample, uniform
 from ep_moe.engines.transformers.decoding.sequences import Sequences
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
 
 TEXTS = ("In the beginning God ", "And he said unto ", "Blessed are the poor in spirit: for ", "The")
 SIZES = {
@@ -96,10 +101,31 @@ def prompts_of(*texts: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     return _padded([list(text.encode()) for text in texts], torch.device("cpu"))
 
 
-def by_passes(model: PreTrainedModel, ids: torch.Tensor, mask: Any = None, **options: Any) -> torch.Tensor:
+@contextlib.contextmanager
+def captured_on_a_cpu() -> Iterator[list[int]]:
+    """A stand-in for CUDA graphs: a replay runs the captured call. Yields the numbers of replays of each capture."""
+    counts: list[int] = []
+
+    def capture(call: Callable[[], None], pool: object) -> Callable[[], None]:
+        index = len(counts)
+        counts.append(0)
+
+        def replay() -> None:
+            counts[index] += 1
+            call()
+
+        return replay
+
+    with mock.patch.object(decoder, "capture", capture), mock.patch.object(decoder, "new_pool", object):
+        yield counts
+
+
+def by_passes(
+    model: PreTrainedModel, ids: torch.Tensor, mask: Any = None, *, graphs: bool = False, **options: Any
+) -> torch.Tensor:
     """Tokens of the fixed-shape passes."""
     if model.ep_moe.decoder is None:
-        model.ep_moe.decoder = Decoder(model, graphs=False)
+        model.ep_moe.decoder = Decoder(model, graphs=graphs)
     return model.ep_moe.decoder.generate(model, ids, mask, GenerationOptions(**options), lambda count: None)
 
 
@@ -319,6 +345,48 @@ def test_why_there_are_no_graphs(shipped: PreTrainedModel, caplog: pytest.LogCap
     assert windows_of(make_model("gpt_oss_windows").config) == [6, None, 6]
 
 
+def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel) -> None:
+    model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
+    steps = []
+    with captured_on_a_cpu() as counts:
+        for texts, new_tokens in ((TEXTS, 9), (TEXTS[:3], 9), (TEXTS[:1], 9), (TEXTS, 40), (TEXTS, 9)):
+            ids, mask = prompts_of(*texts)
+            expected = by_transformers(shipped, ids, mask, max_new_tokens=new_tokens)
+            assert torch.equal(by_passes(model, ids, mask, graphs=True, max_new_tokens=new_tokens), expected)
+            steps.append(list(counts))
+    # 3 rows are padded to 4; another capacity takes larger memory, so that the first shapes are captured anew
+    assert steps[1] == [16]
+    assert [len(entry) for entry in steps] == [1, 1, 2, 3, 4]
+    assert {(shape.rows, shape.capacity) for shape in model.ep_moe.decoder.shapes} == {(4, 64), (4, 128)}
+    model.ep_moe.decoder.drop_graphs()
+    assert model.ep_moe.decoder.shapes == ()
+    sampled = {"max_new_tokens": 9, "temperature": 0.8}
+    with captured_on_a_cpu() as counts:
+        ids, mask = prompts_of(*TEXTS)
+        found = by_passes(model, ids, mask, **sampled)
+    assert len(counts) == 1
+    assert torch.equal(found, by_passes(shipped, ids, mask, **sampled))
+
+
+def test_a_capture_with_an_open_slot_is_refused() -> None:
+    model = make_model("qwen3_moe")
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    by_passes(model, ids, graphs=False, max_new_tokens=2)
+    passes = model.ep_moe.decoder
+    transport = passes._transport
+    tokens = torch.zeros(1, 32)
+    routing = Routing(topk_ids=torch.zeros(1, 2, dtype=torch.int64), topk_weights=torch.ones(1, 2))
+    transport.dispatch_send(tokens, routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
+    assert transport.open_slots == (0,)
+    passes._graphs_wanted = True
+    with pytest.raises(RuntimeError, match="slot 0 has an open round: a decode pass is captured when all rounds"):
+        by_passes(model, ids, max_new_tokens=2)
+    transport.abandon()
+    with captured_on_a_cpu() as counts:
+        by_passes(model, ids, max_new_tokens=2)
+    assert len(counts) == 1
+
+
 def test_nothing_runs_once_the_session_has_ended(shipped: PreTrainedModel) -> None:
     model = make_model("qwen3_moe")
     ids = torch.ones(1, 3, dtype=torch.int64)
@@ -359,6 +427,13 @@ def on_rank(group: EPGroup) -> dict[str, Any]:
             errors.append(str(error))
     found["errors"] = errors
     found["after errors"] = by_passes(model, ids, mask, max_new_tokens=3)
+    model.ep_moe.decoder._graphs_wanted = True
+    with captured_on_a_cpu():
+        one = ids[:1], None if mask is None else mask[:1]
+        for turn in range(3):  # both ranks capture, then rank 0 alone, then none
+            rows = one if group.rank == 0 and turn == 0 else (ids, mask)
+            found[f"captured {turn}"] = by_passes(model, *rows, max_new_tokens=20)
+    found["shapes"] = sorted(shape.rows for shape in model.ep_moe.decoder.shapes)
     model.ep_moe.destroy()
     return found
 
@@ -382,6 +457,10 @@ def test_ranks_of_different_buckets_stay_in_step(shipped: PreTrainedModel, two_r
         assert found["none want any"].shape[1] == 0
         assert torch.equal(found["transformers, one has none"], (whole[:0], whole)[rank][:, :5])
         assert torch.equal(found["after errors"], whole[:, :3])
+        assert torch.equal(found["captured 0"], whole[:1, :20])
+        assert torch.equal(found["captured 1"], whole[:, :20])
+        assert torch.equal(found["captured 2"], whole[:, :20])
+        assert found["shapes"] == ([1, 4], [1])[rank]
 
 
 def test_a_refusal_is_one_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:

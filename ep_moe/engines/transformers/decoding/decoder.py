@@ -72,6 +72,28 @@ def bucket_of(number: int, least: int = 1) -> int:
     return max(1 << max(number - 1, 0).bit_length(), least)
 
 
+def new_pool() -> Any:
+    """Memory that graphs share: they are never replayed at the same time. Local."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """Capture a call, which is not run, as a CUDA graph; returns its replay. Local, host sync.
+
+    Errors: RuntimeError for a call that cannot be captured, one that waits on the host for example.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # thread_local: NCCL's thread queries events meanwhile, which would invalidate a global capture
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without: {error}"
+        ) from error
+    return graph.replay
+
+
 class Decoder:
     """Generates with one model, on all ranks in step. Made by `ep_moe.engines.transformers.generate`.
 
@@ -89,7 +111,7 @@ class Decoder:
         self._session, self._graphs_wanted = session, graphs
         self._cache = FixedCache(windows_of(model.config))
         self._sequences: Sequences | None = None
-        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._replays: dict[Shape, Callable[[], None]] = {}
         self._pool: Any = None
         self._transport: Transport | None = None
         self._layers: tuple[ExpertParallelMoE, ...] = ()
@@ -102,7 +124,7 @@ class Decoder:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """Those of the captured passes."""
-        return tuple(self._graphs)
+        return tuple(self._replays)
 
     @property
     def memory(self) -> DecoderMemory:
@@ -111,7 +133,7 @@ class Decoder:
 
     def drop_graphs(self) -> None:
         """Forget the captured passes: they read the parameters that the model had then. Ranks may do so one by one."""
-        self._graphs.clear()
+        self._replays.clear()
         self._pool = None
 
     def destroy(self) -> None:
@@ -193,7 +215,7 @@ class Decoder:
             prefills=-(-num_rows // self._rows_per_prefill(num_columns)),
             new_tokens=options.max_new_tokens if num_rows else 0,
             ends=bool(options.end_ids),
-            cold=self._graphs_wanted and shape not in self._graphs,
+            cold=self._graphs_wanted and shape not in self._replays,
         )
 
     def _rows_per_prefill(self, num_columns: int) -> int:
@@ -314,11 +336,11 @@ class Decoder:
 
     def _run(self, model: Model, shape: Shape) -> None:
         """One pass, replayed if it is captured. Collective, no host sync."""
-        graph = self._graphs.get(shape)
-        if graph is None:
+        replay = self._replays.get(shape)
+        if replay is None:
             self._step(model, shape)
         else:
-            graph.replay()
+            replay()
 
     def _capture(self, model: Model, shape: Shape) -> None:
         """Capture this rank's pass if it is not. Ranks that have theirs join in the passes before it. Collective."""
@@ -336,19 +358,9 @@ class Decoder:
         for _ in range(_WARM_UPS):
             self._run(model, shape)
         self._check()
-        if shape not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            try:
-                # thread_local: NCCL's thread queries events meanwhile, which would invalidate a global capture
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    self._step(model, shape)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"a decode pass of {shape.rows} rows cannot be captured as a CUDA graph (decode_graphs=False runs "
-                    f"it eagerly): {error}"
-                ) from error
-            self._graphs[shape] = graph
+        if shape not in self._replays:
+            self._pool = self._pool or new_pool()
+            self._replays[shape] = capture(lambda: self._step(model, shape), self._pool)
         sequences.live.copy_(live)
         sequences.step.zero_()
         group.wait_for_all("capture")  # captures take different times, and the next pass has a timeout

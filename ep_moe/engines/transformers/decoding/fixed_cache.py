@@ -144,8 +144,8 @@ class FixedCache(Cache):
     def masks(self, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         """The masks of a decode step as transformers prepares them for a static cache.
 
-        Returns: one [B, 1, 1, S], or one for each type of layer: True, or 0 for eager attention, for a slot that the
-            token attends to. Local, no host sync.
+        Returns: one [B, 1, 1, S], or one for each type of layer, to be added to scores: 0 for a slot that the token
+            attends to. Numbers, not bools, which torch would convert in every layer. Local, no host sync.
         """
         assert self._positions is not None
         by_slots: dict[int, torch.Tensor] = {}
@@ -153,10 +153,8 @@ class FixedCache(Cache):
             slots = layer.slots(self._used)
             if slots not in by_slots:
                 seen = torch.arange(slots, device=self._positions.device) <= self._positions[:, None]
-                mask = seen[:, None, None]
-                if config._attn_implementation == "eager":
-                    mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
-                by_slots[slots] = mask
+                mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+                by_slots[slots] = mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]
         types = getattr(config, "layer_types", None)
         masks = [by_slots[layer.slots(self._used)] for layer in self._own]
         return masks[0] if types is None else dict(zip(types, masks, strict=True))
