@@ -78,6 +78,7 @@ class LocalTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local; host sync to check that all ids are in range."""
@@ -94,6 +95,7 @@ class LocalTransport(Transport):
             rank=0,
             device=self.device,
             num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
             layer=layer,
         )
         num_rows = routing.topk_ids.shape[0]

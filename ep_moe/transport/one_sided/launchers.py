@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ep_moe.config import ALIGNMENT, Layout, RoundKind, TransportConfig
+from ep_moe.config import ALIGNMENT, Layout, TransportConfig
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.exchange.combine import Combining, Results, _combine_kernel
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
@@ -35,6 +35,7 @@ from ep_moe.transport.one_sided.payload import aligned, aligned_rows
 from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, Plan, Planner, distinct_sizes
 from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
+from ep_moe.transport.round_kind import RoundKind
 
 _BLOCK_EXPERTS = 32
 _SUMMED_BLOCKS = 64

@@ -22,6 +22,7 @@ from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import (
+    bound_fits,
     check_dispatch,
     check_expert_output,
     check_results,
@@ -35,6 +36,7 @@ from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_rec
 from ep_moe.transport.one_sided.payload import aligned_rows, is_aligned
 from ep_moe.transport.one_sided.round_plan import kind_of, ranks_of, regions_of
 from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
 MOST_RANKS = 32  # one bit each in int32 masks
@@ -68,9 +70,9 @@ class NvlinkTransport(Transport):
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
-    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
-    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. CUDA may wait for the whole GPU to load a
-    kernel: run a round of any other kind once before ranks use two slots in different orders.
+    The constructor is collective: it compares the configs of all ranks, and maps O(R * M * H) bytes of each rank
+    (`peer_bytes`). Kernels compile on first use; `ExpertParallelMoE.warmup` compiles them beforehand. CUDA may wait for
+    the whole GPU to load a kernel: run a round of each kind once before ranks use two slots in different orders.
 
     A round has no host sync and may be captured in a CUDA graph. Replays may have other counts, ids and, by
     `num_tokens`, other T, and may alternate with other graphs and eager rounds.
@@ -81,8 +83,6 @@ class NvlinkTransport(Transport):
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
-        for kind in config.kinds:
-            get_scheme(kind.scheme)
         for name, value, limit in (
             ("num_ranks", group.num_ranks, MOST_RANKS),
             ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
@@ -112,6 +112,7 @@ class NvlinkTransport(Transport):
             timeout_ns=self._faults.timeout_ns,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._compiled: set[RoundKind] = set()
         self._open: OpenRounds | None = None
         if self.device.type == "cuda":
             self._open = OpenRounds(
@@ -121,8 +122,6 @@ class NvlinkTransport(Transport):
                 functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
                 triton.runtime.driver.active.get_current_stream,
             )
-            self._exchange.compile(config.kinds)
-        group.wait_for_all("compile")  # compile times differ between ranks
 
     @property
     def peer_bytes(self) -> int:
@@ -175,10 +174,20 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
+        state = self._begin(
+            x,
+            routing,
+            layout=layout,
+            scheme=scheme,
+            slot=slot,
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            layer=layer,
+        )
         self._exchange.send(slot, state.sent)
         self.num_rounds += 1
         self._slots.advance(slot, "dispatch_send", state)
@@ -200,13 +209,23 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
+        state = self._begin(
+            x,
+            routing,
+            layout=layout,
+            scheme=scheme,
+            slot=slot,
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            layer=layer,
+        )
         return self._receive(slot, state, send=True)
 
     def _begin(
@@ -218,6 +237,7 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int,
         num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
         layer: LayerTag,
     ) -> _Round:
         """Check a dispatch and prepare its launch."""
@@ -228,7 +248,8 @@ class NvlinkTransport(Transport):
             plan = self._exchange.plan(kind)
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             kind, words, plan = (), NO_LAYER.words, None
-        if plan is None or isinstance(x, Quantized):
+        unchecked = plan is None or not bound_fits(max_num_tokens, plan.num_tokens, self.config)
+        if unchecked or isinstance(x, Quantized):
             try:
                 check_dispatch(
                     x,
@@ -239,6 +260,7 @@ class NvlinkTransport(Transport):
                     rank=self.rank,
                     device=self.device,
                     num_tokens=num_tokens,
+                    max_num_tokens=max_num_tokens,
                     layer=layer,
                 )
             except ValueError as error:
@@ -372,6 +394,14 @@ class NvlinkTransport(Transport):
             self._slots.advance(slot, "combine_send", state)
         self._combine(slot, state, None, send=False, receive=True, out=out)
         self._close(slot)
+
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """See `Transport.warmup`. Waits for the other ranks without a timeout, since compile times differ."""
+        self._slots.check_open()
+        if self.device.type == "cuda":
+            self._exchange.compile(tuple(kind for kind in kinds if kind not in self._compiled))
+            self._compiled.update(kinds)
+        self._group.wait_for_all("compile")
 
     def check(self) -> None:
         """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.

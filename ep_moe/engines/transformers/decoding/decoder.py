@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ep_moe.engines.transformers.decoding.counted import decode_config, layer_over, run_counted
+from ep_moe.engines.transformers.architectures import num_topk_of
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
 from ep_moe.engines.transformers.hooks import Session
+from ep_moe.engines.transformers.installing import warm_up
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Transport
 
@@ -171,7 +172,6 @@ class Decoder:
         num_steps = max(other.new_tokens for other in requests)
         if not num_steps:
             return torch.full((prompts.shape[0], options.max_new_tokens), NONE)
-        rebuilt = self._make_transport(max(other.rows for other in requests))
         logits = self._prefill(model, prompts, mask, shape, max(other.prefills for other in requests))
         sequences = self._begin(prompts, mask, options)
         if logits is not None:
@@ -179,9 +179,11 @@ class Decoder:
         session.transport.check()
         made = [self._read(1, prompts.shape[0])]
         on_step(1)
-        if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
-            self._capture(model, shape)
         done, may_end = 1, any(other.ends for other in requests)
+        if num_steps > 1:
+            rebuilt = self._make_transport(model, max(other.rows for other in requests))
+            if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
+                self._capture(model, shape)
         while done < num_steps and not (may_end and self._all_have_ended()):
             passes = min(PASSES_PER_READ, num_steps - done)
             for _ in range(passes):
@@ -233,7 +235,7 @@ class Decoder:
             for refused, rows, prefills, new, ends, cold in group.all_reduce_sum(table.to(group.device)).tolist()
         ]
 
-    def _make_transport(self, rows: int) -> bool:
+    def _make_transport(self, model: Model, rows: int) -> bool:
         """Make a transport, and layers over it, if there is none for so many rows; True if they are new. Collective."""
         session, wanted = self._session, bucket_of(rows)
         if self._transport is not None and self._transport.config.max_tokens_per_rank >= wanted:
@@ -241,11 +243,22 @@ class Decoder:
         self.drop_graphs()
         if self._transport is not None:
             self._transport.destroy()
-        config = decode_config(session.transport.config, wanted)
-        self._transport = type(session.transport)(session.group, session.transport.placement, config)  # type: ignore[call-arg]
+        config = dataclasses.replace(session.transport.config, max_tokens_per_rank=wanted, num_slots=1)
+        like: Any = type(session.transport)
+        transport = like(session.group, session.transport.placement, config)
+        self._transport = transport
         self._layers = tuple(
-            layer_over(layer, self._transport, index, session.experts) for index, layer in enumerate(session.layers)
+            ExpertParallelMoE(
+                layer.config,
+                layer.weights,  # shared with the model's own layer
+                transport,
+                placement=layer.placement,
+                experts=session.experts,
+                layer_index=index,
+            )
+            for index, layer in enumerate(session.layers)
         )
+        warm_up(self._layers, num_topk_of(model.config), padded=True)
         return True
 
     def _prefill(
@@ -329,10 +342,13 @@ class Decoder:
         ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The experts of layer `index` for the live rows; other rows are sent nowhere, their results are undefined."""
+        """The experts of layer `index` for the live rows; other rows are sent nowhere, and their results are zero.
+
+        `num_tokens` cuts off the rows behind the last live one; ids of none are for those before it.
+        """
         ids = torch.where(live[:, None], ids, NONE)
         self._session.count(index, ids)
-        return run_counted(self._layers[index], x, ids, weights.float(), num_tokens)
+        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=num_tokens)
 
     def _run(self, model: Model, shape: Shape) -> None:
         """One pass, replayed if it is captured. Collective, no host sync."""
