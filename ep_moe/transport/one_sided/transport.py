@@ -133,6 +133,11 @@ class NvlinkTransport(Transport):
         """Bytes of this rank's memory that its peers map."""
         return self._memory.num_bytes
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
