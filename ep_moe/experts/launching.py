@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import torch
-import triton.language as tl
 
 _CPU_PROGRAMS = 4  # grid in the interpreter, which runs programs one after the other
 
@@ -18,11 +17,6 @@ def _num_sms(device: torch.device) -> int:
 def num_programs(device: torch.device, per_sm: int, most: int) -> int:
     """The grid of a persistent kernel: one wave of the device, and at most `most` programs."""
     return min(_num_sms(device) * per_sm if device.type == "cuda" else _CPU_PROGRAMS, most)
-
-
-def constants(group: type[Any], **values: Any) -> Any:
-    """A group of a kernel's constants, such as `TileShape`. Example: constants(TileShape, BLOCK_M=16, ...)."""
-    return group(**{name: tl.constexpr(value) for name, value in values.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

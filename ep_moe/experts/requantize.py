@@ -8,7 +8,8 @@ from collections.abc import Callable
 import triton
 
 from ep_moe.experts.grouped_gemm import Between, CallShape
-from ep_moe.experts.launching import PreparedKernel, constants, num_programs
+from ep_moe.experts.launching import PreparedKernel, num_programs
+from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_rounded_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel

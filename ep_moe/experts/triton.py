@@ -12,9 +12,10 @@ import triton
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.launching import PreparedKernel, constants, num_programs
+from ep_moe.experts.launching import PreparedKernel, num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 

@@ -16,11 +16,11 @@ from triton import next_power_of_2
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.experts.grouped_gemm import Between, CallShape
-from ep_moe.experts.launching import constants
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
+from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack

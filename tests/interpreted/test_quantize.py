@@ -8,8 +8,8 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import ReferenceExperts
-from ep_moe.experts.launching import constants
 from ep_moe.experts.triton import TritonExperts
+from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_rounded_kernel
 from ep_moe.layout import Compact

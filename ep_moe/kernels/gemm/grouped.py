@@ -83,15 +83,12 @@ def _load_weight_scale(ptrs, group, column_mask, SCALES):
 @triton.jit
 def _scale_pointers(w_scale_ptr, expert, first_column, columns, width, K, SCALES):
     """Pointers to the scales of these weight rows in [L, ceil(W / GROUP_N), ceil(K / GROUP_K)], at K = 0."""
-    if SCALES.WEIGHT == "block":
-        groups_k = (K + SCALES.GROUP_K - 1) // SCALES.GROUP_K
-        base = w_scale_ptr + expert.to(tl.int64) * ((width + SCALES.GROUP_N - 1) // SCALES.GROUP_N) * groups_k
-        if SCALES.VECTOR:
-            return base + columns // SCALES.GROUP_N * groups_k
-        else:
-            return base + first_column // SCALES.GROUP_N * groups_k
+    groups_k = (K + SCALES.GROUP_K - 1) // SCALES.GROUP_K
+    base = w_scale_ptr + expert.to(tl.int64) * ((width + SCALES.GROUP_N - 1) // SCALES.GROUP_N) * groups_k
+    if SCALES.VECTOR:
+        return base + columns // SCALES.GROUP_N * groups_k
     else:
-        return w_scale_ptr
+        return base + first_column // SCALES.GROUP_N * groups_k
 
 
 @triton.jit
@@ -255,10 +252,14 @@ def _first_gemm_kernel(
         if SCALES.WEIGHT != "none":
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
             x_scale_ptrs += block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
-        w_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column, columns, width, K, SCALES)
-        up_scale_ptrs = w_scale_ptrs
-        if EPILOGUE.GATED:
-            up_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column + N, columns + N, width, K, SCALES)
+        w_scale_ptrs = operands.w_scale
+        up_scale_ptrs = operands.w_scale
+        if SCALES.WEIGHT == "block":
+            w_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column, columns, width, K, SCALES)
+            if EPILOGUE.GATED:
+                up_scale_ptrs = _scale_pointers(
+                    operands.w_scale, expert, first_column + N, columns + N, width, K, SCALES
+                )
         gate, up = _compute_tile(
             operands,
             scalars,
@@ -323,7 +324,9 @@ def _second_gemm_kernel(
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
         column_mask = columns < N
-        w_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column, columns, N, K, SCALES)
+        w_scale_ptrs = operands.w_scale
+        if SCALES.WEIGHT == "block":
+            w_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column, columns, N, K, SCALES)
         x_scale_ptrs = operands.x_scale
         if SCALES.STATIC:
             x_scale_ptrs += expert + tl.zeros([TILE.BLOCK_M], tl.int32)
