@@ -185,43 +185,6 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RoundKind:
-    """The parameters of a round that select its compiled kernels; the number of tokens is not among them.
-
-    Args:
-        num_topk: K. scheme: of the payload, a name that `ep_moe.quant.get_scheme` knows.
-        layout: of the batch.
-        ids_dtype: of topk_ids, torch.int32 or torch.int64.
-        counted: `num_tokens` is given.
-        shared_dtype: of `shared` in the combine, None if there is none.
-        split_dispatch: dispatch_send and dispatch_recv are called separately, as a layer with shared experts does.
-        split_combine: combine_send and combine_recv are called separately.
-    """
-
-    num_topk: int
-    scheme: str = "none"
-    layout: Layout = Layout.BATCHED
-    ids_dtype: torch.dtype = torch.int32
-    counted: bool = False
-    shared_dtype: torch.dtype | None = None
-    split_dispatch: bool = False
-    split_combine: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
-        _require(
-            self.ids_dtype in (torch.int32, torch.int64),
-            f"ids_dtype ({self.ids_dtype}) is not torch.int32 or torch.int64",
-        )
-        _require(
-            self.shared_dtype is None or self.shared_dtype in DTYPES.values(),
-            f"shared_dtype ({self.shared_dtype}) is not one of {', '.join(DTYPES)}",
-        )
-        get_scheme(self.scheme)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportConfig:
     """Sizes and options of a transport; every rank of the group passes the same.
 
@@ -237,8 +200,6 @@ class TransportConfig:
             their experts, if the transport supports it.
         num_sms: the most SMs that one exchange kernel uses, which leaves the others to other work; 0 chooses the
             fastest. `collective` leaves that to NCCL.
-        kinds: rounds whose kernels are compiled and loaded when the transport is made, if it has kernels; those of
-            other kinds compile in their first round, while the other ranks wait for this one.
     """
 
     hidden: int
@@ -249,7 +210,6 @@ class TransportConfig:
     max_topk: int = 32
     on_peer_loss: str = "raise"
     num_sms: int = 0
-    kinds: tuple[RoundKind, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -264,11 +224,6 @@ class TransportConfig:
         _require(self.max_topk >= 1, f"max_topk ({self.max_topk}) must be at least 1")
         _require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
         _require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
-        for kind in self.kinds:
-            _require(
-                kind.num_topk <= self.max_topk,
-                f"num_topk ({kind.num_topk}) of a kind exceeds max_topk ({self.max_topk})",
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,6 @@ from ep_moe.config import (
     LaunchEnv,
     Layout,
     MoEConfig,
-    RoundKind,
     RoutingConfig,
     RoutingMethod,
     TransportConfig,
@@ -47,15 +46,7 @@ def transport(**changes: Any) -> TransportConfig:
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "method_9": (routing, {"method": 9}, "method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
-    "kind_ids": (RoundKind, {"num_topk": 1, "ids_dtype": torch.int16}, "ids_dtype (torch.int16) is not torch.int32"),
-    "kind_shared": (RoundKind, {"num_topk": 1, "shared_dtype": torch.int8}, "shared_dtype (torch.int8) is not one of"),
-    "kind_layout": (RoundKind, {"num_topk": 1, "layout": "packed"}, "layout ('packed') is not one of"),
     "num_sms": (transport, {"num_sms": 2}, "num_sms (2) must be 0 or at least 3"),
-    "kind_topk": (
-        transport,
-        {"max_topk": 4, "kinds": (RoundKind(num_topk=5),)},
-        "num_topk (5) of a kind exceeds max_topk (4)",
-    ),
     "method_name": (routing, {"method": "best"}, "method ('best') is not one of 0"),
     "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),
     "group_0": (routing, {"method": 2, "num_group": 0}, "num_group (0) must be at least 1"),
@@ -127,7 +118,6 @@ VALID: dict[type, dict[str, Any]] = {
     ActivationConfig: {"kind": "swiglu"},
     RoutingConfig: {"method": 2, "num_topk": 2},
     MoEConfig: MOE,
-    RoundKind: {"num_topk": 2},
     TransportConfig: TRANSPORT,
     GroupConfig: {},
     EngineConfig: {},
@@ -140,7 +130,6 @@ WHAT_FITS: dict[Any, tuple[Any, ...]] = {  # of NO_VALUES, by a field's type; va
     float: (2.5,),
     bool: (True,),
     str: ("a",),
-    tuple[RoundKind, ...]: (),
     RoutingConfig | None: (None,),
     float | None: (None, 2.5),
     torch.dtype | None: (None,),
@@ -162,10 +151,9 @@ def test_every_field_refuses_what_is_not_of_its_type(config_type: type) -> None:
     ("make", "field"),
     [
         (lambda scheme: moe(scheme=scheme), "scheme"),
-        (lambda scheme: RoundKind(num_topk=1, scheme=scheme), "scheme"),
         (lambda scheme: EngineConfig(scheme=scheme), "scheme"),
     ],
-    ids=["layer", "round", "engine"],
+    ids=["layer", "engine"],
 )
 def test_a_scheme_is_known_when_a_config_is_made(make: Callable[[str], Any], field: str) -> None:
     for scheme in ("none", "nvfp4", "fp8_block_64x32"):
@@ -181,7 +169,6 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert (config.hidden, type(config.hidden)) == (64, int)
     assert config.routing is not None
     assert repr(config.routing.routed_scaling_factor) == "2.0"
-    assert transport(kinds=[RoundKind(num_topk=1)]).kinds == (RoundKind(num_topk=1),)
 
 
 def test_long_and_deep_values_are_cut_short_in_errors() -> None:

@@ -12,7 +12,15 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
-from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
+from ep_moe.quant import (
+    QuantScheme,
+    StoredMatrix,
+    TensorFormat,
+    dequantize_weight,
+    get_scheme,
+    quantize,
+    quantize_weight,
+)
 from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.weights import ExpertWeights
 
@@ -44,6 +52,15 @@ FORMATS = [
     ("int8_token", "bfloat16"),
     ("mxfp8", "bfloat16"),
     ("nvfp4", "float32"),
+    ("int8_block_16x48", "bfloat16"),
+    ("fp8_w8a16", "bfloat16"),
+    ("int8_w8a16_g16_zp", "float16"),
+    ("int4_w4a16", "float32"),
+    ("int4_w4a16_g16_zp_f16", "bfloat16"),
+    ("int4_w4a8_g16", "bfloat16"),
+    ("mxfp4_w4a16", "bfloat16"),
+    ("mxfp4_w4a8", "float32"),
+    ("nvfp4_w4a16_divisor", "bfloat16"),
 ]
 
 
@@ -168,21 +185,22 @@ def reference_e4m3(x: np.ndarray) -> np.ndarray:
     return np.round(x / step) * step
 
 
-def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.ndarray:
+def reference_group(x: np.ndarray, amax: float, scheme: QuantScheme, second: float) -> np.ndarray:
     """Quantize and dequantize values whose scale group has the largest magnitude `amax`; `second` is nvfp4's scale."""
-    if name == "int8_token":
+    stored = scheme.activation
+    if stored.dtype == torch.int8:
         scale = max(amax, 1e-10) / 127
         return np.clip(np.round(x / scale), -127, 127) * scale
-    if name == "mxfp8":
+    if stored.scale_dtype == torch.float8_e8m0fnu:
         scale = 2.0 ** (np.floor(np.log2(amax)) - 8)
         return reference_e4m3(x / scale) * scale
-    if name == "nvfp4":
+    if stored.dtype == torch.uint8:
         scale = second * float(reference_e4m3(np.array(amax / second / 6)))
         ratio = np.clip(x / scale, -6, 6)
         step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(ratio), 1))) - 1)
         return np.round(ratio / step) * step * scale
     scale = max(amax, 1e-10) / 448
-    if name == "fp8_block_ue8m0":
+    if stored.power_of_two:
         scale = 2.0 ** np.ceil(np.log2(scale))
     return reference_e4m3(x / scale) * scale
 
@@ -198,42 +216,47 @@ def reference_requantize(inner: np.ndarray, scheme: QuantScheme, static: float |
             mine, place = inner[row, first : first + group], np.s_[row, first : first + group]
             if static is None:
                 second = np.abs(inner[row]).max() / 2688
-                result[place] = reference_group(mine, np.abs(shared).max(), scheme.name, second)
+                result[place] = reference_group(mine, np.abs(shared).max(), scheme, second)
             else:
                 result[place] = reference_e4m3(mine / static) * static
     return result
 
 
-def stored_numbers(values: torch.Tensor, scheme: QuantScheme) -> np.ndarray:
-    """Stored values [.., V] decoded without their scales, [.., H] float64."""
-    if scheme.name != "nvfp4":
+def stored_numbers(values: torch.Tensor, stored: TensorFormat) -> np.ndarray:
+    """Stored values [.., V] decoded without their scales and zero points, [.., H] float64."""
+    if stored.packed == 1:
         return values.double().numpy().copy()
     magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = np.zeros((*values.shape[:-1], 2 * values.shape[-1]))
     for parity in range(2):
         code = values.numpy() // 16**parity % 16
-        numbers[..., parity::2] = np.where(code < 8, 1, -1) * magnitude[code % 8]
+        four_bits = code if stored.family == "integer" else np.where(code < 8, 1, -1) * magnitude[code % 8]
+        numbers[..., parity::2] = four_bits
     return numbers
 
 
 def reference_weight(matrix: StoredMatrix, scheme: QuantScheme) -> np.ndarray:
     """One expert's matrix in float64."""
-    real = stored_numbers(matrix.values, scheme)
-    if matrix.global_scale is not None:
-        real *= matrix.global_scale.item()
+    stored = scheme.weight
+    real = stored_numbers(matrix.values, stored)
+    if stored.global_scale != "none":
+        real *= matrix.global_scale.item() ** (1 if stored.global_scale == "multiplier" else -1)
+    middle = (8 if stored.packed == 2 else 128) if stored.family == "integer" else 0
     if matrix.scale is not None:
-        (bn, bk), s = scheme.weight.block, matrix.scale.float().double().numpy()
+        (bn, bk), s = stored.block, matrix.scale.float().double().numpy()
+        zero = np.full(s.shape, middle) if matrix.zero is None else matrix.zero.double().numpy()
         for n in range(real.shape[0]):
             for k in range(real.shape[1]):
                 place = {"tensor": (), "channel": (n,), "group": (n, k // bk), "block": (n // bn, k // bk)}
-                real[n, k] *= s[place[scheme.weight.granularity]]
+                at = place[stored.granularity]
+                real[n, k] = (real[n, k] - zero[at]) * s[at]
     return real
 
 
 def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]:
     """By expert: its output rows [n, H] in float64, in the order of the received rows."""
     w, scheme, outputs = case.weights, case.weights.scheme, []
-    x = stored_numbers(case.rows.x, scheme)
+    x = stored_numbers(case.rows.x, scheme.payload)
     for expert in range(EXPERT_COUNT):
         w13, w2 = (reference_weight(matrix[expert], scheme) for matrix in (w.w13, w.w2))
         b13, b2 = (0.0 if b is None else b[expert].double().numpy() for b in (w.w13_bias, w.w2_bias))

@@ -17,7 +17,7 @@ FLOORS = [
     {"config", "fields", "quant", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
-    {"layer", "functional", "testing"},
+    {"local_moe", "layer", "functional", "testing"},
     {"engines", "bench"},
     {"app", "cli", "__main__", "__init__"},
 ]

@@ -8,6 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.utils import is_accelerate_available
 
 from ep_moe.app.start import SHIPPED_MODEL
-from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig, Layout, RoundKind
+from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig
 from ep_moe.engines.transformers import (
     architectures,
     distributed_config,
@@ -30,6 +31,7 @@ from ep_moe.engines.transformers import (
 from ep_moe.engines.transformers.experts import activation_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
 from ep_moe.weights import moe_config
 
@@ -362,9 +364,12 @@ def test_session() -> None:
 def test_dtype_and_scheme(dtype: torch.dtype, scheme: str, limit: float) -> None:
     """Compares one layer, not the logits, which change completely once rounding flips an expert choice."""
     directory = directory_of("mixtral")
-    model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
+    with mock.patch.object(ExpertParallelMoE, "warmup", autospec=True) as warmed:
+        model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
     assert model.dtype == dtype
-    assert model.ep_moe.transport.config.kinds == (RoundKind(num_topk=2, scheme=scheme, layout=Layout.COMPACT),)
+    [call] = warmed.call_args_list  # the layers are alike
+    assert call.args[0] in model.ep_moe.layers
+    assert call.kwargs == {"num_topk": 2}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     x, ids, weights = expert_inputs()
     expected = load_whole(directory).model.layers[1].mlp.experts(x, ids, weights)

@@ -49,11 +49,16 @@ class ExpertWeights:
         """Total bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
+    @property
+    def optional(self) -> tuple[torch.Tensor | None, ...]:
+        """Biases and static scales, None for those that are not there."""
+        return self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that are there."""
         yield from self.w13.tensors.values()
         yield from self.w2.tensors.values()
-        for tensor in (self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale):
+        for tensor in self.optional:
             if tensor is not None:
                 yield tensor
 

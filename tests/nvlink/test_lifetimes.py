@@ -228,23 +228,23 @@ def layer_without_memory(group: EPGroup) -> bool:
     )
     config = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=case.num_experts)
     layer = ExpertParallelMoE(config, weights, transport, experts="torch")
-    sound = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+    sound = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     if group.rank == 1:
         allocate = transport._dispatches._allocate
         transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
             plan, slot
         )
         with pytest.raises(torch.OutOfMemoryError):
-            layer(inputs.x, routing.topk_ids, routing.topk_weights)
+            layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
         transport._dispatches._allocate = allocate
         right = True
     else:
         first, last = transport.placement.starts[1:3]
         lost = ((routing.topk_ids >= first) & (routing.topk_ids < last)).any(1)
-        found = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+        found = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
         right = bool(lost.any()) and torch.equal(found.isnan().all(1), lost)
         right = right and torch.equal(found[~lost], sound[~lost])
-    again = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+    again = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     transport.check()
     transport.destroy()
     return right and torch.equal(again, sound)

@@ -28,7 +28,7 @@ from ep_moe.engines.transformers.hooks import (
     Session,
     without_backward,
 )
-from ep_moe.engines.transformers.installing import Options, Part, install, placement_of, transport_config
+from ep_moe.engines.transformers.installing import Options, Part, install, placement_of
 from ep_moe.engines.transformers.loading import build_skeleton, layers_of, load_dense
 from ep_moe.engines.transformers.parallel import distributed_config, register_parallelism
 from ep_moe.engines.transformers.ranks import Agreement
@@ -88,21 +88,19 @@ def from_pretrained(
         scheme=scheme,
         device=group.device,
     )
-    parts, quantized_there = {}, []
+    parts = {}
     for name, layer in layers.items():
         own = weights[layer]
         config = dataclasses.replace(checkpoint.config, scheme=own.scheme.name, layout=Layout(layout))
         parts[name] = Part(
             module=model.get_submodule(name), config=config, weights=functools.partial(weights.pop, layer)
         )
-        if own.w13_input_scale is None:
-            quantized_there.append(config)
     sizes = TransportConfig(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
     options = Options(transport=transport, experts=experts, placement=place)
     group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
-    return install(model.eval(), group, parts, options, transport_config(model, sizes, quantized_there))
+    return install(model.eval(), group, parts, options, sizes)
 
 
 def shard_experts(

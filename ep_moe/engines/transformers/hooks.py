@@ -36,9 +36,9 @@ class HookConfig:
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
 
 
-def with_topk(config: TransportConfig, num_topk: int) -> TransportConfig:
-    """The config with `max_topk` raised to at least K. Local."""
-    return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk))
+def with_topk(config: TransportConfig, num_topk: int | None) -> TransportConfig:
+    """The config with `max_topk` raised to at least K, if it is known. Local."""
+    return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk or 0))
 
 
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class LocalExperts:
     ) -> torch.Tensor:
         """Called by transformers, whose own expert parallelism marks experts of other ranks with id E. Local."""
         ids = torch.where(top_k_index == self._num_experts, -1, top_k_index)
-        return self._layer.layer(module)(hidden_states, ids, top_k_weights.float())
+        return self._layer.layer(module).forward_routed(hidden_states, ids, top_k_weights.float())
 
 
 class Session:
@@ -197,7 +197,7 @@ class ShardedExperts:
         session, layer = self._session, self.layer
         self.called = True
         if session.idle:
-            layer(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
+            layer.forward_routed(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)
         session.count(self._index, top_k_index)
-        return layer(hidden_states, top_k_index, top_k_weights.float())
+        return layer.forward_routed(hidden_states, top_k_index, top_k_weights.float())

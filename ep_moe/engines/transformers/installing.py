@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ep_moe.config import MoEConfig, RoundKind, TransportConfig
+from ep_moe.config import MoEConfig, TransportConfig
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
 from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts, with_topk
@@ -59,20 +59,11 @@ def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -
     return placement
 
 
-def transport_config(
-    model: PreTrainedModel, sizes: TransportConfig, quantized_there: Iterable[MoEConfig]
-) -> TransportConfig:
-    """The config of a model's transport, with the kinds of its rounds, so that no prompt waits for compilation.
-
-    Args:
-        sizes: all other fields. quantized_there: configs of the layers whose tokens the transport quantizes.
-    Errors: ValueError as of `TransportConfig`. Local.
-    """
-    num_topk = num_topk_of(model.config)
-    if num_topk is None:
-        return sizes
-    kinds = (RoundKind(num_topk=num_topk, scheme=config.scheme, layout=config.layout) for config in quantized_there)
-    return dataclasses.replace(with_topk(sizes, num_topk), kinds=tuple(dict.fromkeys(kinds)))
+def _warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int | None) -> None:
+    """Compile the kernels of one layer of each kind, so that no prompt waits for compilation. Collective."""
+    alike = {(layer.config, *(tensor is None for tensor in layer.weights.optional)): layer for layer in layers}
+    for layer in alike.values() if num_topk is not None else ():
+        layer.warmup(num_topk=num_topk)
 
 
 def install(
@@ -83,7 +74,8 @@ def install(
     Layers are made one by one, and each frees more memory than the next one needs. Collective.
     """
     before = model.get_experts_implementation()
-    exchange = create_transport(options.transport, group, options.placement, config)
+    num_topk = num_topk_of(model.config)
+    exchange = create_transport(options.transport, group, options.placement, with_topk(config, num_topk))
     try:
         with Agreement(group, "load"):
             model.set_experts_implementation(NAME)
@@ -95,7 +87,7 @@ def install(
     session = Session(group, exchange, layers)
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
-    keep_in_step(model, num_topk_of(model.config))
+    keep_in_step(model, num_topk)
     setattr(model, NAME, session)
     vars(model)["_has_unfinished_sequences"] = functools.partial(any_rank_unfinished, group)
     for name, module in model.named_modules():
@@ -104,6 +96,7 @@ def install(
             inside = {key.removeprefix(prefix): parts[key].module for key in parts if key.startswith(prefix)}
             if inside:
                 vars(module)["save_pretrained"] = functools.partial(save_pretrained, module, inside)
+    _warm_up(layers, num_topk)
     return model
 
 

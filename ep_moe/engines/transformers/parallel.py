@@ -140,10 +140,11 @@ class MeshExperts:
         layer, shared = self._prepare(ids.shape[1])
         sharers = self._batch_group.size()
         if sharers == 1:
-            return layer(x, ids, weights)
+            return layer.forward_routed(x, ids, weights)
         rows = -(-x.shape[0] // sharers)
         first = self._batch_group.rank() * rows
-        part = layer(x[first : first + rows], ids[first : first + rows], weights[first : first + rows])
+        mine = slice(first, first + rows)
+        part = layer.forward_routed(x[mine], ids[mine], weights[mine])
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
         gathered = padded.new_empty(sharers * rows, padded.shape[1])
         with shared.group.guard("gather"):

@@ -105,6 +105,7 @@ class CollectiveTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload is sent asynchronously."""
@@ -121,6 +122,7 @@ class CollectiveTransport(Transport):
                 rank=self.rank,
                 device=device,
                 num_tokens=num_tokens,
+                max_num_tokens=max_num_tokens,
                 layer=layer,
             )
         except ValueError as error:

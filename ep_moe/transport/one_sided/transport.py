@@ -21,6 +21,7 @@ from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import (
+    bound_fits,
     check_dispatch,
     check_expert_output,
     check_results,
@@ -34,9 +35,10 @@ from ep_moe.transport.one_sided.kernel_context import KernelContext, may_start_e
 from ep_moe.transport.one_sided.memory import PeerMemory
 from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
 from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key, ranks_of, regions_of
-from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 from ep_moe.transport.one_sided.warmup import warm_up
+from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
 MOST_RANKS = 32  # one bit each in int32 masks
@@ -52,15 +54,6 @@ class _Round:
     sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeStatistics:
-    """Counters of this rank's kernels, on the device: reading them waits for the kernels."""
-
-    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert received in all rounds
-    waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
-    last_waited_ns: torch.Tensor  # [slots, R] int64, the same in the last phase of each slot
-
-
 class NvlinkTransport(Transport):
     """Dispatch and combine by stores over NVLink, from Triton kernels; on a CPU under TRITON_INTERPRET=1.
 
@@ -69,9 +62,9 @@ class NvlinkTransport(Transport):
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
-    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
-    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. CUDA may wait for the whole GPU to load a
-    kernel: run a round of other shapes once before ranks use two slots in different orders.
+    The constructor is collective: it compares the configs of all ranks, and maps O(R * M * H) bytes of each rank
+    (`peer_bytes`). Kernels compile on first use; `ExpertParallelMoE.warmup` compiles them beforehand. CUDA may wait for
+    the whole GPU to load a kernel: run a round of each kind once before ranks use two slots in different orders.
 
     A round has no host sync and may be captured in a CUDA graph. Replays may have other counts, ids and, by
     `num_tokens`, other T, and may alternate with other graphs and eager rounds.
@@ -82,8 +75,6 @@ class NvlinkTransport(Transport):
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
-        for kind in config.kinds:
-            get_scheme(kind.scheme)
         for name, value, limit in (
             ("num_ranks", group.num_ranks, MOST_RANKS),
             ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
@@ -117,6 +108,7 @@ class NvlinkTransport(Transport):
         self._dispatches = DispatchLauncher(self._context, self._plans)
         self._combines = CombineLauncher(self._context)
         self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._compiled: set[RoundKind] = set()
         self._open: OpenRounds | None = None
         if self.device.type == "cuda":
             self._open = OpenRounds(
@@ -126,8 +118,6 @@ class NvlinkTransport(Transport):
                 functools.partial(tuning.receivers, num_ranks=group.num_ranks),
                 triton.runtime.driver.active.get_current_stream,
             )
-            warm_up(config.kinds, self._context, self._plans, self._dispatches, self._combines)
-        group.wait_for_all("compile")  # compile times differ between ranks
 
     @property
     def peer_bytes(self) -> int:
@@ -137,12 +127,7 @@ class NvlinkTransport(Transport):
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
-        slots, num_local = self._states.slots, self.placement.num_local_experts(self.rank)
-        return ExchangeStatistics(
-            expert_tokens=torch.stack([slot.rows_seen_ptr for slot in slots]).sum(0)[:num_local],
-            waited_ns=torch.stack([slot.waited_ptr[1] for slot in slots]).sum(0),
-            last_waited_ns=torch.stack([slot.waited_ptr[0] for slot in slots]),
-        )
+        return self._states.statistics(self.placement.num_local_experts(self.rank))
 
     @property
     def active_ranks(self) -> tuple[bool, ...]:
@@ -175,10 +160,11 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, layer)
+        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
         inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, layer=layer.words)
         self._begin(slot, "dispatch_send", inputs)
 
@@ -201,13 +187,14 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, layer)
+        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
         inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer.words)
         with self._faults.waiting("dispatch", self.num_rounds):
             batch = self._dispatches.receive(slot, inputs, send=True)
@@ -222,6 +209,7 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int,
         num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
         layer: LayerTag,
     ) -> RoundPlan:
         """Check a dispatch, and find the plan of its round or make it."""
@@ -233,7 +221,7 @@ class NvlinkTransport(Transport):
             plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
-        if plan is None or isinstance(x, Quantized):
+        if plan is None or isinstance(x, Quantized) or not bound_fits(max_num_tokens, plan.num_tokens, self.config):
             try:
                 check_dispatch(
                     x,
@@ -244,6 +232,7 @@ class NvlinkTransport(Transport):
                     rank=self.rank,
                     device=self.device,
                     num_tokens=num_tokens,
+                    max_num_tokens=max_num_tokens,
                     layer=layer,
                 )
             except ValueError as error:
@@ -371,6 +360,15 @@ class NvlinkTransport(Transport):
         with self._faults.waiting("combine", state.round):
             self._combines.receive(slot, state.inputs.plan, out=out)
         self._close(slot)
+
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """See `Transport.warmup`. Waits for the other ranks without a timeout, since compile times differ."""
+        self._slots.check_open()
+        if self.device.type == "cuda":
+            fresh = tuple(kind for kind in kinds if kind not in self._compiled)
+            warm_up(fresh, self._context, self._plans, self._dispatches, self._combines)
+            self._compiled.update(kinds)
+        self._group.wait_for_all("compile")
 
     def check(self) -> None:
         """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 
-from ep_moe.config import RoundKind
 from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors
 from ep_moe.kernels.exchange.combine import Results
 from ep_moe.quant import as_bytes, get_scheme
@@ -20,6 +19,7 @@ from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
 from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.round_plan import RoundPlans, distinct_sizes
+from ep_moe.transport.round_kind import RoundKind
 
 _MOST_COMPILERS = 8  # threads
 _Call = tuple[RepeatedLaunch, Tensors, tuple[int, ...]]
