@@ -9,6 +9,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ep_moe.bench.timing import time_calls
+from ep_moe.engines.transformers import GenerationOptions
+from ep_moe.engines.transformers import generate as ours
 from ep_moe.group import EPGroup
 
 
@@ -18,6 +20,7 @@ class System:
 
     model: Any  # a transformers model; its mixins are more than a type checker can follow
     prompts: torch.Tensor
+    decode_graphs: bool | None = None  # if it is ours
 
 
 class _FirstToken(StoppingCriteria):
@@ -38,6 +41,11 @@ class _FirstToken(StoppingCriteria):
 
 def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> torch.Tensor:
     """Continue the prompts greedily by exactly `new_tokens`; returns [rows, new_tokens]. Collective."""
+    if hasattr(system.model, "ep_moe"):
+        options = GenerationOptions(max_new_tokens=new_tokens)
+        on_step: Any = lambda count: [criterion(system.prompts, system.prompts) for criterion in criteria]  # noqa: E731
+        found = ours(system.model, system.prompts, options, decode_graphs=system.decode_graphs, on_step=on_step)
+        return found.to(system.prompts.device)
     with torch.inference_mode():
         sequences = system.model.generate(
             system.prompts,

@@ -102,6 +102,7 @@ class _ModelBench:
                 "seed": config.seed,
                 "nodes": harness.num_nodes(group),
                 **harness.words(config, "hook", "repeats"),
+                "graph": session.decoder is not None,
             },
             figures=errors[OURS],
             baselines={name: found for name, found in errors.items() if name != OURS},
@@ -139,7 +140,8 @@ class _ModelBench:
             model: Any = Qwen3MoeForCausalLM._from_config(transformers_config(config), dtype=engine.torch_dtype)
         fill_with_random_numbers(model, config.seed)
         shard_experts(model.eval(), group, placement=engine.placement, **ours)
-        return {OURS: System(model=model, prompts=self._prompts[self._mine]), **systems}
+        prompts = self._prompts[self._mine]
+        return {OURS: System(model=model, prompts=prompts, decode_graphs=config.decode_graphs), **systems}
 
     def _load(self, name: str, spread: DistributedConfig) -> System:
         """Load an empty model, as transformers spreads models while loading them; then fill it. Collective."""

@@ -60,6 +60,11 @@ class Transport(Protocol):
     num_rounds: int
     num_layers: int = 0
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """The slots that hold an open round. Local."""
+        return ()
+
     def number_layer(self) -> int:
         """Register one more layer that uses this transport; returns its number, from 0.
 

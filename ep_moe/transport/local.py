@@ -64,6 +64,11 @@ class LocalTransport(Transport):
         self._group = group
         self._slots: Slots[_Round] = Slots(config.num_slots)
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def dispatch_send(
         self,
         x: torch.Tensor | Quantized,

@@ -53,6 +53,11 @@ class Slots(Generic[State]):
         entry = self._entry(slot)
         return self._NEXT[entry.stage], entry.state
 
+    @property
+    def open(self) -> tuple[int, ...]:
+        """The slots that hold a round."""
+        return tuple(index for index, entry in enumerate(self._slots) if entry.stage != "idle")
+
     def close(self, slot: int) -> None:
         """Forget the round that the slot holds."""
         self._slots[slot] = _Slot()

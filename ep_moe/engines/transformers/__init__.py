@@ -2,7 +2,7 @@
 
     group = EPGroup.from_env()
     model = from_pretrained(directory, group)
-    model.generate(..., synced_gpus=True)
+    generate(model, prompts, GenerationOptions(max_new_tokens=64))  # or model.generate(..., synced_gpus=True)
 
 Importing this module registers "ep_moe" with transformers (`register`). Inference only.
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M max_tokens_per_rank.
@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.engines.transformers.architectures import refuse_to_be_ignored
+from ep_moe.engines.transformers.decoding import GenerationOptions, generate
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule
 from ep_moe.engines.transformers.hooks import (
     MAX_TOKENS_PER_RANK,
@@ -37,7 +38,15 @@ from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
 from ep_moe.weights import Checkpoint, ExpertWeights
 
-__all__ = ["Session", "distributed_config", "from_pretrained", "register", "shard_experts"]
+__all__ = [
+    "GenerationOptions",
+    "Session",
+    "distributed_config",
+    "from_pretrained",
+    "generate",
+    "register",
+    "shard_experts",
+]
 
 
 def from_pretrained(

@@ -3,8 +3,10 @@
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_tokens_per_rank.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
 
 NAME = "ep_moe"  # our name in transformers
+DecodeExperts = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, tokens, ids, weights
 MAX_TOKENS_PER_RANK = 4096  # the default M
 
 
@@ -135,13 +138,22 @@ class Session:
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
         idle: set it to True to make this rank take part in every forward pass without sending tokens; its MoE layers
             then return zeros. For a rank that has finished while others still generate.
+        experts: name of the layers' experts implementation.
+        decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
+        why_no_graphs: the reason why there is none, "" until it is needed.
     """
 
-    def __init__(self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...]) -> None:
+    def __init__(
+        self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...], experts: str = "auto"
+    ) -> None:
         self.group = group
         self.transport = transport
         self.layers = layers
         self.idle = False
+        self.experts = experts
+        self.decoder: Any = None
+        self.why_no_graphs = ""
+        self.decode_experts: DecodeExperts | None = None
         # the extra column counts invalid ids, so that they need no filtering, which would be a host sync
         self._load = torch.zeros(
             len(layers), transport.placement.num_experts + 1, dtype=torch.int64, device=group.device
@@ -168,8 +180,28 @@ class Session:
         ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
         self._load[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
+    @contextlib.contextmanager
+    def sitting_out(self, idle: bool = True) -> Iterator[None]:
+        """`idle` has this value in the block, and its value of before after it. Local."""
+        before, self.idle = self.idle, idle
+        try:
+            yield
+        finally:
+            self.idle = before
+
+    @contextlib.contextmanager
+    def decoding(self, experts: "DecodeExperts") -> Iterator[None]:
+        """In the block, experts modules call this function in place of their layers. Local."""
+        self.decode_experts = experts
+        try:
+            yield
+        finally:
+            self.decode_experts = None
+
     def destroy(self) -> None:
-        """Destroy the transport, not the group; the model can no longer run. Local, calling it twice is fine."""
+        """Destroy the transports, not the group; the model can no longer run. Local, calling it twice is fine."""
+        if self.decoder is not None:
+            self.decoder.destroy()
         self.transport.destroy()
 
 
@@ -196,6 +228,8 @@ class ShardedExperts:
         """Compute this rank's tokens [T, H], ids [T, K] logical. Collective."""
         session, layer = self._session, self.layer
         self.called = True
+        if session.decode_experts is not None:
+            return session.decode_experts(self._index, hidden_states, top_k_index, top_k_weights)
         if session.idle:
             layer.forward_routed(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)

@@ -59,11 +59,15 @@ def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -
     return placement
 
 
-def _warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int | None) -> None:
-    """Compile the kernels of one layer of each kind, so that no prompt waits for compilation. Collective."""
+def warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int | None, *, padded: bool = False) -> None:
+    """Compile the kernels of one layer of each kind, so that no prompt waits for compilation. Collective.
+
+    Args:
+        num_topk: K; None, of a model that does not say it, compiles nothing. padded: also of calls with `num_tokens`.
+    """
     alike = {(layer.config, *(tensor is None for tensor in layer.weights.optional)): layer for layer in layers}
     for layer in alike.values() if num_topk is not None else ():
-        layer.warmup(num_topk=num_topk)
+        layer.warmup(num_topk=num_topk, padded=padded)
 
 
 def install(
@@ -84,7 +88,7 @@ def install(
         model.set_experts_implementation(before)
         exchange.destroy()
         raise
-    session = Session(group, exchange, layers)
+    session = Session(group, exchange, layers, options.experts)
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
     keep_in_step(model, num_topk)
@@ -96,7 +100,7 @@ def install(
             inside = {key.removeprefix(prefix): parts[key].module for key in parts if key.startswith(prefix)}
             if inside:
                 vars(module)["save_pretrained"] = functools.partial(save_pretrained, module, inside)
-    _warm_up(layers, num_topk)
+    warm_up(layers, num_topk)
     return model
 
 

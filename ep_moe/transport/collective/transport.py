@@ -96,6 +96,11 @@ class CollectiveTransport(Transport):
         ).to(group.device)  # [P] int32, physical expert -> rank
         self._slots: Slots[_Round] = Slots(config.num_slots)
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def dispatch_send(
         self,
         x: torch.Tensor | Quantized,

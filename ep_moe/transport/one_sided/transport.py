@@ -124,6 +124,11 @@ class NvlinkTransport(Transport):
         """Bytes of this rank's memory that its peers map."""
         return self._memory.num_bytes
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
@@ -365,8 +370,8 @@ class NvlinkTransport(Transport):
         """See `Transport.warmup`. Waits for the other ranks without a timeout, since compile times differ."""
         self._slots.check_open()
         if self.device.type == "cuda":
-            fresh = tuple(kind for kind in kinds if kind not in self._compiled)
-            warm_up(fresh, self._context, self._plans, self._dispatches, self._combines)
+            new = tuple(kind for kind in kinds if kind not in self._compiled)
+            warm_up(new, self._context, self._plans, self._dispatches, self._combines)
             self._compiled.update(kinds)
         self._group.wait_for_all("compile")
 
