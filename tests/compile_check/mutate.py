@@ -29,7 +29,17 @@ from compile_check.stub import compile_only
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher
 
 # in order of their imports
-MODULES = ("wire_layout", "peers", "waits", "round_state", "dispatch_send", "dispatch_receive", "dispatch", "combine")
+MODULES = (
+    "wire_layout",
+    "peers",
+    "waits",
+    "round_state",
+    "headers",
+    "dispatch_send",
+    "dispatch_receive",
+    "dispatch",
+    "combine",
+)
 UNCHANGED = tuple(
     Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
 )

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.dispatch_receive import receive
-from ep_moe.kernels.exchange.dispatch_send import Strides, announce, send_ll, send_rows
+from ep_moe.kernels.exchange.dispatch_send import Strides, send_ll, send_rows
+from ep_moe.kernels.exchange.headers import announce
 from ep_moe.kernels.exchange.round_state import ACTIVE, DONE, Round, is_off, next_epoch
 from ep_moe.kernels.exchange.waits import wait_for_launch
 

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.exchange.headers import judge, place_experts
 from ep_moe.kernels.exchange.peers import region
 from ep_moe.kernels.exchange.round_state import (
     BEGUN,
     DONE,
     LOST,
-    MISMATCH,
-    OTHER_LAYER,
     OUT_OF_ORDER,
     RUNS,
     SOURCE_TOKENS,
@@ -39,21 +38,16 @@ from ep_moe.kernels.exchange.waits import (
     wait_for_words,
 )
 from ep_moe.kernels.exchange.wire_layout import (
-    BAD_IDS,
     DISPATCH,
     ENTRIES,
     FINE,
     FLAGS,
-    FORMAT,
     HEADER_WORDS,
     HEADERS,
-    LAYER,
     LL_ROWS,
     SCALES,
-    SETTINGS,
     STATUS,
     VALUES,
-    code_of,
     epoch_of,
     expert_of,
     make_word,
@@ -82,63 +76,6 @@ class Receiving(NamedTuple):
     POOLED: tl.constexpr
     TAKE_LL: tl.constexpr  # LL words may come
     TAKE_ROWS: tl.constexpr  # and rows
-
-
-@triton.jit
-def _judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
-    """Return a round's verdict (FINE, or why it fails), the rank that caused it, and the int64 that describes it.
-
-    This rank's own mistake comes first: its host has raised it already. The number of a mismatch has a bit for each
-    rank with another format; that of bad ids is one of them above their count; that of another layer is the
-    other rank's `settings` above its `layer`.
-    """
-    RANK: tl.constexpr = ranks.RANK
-    RANKS: tl.constexpr = ranks.RANKS
-    source = tl.arange(0, RANKS)
-    header_ptr, known = headers_ptr + source * ranks.header_stride, source < ranks.R
-    statuses = payload_of(tl.load(header_ptr + STATUS, mask=known, other=0, volatile=True))
-    formats = payload_of(tl.load(header_ptr + FORMAT, mask=known, other=0, volatile=True))
-    layers = payload_of(tl.load(header_ptr + LAYER, mask=known, other=0, volatile=True))
-    others = payload_of(tl.load(header_ptr + SETTINGS, mask=known, other=0, volatile=True))
-    code = tl.where(is_source, code_of(statuses), FINE)
-    compared = is_source & (code == FINE)
-    odd = compared & (formats != round_.fingerprint)
-    code = tl.where(odd, MISMATCH, code)
-    code = tl.where(compared & ((layers != round_.layer) | (others != round_.settings)), OTHER_LAYER, code)
-    suspect = tl.where(pick(code, RANK, RANKS) != FINE, RANK, tl.min(tl.where(code != FINE, source, RANKS), 0))
-    verdict, number = pick(code, suspect, RANKS), pick(value_of(statuses), suspect, RANKS)
-    bad_id = pick(formats, suspect, RANKS).to(tl.int64) << 32
-    number = tl.where(verdict == MISMATCH, tl.sum(odd.to(tl.int32) << source, 0), number).to(tl.int64)
-    tag = make_word(pick(others, suspect, RANKS), pick(layers, suspect, RANKS))
-    number = tl.where(verdict == BAD_IDS, number | bad_id, number)
-    return verdict, suspect, tl.where(verdict == OTHER_LAYER, tag, number)
-
-
-@triton.jit
-def _place_experts(headers_ptr, own, height, alignment, writes, active, ranks: tl.constexpr, BATCHED: tl.constexpr):
-    """Return the first row of each expert for each source, [RANKS * EXPERTS]; with `writes` also write the counts.
-
-    Example: two sources send expert 7, whose rows start at 64, 3 and 2 rows: they begin at 64 and at 67.
-    """
-    EXPERTS: tl.constexpr = ranks.EXPERTS
-    num_experts = ranks.STARTS[ranks.RANK + 1] - ranks.STARTS[ranks.RANK]
-    source, expert = tl.arange(0, ranks.RANKS), tl.arange(0, EXPERTS)
-    inside = ((source < ranks.R) & is_active(active, source))[:, None] & (expert < num_experts)[None, :]
-    count_ptrs = headers_ptr + source[:, None] * ranks.header_stride + HEADER_WORDS + expert[None, :]
-    count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
-    total = tl.sum(count, 0)
-    if BATCHED:
-        row_start = expert * height
-    else:
-        aligned = (total + alignment - 1) // alignment * alignment
-        row_start = tl.cumsum(aligned, 0) - aligned
-    if writes:
-        mine = expert < num_experts
-        tl.store(own.num_rows_ptr + expert, total, mask=mine)
-        tl.store(own.row_start_ptr + expert, row_start.to(tl.int32), mask=mine)
-        tl.store(own.rows_seen_ptr + expert, tl.load(own.rows_seen_ptr + expert, mask=mine) + total, mask=mine)
-    first = row_start[None, :] + tl.cumsum(count, 0) - count
-    return tl.reshape(first.to(tl.int32), [ranks.RANKS * EXPERTS])
 
 
 @triton.jit
@@ -413,11 +350,11 @@ def receive(
             R,
         )
     writes = leads & (arrived > 0)
-    first_rows = _place_experts(headers_ptr, own, height, alignment, writes, round_.active, ranks, receiving.BATCHED)
+    first_rows = place_experts(headers_ptr, own, height, alignment, writes, round_.active, ranks, receiving.BATCHED)
     status_ptrs = headers_ptr + source * ranks.header_stride + STATUS
     statuses = payload_of(tl.load(status_ptrs, mask=source < R, other=0, volatile=True))
     if arrived > 0:
-        verdict, suspect, value = _judge(headers_ptr, round_, is_source, ranks)
+        verdict, suspect, value = judge(headers_ptr, round_, is_source, ranks)
     tokens = tl.where(is_source & (verdict == FINE), value_of(statuses), 0)
     if leads:
         if verdict != FINE:

@@ -1,4 +1,4 @@
-"""The sending half of a dispatch: a rank's header, and its tokens as rows or as LL words.
+"""The sending half of a dispatch: a rank's tokens as rows or as LL words.
 
 Letters: T tokens on this rank, K top-k, H hidden, G scale groups, R ranks, P physical experts, B blocks of tokens.
 """
@@ -9,32 +9,19 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.peers import fence, put_rows, put_word, signal, target
-from ep_moe.kernels.exchange.round_state import OWN_TOKENS, SENT, is_active
+from ep_moe.kernels.exchange.round_state import is_active
 from ep_moe.kernels.exchange.wire_layout import (
-    BAD_IDS,
     ENTRIES,
-    FINE,
     FLAGS,
-    FORMAT,
-    HEADER_WORDS,
-    HEADERS,
-    LAYER,
     LL_ROWS,
-    REFUSED,
     SCALES,
-    SETTINGS,
-    STATUS,
-    TOO_MANY,
     VALUES,
     make_word,
     pack_entry,
-    pack_status,
 )
 from ep_moe.kernels.numerics import (
     INT8_MAX,
-    INT32_MIN,
     absmax,
-    clamp_to_int32,
     divide_rows,
     e4m3_scale,
     tile_scale,
@@ -44,7 +31,7 @@ from ep_moe.kernels.numerics import (
 
 
 class Tokens(NamedTuple):
-    """What a rank brings to a round_."""
+    """What a rank brings to a round."""
 
     x_ptr: Any  # [T, H] to be quantized, else 32-bit words, rows `Strides.x` units of UNIT elements or words apart
     scale_ptr: Any  # [T, G] where it is quantized already, any strides
@@ -81,89 +68,6 @@ class Sending(NamedTuple):
     IDS_COUNTED: tl.constexpr  # block by block, by kernels before this one
     SEND_LL: tl.constexpr  # this rank may send LL words
     SEND_ROWS: tl.constexpr  # and rows
-
-
-@triton.jit
-def _find_bad_id(tokens, present, num_physical, ids_stride, K: tl.constexpr, TOKENS: tl.constexpr):
-    """The largest of the ids that no rank owns, cut to int32."""
-    found = tl.zeros([TOKENS], tl.int32) + INT32_MIN
-    for first in range(0, present, TOKENS):
-        token = first + tl.arange(0, TOKENS).to(tl.int64)
-        for k in tl.static_range(K):
-            ids = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
-            bad = (ids < -1) | (ids >= num_physical)
-            found = tl.maximum(found, tl.where(bad, clamp_to_int32(ids), INT32_MIN))
-    return tl.max(found, 0)
-
-
-@triton.jit
-def announce(
-    links,
-    own,
-    tokens,
-    announcer,
-    announcers,
-    present,
-    num_tokens,
-    max_tokens,
-    num_blocks,
-    num_physical,
-    ids_stride,
-    refusal,
-    round_,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    sending: tl.constexpr,
-):
-    """Send every rank this rank's header: status, format, layer and counts.
-
-    Rule: all of it is sent in every round_, also with a status that refuses the round_, since receivers wait for all.
-    """
-    EXPERTS: tl.constexpr = sending.EXPERT_BLOCK
-    token = tl.arange(0, sending.TOKENS)
-    totals_ptr = tokens.block_counts_ptr + num_blocks.to(tl.int64) * (num_physical + 1)
-    header = ranks.RANK * ranks.header_stride
-    for first in range(announcer * EXPERTS, num_physical, announcers * EXPERTS):
-        expert = first + tl.arange(0, EXPERTS)
-        if sending.IDS_COUNTED:
-            count = tl.load(totals_ptr + expert, mask=expert < num_physical, other=0)
-        else:
-            hit = tl.zeros([sending.TOKENS, EXPERTS], tl.int32)
-            for k in tl.static_range(row.K):
-                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
-                hit = hit | (theirs[:, None] == expert[None, :]).to(tl.int32)
-            count = tl.sum(hit, 0)
-        word = make_word(tl.zeros([EXPERTS], tl.int32) + round_.epoch, count)
-        for r in tl.static_range(ranks.R):
-            place = expert + (HEADER_WORDS - ranks.STARTS[r])
-            theirs = (expert >= ranks.STARTS[r]) & (expert < ranks.STARTS[r + 1])
-            mask = theirs & round_.enabled & is_active(round_.active, r)
-            put_word(target(links.bases[r], links, HEADERS, header, tl.int64), place, word, mask)
-    if announcer == 0:
-        if sending.IDS_COUNTED:
-            bad = tl.load(totals_ptr + num_physical)
-        else:
-            found = tl.zeros([sending.TOKENS], tl.int32)
-            for k in tl.static_range(row.K):
-                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
-                found += ((theirs < -1) | (theirs >= num_physical)).to(tl.int32)
-            bad = tl.sum(found, 0)
-        wrong_count = (num_tokens > max_tokens) | (num_tokens < 0)
-        code = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
-        code = tl.where(refusal > 0, REFUSED, code)
-        status = make_word(round_.epoch, pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens)))
-        fingerprint = round_.fingerprint
-        if code == BAD_IDS:  # there is no payload: its place takes one of the ids
-            fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, row.K, sending.TOKENS)
-        for r in tl.static_range(ranks.R):
-            if round_.enabled & is_active(round_.active, r):
-                to = target(links.bases[r], links, HEADERS, header, tl.int64)
-                put_word(to, STATUS, status, None)
-                put_word(to, FORMAT, make_word(round_.epoch, fingerprint), None)
-                put_word(to, LAYER, make_word(round_.epoch, round_.layer), None)
-                put_word(to, SETTINGS, make_word(round_.epoch, round_.settings), None)
-        tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
-        tl.store(own.state_ptr + SENT, round_.epoch)  # also where it is skipped: a settlement must not begin with it
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,15 @@ from ep_moe.kernels.exchange.wire_layout import Ranks
 
 _STATE_WORDS = 64
 _ENDED = SENT_ONCE.value + RECEIVED_ONCE.value  # value of RUNS if nothing is left to combine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeStatistics:
+    """Counters of this rank's kernels, on the device: reading them waits for the kernels."""
+
+    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert received in all rounds
+    waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
+    last_waited_ns: torch.Tensor  # [slots, R] int64, the same in the last phase of each slot
 
 
 class SlotStates:
@@ -62,6 +72,14 @@ class SlotStates:
         for slot in self.slots:
             slot.state_ptr[RUNS.value] = _ENDED
         self.resume((True,) * num_ranks, (0,) * config.num_slots)
+
+    def statistics(self, num_local_experts: int) -> ExchangeStatistics:
+        """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
+        return ExchangeStatistics(
+            expert_tokens=torch.stack([slot.rows_seen_ptr for slot in self.slots]).sum(0)[:num_local_experts],
+            waited_ns=torch.stack([slot.waited_ptr[1] for slot in self.slots]).sum(0),
+            last_waited_ns=torch.stack([slot.waited_ptr[0] for slot in self.slots]),
+        )
 
     def resume(self, active: Sequence[bool], epochs: Sequence[int]) -> None:
         """Continue with some ranks.

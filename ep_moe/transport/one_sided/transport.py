@@ -35,7 +35,7 @@ from ep_moe.transport.one_sided.kernel_context import KernelContext, may_start_e
 from ep_moe.transport.one_sided.memory import PeerMemory
 from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
 from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key, ranks_of, regions_of
-from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 from ep_moe.transport.one_sided.warmup import warm_up
 from ep_moe.transport.round_kind import RoundKind
@@ -52,15 +52,6 @@ class _Round:
     round: int
     inputs: RoundInputs
     sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeStatistics:
-    """Counters of this rank's kernels, on the device: reading them waits for the kernels."""
-
-    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert received in all rounds
-    waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
-    last_waited_ns: torch.Tensor  # [slots, R] int64, the same in the last phase of each slot
 
 
 class NvlinkTransport(Transport):
@@ -141,12 +132,7 @@ class NvlinkTransport(Transport):
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
-        slots, num_local = self._states.slots, self.placement.num_local_experts(self.rank)
-        return ExchangeStatistics(
-            expert_tokens=torch.stack([slot.rows_seen_ptr for slot in slots]).sum(0)[:num_local],
-            waited_ns=torch.stack([slot.waited_ptr[1] for slot in slots]).sum(0),
-            last_waited_ns=torch.stack([slot.waited_ptr[0] for slot in slots]),
-        )
+        return self._states.statistics(self.placement.num_local_experts(self.rank))
 
     @property
     def active_ranks(self) -> tuple[bool, ...]:
@@ -240,8 +226,7 @@ class NvlinkTransport(Transport):
             plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
-        checked = plan is not None and bound_fits(max_num_tokens, plan.num_tokens, self.config)
-        if not checked or isinstance(x, Quantized):
+        if plan is None or isinstance(x, Quantized) or not bound_fits(max_num_tokens, plan.num_tokens, self.config):
             try:
                 check_dispatch(
                     x,
