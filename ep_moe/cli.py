@@ -25,16 +25,23 @@ from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
-from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
-from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
-from ep_moe.bench.model_config import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig
+from ep_moe.bench.configs import (
+    EXPERTS_IMPLEMENTATIONS,
+    LAYER_ROUTINGS,
+    SUITES,
+    ExpertsBenchConfig,
+    LayerBenchConfig,
+    ModelBenchConfig,
+    TransportBenchConfig,
+)
+from ep_moe.bench.configs import ROUTINGS as TRANSPORT_ROUTINGS
+from ep_moe.bench.experts_alone import experts_rank_main
+from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, flat_report, now
+from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, flatten, now
 from ep_moe.bench.report import make_report
-from ep_moe.bench.round_check import ROUTINGS as TRANSPORT_ROUTINGS
-from ep_moe.bench.show import show_rows
+from ep_moe.bench.tables import show_rows
 from ep_moe.bench.transport import transport_rank_main
-from ep_moe.bench.transport_points import SUITES, TransportBenchConfig
 from ep_moe.config import DTYPES, EngineConfig, LaunchEnv, Layout
 from ep_moe.experts import EXPERTS
 from ep_moe.placement import PLACEMENTS
@@ -96,11 +103,10 @@ def _job(
     defaults: EngineConfig = _ENGINE,
     leave_out: Collection[str] = (),
     instead: Mapping[str, Any] = types.MappingProxyType({}),
-    for_json: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function (engine, ...) -> report: add the engine's options and --json, print the report.
 
-    `instead` replaces options of the engine by name, `for_json` converts the report for --json.
+    `instead` replaces options of the engine by name.
     An error becomes one line on standard error and an exit code.
     """
     shared = {name: option for name, option in (_ENGINE_OPTIONS | dict(instead)).items() if name not in leave_out}
@@ -113,7 +119,7 @@ def _job(
                 result = function(engine, **options)
             if is_first_rank():
                 if as_json:
-                    typer.echo(json.dumps(_for_json(for_json(result)), allow_nan=False))
+                    typer.echo(json.dumps(_for_json(_as_written(result)), allow_nan=False))
                 else:
                     show(result)
             if not result.get("ok", True):
@@ -170,6 +176,13 @@ def _for_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_for_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_written(report: dict[str, Any]) -> dict[str, Any]:
+    """A report with its rows, if it is a benchmark's, as they are written to files."""
+    if "bench" not in report:
+        return report
+    return report | {"rows": [flatten(report["bench"], row) for row in report["rows"]]}
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
@@ -321,7 +334,7 @@ def bench_layer_command(
     intermediate: Annotated[int, typer.Option(help="Overrides the preset's intermediate size.")] = _LAYER.intermediate,
     num_experts: Annotated[int, typer.Option(help="Overrides the preset's number of experts.")] = _LAYER.num_experts,
     num_topk: Annotated[int, typer.Option(help="Overrides the preset's experts per token.")] = _LAYER.num_topk,
-    routing: Annotated[str, typer.Option(help=f"Expert popularity: {', '.join(ROUTINGS)}.")] = _LAYER.routing,
+    routing: Annotated[str, typer.Option(help=f"Expert popularity: {', '.join(LAYER_ROUTINGS)}.")] = _LAYER.routing,
     seed: Annotated[int, typer.Option(help="Seed of experts, tokens and logits.")] = _LAYER.seed,
     warmup: Annotated[int, typer.Option(help="Warm-up calls.")] = _LAYER.warmup,
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = _LAYER.repeats,
@@ -358,7 +371,6 @@ def bench_layer_command(
     show_rows,
     _BENCH_ENGINE,
     leave_out=("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank"),
-    for_json=flat_report,
 )
 def bench_transport_command(
     engine: EngineConfig,
@@ -373,10 +385,10 @@ def bench_transport_command(
     num_topk: Annotated[int, typer.Option(help="Experts per token.")] = _TRANSPORT.num_topk,
     num_experts: Annotated[int, typer.Option(help="Experts of all ranks.")] = _TRANSPORT.num_experts,
     layout: Annotated[list[Layout], typer.Option(help="Layout of the expert batch (repeatable).")] = list(  # noqa: B006
-        _TRANSPORT.layouts
+        _TRANSPORT.layout
     ),
     payload: Annotated[list[str], typer.Option(help=f"Payload format (repeatable): {', '.join(SCHEMES)}.")] = list(  # noqa: B006
-        _TRANSPORT.payloads
+        _TRANSPORT.payload
     ),
     routing: Annotated[
         str, typer.Option(help=f"Expert popularity: {', '.join(TRANSPORT_ROUTINGS)}.")
@@ -393,7 +405,7 @@ def bench_transport_command(
     transport: Annotated[
         list[str], typer.Option(help=f"Transports (repeatable): {', '.join(_NAMES['transport'])}.")
     ] = list(  # noqa: B006
-        _TRANSPORT.transports
+        _TRANSPORT.transport
     ),
     seed: Annotated[int, typer.Option(help="Seed of tokens, ids and weights.")] = _TRANSPORT.seed,
     warmup: Annotated[int, typer.Option(help="Warm-up replays.")] = _TRANSPORT.warmup,
@@ -406,15 +418,15 @@ def bench_transport_command(
     config = TransportBenchConfig(
         suite=suite,
         tokens=tuple(tokens),
-        layouts=tuple(layout),
-        payloads=tuple(payload),
+        layout=tuple(layout),
+        payload=tuple(payload),
         hidden=hidden,
         num_topk=num_topk,
         num_experts=num_experts,
         routing=routing,
         graph=graph,
         num_sms=num_sms,
-        transports=tuple(transport),
+        transport=tuple(transport),
         seed=seed,
         warmup=warmup,
         repeats=repeats,
@@ -457,11 +469,9 @@ def bench_model_command(
         baseline_experts=baseline_experts,
         hook=hook,
     )
-    from ep_moe.bench.model import check_ranks, model_rank_main  # imports transformers, which other commands need not
-
     env = LaunchEnv.from_environ()
-    check_ranks(config, engine.nproc if env is None else env.world_size)
-    return _measure(lambda: on_ranks(model_rank_main, engine, config), append, commit, sweep)
+    config.check_ranks(engine.nproc if env is None else env.world_size)
+    return _measure(lambda: on_ranks("ep_moe.bench.model:model_rank_main", engine, config), append, commit, sweep)
 
 
 @bench_app.command("experts")

@@ -385,6 +385,16 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of a user's tables of tile sizes: the environment variable EP_MOE_TILES_DIR, None if it is not set.
+
+    Errors: ValueError if it names no directory.
+    """
+    text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
+    _require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
+    return Path(text) if text else None
+
+
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
     """Build a flat config dataclass from a mapping of numbers, strings, enum values, lists of these, and None.
 

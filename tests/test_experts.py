@@ -12,9 +12,17 @@ import torch
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
-from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
+from ep_moe.quant import (
+    QuantScheme,
+    StoredMatrix,
+    TensorFormat,
+    dequantize_weight,
+    get_scheme,
+    quantize,
+    quantize_weight,
+)
 from ep_moe.testing import ROW_ERROR_LIMITS
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 
 HIDDEN, INTERMEDIATE, EXPERT_COUNT, CAPACITY = 144, 80, 4, 13
 # -1 everywhere in row 2; expert 1 has no token, expert 3 nearly all; 11 received rows
@@ -44,6 +52,15 @@ FORMATS = [
     ("int8_token", "bfloat16"),
     ("mxfp8", "bfloat16"),
     ("nvfp4", "float32"),
+    ("int8_block_16x48", "bfloat16"),
+    ("fp8_w8a16", "bfloat16"),
+    ("int8_w8a16_g16_zp", "float16"),
+    ("int4_w4a16", "float32"),
+    ("int4_w4a16_g16_zp_f16", "bfloat16"),
+    ("int4_w4a8_g16", "bfloat16"),
+    ("mxfp4_w4a16", "bfloat16"),
+    ("mxfp4_w4a8", "float32"),
+    ("nvfp4_w4a16_divisor", "bfloat16"),
 ]
 
 
@@ -137,12 +154,16 @@ def used_rows(batch: ExpertBatch) -> torch.Tensor:
 
 def reference_activation(x: np.ndarray, activation: ActivationConfig) -> np.ndarray:
     """The activation of one row in float64, element by element."""
+    return own_activation(x, activation.kind.value, activation.alpha, activation.beta, activation.limit)
+
+
+def own_activation(x: np.ndarray, kind: str, alpha: float, beta: float, limit: float | None) -> np.ndarray:
+    """The same with an expert's own numbers."""
 
     def sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
 
     half = len(x) // 2
-    kind = activation.kind.value
     if kind == "identity":
         return x
     if kind == "relu2":
@@ -154,9 +175,9 @@ def reference_activation(x: np.ndarray, activation: ActivationConfig) -> np.ndar
         elif kind == "gelu":
             result.append(gate * 0.5 * (1 + math.erf(gate / math.sqrt(2))) * up)
         else:
-            limit = math.inf if activation.limit is None else activation.limit
-            g, u = min(gate, limit), max(min(up, limit), -limit)
-            result.append(g * sigmoid(activation.alpha * g) * (u + activation.beta))
+            most = math.inf if limit is None else limit
+            g, u = min(gate, most), max(min(up, most), -most)
+            result.append(g * sigmoid(alpha * g) * (u + beta))
     return np.array(result)
 
 
@@ -168,21 +189,22 @@ def reference_e4m3(x: np.ndarray) -> np.ndarray:
     return np.round(x / step) * step
 
 
-def reference_group(x: np.ndarray, amax: float, name: str, second: float) -> np.ndarray:
+def reference_group(x: np.ndarray, amax: float, scheme: QuantScheme, second: float) -> np.ndarray:
     """Quantize and dequantize values whose scale group has the largest magnitude `amax`; `second` is nvfp4's scale."""
-    if name == "int8_token":
+    stored = scheme.activation
+    if stored.dtype == torch.int8:
         scale = max(amax, 1e-10) / 127
         return np.clip(np.round(x / scale), -127, 127) * scale
-    if name == "mxfp8":
+    if stored.scale_dtype == torch.float8_e8m0fnu:
         scale = 2.0 ** (np.floor(np.log2(amax)) - 8)
         return reference_e4m3(x / scale) * scale
-    if name == "nvfp4":
+    if stored.dtype == torch.uint8:
         scale = second * float(reference_e4m3(np.array(amax / second / 6)))
         ratio = np.clip(x / scale, -6, 6)
         step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(ratio), 1))) - 1)
         return np.round(ratio / step) * step * scale
     scale = max(amax, 1e-10) / 448
-    if name == "fp8_block_ue8m0":
+    if stored.power_of_two:
         scale = 2.0 ** np.ceil(np.log2(scale))
     return reference_e4m3(x / scale) * scale
 
@@ -198,45 +220,56 @@ def reference_requantize(inner: np.ndarray, scheme: QuantScheme, static: float |
             mine, place = inner[row, first : first + group], np.s_[row, first : first + group]
             if static is None:
                 second = np.abs(inner[row]).max() / 2688
-                result[place] = reference_group(mine, np.abs(shared).max(), scheme.name, second)
+                result[place] = reference_group(mine, np.abs(shared).max(), scheme, second)
             else:
                 result[place] = reference_e4m3(mine / static) * static
     return result
 
 
-def stored_numbers(values: torch.Tensor, scheme: QuantScheme) -> np.ndarray:
-    """Stored values [.., V] decoded without their scales, [.., H] float64."""
-    if scheme.name != "nvfp4":
+def stored_numbers(values: torch.Tensor, stored: TensorFormat) -> np.ndarray:
+    """Stored values [.., V] decoded without their scales and zero points, [.., H] float64."""
+    if stored.packed == 1:
         return values.double().numpy().copy()
     magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = np.zeros((*values.shape[:-1], 2 * values.shape[-1]))
     for parity in range(2):
         code = values.numpy() // 16**parity % 16
-        numbers[..., parity::2] = np.where(code < 8, 1, -1) * magnitude[code % 8]
+        four_bits = code if stored.family == "integer" else np.where(code < 8, 1, -1) * magnitude[code % 8]
+        numbers[..., parity::2] = four_bits
     return numbers
 
 
 def reference_weight(matrix: StoredMatrix, scheme: QuantScheme) -> np.ndarray:
     """One expert's matrix in float64."""
-    real = stored_numbers(matrix.values, scheme)
-    if matrix.global_scale is not None:
-        real *= matrix.global_scale.item()
+    stored = scheme.weight
+    real = stored_numbers(matrix.values, stored)
+    if stored.global_scale != "none":
+        real *= matrix.global_scale.item() ** (1 if stored.global_scale == "multiplier" else -1)
+    middle = (8 if stored.packed == 2 else 128) if stored.family == "integer" else 0
     if matrix.scale is not None:
-        (bn, bk), s = scheme.weight.block, matrix.scale.float().double().numpy()
+        (bn, bk), s = stored.block, matrix.scale.float().double().numpy()
+        zero = np.full(s.shape, middle) if matrix.zero is None else matrix.zero.double().numpy()
         for n in range(real.shape[0]):
             for k in range(real.shape[1]):
                 place = {"tensor": (), "channel": (n,), "group": (n, k // bk), "block": (n // bn, k // bk)}
-                real[n, k] *= s[place[scheme.weight.granularity]]
+                at = place[stored.granularity]
+                real[n, k] = (real[n, k] - zero[at]) * s[at]
     return real
 
 
 def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]:
     """By expert: its output rows [n, H] in float64, in the order of the received rows."""
     w, scheme, outputs = case.weights, case.weights.scheme, []
-    x = stored_numbers(case.rows.x, scheme)
+    x = stored_numbers(case.rows.x, scheme.payload)
     for expert in range(EXPERT_COUNT):
         w13, w2 = (reference_weight(matrix[expert], scheme) for matrix in (w.w13, w.w2))
         b13, b2 = (0.0 if b is None else b[expert].double().numpy() for b in (w.w13_bias, w.w2_bias))
+        own = {name: tensor[expert].item() for name, tensor in w.per_expert.tensors.items()}
+        up_scale, gate_scale = own.get("w13_output_scale", 1.0), own.get("w13_gate_output_scale", 1.0)
+        halves = np.full(len(w13), up_scale)
+        if activation.kind.gated:
+            halves[: len(w13) // 2] = gate_scale
+        numbers = [own.get(name, getattr(activation, name)) for name in ("alpha", "beta", "limit")]
         inner = []
         for token in range(len(TOPK_IDS)):
             if expert in TOPK_IDS[token]:
@@ -244,13 +277,14 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
                 if case.rows.scale is not None:
                     group = scheme.payload.block[1] if scheme.payload.granularity == "group" else HIDDEN
                     row *= np.array([case.rows.scale[token, column // group].item() for column in range(HIDDEN)])
-                inner.append(reference_activation(w13 @ row + b13, activation))
+                inner.append(own_activation(w13 @ row * halves + b13, activation.kind.value, *numbers))
         stacked = np.array(inner).reshape(-1, INTERMEDIATE)
         if scheme.activation.quantized and len(stacked):
             static = None if w.w2_input_scale is None else w.w2_input_scale[expert].item()
             stacked = reference_requantize(stacked, scheme, static)
         elif not scheme.activation.quantized:
             stacked = torch.from_numpy(stacked).to(case.dtype).double().numpy()
+        w2 = w2 * own.get("w2_output_scale", 1.0)
         outputs.append(np.array([w2 @ row + b2 for row in stacked]).reshape(-1, HIDDEN))
     return outputs
 
@@ -320,6 +354,52 @@ def test_without_biases(scheme: str, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_static_scales(layout: Layout) -> None:
     assert_equals_reference(make_case("fp8_tensor", static=True), SILU, layout)
+
+
+OWN = PerExpert(
+    alpha=torch.tensor([1.702, 1.0, 0.4, 2.5]),
+    beta=torch.tensor([1.0, 3.0, -0.5, 0.25]),
+    limit=torch.tensor([7.0, 0.1, math.inf, 0.6]),
+    w13_output_scale=torch.tensor([0.5, 9.0, 2.0, 1.25]),
+    w13_gate_output_scale=torch.tensor([3.0, 9.0, 0.75, 1.5]),
+    w2_output_scale=torch.tensor([0.125, 9.0, -3.0, 0.8]),
+)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("names", [tuple(OWN.tensors), *((name,) for name in OWN.tensors)], ids="-".join)
+@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...], layout: Layout) -> None:
+    case, activation = make_case(scheme, "float32", GPT_OSS), dataclasses.replace(GPT_OSS, limit=None)
+    own = PerExpert(**{name: OWN.tensors[name] for name in names})
+    changed = dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=own))
+    assert_equals_reference(changed, activation, layout)
+    assert len(list(changed.weights.tensors())) == len(list(case.weights.tensors())) + len(names)
+
+
+def test_output_scales_without_a_gate() -> None:
+    case = make_case("fp8_block", "float32", ACTIVATIONS["relu2"])
+    own = dataclasses.replace(OWN, alpha=None, beta=None, limit=None, w13_gate_output_scale=None)
+    changed = dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=own))
+    assert_equals_reference(changed, ACTIVATIONS["relu2"], Layout.COMPACT)
+
+
+@pytest.mark.parametrize(
+    ("activation", "own", "words"),
+    [
+        ("silu", PerExpert(beta=torch.ones(4)), ("beta", "'swiglu'", "'silu'")),
+        ("relu2", PerExpert(w13_gate_output_scale=torch.ones(4)), ("w13_gate_output_scale", "'relu2' has no gate")),
+        ("gpt-oss", PerExpert(limit=torch.ones(5)), ("limit", "(5,)", "(4,)")),
+        ("gpt-oss", PerExpert(w2_output_scale=torch.ones(4).half()), ("w2_output_scale", "float16", "float32")),
+    ],
+)
+def test_numbers_of_each_expert_that_do_not_fit(activation: str, own: PerExpert, words: tuple[str, ...]) -> None:
+    case = make_case("none", "float32", ACTIVATIONS[activation])
+    with pytest.raises(ValueError) as caught:
+        ReferenceExperts(ACTIVATIONS[activation])(
+            pack_case(case, Layout.COMPACT).batch, dataclasses.replace(case.weights, per_expert=own)
+        )
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=lambda name: name)

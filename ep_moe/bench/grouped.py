@@ -6,7 +6,7 @@ Letters: N rows, L local experts, H hidden, I intermediate; W = 2I if the activa
 import torch
 from torch.nn.functional import grouped_mm, silu
 
-from ep_moe.bench.experts import Expert
+from ep_moe.bench.oracle import Expert
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import apply_activation
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight

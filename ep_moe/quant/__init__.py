@@ -6,16 +6,16 @@ On a GPU, activations with float32 scales are quantized by a kernel, bitwise equ
 from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat, as_bytes
 from ep_moe.quant.formats import (
     FP8_CAPABILITY,
-    SCHEMES,
     dequantize,
     dequantize_rows,
     dequantize_weight,
-    get_scheme,
     payload_bytes,
     quantize,
     quantize_weight,
     round_trip,
 )
+from ep_moe.quant.integer import pack_nibbles, unpack_nibbles
+from ep_moe.quant.schemes import SCHEMES, get_scheme, with_block
 
 __all__ = [
     "FP8_CAPABILITY",
@@ -29,8 +29,11 @@ __all__ = [
     "dequantize_rows",
     "dequantize_weight",
     "get_scheme",
+    "pack_nibbles",
     "payload_bytes",
     "quantize",
     "quantize_weight",
     "round_trip",
+    "unpack_nibbles",
+    "with_block",
 ]

@@ -101,8 +101,11 @@ class TensorFormat:
         """The shape of the scales of a weight of `shape` [..., N, K] in a quantized format.
 
         Returns: per tensor [...], per channel [..., N], per group or block [..., ceil(N/n), ceil(K/k)].
+        Errors: ValueError for integers in groups that do not divide the columns; the last group of others may be short.
         """
         *lead, rows, columns = shape
+        if self.family == "integer" and self.granularity == "group" and columns % self.block[1]:
+            raise ValueError(f"groups of {self.block[1]} do not divide a row of {columns}")
         if self.granularity == "tensor":
             return tuple(lead)
         if self.granularity in ("token", "channel"):
@@ -114,7 +117,7 @@ class TensorFormat:
 
         Args:
             dtype: the model's, of the values if the format is not quantized.
-        Errors: as of `row_values`.
+        Errors: as of `row_values` and `scale_shape`.
         """
         parts = {"values": ((*shape[:-1], self.row_values(shape[-1])), self.dtype or dtype)}
         if self.quantized:
@@ -135,12 +138,18 @@ class QuantScheme:
         payload: of the tokens that travel, and so the input of the first GEMM.
         activation: of the input that the second GEMM sees.
         weight: of both weights.
+    Errors: ValueError for tokens in the family "integer", which is for weights alone.
     """
 
     name: str
     payload: TensorFormat = TensorFormat()
     activation: TensorFormat = TensorFormat()
     weight: TensorFormat = TensorFormat()
+
+    def __post_init__(self) -> None:
+        for part, stored in (("payload", self.payload), ("activation", self.activation)):
+            if stored.family == "integer":
+                raise ValueError(f"scheme '{self.name}': {part} in family 'integer', which is for weights alone")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

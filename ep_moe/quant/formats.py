@@ -1,4 +1,4 @@
-"""The schemes by name, and the public functions: they check their arguments and call the scheme's family.
+"""The public functions on tensors: they check their arguments and call the scheme's family.
 
 Plain torch, the reference for all kernels; on a GPU activations are quantized by a kernel, bitwise equal. No host sync,
 safe in CUDA graphs.
@@ -10,28 +10,11 @@ from types import ModuleType
 
 import torch
 
-from ep_moe.quant import micro, scaled
+from ep_moe.quant import integer, micro, scaled
 from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat
 
-FAMILIES: dict[str, ModuleType] = {"scaled": scaled, "micro": micro}
+FAMILIES: dict[str, ModuleType] = {"scaled": scaled, "micro": micro, "integer": integer}
 FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch casts on any
-
-SCHEMES: dict[str, QuantScheme] = {
-    "none": QuantScheme(name="none"),
-    **scaled.SCALED_SCHEMES,
-    **micro.MICRO_SCHEMES,
-}
-
-
-def get_scheme(name: str) -> QuantScheme:
-    """Find a scheme by name: one of `SCHEMES`, or "fp8_block_<n>x<k>" for weight blocks of n rows and k columns.
-
-    Errors: ValueError that lists the known names, or the valid n and k. Local.
-    """
-    scheme = SCHEMES.get(name) or scaled.parse_block_scheme(name)
-    if scheme is None:
-        raise ValueError(f"scheme ({name!r}) is not one of {', '.join(SCHEMES)}, fp8_block_<n>x<k>")
-    return scheme
 
 
 def _family(stored: TensorFormat, scheme: QuantScheme) -> ModuleType:

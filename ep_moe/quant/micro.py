@@ -1,4 +1,4 @@
-"""Microscaling formats, with a one-byte scale for each small group of neighbors: MXFP8 and NVFP4.
+"""Microscaling formats, with a one-byte scale for each small group of neighbors: MXFP8, MXFP4 and NVFP4.
 
 Activations and weights [N, K] are stored alike: groups lie in a row, whose last group may be short.
 
@@ -7,6 +7,9 @@ Activations and weights [N, K] are stored alike: groups lie in a row, whose last
     scale = 2^(floor(log2(amax)) - 8), value = e4m3(clamp(x / scale, -448, 448))
 where 8 is the exponent of 448. floor(log2(.)) is read from the bits of amax, which is exact. The smallest scale is
 2^-127, also that of a group of zeros. A group whose amax is NaN or infinite gets the scale NaN.
+
+"mxfp4", section 5.1 there: the same with values e2m1 (below) and 2, the exponent of 6, in place of 8; magnitudes above
+6 * scale saturate. gpt-oss stores its experts so; the scheme multiplies them with 16-bit or with MXFP8 tokens.
 
 "nvfp4", after NVIDIA's description of its Blackwell format: groups of 16, values e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a
 sign), two in a byte, the first in the low four bits, scale e4m3, and a global scale s in float32 that multiplies:
@@ -29,6 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from ep_moe.quant.base import QuantScheme, StoredMatrix, TensorFormat, as_bytes
+from ep_moe.quant.integer import pack_nibbles, unpack_nibbles
 from ep_moe.quant.scaled import LARGEST, MIN_AMAX, to_e4m3
 
 _MXFP8 = TensorFormat(
@@ -39,6 +43,7 @@ _MXFP8 = TensorFormat(
     scale_dtype=torch.float8_e8m0fnu,
     power_of_two=True,
 )
+_MXFP4 = dataclasses.replace(_MXFP8, dtype=torch.uint8, packed=2)
 _NVFP4_ROWS = TensorFormat(
     family="micro",
     dtype=torch.uint8,
@@ -48,14 +53,21 @@ _NVFP4_ROWS = TensorFormat(
     scale_dtype=torch.float8_e4m3fn,
 )
 _NVFP4 = dataclasses.replace(_NVFP4_ROWS, global_scale="multiplier")
+_NVFP4_DIVIDED = dataclasses.replace(_NVFP4_ROWS, global_scale="divisor")
 MICRO_SCHEMES = {
     scheme.name: scheme
     for scheme in (
         QuantScheme(name="mxfp8", payload=_MXFP8, activation=_MXFP8, weight=_MXFP8),
+        QuantScheme(name="mxfp8_w8a16", weight=_MXFP8),
+        QuantScheme(name="mxfp4_w4a16", weight=_MXFP4),
+        QuantScheme(name="mxfp4_w4a8", payload=_MXFP8, activation=_MXFP8, weight=_MXFP4),
         QuantScheme(name="nvfp4", payload=_NVFP4_ROWS, activation=_NVFP4, weight=_NVFP4),
+        QuantScheme(name="nvfp4_divisor", payload=_NVFP4_ROWS, activation=_NVFP4, weight=_NVFP4_DIVIDED),
+        QuantScheme(name="nvfp4_w4a16", weight=_NVFP4),
+        QuantScheme(name="nvfp4_w4a16_divisor", weight=_NVFP4_DIVIDED),
     )
 }
-E4M3_MAX_EXPONENT = 8
+MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.uint8: 2}  # of the largest number, 448 and 6
 E2M1_MAX = 6.0
 
 
@@ -72,10 +84,10 @@ def _spread(scale: torch.Tensor, group: int, width: int) -> torch.Tensor:
     return scale.float().repeat_interleave(group, dim=-1)[..., :width]
 
 
-def _e8m0_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The group scale of MX. Example: amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121."""
+def _e8m0_scale(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
+    """The group scale of MX. Example: amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121, for e4m3, whose largest is 2^8."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
-    byte = torch.where(exponent == 0xFF, exponent, (exponent - E4M3_MAX_EXPONENT).clamp(min=0))
+    byte = torch.where(exponent == 0xFF, exponent, (exponent - max_exponent).clamp(min=0))
     return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
@@ -103,12 +115,12 @@ def _to_e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         code += magnitude > midpoint
     for midpoint in (0.75, 1.75, 3.5):  # and here the upper one
         code += magnitude >= midpoint
-    return code[..., 0::2] | (code[..., 1::2] << 4)
+    return pack_nibbles(code)
 
 
 def _from_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Unpack codes [..., W / 2] to float32 [..., W]; computed, since a lookup table would cost a copy to the device."""
-    code = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    code = unpack_nibbles(packed)
     exponent, mantissa = (code >> 1) & 3, code & 1
     halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent.clamp(min=1) - 1))
     magnitude = halves.float() * 0.5
@@ -126,9 +138,10 @@ def _quantize(
     width, group = x.shape[-1], stored.block[1]
     x = x.float()
     amax = _group_amax(x, group)
-    if stored.packed == 1:
-        scale = _e8m0_scale(amax)
-        return to_e4m3(x, _spread(scale, group, width)), scale, None
+    if stored.power_of_two:
+        assert stored.dtype is not None
+        scale, to_values = _e8m0_scale(amax, MAX_EXPONENT[stored.dtype]), to_e4m3 if stored.packed == 1 else _to_e2m1
+        return to_values(x, _spread(scale, group, width)), scale, None
     if stored.global_scale == "none":
         scale = _e4m3_scale(amax)
         return _to_e2m1(x, _spread(scale, group, width)), scale, None

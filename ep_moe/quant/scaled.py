@@ -51,29 +51,41 @@ SCALED_SCHEMES = {
         _scheme("fp8_token", "token", "channel"),
         _scheme("fp8_block", "group", "block", block=(128, 128)),
         _scheme("fp8_block_ue8m0", "group", "block", block=(128, 128), power_of_two=True),
+        _scheme("fp8_tensor_channel", "tensor", "channel"),
         _scheme("int8_token", "token", "channel", torch.int8),
+        _scheme("int8_block", "group", "block", torch.int8, block=(128, 128)),
     )
 }
 
 
+def parse_block(name: str, size: str) -> Tile:
+    """Read a block "<n>x<k>" of n rows and k columns, or a group "<k>", in the name of a scheme. Example: "64x32".
+
+    Errors: ValueError if n or k is not a positive multiple of 16. Local.
+    """
+    found = [int(part) for part in size.split("x")]
+    for number in found:
+        if number <= 0 or number % BLOCK_MULTIPLE != 0:
+            raise ValueError(f"scheme {name!r}: block size ({number}) must be a positive multiple of {BLOCK_MULTIPLE}")
+    return (found[0] if len(found) == 2 else 1), found[-1]
+
+
 @functools.cache
 def parse_block_scheme(name: str) -> QuantScheme | None:
-    """Read "fp8_block_<n>x<k>", the block scheme with weight blocks of n rows and k columns; None for other names.
+    """Read "fp8_block_<n>x<k>" or "int8_block_<n>x<k>", with weight blocks of n rows and k columns; else None.
 
     Args:
         name: for example "fp8_block_64x32". "fp8_block_128x128" is "fp8_block" itself, so equal formats are equal.
-    Errors: ValueError if n or k is not a positive multiple of 16. Local.
+    Errors: as of `parse_block`. Local.
     """
-    match = re.fullmatch(r"fp8_block_(\d+)x(\d+)", name)
+    match = re.fullmatch(r"((?:fp8|int8)_block)_(\d+x\d+)", name)
     if match is None:
         return None
-    block = (int(match[1]), int(match[2]))
-    for size in block:
-        if size <= 0 or size % BLOCK_MULTIPLE != 0:
-            raise ValueError(f"scheme {name!r}: block size ({size}) must be a positive multiple of {BLOCK_MULTIPLE}")
-    if block == SCALED_SCHEMES["fp8_block"].weight.block:
-        return SCALED_SCHEMES["fp8_block"]
-    return _scheme(f"fp8_block_{block[0]}x{block[1]}", "group", "block", block=block)
+    plain, block = SCALED_SCHEMES[match[1]], parse_block(name, match[2])
+    if block == plain.weight.block:
+        return plain
+    assert plain.weight.dtype is not None
+    return _scheme(f"{match[1]}_{block[0]}x{block[1]}", "group", "block", plain.weight.dtype, block=block)
 
 
 def _round_up(scale: torch.Tensor) -> torch.Tensor:
@@ -82,23 +94,27 @@ def _round_up(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isfinite(), exponent.view(torch.float32), scale)
 
 
-def _tile_scale(x: torch.Tensor, tile: Tile, stored: TensorFormat) -> torch.Tensor:
-    """Scale [..., ceil(N/n), ceil(K/k)] of the tiles of x [..., N, K] float32."""
-    assert stored.dtype is not None
+def tiles_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Cut x [..., N, K] into tiles of (n, k): [..., ceil(N/n), n, ceil(K/k), k], zeros where a tile is short. Local."""
     (rows, columns), (n, k) = x.shape[-2:], tile
     row_tiles, column_tiles = math.ceil(rows / n), math.ceil(columns / k)
     missing_rows, missing_columns = row_tiles * n - rows, column_tiles * k - columns
     if missing_rows or missing_columns:
         x = pad(x, (0, missing_columns, 0, missing_rows))
-    tiles = x.reshape(*x.shape[:-2], row_tiles, n, column_tiles, k)
-    amax = tiles.abs().amax(dim=(-3, -1)).clamp_(min=MIN_AMAX)
+    return x.reshape(*x.shape[:-2], row_tiles, n, column_tiles, k)
+
+
+def _tile_scale(x: torch.Tensor, tile: Tile, stored: TensorFormat) -> torch.Tensor:
+    """Scale [..., ceil(N/n), ceil(K/k)] of the tiles of x [..., N, K] float32."""
+    assert stored.dtype is not None
+    amax = tiles_of(x, tile).abs().amax(dim=(-3, -1)).clamp_(min=MIN_AMAX)
     # torch on CUDA divides by a Python number through its reciprocal, whose last bit may differ: divide by a tensor
     scale = amax / torch.full_like(amax, LARGEST[stored.dtype])
     return _round_up(scale) if stored.power_of_two else scale
 
 
-def _spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.Tensor:
-    """Repeat scale [..., ceil(N/n), ceil(K/k)] so that it broadcasts against [..., N, K]."""
+def spread(scale: torch.Tensor, tile: Tile, rows: int, columns: int) -> torch.Tensor:
+    """Repeat scale [..., ceil(N/n), ceil(K/k)] so that it broadcasts against [..., N, K]. Local."""
     if scale.shape[-1] > 1:
         scale = scale.repeat_interleave(tile[1], dim=-1)[..., :columns]
     if scale.shape[-2] > 1 and tile[0] > 1:
@@ -128,7 +144,7 @@ def quantize(
     rows, width = x.shape
     tile = stored.tile(rows, width)
     tiles = _tile_scale(x, tile, stored) if static_scale is None else static_scale.float().reshape(1, 1)
-    values = _store(x, _spread(tiles, tile, rows, width), stored)
+    values = _store(x, spread(tiles, tile, rows, width), stored)
     groups = stored.num_groups(width)
     scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
     return values, scale.copy_(tiles.expand(rows, groups))
@@ -148,7 +164,7 @@ def quantize_weight(weight: torch.Tensor, stored: TensorFormat) -> StoredMatrix:
     rows, columns = weight.shape[-2:]
     tile = stored.tile(rows, columns)
     tiles = _tile_scale(weight, tile, stored)
-    values = _store(weight, _spread(tiles, tile, rows, columns), stored)
+    values = _store(weight, spread(tiles, tile, rows, columns), stored)
     return StoredMatrix(values, scale=tiles.reshape(stored.scale_shape(tuple(weight.shape))))
 
 
@@ -158,4 +174,4 @@ def dequantize_weight(matrix: StoredMatrix, stored: TensorFormat) -> torch.Tenso
     *lead, rows, columns = matrix.values.shape
     tile = stored.tile(rows, columns)
     tiles = matrix.scale.reshape(*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
-    return matrix.values.float().mul_(_spread(tiles, tile, rows, columns))
+    return matrix.values.float().mul_(spread(tiles, tile, rows, columns))

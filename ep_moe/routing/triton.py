@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.kernel_launch.repeated import Launch
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.route import Chosen, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing
@@ -42,7 +42,7 @@ def _launch_of(
     mapped: bool,
     replay: bool,
     alignment: int,
-) -> Launch:
+) -> RepeatedLaunch:
     """The launch of calls of one kind. All that depends on it and not on the tensors is found here, once.
 
     A launch keeps its arguments in memory of its own, so threads do not share one. Pointers need no alignment but
@@ -71,7 +71,8 @@ def _launch_of(
         "REPLAY": replay,
         "ALIGNMENT": alignment,
     }
-    return Launch(_route_kernel, programs, fixed=(), constants=constants, options={"num_warps": 1}, device=device)
+    options = {"num_warps": 1}
+    return RepeatedLaunch(_route_kernel, programs, fixed=(), constants=constants, options=options, device=device)
 
 
 def _programs_for(count: int) -> int:
@@ -141,11 +142,11 @@ def _map_launch_of(
     programs: int,
     device: torch.device,
     ids_dtype: torch.dtype,
-) -> Launch:
+) -> RepeatedLaunch:
     """The launch of `to_physical` for ids of one kind; see `_launch_of`."""
     del thread, ids_dtype
     constants = {"K": num_topk, "E": num_mapped, "ADDED": added, "BLOCK": _MAPPED_IDS}
-    return Launch(_map_ids_kernel, programs, fixed=(), constants=constants, options={}, device=device)
+    return RepeatedLaunch(_map_ids_kernel, programs, fixed=(), constants=constants, options={}, device=device)
 
 
 def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -32,8 +32,8 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
 
 
-def expert_function(values: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    """A stand-in for expert `expert`, different for each: [n, H] float32 -> [n, H] in `dtype`."""
+def expert_function(values: torch.Tensor, expert: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A stand-in for expert `expert`, one or [n, 1], different for each: [n, H] float32 -> [n, H] in `dtype`."""
     return (values * (expert + 1.5) - expert).to(dtype)
 
 

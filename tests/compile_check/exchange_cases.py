@@ -14,7 +14,8 @@ from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.one_sided import memory
 from ep_moe.transport.one_sided.launchers import Exchange
-from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
+from ep_moe.transport.one_sided.slot_state import SlotStates
 
 CPU = torch.device("cpu")
 MOST_PROGRAMS = 100
@@ -40,20 +41,21 @@ class _Buffer:
 
 def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
     """The launcher of rank 0's kernels, as on a GPU."""
+    ranks = ranks_of(placement, 0)
     group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
     with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
-        slots = memory.ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
+        peers = memory.PeerMemory(group, regions_of(config, ranks), config.num_slots)
     exchange = Exchange(
         config,
         placement,
-        slots,
-        rank=0,
+        peers,
+        SlotStates(config, CPU, ranks),
+        ranks,
         device=CPU,
         most_receivers=MOST_PROGRAMS,
-        report=torch.zeros(3, dtype=torch.int64),
         timeout_ns=10**10,
     )
-    exchange._early = exchange._planner._early = True
+    exchange._early = True
     return exchange
 
 

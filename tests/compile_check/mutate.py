@@ -29,7 +29,7 @@ from compile_check.stub import compile_only
 from ep_moe.transport.one_sided import launchers
 
 # in order of their imports
-MODULES = ("signals", "round_state", "dispatch_send", "dispatch_receive", "dispatch", "combine")
+MODULES = ("wire_layout", "peers", "waits", "round_state", "dispatch_send", "dispatch_receive", "dispatch", "combine")
 UNCHANGED = tuple(
     Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
 )

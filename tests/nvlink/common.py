@@ -11,7 +11,7 @@ from quick_interpreter import hurry
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernels.exchange import combine, dispatch_receive, signals
+from ep_moe.kernels.exchange import combine, dispatch_receive, waits
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import launchers, round_plan, transport, tuning
 
@@ -28,7 +28,7 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_
 def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
     """Run a check on this rank in the faster interpreter; a rank that waits yields its core to the others."""
     hurry()
-    for module in (signals, dispatch_receive, combine):
+    for module in (waits, dispatch_receive, combine):
         if hasattr(module, "pause"):
             module.pause = lambda: time.sleep(PAUSE_SECS)
     return check(group, *args)
@@ -98,7 +98,7 @@ class _Fused:
             signature = inspect.signature(self._kernel.fn)
             extra = {name: options.pop(name) for name in list(options) if name not in signature.parameters}
             named = signature.bind(*args, **options).arguments
-            if not (named["SEND"] and named["RECEIVE"]):
+            if not (named["halves"].SEND and named["halves"].RECEIVE):
                 self._kernel[grid](**named, **extra)
                 return
             alone = {"announcers": 1, "first_sender": 0, "senders": 1, "first_receiver": 0}

@@ -31,11 +31,11 @@ def test_random_rounds(num_ranks: int, seed: int, rounds: int) -> None:
 def epochs_on_rank(group: EPGroup) -> list[int]:
     """The last epoch that has ended on a slot after each of its first rounds."""
     run = Stress(group, StressConfig(rounds=0))
-    slot, shape = run.transport._memory.slots[1], run.shapes[0]
+    slot, shape = run.transport._states.slots[1], run.shapes[0]
     ended = []
     for number in range(4):
         run.one(number, shape, 1)
-        ended.append(int(slot.state[round_state.DONE.value]))
+        ended.append(int(slot.state_ptr[round_state.DONE.value]))
     run.look(0, 4)
     group.barrier()
     run.transport.destroy()

@@ -27,7 +27,6 @@ from nvlink_faults.common import (
 )
 
 GIVEN_UP_SECS = 20.0
-NOBODY = 255
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, folder: Path) -> None:
@@ -122,7 +121,7 @@ def tell(group: EPGroup, phase: str) -> int:
     if phase == "combine":
         dispatched = begin(transport, 0)
         group.barrier()  # all have it
-    timer = threading.Timer(GIVEN_UP_SECS, transport._memory.end_waits, (1 << 32 | NOBODY,))
+    timer = threading.Timer(GIVEN_UP_SECS, transport._memory.end_waits, ((),))
     timer.start()
     if group.rank == 0:
         transport._exchange._timeout_ns = 50

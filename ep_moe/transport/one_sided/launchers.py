@@ -14,13 +14,14 @@ import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
-from ep_moe.kernel_launch.repeated import Launch
-from ep_moe.kernels.exchange.combine import Results, _combine_kernel
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.exchange.combine import Combining, Results, _combine_kernel
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
 from ep_moe.kernels.exchange.dispatch_receive import Batch
 from ep_moe.kernels.exchange.dispatch_send import Tokens
-from ep_moe.kernels.exchange.round_state import Links, Own
+from ep_moe.kernels.exchange.round_state import Halves
+from ep_moe.kernels.exchange.wire_layout import Ranks
 from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import ExpertBatch
 from ep_moe.layout.triton import as_words
@@ -28,10 +29,11 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER
-from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.memory import PeerMemory
+from ep_moe.transport.one_sided.occupancy import REGISTERS
 from ep_moe.transport.one_sided.payload import aligned, aligned_rows
-from ep_moe.transport.one_sided.room import REGISTERS
 from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, Plan, Planner, distinct_sizes
+from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import WORD_TOKENS, Tuning, awaited_words, block_words, held_words
 from ep_moe.transport.round_kind import RoundKind
 
@@ -64,49 +66,28 @@ class Exchange:
         self,
         config: TransportConfig,
         placement: Placement,
-        memory: ExchangeMemory,
+        memory: PeerMemory,
+        states: SlotStates,
+        ranks: Ranks,
         *,
-        rank: int,
         device: torch.device,
         most_receivers: int,
-        report: torch.Tensor,
         timeout_ns: int,
     ) -> None:
-        self._config, self._rank, self._device, self._memory = config, rank, device, memory
+        rank = ranks.RANK
+        self._config, self._ranks, self._device = config, ranks, device
+        self._memory, self._states = memory, states
         self.num_ranks = placement.num_ranks
         self.num_local = placement.num_local_experts(rank)
         self._num_physical = placement.num_physical
         self.tuning = Tuning(most_receivers=most_receivers, num_sms=config.num_sms)
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)  # for unused arguments
         self._unscaled = torch.zeros(4, device=device)
-        self._links = [
-            Links(slot.peers, memory.offsets, memory.aborts, memory.abort, memory.urgent) for slot in memory.slots
-        ]
-        self._own = [
-            Own(
-                slot.state,
-                slot.dest_rank_mask,
-                slot.rows,
-                slot.row_weights,
-                slot.num_rows,
-                slot.row_start,
-                slot.rows_seen,
-                slot.waited_ns,
-                slot.token_to_row,
-                slot.local_ids,
-                slot.pooled_weights,
-                slot.row_index,
-                report,
-            )
-            for slot in memory.slots
-        ]
         self._empty = torch.empty(0, dtype=config.dtype, device=device)
         self._timeout_ns = timeout_ns
         # programs may start before the previous kernel has ended, and wait for it themselves
         self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
-        self._planner = Planner(
-            config, placement, rank=rank, tuning=self.tuning, early=self._early, max_experts=memory.max_experts
-        )
+        self._planner = Planner(config, placement, ranks, self.tuning)
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(self, kind: tuple[Any, ...]) -> Plan | None:
@@ -146,7 +127,7 @@ class Exchange:
         for launch, tensors, numbers in launches:
             launch.load(tensors, numbers)
 
-    def _launches_of(self, kind: RoundKind, rows: int) -> list[tuple[Launch, Any, Any]]:
+    def _launches_of(self, kind: RoundKind, rows: int) -> list[tuple[RepeatedLaunch, Any, Any]]:
         """The launches of a round with T = `rows`, with arguments to compile for."""
         like: dict[str, Any] = {"device": self._device}
         config, scheme = self._config, get_scheme(kind.scheme)
@@ -162,7 +143,7 @@ class Exchange:
             batch = batch._replace(out_scale_ptr=as_bytes(torch.empty(16, dtype=scheme.payload.scale_dtype, **like)))
         if kind.shared_dtype is not None:
             shared = torch.empty(16, dtype=kind.shared_dtype, **like)
-        found: list[tuple[Launch, Any, Any]] = []
+        found: list[tuple[RepeatedLaunch, Any, Any]] = []
         whole, halves = ((True, True),), ((True, False), (False, True))
         for send, receive in halves if kind.split_dispatch else whole:
             launch = self._dispatch_of(0, sent, send=send, receive=receive)
@@ -226,7 +207,7 @@ class Exchange:
             K=ids.shape[1],
             TOKENS=BLOCK_TOKENS,
             EXPERTS=_BLOCK_EXPERTS,
-            COUNTED=plan.constants["COUNTED"],
+            HAS_NUM_TOKENS=plan.sending.HAS_NUM_TOKENS,
         )
         _sum_blocks_kernel[(triton.cdiv(width, _BLOCK_EXPERTS),)](
             counts, plan.blocks, self._num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS
@@ -261,7 +242,7 @@ class Exchange:
         if plan.layout is not Layout.FLAT:  # FLAT rows stay in the slot's memory
             given = plan.payload.scheme.payload.quantized and not plan.fused_quant
             sizes = plan.num_tokens, plan.payload.num_topk
-            counted = plan.constants["COUNTED"]
+            counted = plan.sending.HAS_NUM_TOKENS
             plan = self._planner.plan(*sizes, Layout.FLAT, plan.payload.scheme, given=given, counted=counted)
         sent = sent._replace(plan=plan)
         self.receive(slot, sent, send=False)
@@ -290,38 +271,38 @@ class Exchange:
 
     def _make_kept(self, slot: int, plan: Plan) -> dict[str, Any]:
         """The fields that batches of a slot share: views of its memory, and values of the plan."""
-        memory, num_rows = self._memory.slots[slot], self.num_ranks * self._config.max_tokens_per_rank
+        own, num_rows = self._states.slots[slot], self.num_ranks * self._config.max_tokens_per_rank
         k, index = plan.payload.num_topk, plan.frame.row_index
         size = num_rows * plan.payload.value_words * 4
         return {
-            "pool": memory.values[:size].view(plan.frame.x.dtype).view(num_rows, -1),
+            "pool": self._memory.values(slot)[:size].view(plan.frame.x.dtype).view(num_rows, -1),
             "common": {
                 "scheme": plan.payload.scheme,
                 "dtype": self._config.dtype,
-                "expert_row_start": memory.row_start[: self.num_local],
-                "expert_num_tokens": memory.num_rows[: self.num_local],
+                "expert_row_start": own.row_start_ptr[: self.num_local],
+                "expert_num_tokens": own.num_rows_ptr[: self.num_local],
                 "expected_rows": plan.expected_rows,  # if the others bring as many tokens
             },
             "rows": {
-                "row_index": None if index is None else memory.row_index[: index.shape[0]],
-                "local_topk_ids": memory.local_ids[: num_rows * k].view(num_rows, k),
-                "topk_weights": memory.pooled_weights[: num_rows * k].view(num_rows, k),
-                "token_to_row": memory.token_to_row[: num_rows * k].view(num_rows, k),
+                "row_index": None if index is None else own.row_index_ptr[: index.shape[0]],
+                "local_topk_ids": own.local_ids_ptr[: num_rows * k].view(num_rows, k),
+                "topk_weights": own.pooled_weights_ptr[: num_rows * k].view(num_rows, k),
+                "token_to_row": own.token_to_row_ptr[: num_rows * k].view(num_rows, k),
             },
         }
 
-    def _dispatch_of(self, slot: int, sent: Sent, *, send: bool, receive: bool) -> Launch:
+    def _dispatch_of(self, slot: int, sent: Sent, *, send: bool, receive: bool) -> RepeatedLaunch:
         """The launch of a dispatch or one half of it."""
         plan, key = sent.plan, (slot, sent.refusal, send, receive)
         launch = plan.dispatches.get(key)
         if launch is None:
             first_receiver = (plan.announcers + plan.programs.senders) * send
-            launch = plan.dispatches[key] = Launch(
+            launch = plan.dispatches[key] = RepeatedLaunch(
                 _dispatch_kernel,
                 first_receiver + plan.programs.receivers * receive,
                 fixed=(
-                    self._links[slot],
-                    self._own[slot],
+                    self._memory.links[slot],
+                    self._states.slots[slot],
                     plan.num_tokens,
                     plan.blocks,
                     self._num_physical,
@@ -336,7 +317,13 @@ class Exchange:
                     plan.programs.senders,
                     first_receiver,
                 ),
-                constants={**plan.constants, "SEND": send, "RECEIVE": receive},
+                constants={
+                    "ranks": self._ranks,
+                    "row": plan.row,
+                    "sending": plan.sending,
+                    "receiving": plan.receiving,
+                    "halves": Halves(send, receive, self._early),
+                },
                 options=self._options(plan.programs.num_warps),
                 device=self._device,
             )
@@ -370,7 +357,7 @@ class Exchange:
 
     def _combine_of(
         self, slot: int, sent: Sent, *, poisoned: bool, shared: torch.Tensor | None, send: bool, receive: bool
-    ) -> Launch:
+    ) -> RepeatedLaunch:
         """The launch of a combine or one half of it."""
         plan, config = sent.plan, self._config
         key = (slot, poisoned, None if shared is None else shared.dtype, send, receive)
@@ -379,43 +366,41 @@ class Exchange:
             programs, k = self.tuning.combine(plan.num_tokens, self.num_ranks), plan.payload.num_topk
             held = held_words(self.num_ranks, config.dtype.itemsize, programs.num_warps)
             first_receiver = programs.senders * send
-            constants = {
-                "H": config.hidden,
-                "SENT_BLOCK": block_words(config.hidden, programs.sent_block),
-                "SUMMED_BLOCK": awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
-                "ROWS_IN_FLIGHT": programs.rows_in_flight,
-                "UNIT": ALIGNMENT,
-                "R": self.num_ranks,
-                "RANK": self._rank,
-                "RANKS": triton.next_power_of_2(self.num_ranks),
-                "K": k,
-                "COLUMNS": triton.next_power_of_2(k),
-                "SUMMED": plan.layout is Layout.FLAT,
-                "POISONED": poisoned,
-                "SHARED": shared is not None,
-                "SEND": send,
-                "RECEIVE": receive,
-                "PDL": self._early,
-            }
-            launch = plan.combines[key] = Launch(
+            combining = Combining(
+                H=config.hidden,
+                K=k,
+                COLUMNS=triton.next_power_of_2(k),
+                SENT_BLOCK=block_words(config.hidden, programs.sent_block),
+                SUMMED_BLOCK=awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
+                ROWS_IN_FLIGHT=programs.rows_in_flight,
+                UNIT=ALIGNMENT,
+                SUMMED=plan.layout is Layout.FLAT,
+                POISONED=poisoned,
+                SHARED=shared is not None,
+            )
+            launch = plan.combines[key] = RepeatedLaunch(
                 _combine_kernel,
                 first_receiver + programs.receivers * receive,
                 fixed=(
-                    self._links[slot],
-                    self._own[slot],
+                    self._memory.links[slot],
+                    self._states.slots[slot],
                     config.max_tokens_per_rank,
                     programs.senders,
                     first_receiver,
                 ),
-                constants=constants,
+                constants={
+                    "ranks": self._ranks,
+                    "combining": combining,
+                    "halves": Halves(send, receive, self._early),
+                },
                 options={**self._options(programs.num_warps), "enable_fp_fusion": False},
                 device=self._device,
             )
         return launch
 
     def destroy(self) -> None:
-        """Drop the references to the slots' memory. Local; calling it twice is fine."""
-        self._plans, self._links, self._own = {}, [], []
+        """Drop the slots' state. Local; calling it twice is fine."""
+        self._plans, self._states.slots = {}, []
 
 
 def _lie_side_by_side(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:

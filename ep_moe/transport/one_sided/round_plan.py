@@ -12,8 +12,10 @@ import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
-from ep_moe.kernel_launch.repeated import Launch
-from ep_moe.kernels.exchange.round_state import HEADER_WORDS
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.exchange.dispatch_receive import Receiving
+from ep_moe.kernels.exchange.dispatch_send import Sending
+from ep_moe.kernels.exchange.wire_layout import Ranks, Regions, Row
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
@@ -55,9 +57,11 @@ class Plan:
     output_shape: tuple[int, ...]  # of the experts' output
     strides: tuple[int, ...]  # `Sent.strides` if inputs are contiguous, and quantized in the kernel or not at all
     expected_rows: int
-    constants: dict[str, Any]  # of the dispatch kernel, except SEND and RECEIVE
-    dispatches: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
-    combines: dict[tuple[Any, ...], Launch] = dataclasses.field(default_factory=dict)
+    row: Row
+    sending: Sending
+    receiving: Receiving
+    dispatches: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
+    combines: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
     kept: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by slot, its batches' fields
 
 
@@ -79,6 +83,33 @@ def kind_of(
     return (*sizes, type(routing), id(layout), id(scheme), isinstance(x, Quantized), counted)
 
 
+def ranks_of(placement: Placement, rank: int) -> Ranks:
+    """The constants of kernels that depend on the ranks alone."""
+    num_ranks = placement.num_ranks
+    most = max(*map(placement.num_local_experts, range(num_ranks)), 1)
+    return Ranks(
+        R=num_ranks,
+        RANKS=triton.next_power_of_2(num_ranks),
+        RANK=rank,
+        STARTS=placement.starts,
+        L=most,
+        EXPERTS=triton.next_power_of_2(most),
+    )
+
+
+def regions_of(config: TransportConfig, ranks: Ranks) -> Regions:
+    """The regions of a slot's memory."""
+    return Regions(
+        num_ranks=ranks.R,
+        max_experts=ranks.L,
+        max_tokens=config.max_tokens_per_rank,
+        hidden=config.hidden,
+        max_topk=config.max_topk,
+        itemsize=config.dtype.itemsize,
+        word_tokens=WORD_TOKENS,
+    )
+
+
 def distinct_sizes(max_tokens: int) -> Iterator[int]:
     """The T up to M that have kernels of their own; any other T uses those of the next larger one."""
     size = _FEWEST_TOKENS
@@ -92,11 +123,9 @@ def distinct_sizes(max_tokens: int) -> Iterator[int]:
 class Planner:
     """Makes the plans of a transport's rounds on this rank."""
 
-    def __init__(
-        self, config: TransportConfig, placement: Placement, *, rank: int, tuning: Tuning, early: bool, max_experts: int
-    ) -> None:
-        self._config, self._placement, self._rank = config, placement, rank
-        self._tuning, self._early, self._max_experts = tuning, early, max_experts
+    def __init__(self, config: TransportConfig, placement: Placement, ranks: Ranks, tuning: Tuning) -> None:
+        self._config, self._placement, self._rank = config, placement, ranks.RANK
+        self._tuning, self._ranks = tuning, ranks
 
     def plan(
         self, rows: int, num_topk: int, layout: Layout, scheme: QuantScheme, *, given: bool, counted: bool
@@ -114,41 +143,32 @@ class Planner:
             words, row_words = (max(size, payload.group // 4) for size in (words, row_words))
         groups = triton.next_power_of_2(max(payload.num_groups, 1))
         unit = ALIGNMENT if fused_quant else math.gcd(payload.value_words, 4)
-        constants = {
-            "H": config.hidden if fused_quant else payload.value_words,
-            "GROUP": payload.group if fused_quant else 1,
-            "G": payload.num_groups,
-            "GROUPS": groups,
-            "SENT_WORDS": row_words,
-            "WORD_BLOCK": words,
-            "WORD_GROUPS": words * 4 // payload.group if fused_quant else groups,
-            "TAKEN_WORDS": awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
-            "VALUE_WORDS": payload.value_words,
-            "UNIT": unit,
-            "ENTRY": 2 * config.max_topk,
-            "TOKENS_PER_FENCE": programs.tokens_per_fence,
-            "R": num_ranks,
-            "RANK": self._rank,
-            "STARTS": self._placement.starts,
-            "RANKS": triton.next_power_of_2(num_ranks),
-            "K": num_topk,
-            "COLUMNS": triton.next_power_of_2(num_topk),
-            "L": self._max_experts,
-            "EXPERTS": triton.next_power_of_2(self._max_experts),
-            "HEADER_SPAN": triton.next_power_of_2(self._max_experts + HEADER_WORDS.value),
-            "TOKENS": count,
-            "COUNTED_EXPERTS": share,
-            "QUANTIZE": fused_quant,
-            "COUNTED": counted,
-            "PLANNED": planned,
-            "BATCHED": layout is Layout.BATCHED,
-            "POOLED": layout is Layout.FLAT,
-            "WORDY": payload.wordy,
-            "TAKE_ROWS": not payload.wordy or config.max_tokens_per_rank > WORD_TOKENS,
-            "SEND_WORDS": payload.wordy and (counted or rows <= WORD_TOKENS),
-            "SEND_ROWS": not payload.wordy or rows > WORD_TOKENS,
-            "PDL": self._early,
-        }
+        columns = triton.next_power_of_2(num_topk)
+        row = Row(num_topk, columns, payload.value_words, payload.num_groups, groups, 2 * config.max_topk)
+        sending = Sending(
+            H=config.hidden if fused_quant else payload.value_words,
+            GROUP=payload.group if fused_quant else 1,
+            QUANTIZE=fused_quant,
+            UNIT=unit,
+            ROW_WORDS=row_words,
+            LL_BLOCK=words,
+            LL_GROUPS=words * 4 // payload.group if fused_quant else groups,
+            TOKENS_PER_FENCE=programs.tokens_per_fence,
+            TOKENS=count,
+            EXPERT_BLOCK=share,
+            HAS_NUM_TOKENS=counted,
+            IDS_COUNTED=planned,
+            SEND_LL=payload.wordy and (counted or rows <= WORD_TOKENS),
+            SEND_ROWS=not payload.wordy or rows > WORD_TOKENS,
+        )
+        receiving = Receiving(
+            BLOCK_WORDS=awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
+            HEADER_SPAN=triton.next_power_of_2(self._ranks.header_stride),
+            BATCHED=layout is Layout.BATCHED,
+            POOLED=layout is Layout.FLAT,
+            TAKE_LL=payload.wordy,
+            TAKE_ROWS=not payload.wordy or config.max_tokens_per_rank > WORD_TOKENS,
+        )
         frame = self._frame(payload, layout)
         lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         scale = torch.empty(0, 0, 0, device="meta") if frame.scale is None else frame.scale
@@ -176,7 +196,9 @@ class Planner:
                 num_topk,
             ),
             expected_rows=max(triton.cdiv(rows * num_ranks * num_topk, num_physical), 1),
-            constants=constants,
+            row=row,
+            sending=sending,
+            receiving=receiving,
         )
 
     def _frame(self, payload: Payload, layout: Layout) -> Frame:

@@ -15,7 +15,7 @@ import triton
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
-from ep_moe.kernels.exchange.round_state import PLACE_BITS
+from ep_moe.kernels.exchange.wire_layout import PLACE_BITS
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
@@ -31,11 +31,11 @@ from ep_moe.transport.checks import (
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.one_sided.faults import Faults
 from ep_moe.transport.one_sided.launchers import Exchange, Sent
-from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.memory import PeerMemory
+from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
 from ep_moe.transport.one_sided.payload import aligned_rows, is_aligned
-from ep_moe.transport.one_sided.room import OpenRounds, Room, most_receivers
-from ep_moe.transport.one_sided.round_plan import kind_of
-from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+from ep_moe.transport.one_sided.round_plan import kind_of, ranks_of, regions_of
+from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
@@ -97,16 +97,18 @@ class NvlinkTransport(Transport):
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
         self.num_rounds = 0
         self._group = group
-        self._memory = ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
-        self._faults = Faults(group, placement, config, self._memory)
+        ranks = ranks_of(placement, group.rank)
+        self._memory = PeerMemory(group, regions_of(config, ranks), config.num_slots)
+        self._states = SlotStates(config, group.device, ranks)
+        self._faults = Faults(group, placement, config, self._memory, self._states)
         self._exchange = Exchange(
             config,
             placement,
             self._memory,
-            rank=group.rank,
+            self._states,
+            ranks,
             device=group.device,
             most_receivers=most_receivers(group.device, config.num_slots),
-            report=self._faults.report,
             timeout_ns=self._faults.timeout_ns,
         )
         self._slots: Slots[_Round] = Slots(config.num_slots)
@@ -115,7 +117,8 @@ class NvlinkTransport(Transport):
         if self.device.type == "cuda":
             self._open = OpenRounds(
                 self.device,
-                Room.of(self.device),
+                Occupancy.of(self.device),
+                rounds_on(self.device.index or 0),
                 functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
                 triton.runtime.driver.active.get_current_stream,
             )
@@ -128,11 +131,11 @@ class NvlinkTransport(Transport):
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
-        slots = self._memory.slots
+        slots = self._states.slots
         return ExchangeStatistics(
-            expert_tokens=torch.stack([slot.rows_seen for slot in slots]).sum(0)[: self._exchange.num_local],
-            waited_ns=torch.stack([slot.waited_ns[1] for slot in slots]).sum(0),
-            last_waited_ns=torch.stack([slot.waited_ns[0] for slot in slots]),
+            expert_tokens=torch.stack([slot.rows_seen_ptr for slot in slots]).sum(0)[: self._exchange.num_local],
+            waited_ns=torch.stack([slot.waited_ptr[1] for slot in slots]).sum(0),
+            last_waited_ns=torch.stack([slot.waited_ptr[0] for slot in slots]),
         )
 
     @property
@@ -416,7 +419,7 @@ class NvlinkTransport(Transport):
             self._exchange.destroy()
             self._memory.destroy()
         else:
-            _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
+            _STILL_IN_USE.append((self._memory, self._states, self._exchange, self._faults))
 
     def _note_open(self, slot: int, state: _Round) -> None:
         if self._open is not None:

@@ -45,7 +45,7 @@ class Tuning:
     """Launch parameters of a transport.
 
     Args:
-        most_receivers: of one launch (`Room.most_receivers`). Senders never wait: they do not count towards the limit.
+        most_receivers: of one launch (`Occupancy.most_receivers`). Senders never wait: they do not count.
         num_sms: programs of one launch at most, so that they take at most as many SMs; 0 sets no limit.
     """
 
