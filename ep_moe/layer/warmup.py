@@ -61,13 +61,14 @@ def round_kinds(layer: "ExpertParallelMoE", num_topk: int, *, padded: bool) -> l
 
 
 def compute_alone(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
-    """Route, and compute the experts of R times T tokens of which none has an expert. Local."""
-    config, placement, transport = layer.config, layer.placement, layer.transport
+    """Route, and compute this rank's experts for T tokens of which none has an expert. Local."""
+    config, placement = layer.config, layer.placement
     for rows in sizes:
-        x, nobody = _tokens(layer, transport.num_ranks * rows, num_topk)
-        local_moe(x, nobody, layer.weights, layer.experts, layout=config.layout, num_experts=placement.num_physical)
+        x, nobody = _tokens(layer, rows, num_topk)
+        # T * K / L rows of each expert, by which tiles are chosen, are what R ranks with T tokens each bring
+        local_moe(x, nobody, layer.weights, layer.experts, layout=config.layout)
         for ids_dtype in (torch.int32, torch.int64):
-            to_physical(nobody.topk_ids[:rows].to(ids_dtype), placement)
+            to_physical(nobody.topk_ids.to(ids_dtype), placement)
         if config.routing is None:
             continue
         for dtype in dict.fromkeys((torch.float32, x.dtype)):

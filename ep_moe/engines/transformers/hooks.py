@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.common.load import ExpertLoad
+from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, refuse_backward
@@ -37,11 +39,6 @@ class HookConfig:
     experts: str = "auto"
     layout: Layout = Layout.COMPACT
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
-
-
-def with_topk(config: TransportConfig, num_topk: int | None) -> TransportConfig:
-    """The config with `max_topk` raised to at least K, if it is known. Local."""
-    return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk or 0))
 
 
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -136,6 +133,7 @@ class Session:
         group: the ranks.
         transport: moves the tokens of all layers.
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
+        load: counts the experts that this rank's tokens choose.
         idle: set it to True to make this rank take part in every forward pass without sending tokens; its MoE layers
             then return zeros. For a rank that has finished while others still generate.
         experts: name of the layers' experts implementation.
@@ -150,19 +148,16 @@ class Session:
         self.transport = transport
         self.layers = layers
         self.idle = False
+        self.load = ExpertLoad(len(layers), transport.placement.num_experts, group.device)
         self.experts = experts
         self.decoder: Any = None
         self.why_no_graphs = ""
         self.decode_experts: DecodeExperts | None = None
-        # the extra column counts invalid ids, so that they need no filtering, which would be a host sync
-        self._load = torch.zeros(
-            len(layers), transport.placement.num_experts + 1, dtype=torch.int64, device=group.device
-        )
 
     @property
     def expert_load(self) -> torch.Tensor:
         """[MoE layers, E] int64 on the device: how often this rank's tokens chose each logical expert. Local."""
-        return self._load[:, :-1].clone()
+        return self.load.counts
 
     @property
     def scheme(self) -> str:
@@ -171,14 +166,7 @@ class Session:
 
     def reset_expert_load(self) -> None:
         """Set the counts to zero. Local, no host sync."""
-        self._load.zero_()
-
-    def count(self, layer: int, topk_ids: torch.Tensor) -> None:
-        """Add a layer's ids [T, K], -1 none, to `expert_load`. Local, no host sync."""
-        num_experts = self._load.shape[1] - 1
-        ids = topk_ids.reshape(-1).long()
-        ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
-        self._load[layer].scatter_add_(0, ids, torch.ones_like(ids))
+        self.load.reset()
 
     @contextlib.contextmanager
     def sitting_out(self, idle: bool = True) -> Iterator[None]:
@@ -233,5 +221,5 @@ class ShardedExperts:
         if session.idle:
             layer.forward_routed(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)
-        session.count(self._index, top_k_index)
+        session.load.add(self._index, top_k_index)
         return layer.forward_routed(hidden_states, top_k_index, top_k_weights.float())
