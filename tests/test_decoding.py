@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
@@ -82,11 +82,16 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def make_config(name: str, **more: Any) -> PreTrainedConfig:
+    """The config of a small model, with other sizes in `more`."""
+    model_type, sizes = MODELS[name]
+    return AutoConfig.for_model(model_type, **SIZES | sizes | more)
+
+
 def make_model(name: str) -> PreTrainedModel:
     """A small model with random weights, on one rank."""
-    model_type, sizes = MODELS[name]
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | sizes)).eval()
+    model = AutoModelForCausalLM.from_config(make_config(name)).eval()
     return shard_experts(model, EPGroup.single("cpu"))
 
 
