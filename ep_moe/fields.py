@@ -41,6 +41,11 @@ class Field:
     choices: Collection[str] = ()
     option: str = ""
 
+    @property
+    def text(self) -> str:
+        """The help as the command line shows it."""
+        return f"{self.help}{': ' if self.choices else ''}{', '.join(self.choices)}."
+
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError with the value and its limit unless a field may have it; None has none. Local."""
         if isinstance(value, tuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pkgutil
 import re
 import sys
 import time
@@ -826,7 +827,9 @@ def test_wrong_experts_are_not_timed(name: str, tmp_path: Path, monkeypatch: pyt
     assert (ours["worst_row_error"] <= 1e-5) == (name == "baseline")
     assert (theirs["worst_row_error"] <= 1e-2) == (name == "expert")
 
-    monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
+    monkeypatch.setattr(
+        cli, "on_ranks", lambda target, *args: pkgutil.resolve_name(target)(EPGroup.single("cpu"), *args)
+    )
     options = ["--preset", "small", "--ep-size", "2", "--rows", "3", "--append", str(tmp_path / "a.jsonl")]
     done = CliRunner().invoke(app, ["bench", "experts", *options, "--commit", "0123abc", "--dtype", "float32"])
     assert done.exit_code == 1
@@ -1244,7 +1247,9 @@ def append_a_layer(folder: Path, *options: str) -> Any:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the only rank in this process."""
-    monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
+    monkeypatch.setattr(
+        cli, "on_ranks", lambda target, *args: pkgutil.resolve_name(target)(EPGroup.single("cpu"), *args)
+    )
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -165,7 +165,7 @@ WRONG = {
     "window": (["eval", "--window", "4096"], "window (4096) * batch (4) exceeds max_tokens_per_rank (2048)"),
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
     "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
-    "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must not be negative"),
+    "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must be at least 0"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
 }
 

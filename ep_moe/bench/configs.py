@@ -124,7 +124,9 @@ class ModelBenchConfig:
         str, Field(help="Experts implementation of transformers' own", choices=EXPERTS_IMPLEMENTATIONS)
     ] = "grouped_mm"
     hook: Annotated[bool, Field(help="Plug our exchange into transformers' own too")] = False
-    decode_graphs: bool | None = None  # of our own system, as of `ep_moe.engines.transformers.generate`
+    decode_graphs: Annotated[
+        bool | None, Field(help="Our own system decodes by CUDA graphs, by default on GPUs with transport nvlink")
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -83,7 +83,7 @@ class RandomExperts:
             options["dtype"] = torch.float32
             tensors["w13_input_scale"] = _static_scale(TOKEN_AMAX, scheme, (1,), **options)
             tensors["w2_input_scale"] = _static_scale(INNER_AMAX, scheme, (len(indices),), **options)
-        return ExpertWeights(scheme=scheme, w13=matrices["w13"], w2=matrices["w2"], **tensors)
+        return ExpertWeights(scheme=scheme, w13=matrices["w13"], w2=matrices["w2"], **tensors)  # type: ignore[arg-type]
 
 
 def _stored(weight: torch.Tensor, scheme: QuantScheme) -> StoredMatrix:

@@ -177,6 +177,27 @@ def _check_figures(what: str, figures: Any) -> None:
             raise ValueError(f"{what}.{name} does not say its unit: a figure's name ends in {endings}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowsFile:
+    """Where the rows of a measurement go, and what they say of it. Errors: ValueError for a wrong path or commit."""
+
+    append: Annotated[Path | None, Field(help="Add the measured rows to this .jsonl file; needs --commit")] = None
+    commit: Annotated[str, Field(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append")] = (
+        ""
+    )
+    sweep: Annotated[bool, Field(help="Mark the rows as exploratory: the report leaves them out")] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.append is None and (self.commit or self.sweep):
+            raise ValueError("--commit and --sweep require --append")
+        if self.append is not None:
+            check_path(self.append)
+            if not self.commit:
+                raise ValueError("append needs --commit: a row says of which source it is")
+            check_commit(self.commit)
+
+
 def append_records(path: str | Path, records: Sequence[Record]) -> None:
     """Append rows to a .jsonl file, which is created if missing. Local.
 

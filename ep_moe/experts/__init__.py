@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ep_moe.config import ActivationConfig
+from ep_moe.config import ActivationConfig, tiles_dir
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts, apply_activation
 from ep_moe.experts.serves import SERVES, Serves
@@ -17,7 +17,7 @@ def _triton_experts(activation: ActivationConfig) -> Experts:
     """Import Triton only on demand: it exists only on Linux."""
     from ep_moe.experts.triton import TritonExperts
 
-    return TritonExperts(activation)
+    return TritonExperts(activation, tiles=tiles_dir())
 
 
 EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {"torch": ReferenceExperts, "triton": _triton_experts}
@@ -32,6 +32,9 @@ def create_experts(
 
     On a GPU, "auto" is the first of `SERVES` that computes `scheme`, else "torch"; on a CPU it is "torch". A named one
     that does not compute `scheme` raises; without `scheme`, the first call with such weights raises.
+
+    Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
+    (`ep_moe.experts.tile_tables`).
 
     "triton" on a CPU is for tests; it needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 

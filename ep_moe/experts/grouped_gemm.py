@@ -14,7 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernels.gemm.arguments import Operands, PerExpert, Rows, Stored, TileList
+from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
 from ep_moe.weights import ExpertWeights
@@ -63,6 +63,7 @@ class CallShape:
         x_stride: between rows of the pool, in elements.
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
+        limited: the activation has a limit, one for all experts or one for each.
     """
 
     device: torch.device
@@ -79,6 +80,7 @@ class CallShape:
     scale_height: int
     scale_strides: tuple[int, int, int]
     static_scale: bool
+    limited: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -105,6 +107,7 @@ class CallShape:
             scale_height=height,
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
+            limited=activation.limit is not None or weights.per_expert.limit is not None,
         )
 
     @property
@@ -127,7 +130,7 @@ class CallShape:
 class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
-    def __call__(self, operands: Operands, out: Stored, per_expert: PerExpert, rows: Rows, tiles: TileList, /) -> None:
+    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
         """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.

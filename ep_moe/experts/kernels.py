@@ -8,6 +8,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import dataclasses
+from pathlib import Path
 
 import torch
 import triton
@@ -16,8 +17,9 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
-from ep_moe.experts.tuning import ExpertTiles, choose_tiles, fit_stages
-from ep_moe.kernels.gemm.arguments import Operands, PerExpert, Rows, Stored, TileList
+from ep_moe.experts.tile_tables import default_table, find_table
+from ep_moe.experts.tuning import ExpertTiles, fit_stages
+from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.weights import ExpertWeights
 
@@ -62,7 +64,16 @@ class PreparedCall:
         pool_rows = rows._replace(row_index=_contiguous(batch.row_index))
         tiles = self._make_tile_list(rows)
         static = _contiguous(weights.w2_input_scale)
-        per_expert = PerExpert(static_scale=static)
+        own = {name: tensor.contiguous() for name, tensor in weights.per_expert.tensors.items()}
+        first = ExpertScalars(
+            static_scale=static,
+            output_scale=own.get("w13_output_scale"),
+            gate_output_scale=own.get("w13_gate_output_scale"),
+            alpha=own.get("alpha"),
+            beta=own.get("beta"),
+            limit=own.get("limit"),
+        )
+        second = ExpertScalars(None, own.get("w2_output_scale"), *[None] * 4)
         scale = None
         if self._groups:
             scale = torch.empty(self._groups, self._rows, dtype=torch.float32, device=self._device)
@@ -73,11 +84,11 @@ class PreparedCall:
             (matrix.values.contiguous(), _contiguous(matrix.scale), _contiguous(bias))
             for matrix, bias in ((weights.w13, weights.w13_bias), (weights.w2, weights.w2_bias))
         )
-        self._first(Operands(batch.x, batch.scale, *w13), inner, per_expert, pool_rows, tiles)
+        self._first(Operands(batch.x, batch.scale, *w13), inner, first, pool_rows, tiles)
         if self._requantize is not None:
             self._requantize(inner, stored, rows, tiles)
         x_scale = stored.scale if static is None else static
-        self._second(Operands(stored.data, x_scale, *w2), Stored(y, None), per_expert, rows, tiles)
+        self._second(Operands(stored.data, x_scale, *w2), Stored(y, None), second, rows, tiles)
 
 
 class KernelExperts:
@@ -90,11 +101,14 @@ class KernelExperts:
     Args:
         activation: between the two GEMMs.
         backend: of the GEMMs.
-        tiles: tile sizes; None chooses by the batch's `expected_rows`. A call raises ValueError if they do not fit
-            the scheme of its weights.
+        tiles: tile sizes, or a folder with tables of them, which are used before the package's; a table is chosen by
+            the shape and tiles by the batch's `expected_rows`. A call raises ValueError if they do not fit the scheme
+            of its weights.
     """
 
-    def __init__(self, activation: ActivationConfig, backend: Backend, *, tiles: ExpertTiles | None = None) -> None:
+    def __init__(
+        self, activation: ActivationConfig, backend: Backend, *, tiles: ExpertTiles | Path | None = None
+    ) -> None:
         self.activation = activation
         self.backend = backend
         self.tiles = tiles
@@ -133,32 +147,39 @@ class KernelExperts:
         if found is None:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            found = self._prepared[shape] = PreparedCall(shape, self.backend, self._choose_tiles(shape))
+            found = self._prepared[shape] = PreparedCall(shape, self.backend, self.choose_tiles(shape))
         return found
 
-    def _choose_tiles(self, shape: CallShape) -> ExpertTiles:
-        """Tiles for calls of this shape: those of the constructor, or chosen by size."""
+    def choose_tiles(self, shape: CallShape) -> ExpertTiles:
+        """Tiles for calls of this shape: those of the constructor, or of a table."""
+        if isinstance(self.tiles, ExpertTiles):
+            return _checked(self.tiles, shape)
         stored, gated = shape.scheme.weight, shape.activation.kind.gated
-        blocked, (block_n, block_k) = stored.granularity == "block", stored.block
-        if self.tiles is not None:
-            for name, gemm in (("first", self.tiles.first), ("second", self.tiles.second)):
-                if blocked and block_k % gemm.block_k:
-                    raise ValueError(
-                        f"block_k ({gemm.block_k}) of the {name} GEMM does not divide the {block_k} columns that "
-                        f"share a scale in scheme '{shape.scheme.name}'"
-                    )
-            return self.tiles
-        tiles = choose_tiles(
-            shape.expected_rows,
+        blocked, dtype = stored.granularity == "block", str(shape.dtype).removeprefix("torch.")
+        name = shape.scheme.name if stored.quantized else dtype
+        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles) or default_table(
             shape.weight_dtype,
             gated=gated,
-            group_k=block_k if blocked else 0,
-            whole_blocks=not blocked or (block_n % 128 == 0 and shape.halves_aligned),
+            group_k=stored.block[1] if blocked else 0,
+            whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
         )
+        tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         if shape.device.type != "cuda":
             return tiles
         properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
         return fit_stages(tiles, properties["max_shared_mem"], shape.weight_dtype.itemsize, gated=gated)
+
+
+def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
+    """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next."""
+    stored = shape.scheme.weight
+    for name, gemm in (("first", tiles.first), ("second", tiles.second)):
+        if stored.granularity == "block" and stored.block[1] % gemm.block_k:
+            raise ValueError(
+                f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {stored.block[1]} columns "
+                f"that share a scale in scheme '{shape.scheme.name}'"
+            )
+    return tiles
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -78,7 +79,7 @@ class TritonGemms:
             Epilogue,
             ACTIVATION=activation.kind.value,
             GATED=activation.kind.gated,
-            LIMITED=activation.limit is not None,
+            LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
         )
         numbers = (
@@ -113,5 +114,5 @@ class TritonGemms:
 class TritonExperts(KernelExperts):
     """`KernelExperts` whose GEMMs are Triton's; the arguments are explained there."""
 
-    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | None = None) -> None:
+    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | Path | None = None) -> None:
         super().__init__(activation, TritonGemms(), tiles=tiles)

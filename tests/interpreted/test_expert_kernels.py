@@ -4,7 +4,9 @@ Letters: L local experts, H hidden, I intermediate, N received rows.
 """
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +18,15 @@ from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import constants
 from ep_moe.experts.requantize import prepare_tile_list
+from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 from interpreted.common import DEVICE
 
 # In a row of 80 elements a single one that requantizes to its other neighbor matters: a GPU's fp8 sums of 14 bits cause
@@ -186,6 +189,36 @@ def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) ->
 def test_activations(activation: str, scheme: str) -> None:
     case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation])
     assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
+
+
+OWN = {
+    "alpha": [1.702, 1.0, 0.4, 2.5],
+    "beta": [1.0, 3.0, -0.5, 0.25],
+    "limit": [7.0, 0.1, math.inf, 0.6],
+    "w13_output_scale": [0.5, 9.0, 2.0, 1.25],
+    "w13_gate_output_scale": [3.0, 9.0, 0.75, 1.5],
+    "w2_output_scale": [0.125, 9.0, -3.0, 0.8],
+}
+
+
+def with_own(case: Case, *names: str) -> Case:
+    """The case with these numbers for each expert, in memory that is not contiguous."""
+    own = {name: torch.tensor(OWN[name], device=DEVICE)[:, None].expand(EXPERTS, 2)[:, 0] for name in names}
+    return dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=PerExpert(**own)))
+
+
+@pytest.mark.parametrize("names", [tuple(OWN), *((name,) for name in OWN)], ids="-".join)
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
+    case, activation = with_own(make_case(scheme, torch.bfloat16), *names), ACTIVATIONS["swiglu-unlimited"]
+    assert_equals_torch(case, activation, case.batch(Layout.COMPACT))
+    assert_equals_torch(case, dataclasses.replace(activation, limit=0.3), case.batch(Layout.FLAT))
+
+
+def test_output_scales_without_a_gate() -> None:
+    activation = ACTIVATIONS["relu2"]
+    case = with_own(make_case("fp8_tensor", torch.bfloat16, activation), "w13_output_scale", "w2_output_scale")
+    assert_equals_torch(case, activation, case.batch(Layout.BATCHED))
 
 
 @pytest.mark.parametrize("expected_rows", [1, 12, 24, 100, 500])
@@ -408,15 +441,36 @@ def test_tiles_of_our_own_choice() -> None:
         TritonExperts(SILU, tiles=crossing)(case.batch(Layout.COMPACT), case.weights)
 
 
-def test_a_step_of_the_sum_never_crosses_a_scale() -> None:
-    for group_k in (16, 32, 48, 96, 128, 256, 384):
-        tiles = choose_tiles(4, torch.float8_e4m3fn, gated=True, group_k=group_k)
-        assert group_k % tiles.first.block_k == 0
-        assert group_k % tiles.second.block_k == 0
+def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
+    """The table of this shape in the folder is used, by rows; steps that cross a scale are an error that names it."""
+    case = make_case("fp8_block", torch.bfloat16)
+    device = "cpu" if DEVICE.type == "cpu" else torch.cuda.get_device_name(DEVICE)
+    path = tmp_path / table_name(INTERMEDIATE, HIDDEN, device, "fp8_block")
+    gemm = {"BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "SWAP_AB": True, "num_warps": 2, "num_stages": 2}
+    few = {"BLOCK_SIZE_M": 32, "GROUP_SIZE_M": 1, "first": {**gemm, "PROGRAMS_PER_SM": 1}}
+    few["second"] = {**gemm, "PROGRAMS_PER_SM": 2}
+    path.write_text(json.dumps({"4": few, "8": {**few, "BLOCK_SIZE_M": 16}}))
+    experts = TritonExperts(SILU, tiles=tmp_path)
+    chosen = [
+        experts.choose_tiles(CallShape.of(case.batch(Layout.COMPACT, rows), case.weights, SILU)) for rows in (4, 5)
+    ]
+    assert [tiles.block_m for tiles in chosen] == [32, 16]
+    assert (chosen[0].group_m, chosen[0].first.num_warps, chosen[0].second.programs_per_sm) == (1, 2, 2)
+    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tmp_path)
+    default = TritonExperts(SILU).choose_tiles(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))
+    assert default == default_table(torch.float8_e4m3fn, gated=True, group_k=128, whole_blocks=False).choose(5)
+    few["second"]["BLOCK_SIZE_K"] = 256
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / path.name).write_text(json.dumps({"4": few}))
+    with pytest.raises(
+        ValueError, match=r"fp8_block\.json: block_k \(256\) of the second GEMM does not divide the 128"
+    ):
+        TritonExperts(SILU, tiles=other)(case.batch(Layout.COMPACT), case.weights)
 
 
 def test_stages_fit_the_shared_memory() -> None:
-    tiles = choose_tiles(500, torch.bfloat16, gated=True)
+    tiles = default_table(torch.bfloat16, gated=True).choose(500)
     h200, a100, l40 = (fit_stages(tiles, size, 2, gated=True) for size in (232448, 166912, 101376))
     assert h200 == tiles
     assert [t.first.num_stages for t in (h200, a100, l40)] == [4, 3, 2]

@@ -141,11 +141,11 @@ def dispatch_again(group: EPGroup) -> int:
     """Rank 1 runs out of memory for its batch and calls again while the others wait. Returns the number of rounds."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     if group.rank == 1:
-        allocate, inputs = transport._exchange._allocate, CASE.inputs(1)
-        transport._exchange._allocate = no_memory
+        allocate, inputs = transport._dispatches._allocate, CASE.inputs(1)
+        transport._dispatches._allocate = no_memory
         with pytest.raises(torch.OutOfMemoryError):
             transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
-        transport._exchange._allocate = allocate
+        transport._dispatches._allocate = allocate
     check_round(transport, CASE, group.device)
     transport.destroy()
     return transport.num_rounds
@@ -164,14 +164,14 @@ def give_up(group: EPGroup) -> list[bool]:
     transport, inputs, nan = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank), []
     transport.dispatch_send(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
     if group.rank == 1:
-        allocate = transport._exchange._allocate
-        transport._exchange._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
+        allocate = transport._dispatches._allocate
+        transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
             plan, slot
         )
         with pytest.raises(torch.OutOfMemoryError):
             transport.dispatch_recv()
         transport.abandon()
-        transport._exchange._allocate = allocate
+        transport._dispatches._allocate = allocate
     else:
         dispatched = transport.dispatch_recv()
         y = torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype)
@@ -230,13 +230,13 @@ def layer_without_memory(group: EPGroup) -> bool:
     layer = ExpertParallelMoE(config, weights, transport, experts="torch")
     sound = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     if group.rank == 1:
-        allocate = transport._exchange._allocate
-        transport._exchange._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
+        allocate = transport._dispatches._allocate
+        transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
             plan, slot
         )
         with pytest.raises(torch.OutOfMemoryError):
             layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
-        transport._exchange._allocate = allocate
+        transport._dispatches._allocate = allocate
         right = True
     else:
         first, last = transport.placement.starts[1:3]

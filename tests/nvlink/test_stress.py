@@ -15,7 +15,7 @@ RUNS = [*(pytest.param(2, seed, 660, id=f"2-ranks-{seed}") for seed in range(3))
 
 def stress_on_rank(group: EPGroup, config: StressConfig, word_tokens: int) -> int:
     """The rounds on this rank; ranks with more tokens than `word_tokens` send rows."""
-    with patched(WORD_TOKENS=word_tokens, UNPLANNED_TOKENS=2, BLOCK_TOKENS=2):
+    with patched(WORD_TOKENS=word_tokens, SELF_COUNTED_TOKENS=2, BLOCK_TOKENS=2):
         return stress(group, config)
 
 

@@ -115,8 +115,8 @@ def _judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
 
 
 @triton.jit
-def _place_experts(headers_ptr, own, height, alignment, tells, active, ranks: tl.constexpr, BATCHED: tl.constexpr):
-    """Return the first row of each expert for each source, [RANKS * EXPERTS]; with `tells` also write the counts.
+def _place_experts(headers_ptr, own, height, alignment, writes, active, ranks: tl.constexpr, BATCHED: tl.constexpr):
+    """Return the first row of each expert for each source, [RANKS * EXPERTS]; with `writes` also write the counts.
 
     Example: two sources send expert 7, whose rows start at 64, 3 and 2 rows: they begin at 64 and at 67.
     """
@@ -132,7 +132,7 @@ def _place_experts(headers_ptr, own, height, alignment, tells, active, ranks: tl
     else:
         aligned = (total + alignment - 1) // alignment * alignment
         row_start = tl.cumsum(aligned, 0) - aligned
-    if tells:
+    if writes:
         mine = expert < num_experts
         tl.store(own.num_rows_ptr + expert, total, mask=mine)
         tl.store(own.row_start_ptr + expert, row_start.to(tl.int32), mask=mine)
@@ -412,8 +412,8 @@ def receive(
             leads,
             R,
         )
-    tells = leads & (arrived > 0)
-    first_rows = _place_experts(headers_ptr, own, height, alignment, tells, round_.active, ranks, receiving.BATCHED)
+    writes = leads & (arrived > 0)
+    first_rows = _place_experts(headers_ptr, own, height, alignment, writes, round_.active, ranks, receiving.BATCHED)
     status_ptrs = headers_ptr + source * ranks.header_stride + STATUS
     statuses = payload_of(tl.load(status_ptrs, mask=source < R, other=0, volatile=True))
     if arrived > 0:

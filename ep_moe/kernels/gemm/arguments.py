@@ -30,10 +30,15 @@ class Stored(NamedTuple):
     scale: Any  # [G, rows] float32, if values are quantized in groups
 
 
-class PerExpert(NamedTuple):
+class ExpertScalars(NamedTuple):
     """Numbers that every expert has of its own, [L] float32."""
 
-    static_scale: Any  # the stored value's scale if EPILOGUE.REQUANTIZE is "static"
+    static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
+    output_scale: Any  # multiplies the sums before the bias: of the up half if GATED
+    gate_output_scale: Any  # the same for the gate half
+    alpha: Any  # of the activation, in place of the numbers that all experts share
+    beta: Any
+    limit: Any
 
 
 class Rows(NamedTuple):

@@ -10,8 +10,8 @@ from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3, round_to
 
 
 @triton.jit
-def scale_sums(acc, x_scale_ptrs, w_scale_ptr, expert, width, columns, row_mask, column_mask, SCALES):
-    """Apply scales that do not vary along the reduction: one per token, times one per channel or per tensor."""
+def scale_sums(acc, x_scale_ptrs, w_scale_ptr, output_scale_ptr, expert, width, columns, row_mask, column_mask, SCALES):
+    """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
     if SCALES.WEIGHT == "tensor" or SCALES.WEIGHT == "channel":
         acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
         if SCALES.WEIGHT == "channel":
@@ -19,6 +19,8 @@ def scale_sums(acc, x_scale_ptrs, w_scale_ptr, expert, width, columns, row_mask,
             acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0)[None, :]
         else:
             acc *= tl.load(w_scale_ptr + expert)
+    if output_scale_ptr is not None:
+        acc *= tl.load(output_scale_ptr + expert)
     return acc
 
 
@@ -29,8 +31,17 @@ def add_bias(acc, bias_ptrs, column_mask):
 
 
 @triton.jit
+def of_expert(ptr, expert, shared):
+    """The expert's own number, or else the one that all experts share."""
+    if ptr is not None:
+        return tl.load(ptr + expert)
+    else:
+        return shared
+
+
+@triton.jit
 def store_tile(
-    sums, out, per_expert, expert, row, row_mask, columns, column_mask, N, scale_stride, TILE, SCALES, EPILOGUE
+    sums, out, scalars, expert, row, row_mask, columns, column_mask, N, scale_stride, TILE, SCALES, EPILOGUE
 ):
     """Round or requantize a tile [BLOCK_M, BLOCK_N] float32 and store it at these rows [BLOCK_M].
 
@@ -53,7 +64,7 @@ def store_tile(
             mask=tl.broadcast_to((group < tl.cdiv(N, SCALES.GROUP_K))[None, :], [TILE.BLOCK_M, GROUPS]),
         )
     elif EPILOGUE.REQUANTIZE == "static":
-        values = quantize_e4m3(sums, tl.load(per_expert.static_scale + expert))
+        values = quantize_e4m3(sums, tl.load(scalars.static_scale + expert))
     else:
         values = round_to(sums, out.data.dtype.element_ty)
     tl.store(ptrs, values, mask=mask)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.activation import activate
-from ep_moe.kernels.gemm.epilogue import add_bias, scale_sums, store_tile
+from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_tile
 from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -151,6 +151,7 @@ def _accumulate(
 @triton.jit
 def _compute_tile(
     operands,  # Operands
+    scalars,  # ExpertScalars
     x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
     x_scale_ptrs,  # [BLOCK_M]
     row_mask,  # [BLOCK_M]
@@ -184,11 +185,26 @@ def _compute_tile(
         TILE,
         SCALES,
     )
-    gate = scale_sums(gate, x_scale_ptrs, operands.w_scale, expert, halves * N, columns, row_mask, column_mask, SCALES)
+    w_scale, output_scale = operands.w_scale, scalars.output_scale
     if EPILOGUE.GATED:
-        up = scale_sums(
-            up, x_scale_ptrs, operands.w_scale, expert, halves * N, columns + N, row_mask, column_mask, SCALES
+        gate = scale_sums(
+            gate,
+            x_scale_ptrs,
+            w_scale,
+            scalars.gate_output_scale,
+            expert,
+            halves * N,
+            columns,
+            row_mask,
+            column_mask,
+            SCALES,
         )
+        up_columns = columns + N
+        up = scale_sums(
+            up, x_scale_ptrs, w_scale, output_scale, expert, halves * N, up_columns, row_mask, column_mask, SCALES
+        )
+    else:
+        gate = scale_sums(gate, x_scale_ptrs, w_scale, output_scale, expert, N, columns, row_mask, column_mask, SCALES)
     if operands.bias is not None:
         bias_ptrs = operands.bias + expert.to(tl.int64) * halves * N + columns
         gate = add_bias(gate, bias_ptrs, column_mask)
@@ -201,7 +217,7 @@ def _compute_tile(
 def _first_gemm_kernel(
     operands,  # Operands: the batch's pool of rows, w13 and its bias
     inner,  # Stored: [Q * BLOCK_M, N] and [ceil(N / GROUP_K), inner_scale_stride]
-    per_expert,
+    scalars,
     rows,
     tiles,
     K,
@@ -212,7 +228,7 @@ def _first_gemm_kernel(
     x_scale_stride_row,
     x_scale_stride_group,
     inner_scale_stride,
-    alpha,
+    alpha,  # of all experts, unless `scalars` has one for each
     beta,
     limit,
     TILE,
@@ -245,6 +261,7 @@ def _first_gemm_kernel(
             up_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column + N, columns + N, width, K, SCALES)
         gate, up = _compute_tile(
             operands,
+            scalars,
             operands.x + row.to(tl.int64)[:, None] * x_stride,
             x_scale_ptrs,
             row_mask,
@@ -261,10 +278,13 @@ def _first_gemm_kernel(
             SCALES,
             EPILOGUE,
         )
+        own_alpha = of_expert(scalars.alpha, expert, alpha)
+        own_beta = of_expert(scalars.beta, expert, beta)
+        own_limit = of_expert(scalars.limit, expert, limit)
         store_tile(
-            activate(gate, up, EPILOGUE.ACTIVATION, alpha, beta, limit, EPILOGUE.LIMITED),
+            activate(gate, up, EPILOGUE.ACTIVATION, own_alpha, own_beta, own_limit, EPILOGUE.LIMITED),
             inner,
-            per_expert,
+            scalars,
             expert,
             (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M),
             None,
@@ -282,7 +302,7 @@ def _first_gemm_kernel(
 def _second_gemm_kernel(
     operands,  # Operands: the intermediate [Q * BLOCK_M, K], w2 and its bias; its scales [G, inner_scale_stride]
     y,  # Stored: [rows, N], without scales
-    per_expert,
+    scalars,
     rows,
     tiles,
     K,
@@ -311,6 +331,7 @@ def _second_gemm_kernel(
             x_scale_ptrs += inner_row
         sums, _ = _compute_tile(
             operands,
+            scalars,
             operands.x + inner_row.to(tl.int64)[:, None] * K,
             x_scale_ptrs,
             row_mask,
@@ -330,7 +351,7 @@ def _second_gemm_kernel(
         store_tile(
             sums,
             y,
-            per_expert,
+            scalars,
             expert,
             tl.load(rows.row_start + expert) + token,
             row_mask,

@@ -28,6 +28,7 @@ from ep_moe.transport.one_sided.watchdog import Watchdog
 _POLLS_PER_SEC = 1000
 REST_SECS = 10.0  # for all launched kernels to end, in addition to two timeouts
 _POLL_SECS = 1e-3
+_UNTIMED = contextlib.nullcontext()
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +37,7 @@ class Faults:
 
     Attributes:
         timeout_ns: how long a kernel waits, in nanoseconds, or in polls under the interpreter.
-        waiting: measures a launch that waits, by phase and round (`Watchdog.waiting`).
+        waiting: measures a launch that waits, by phase and round (`Watchdog.waiting`); on a GPU kernels do so.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Faults:
         self.timeout_ns = int(group.config.timeout_secs * (_POLLS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
         self._watchdog = Watchdog(group, memory, self._members)
-        self.waiting = self._watchdog.waiting
+        self.waiting = self._watchdog.waiting if INTERPRET else _untimed
         self._refusal: Exception | None = None
         self._told: collections.deque[int] = collections.deque(maxlen=16)  # token counts that this host refused
         self._lost: PeerLostError | None = None  # ends this transport
@@ -258,3 +259,7 @@ class Faults:
         if errors:
             raise errors[0]
         return ended.is_set()
+
+
+def _untimed(phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
+    return _UNTIMED

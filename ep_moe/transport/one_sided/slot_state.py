@@ -90,3 +90,7 @@ class SlotStates:
             for word in (SENT, BEGUN, DONE):
                 slot.state_ptr[word.value] = epoch
             slot.state_ptr[RUNS.value] = _ENDED
+
+    def destroy(self) -> None:
+        """Free everything. Local; calling it twice is fine."""
+        self.slots = []

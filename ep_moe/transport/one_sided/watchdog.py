@@ -14,11 +14,9 @@ from collections.abc import Iterator
 
 from ep_moe.group import EPGroup
 from ep_moe.group.membership import Members
-from ep_moe.kernels.numerics import INTERPRET
 from ep_moe.transport.one_sided.memory import PeerMemory
 
 STOP_SECS = 3.0
-_UNTIMED = contextlib.nullcontext()
 
 _log = logging.getLogger(__name__)
 
@@ -50,15 +48,12 @@ class Watchdog:
         if group.num_ranks > 1:
             self._thread.start()
 
-    def waiting(self, phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
-        """Measure a wait that runs in this thread, for its timeout; on a GPU kernels do so themselves. Local."""
-        return self._timed(phase, round) if INTERPRET else _UNTIMED
-
     @contextlib.contextmanager
-    def _timed(self, phase: str, round_: int) -> Iterator[None]:
-        self._wait = (phase, round_, time.monotonic())
+    def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
+        """Measure a wait that runs in this thread, for its timeout; on a GPU kernels do so themselves. Local."""
+        self._wait = (phase, round, time.monotonic())
         try:
-            with self._group.waiting(phase, round_):
+            with self._group.waiting(phase, round):
                 yield
         finally:
             self._wait = None
