@@ -365,6 +365,14 @@ def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel) -> None
     assert {(shape.rows, shape.capacity) for shape in model.ep_moe.decoder.shapes} == {(4, 64), (4, 128)}
     model.ep_moe.decoder.drop_graphs()
     assert model.ep_moe.decoder.shapes == ()
+    with captured_on_a_cpu() as counts:
+        ids, mask = prompts_of(*TEXTS)
+        model.ep_moe.decoder.warmup(model, 3, ids.shape[1] + 9)
+        assert counts == [0]
+        found = by_passes(model, ids, mask, max_new_tokens=9)
+        assert counts == [8]
+    assert torch.equal(found, by_transformers(shipped, ids, mask, max_new_tokens=9))
+    model.ep_moe.decoder.drop_graphs()
     sampled = {"max_new_tokens": 9, "temperature": 0.8}
     with captured_on_a_cpu() as counts:
         ids, mask = prompts_of(*TEXTS)
