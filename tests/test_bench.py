@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pkgutil
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -985,6 +986,7 @@ def write_rows(folder: Path) -> list[Record]:
     ]
     for record in records:
         append_records(folder / f"{record.bench}.jsonl", [record])
+    shutil.copytree(ROOT / "docs" / "benchmarks" / "methods", folder / "methods")
     return records
 
 
@@ -1043,7 +1045,7 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     assert "| 345.6 |" in text
     assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
     assert re.findall(r"!\[.*\]\((.*?)\)", text) == [f"{name}/{plot}.png" for plot in ("layer", "model", "experts")]
-    assert f"from {name}/*.jsonl and {name}/notes/*.md;" in text
+    assert f"from {name}/*.jsonl, notes/*.md and methods/*.md;" in text
     assert "dtype bfloat16, scheme fp8_block, implementation triton, layout compact." in text
     assert "| 1 | 2026-11-22 | 4 | 98.5 | 611.2 | 4,012 | 98.5 |" in text
 
@@ -1090,6 +1092,15 @@ def test_a_note_that_is_not_one_is_named(name: str, text: str, error: str, tmp_p
     assert not (tmp_path / "BENCHMARKS.md").exists()
 
 
+def test_a_method_without_a_title_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows")
+    (tmp_path / "rows" / "methods" / "layer.md").write_text("How it is measured.\n")
+    done = CliRunner().invoke(app, ["bench", "report", "--no-plots", "--dir", str(tmp_path / "rows")])
+    assert done.exit_code == 2
+    assert "layer.md: a benchmark's text begins with a title (# ...)" in done.stderr
+    assert not (tmp_path / "BENCHMARKS.md").exists()
+
+
 def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
     folder = tmp_path / "docs" / "rows"
     points = [(1, "batched", 16.6), (128, "batched", 43.7), (4096, "compact", 800.0), (128, "compact", 45.0)]
@@ -1107,8 +1118,8 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
     assert done.exit_code == 0, done.stderr
     text = (tmp_path / "docs" / "BENCHMARKS.md").read_text()
-    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## The exchange", "### 4 x Abacus 9", "### 2 x Abacus 9"]
-    assert "![The exchange](rows/transport.png)" in text
+    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## Transport", "### 4 x Abacus 9", "### 2 x Abacus 9"]
+    assert "![Transport](rows/transport.png)" in text
     assert "All rows: transport nvlink, top-k 8, experts 256, payload fp8_block, dtype bfloat16, SMs 0, nodes 1" in text
     assert "| 1 | 2026-11-22 | 4096 | 7168 | compact | uniform | True | 20.5 | 25.5 | 800.0 |" in text
     assert "| 61.25 | 33.5 | 7,562,000 | 151.2 | 0.4088 | 40 | 60 | 99 | 1.98 |" in text

@@ -6,7 +6,7 @@ import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from ep_moe.config import (
     from_mapping,
     read_toml,
 )
+from ep_moe.fields import Field, check_fields, described
 
 MOE = {"hidden": 48, "intermediate": 32, "num_experts": 6}
 TRANSPORT = {"hidden": 48, "max_tokens_per_rank": 8}
@@ -202,6 +203,50 @@ def test_accepted_as_written(make: Callable[..., Any], changes: dict[str, Any]) 
     assert {name: getattr(config, name) for name in changes} == changes
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, next(iter(changes)), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limited:
+    """A field with each limit that a `Field` can have, and one without."""
+
+    count: Annotated[int, Field(help="Count", at_least=2)] = 2
+    size: Annotated[int, Field(multiple_of=16)] = 16
+    share: Annotated[float | None, Field(positive=True)] = None
+    name: Annotated[str, Field(help="Name", choices=("a", "b"))] = "a"
+    names: Annotated[tuple[str, ...], Field(choices=("a", "b"))] = ("a",)
+    counts: Annotated[tuple[int, ...], Field(at_least=1)] = (1,)
+    any: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": 1}, "count (1) must be at least 2"),
+        ({"size": 0}, "size (0) must be a positive multiple of 16"),
+        ({"size": 24}, "size (24) must be a positive multiple of 16"),
+        ({"share": 0}, "share (0.0) must be positive"),
+        ({"name": "c"}, "name ('c') is not one of a, b"),
+        ({"names": ["a", "c"]}, "names ('c') is not one of a, b"),
+        ({"names": []}, "names (()) must be one or more"),
+        ({"counts": []}, "counts (()) must be one or more numbers of at least 1"),
+        ({"counts": [2, 0]}, "counts ((2, 0)) must be one or more numbers of at least 1"),
+        ({"counts": [2, "3"]}, "counts[1] ('3') is not an integer"),
+    ],
+    ids=str,
+)
+def test_a_field_says_its_limit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Limited(**changes)
+    assert Limited(share=0.5, names=("b", "a"), any=(0,)).names == ("b", "a")
+
+
+def test_a_field_shows_its_choices() -> None:
+    fields = described(Limited)
+    assert [fields[name][1].text for name in ("count", "name")] == ["Count.", "Name: a, b."]
+    assert (fields["share"][0], fields["any"][1].text) == (float | None, ".")
 
 
 def test_engine_config_derives_dtype_and_deadlines(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What each benchmark measures: frozen configs, whose fields are the options of `ep-moe bench`.
 
-A config's docstring is the text at the head of its section of docs/BENCHMARKS.md.
+docs/benchmarks/methods/ says how each is measured.
 Letters: T tokens per rank, H hidden, K top-k, E experts, L local experts, R ranks.
 """
 
@@ -30,11 +30,7 @@ SPREADS_DENSE_SINCE = (5, 19)  # transformers: from then on its expert paralleli
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBenchConfig:
-    """`ep-moe bench layer`: route, dispatch, experts, combine. The baseline is an all-gather of the tokens in the same
-    format, the same experts in the FLAT layout and a reduce-scatter of their sums. Both results are checked against
-    float32 experts first. Times are microseconds of the slowest rank, median, from a cold L2. A phase includes its
-    waits; phases are timed in separate calls, on the rank whose whole call is slowest.
-    """
+    """Measurements of `ep-moe bench layer`. Errors: ValueError names the value and the limit."""
 
     preset: Annotated[str, Field(help="Sizes", choices=LAYER_PRESETS)] = "deepseek-v3"
     tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)", at_least=1)] = (128, 4096)
@@ -68,12 +64,7 @@ class LayerBenchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsBenchConfig:
-    """`ep-moe bench experts`: both GEMMs and everything between them, on rows that are already on the rank. The
-    baseline is torch's grouped GEMM in bfloat16 with the activation in plain torch, on the same rows and the same
-    weights, dequantized. Both results are checked against float32 experts first. Each expert has 0.7 to 1.3 times the
-    average number of rows; TFLOP/s count no padding. Times are microseconds of the replay of a CUDA graph (on a CPU, of
-    plain calls), median, from a cold L2; GB/s are the bytes of the stored weights over that time.
-    """
+    """Measurements of `ep-moe bench experts`. Errors: ValueError names the value and the limit."""
 
     preset: Annotated[str, Field(help="Sizes", choices=LAYER_PRESETS)] = "deepseek-v3"
     ep_size: Annotated[
@@ -105,13 +96,7 @@ class ExpertsBenchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBenchConfig:
-    """`ep-moe bench model`: random weights, greedy, all ranks together, beside transformers' own expert parallelism
-    with the same weights and sequences. transformers shows every sequence to every rank; ep_moe gives each rank its
-    share. The MoE blocks of both are checked against float32 experts first. The dense part of transformers until 5.18
-    is `replicated`: every rank computes attention and head for the sequences of all ranks, that many times the dense
-    work of an ep_moe rank, and the ratio contains that. From 5.19 on it is `tensor_parallel`: the ranks share this work
-    and exchange its partial sums.
-    """
+    """Measurements of `ep-moe bench model`. Errors: ValueError names the value and the limit."""
 
     preset: Annotated[str, Field(help="Sizes", choices=MODEL_PRESETS)] = "qwen3-30b"
     layers: Annotated[int, Field(help="MoE layers of the random model", at_least=1)] = 8
@@ -221,19 +206,7 @@ SUITES = {"standard": tuple(dataclasses.replace(_BASE, **change) for change in _
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportBenchConfig:
-    """`ep-moe bench transport`: dispatch and combine alone, without experts between them. Before timing, every expert's
-    rows and the combined output are compared bit for bit with those of `collective`, and the output with its expected
-    value. Times are microseconds of the slowest rank, median, with a warm L2, as in the published figures of other
-    libraries. With a CUDA graph, the sum is the replay time of a graph of 40 pairs (4 above 512 tokens) divided by
-    their number; dispatch and combine are the times of their kernels in it (between events of eager calls if kernels
-    cannot be told apart). Without a graph, the sum is the wall-clock time of a pair, dispatch and combine are times
-    between events, and the host's times are how long a call keeps the host. Wire GB/s are the bytes that leave a rank,
-    a token once for each other rank that needs it, over the sum; the floor's share is the time that these bytes take at
-    370 GB/s, over the sum. The baselines are NCCL alone, timed alike: an all-gather of payload rows and a
-    reduce-scatter of outputs, which move every token to every rank, and two all-to-alls that know beforehand how many
-    rows travel. The baselines do not quantize, pack rows for the experts, apply weights or sum a token's experts; the
-    transport does.
-    """
+    """Measurements of `ep-moe bench transport`. Errors: ValueError names the value and the limit."""
 
     suite: Annotated[
         str,

@@ -20,8 +20,9 @@ from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.experts import EXPERTS, create_experts
 from ep_moe.group import EPGroup
-from ep_moe.layout import Packed, pack_routed
+from ep_moe.layout import ExpertBatch, pack_routed
 from ep_moe.quant import QuantScheme, get_scheme, quantize
+from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS
 
 GROUPED = "grouped_mm"
@@ -58,10 +59,27 @@ class _ExpertsBench:
         config, moe = self._config, self._moe
         harness.tell(self._alone, f"{rows} rows of each expert: check and time")
         ids, x = self._tokens(rows)
-        contenders, weight_bytes = {OURS: self._ours(ids, x)}, {OURS: self._weights.num_bytes}
-        if self._grouped is not None:
-            contenders[GROUPED] = self._theirs(self._grouped, ids, x)
-            weight_bytes[GROUPED] = self._grouped.num_bytes
+        weights = {OURS: self._weights}
+        contenders = {
+            OURS: self._contender(
+                ids,
+                x,
+                layout=self._engine.layout,
+                scheme=self._scheme,
+                prepare=lambda batch: functools.partial(self._experts, batch, self._weights),
+                make_expert=self._random.expert,
+            )
+        }
+        if self._grouped is not None:  # on the same rows in bfloat16; its oracle uses its own weights
+            weights[GROUPED] = self._grouped.weights
+            contenders[GROUPED] = self._contender(
+                ids,
+                x.to(DTYPE),
+                layout=Layout.COMPACT,
+                scheme=self._grouped.weights.scheme,
+                prepare=functools.partial(self._grouped.prepare, row_expert=ids.long().sort().values),
+                make_expert=self._grouped.expert,
+            )
         checked = harness.check(self._alone, contenders, graph=self._device.type == "cuda")
         row = harness.make_row(
             checked.broken,
@@ -91,7 +109,7 @@ class _ExpertsBench:
             timed = checked.graphs[name].replay if name in checked.graphs else contenders[name].call
             figures |= harness.time_whole(self._alone, timed, name="call", warmup=config.warmup, repeats=config.repeats)
             figures["tflops"] = 2 * products / figures["call_us"] / 1e6
-            figures["weight_gbs"] = weight_bytes[name] / figures["call_us"] / 1e3  # every expert has rows
+            figures["weight_gbs"] = weights[name].num_bytes / figures["call_us"] / 1e3  # every expert has rows
         for theirs in row["baselines"].values():
             theirs["speedup_ratio"] = theirs["call_us"] / row["figures"]["call_us"]
         return row
@@ -106,13 +124,28 @@ class _ExpertsBench:
         x = torch.randn(len(ids), self._moe.hidden, generator=generator, device=self._device)
         return ids.to(self._device), x.to(self._engine.torch_dtype)
 
-    def _pack(self, ids: torch.Tensor, x: torch.Tensor, layout: Layout, scheme: QuantScheme) -> Packed:
-        """The tokens as a transport would lay them out, with its `expected_rows`."""
-        num_local, static_scale = self._config.num_local_experts, self._weights.w13_input_scale
+    def _contender(
+        self,
+        ids: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        prepare: Callable[[ExpertBatch], Callable[[], torch.Tensor]],
+        make_expert: Callable[[int], Expert],
+    ) -> Contender:
+        """Experts on the tokens as a transport would lay them out, to be checked on all rows of sampled experts.
+
+        Args:
+            prepare: makes the call that computes a batch. make_expert: makes an expert of the call for the oracle.
+        """
+        num_local, device = self._config.num_local_experts, self._device
+        routing = Routing(topk_ids=ids.unsqueeze(1), topk_weights=torch.ones(len(ids), 1, device=device))
+        static_scale = self._weights.w13_input_scale
         packed = pack_routed(
             quantize(x, scheme, static_scale=static_scale) if scheme.payload.quantized else x,
-            ids.unsqueeze(1),
-            torch.ones(len(ids), 1, device=self._device),
+            routing.topk_ids,
+            routing.topk_weights,
             layout,
             scheme=scheme,
             dtype=x.dtype,
@@ -121,67 +154,21 @@ class _ExpertsBench:
             capacity=len(ids),
         )
         batch = dataclasses.replace(packed.batch, expected_rows=math.ceil(len(ids) / num_local))
-        return dataclasses.replace(packed, batch=batch)
-
-    def _ours(self, ids: torch.Tensor, x: torch.Tensor) -> Contender:
-        packed = self._pack(ids, x, self._engine.layout, self._scheme)
-        flat = self._engine.layout is Layout.FLAT  # for FLAT the experts return one row per token, in token order
-        return self._contender(
-            functools.partial(self._experts, packed.batch, self._weights),
-            torch.arange(len(ids), device=self._device) if flat else packed.token_to_row[:, 0].long(),
-            functools.partial(self._expected, ids, x, self._random.expert, self._scheme),
-            ids,
-            limit=ROW_ERROR_LIMITS["fp8" if self._scheme.weight.quantized else self._engine.dtype],
-        )
-
-    def _theirs(self, grouped: GroupedExperts, ids: torch.Tensor, x: torch.Tensor) -> Contender:
-        """The baseline on the same rows in bfloat16, COMPACT; its oracle uses the baseline's weights."""
-        unquantized = get_scheme("none")
-        packed = self._pack(ids, x.to(DTYPE), Layout.COMPACT, unquantized)
-        row_end = packed.batch.expert_num_tokens.cumsum(0).int()
-        row_expert = ids.long().sort().values
-        return self._contender(
-            functools.partial(grouped, packed.batch.x, row_end, row_expert),
-            packed.token_to_row[:, 0].long(),
-            functools.partial(self._expected, ids, x.to(DTYPE), grouped.expert, unquantized),
-            ids,
-            limit=ROW_ERROR_LIMITS["bfloat16"],
-        )
-
-    def _contender(
-        self,
-        call: Callable[[], torch.Tensor],
-        place: torch.Tensor,
-        expected: Callable[[torch.Tensor], torch.Tensor],
-        ids: torch.Tensor,
-        *,
-        limit: float,
-    ) -> Contender:
-        """To be checked on all rows of sampled experts, including the first and the last.
-
-        Args:
-            place: [N] int64, row of the output that is token n's. expected: makes the rows of some tokens.
-        """
-        num_local = self._config.num_local_experts
-        count = min(self._config.sample_experts, num_local)
-        chosen = torch.linspace(0, num_local - 1, count, device=self._device).long()
+        # row of the output that is token n's; for FLAT the experts return one row per token, in token order
+        flat = layout is Layout.FLAT
+        place = torch.arange(len(ids), device=device) if flat else packed.token_to_row[:, 0].long()
+        # the first and the last expert are among the sampled
+        chosen = torch.linspace(0, num_local - 1, min(self._config.sample_experts, num_local), device=device).long()
         sample = torch.nonzero(torch.isin(ids.long(), chosen)).squeeze(1)
+
+        def expected() -> torch.Tensor:
+            sampled = (x[sample], routing.topk_ids[sample], routing.topk_weights[sample])
+            return expected_output(*sampled, make_expert, activation=self._moe.activation, scheme=scheme)
+
         return Contender(
-            call=call,
+            call=prepare(batch),
             sample=sample,
-            expected=lambda: expected(sample),
-            limit=limit,
+            expected=expected,
+            limit=ROW_ERROR_LIMITS["fp8" if scheme.weight.quantized else str(x.dtype).removeprefix("torch.")],
             rows=lambda output: output.reshape(-1, self._moe.hidden)[place],
         )
-
-    def _expected(
-        self,
-        ids: torch.Tensor,
-        x: torch.Tensor,
-        make_expert: Callable[[int], Expert],
-        scheme: QuantScheme,
-        sample: torch.Tensor,
-    ) -> torch.Tensor:
-        ones = torch.ones(len(sample), 1, device=self._device)
-        chosen = ids[sample].unsqueeze(1)
-        return expected_output(x[sample], chosen, ones, make_expert, activation=self._moe.activation, scheme=scheme)

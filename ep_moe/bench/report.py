@@ -1,18 +1,17 @@
 """`ep-moe bench report`: docs/BENCHMARKS.md and its plots, made from the rows of docs/benchmarks/*.jsonl.
 
-The page has tables and plots for each benchmark, with the newest row that counts of each configuration, and a list of
-links to the notes, which are written by hand.
+The page has a section for each benchmark: how it is measured, a plot, and tables with the newest row that counts of
+each configuration; then links to the notes. How it is measured and the notes are written by hand.
 """
 
 import dataclasses
 import datetime
 import re
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
 from ep_moe.bench.plots import PLOTS, draw
 from ep_moe.bench.records import Record, read_records
 from ep_moe.bench.tables import WORDS, markdown_table, show_figure
@@ -20,13 +19,8 @@ from ep_moe.bench.tables import WORDS, markdown_table, show_figure
 NOTES = "notes"  # their folder, beside the rows
 NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
-SECTIONS = {
-    "layer": ("One MoE layer", LayerBenchConfig),
-    "transport": ("The exchange", TransportBenchConfig),
-    "model": ("A whole model", ModelBenchConfig),
-    "experts": ("One rank's experts", ExpertsBenchConfig),
-}  # in the page's order: title, and the config whose docstring says how it is measured
-MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl and {folder}/notes/*.md; do not edit. -->"
+METHODS = "methods"  # folder of the texts that head the sections, one for each benchmark
+MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl, notes/*.md and methods/*.md; do not edit. -->"
 
 # bench -> columns of its table: names of words and figures, "a baseline/figure" for figures of baselines, with a title
 # where it is not the name in words. A bench that is not here shows all values of its rows.
@@ -106,24 +100,36 @@ def read_notes(folder: Path) -> list[Note]:
     return sorted(notes, key=lambda note: note.date, reverse=True)
 
 
-def render(records: Sequence[Record], notes: Sequence[Note], *, folder: str, plots: Collection[str]) -> str:
-    """The whole page.
+def read_method(folder: Path, bench: str) -> tuple[str, str]:
+    """Title and text of a benchmark's section, from <bench>.md of a directory; the name and command without it.
 
-    Args:
-        folder: name of the rows' directory, which is beside the page. plots: benches whose plot is in it.
-    Local.
+    Errors: ValueError names a file without a title. Local.
     """
-    rows = newest(records)
+    path = folder / f"{bench}.md"
+    if not path.is_file():
+        return bench.capitalize(), f"`ep-moe bench {bench}`."
+    title, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if not title.startswith("# "):
+        raise ValueError(f"{path}: a benchmark's text begins with a title (# ...)")
+    return title.removeprefix("# "), text.strip()
+
+
+def render(records: Sequence[Record], folder: Path) -> str:
+    """The whole page of the rows of a directory, with its notes, methods and plots.
+
+    Errors: ValueError as `read_notes` and `read_method`. Local.
+    """
+    rows, notes = newest(records), read_notes(folder / NOTES)
     benches = {record.bench for record in rows}
-    parts = [f"# Benchmarks\n\n{MARK.format(folder=folder)}\n"]
-    for bench in [*(known for known in SECTIONS if known in benches), *sorted(benches - set(SECTIONS))]:
-        title, config = SECTIONS.get(bench, (bench.capitalize(), None))
-        parts.append(f"## {title}\n\n{_filled(str(config.__doc__) if config else f'`ep-moe bench {bench}`.')}\n")
-        if bench in plots:
-            parts.append(f"![{title}]({folder}/{bench}.png)\n")
+    parts = [f"# Benchmarks\n\n{MARK.format(folder=folder.name)}\n"]
+    for bench in [*(known for known in COLUMNS if known in benches), *sorted(benches - set(COLUMNS))]:
+        title, text = read_method(folder / METHODS, bench)
+        parts.append(f"## {title}\n\n{text}\n")
+        if bench in PLOTS and (folder / f"{bench}.png").is_file():
+            parts.append(f"![{title}]({folder.name}/{bench}.png)\n")
         parts += _tables([record for record in rows if record.bench == bench])
     if notes:
-        links = [f"- {note.date}: [{note.topic}]({folder}/{NOTES}/{note.file})\n" for note in notes]
+        links = [f"- {note.date}: [{note.topic}]({folder.name}/{NOTES}/{note.file})\n" for note in notes]
         parts.append("## Notes\n\n" + "".join(links))
     return "\n".join(parts)
 
@@ -198,17 +204,17 @@ def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str,
     The page links the plots that exist, so that a check fails if a plot of the page is missing.
 
     Args:
-        directory: holds *.jsonl and notes/*.md; the page is BENCHMARKS.md of the folder that it is in.
+        directory: holds *.jsonl, notes/*.md and methods/*.md; the page is BENCHMARKS.md of the folder that it is in.
         check: write nothing, only compare the page. plots: draw them first.
     Returns: `ok`, False if the page differs under `check`; `page`; `written`, the paths; `rows`, how many count.
     Errors: ValueError for a wrong directory, row or note; RuntimeError if matplotlib is missing. Local.
     """
     folder = Path(directory).resolve()
     records = read_records(directory)
-    page, notes = folder.parent / "BENCHMARKS.md", read_notes(folder / NOTES)
+    page = folder.parent / "BENCHMARKS.md"
+    read_notes(folder / NOTES)  # their errors come before plots are drawn
     drawn = draw(newest(records), folder) if plots and not check else []
-    linked = {bench for bench in PLOTS if (folder / f"{bench}.png").is_file()}
-    text = render(records, notes, folder=folder.name, plots=linked)
+    text = render(records, folder)
     same = page.is_file() and page.read_text(encoding="utf-8") == text
     written: list[str] = []
     if not check:
