@@ -8,7 +8,6 @@ Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_t
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +92,31 @@ def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
             f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without: {error}"
         ) from error
     return graph.replay
+
+
+class _PassExperts:
+    """The experts of one pass for its live rows; other rows are sent nowhere, and their results are zero.
+
+    Args:
+        live: [B] bool. num_tokens: [1] int32, cuts off the rows behind the last live one; ids of none are for those
+            before it.
+    """
+
+    def __init__(
+        self, session: Session, layers: tuple[ExpertParallelMoE, ...], live: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        self._session, self._layers = session, layers
+        self._live, self._num_tokens = live[:, None], num_tokens
+        self._counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers: each launch of a pass costs time
+
+    def __call__(self, index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Compute x [B, H] in layer `index`. Collective, no host sync with a transport that has none."""
+        num_topk = ids.shape[1]
+        if num_topk not in self._counted:
+            self._counted[num_topk] = self._live.long().expand(-1, num_topk).reshape(-1)
+        self._session.add_to_load(index, ids, self._counted[num_topk])
+        ids = torch.where(self._live, ids, NONE)
+        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=self._num_tokens)
 
 
 class Decoder:
@@ -337,7 +361,7 @@ class Decoder:
         assert sequences is not None
         here = slice(shape.rows)
         cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
-        experts = functools.partial(self._experts, sequences.live[here], sequences.num_tokens(shape.rows))
+        experts = _PassExperts(session, self._layers, sequences.live[here], sequences.num_tokens(shape.rows))
         with session.decoding(experts):
             output = model(
                 input_ids=sequences.tokens[here, None],
@@ -347,23 +371,6 @@ class Decoder:
                 use_cache=True,
             )
         sequences.advance(output.logits[:, -1], sampled=shape.sampled)
-
-    def _experts(
-        self,
-        live: torch.Tensor,
-        num_tokens: torch.Tensor,
-        index: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """The experts of layer `index` for the live rows; other rows are sent nowhere, and their results are zero.
-
-        `num_tokens` cuts off the rows behind the last live one; ids of none are for those before it.
-        """
-        ids = torch.where(live[:, None], ids, NONE)
-        self._session.count(index, ids)
-        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=num_tokens)
 
     def _run(self, model: Model, shape: Shape) -> None:
         """One pass, replayed if it is captured. Collective, no host sync."""
