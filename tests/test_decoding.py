@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
@@ -82,11 +82,16 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def make_config(name: str, **more: Any) -> PreTrainedConfig:
+    """The config of a small model, with other sizes in `more`."""
+    model_type, sizes = MODELS[name]
+    return AutoConfig.for_model(model_type, **SIZES | sizes | more)
+
+
 def make_model(name: str) -> PreTrainedModel:
     """A small model with random weights, on one rank."""
-    model_type, sizes = MODELS[name]
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | sizes)).eval()
+    model = AutoModelForCausalLM.from_config(make_config(name)).eval()
     return shard_experts(model, EPGroup.single("cpu"))
 
 
@@ -360,6 +365,14 @@ def test_a_pass_is_captured_once_for_its_shape(shipped: PreTrainedModel) -> None
     assert {(shape.rows, shape.capacity) for shape in model.ep_moe.decoder.shapes} == {(4, 64), (4, 128)}
     model.ep_moe.decoder.drop_graphs()
     assert model.ep_moe.decoder.shapes == ()
+    with captured_on_a_cpu() as counts:
+        ids, mask = prompts_of(*TEXTS)
+        model.ep_moe.decoder.warmup(model, 3, ids.shape[1] + 9)
+        assert counts == [0]
+        found = by_passes(model, ids, mask, max_new_tokens=9)
+        assert counts == [8]
+    assert torch.equal(found, by_transformers(shipped, ids, mask, max_new_tokens=9))
+    model.ep_moe.decoder.drop_graphs()
     sampled = {"max_new_tokens": 9, "temperature": 0.8}
     with captured_on_a_cpu() as counts:
         ids, mask = prompts_of(*TEXTS)

@@ -26,12 +26,20 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         rows = 1 if decoder is None else MOST_ROWS
         mine = range(group.rank, len(config.prompts), group.num_ranks)
         turns = range(0, -(-len(config.prompts) // group.num_ranks), rows)
+        ids_of = {index: tokenizer(config.prompts[index])["input_ids"] for index in mine}
+        with clock.phase("warm_up"), group.guard("warm up"):
+            for first in turns:
+                indices = mine[first : first + rows]
+                longest = max((len(ids_of[index]) for index in indices), default=0)
+                if decoder is not None:
+                    num_positions = longest + config.max_new_tokens
+                    decoder.warmup(model, len(indices), num_positions, sampled=config.temperature > 0)
         task = start_task(progress, "generate", len(turns) * config.max_new_tokens)
         with clock.phase("generate"), group.guard("generate"):
             for turn, first in enumerate(turns):
                 progress.update(task, completed=turn * config.max_new_tokens)
                 indices = mine[first : first + rows]
-                ids, mask = _padded([tokenizer(config.prompts[index])["input_ids"] for index in indices], group.device)
+                ids, mask = _padded([ids_of[index] for index in indices], group.device)
                 options = GenerationOptions(
                     max_new_tokens=config.max_new_tokens,
                     end_ids=end_ids_of(model),
@@ -66,6 +74,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         "expert_load": torch.stack([part["expert_load"] for part in parts]).sum(0).tolist(),
         "times": {
             "load_secs": max(part["secs"]["load"] for part in parts),
+            "warm_up_secs": max(part["secs"]["warm_up"] for part in parts),
             "generate_secs": generate_secs,
             "tokens_per_sec": new_tokens / generate_secs,
         },

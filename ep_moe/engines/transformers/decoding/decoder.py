@@ -8,7 +8,6 @@ Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_t
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +94,31 @@ def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
     return graph.replay
 
 
+class _PassExperts:
+    """The experts of one pass for its live rows; other rows are sent nowhere, and their results are zero.
+
+    Args:
+        live: [B] bool. num_tokens: [1] int32, cuts off the rows behind the last live one; ids of none are for those
+            before it.
+    """
+
+    def __init__(
+        self, session: Session, layers: tuple[ExpertParallelMoE, ...], live: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        self._session, self._layers = session, layers
+        self._live, self._num_tokens = live[:, None], num_tokens
+        self._counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers: each launch of a pass costs time
+
+    def __call__(self, index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Compute x [B, H] in layer `index`. Collective, no host sync with a transport that has none."""
+        num_topk = ids.shape[1]
+        if num_topk not in self._counted:
+            self._counted[num_topk] = self._live.long().expand(-1, num_topk).reshape(-1)
+        self._session.add_to_load(index, ids, self._counted[num_topk])
+        ids = torch.where(self._live, ids, NONE)
+        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=self._num_tokens)
+
+
 class Decoder:
     """Generates with one model, on all ranks in step. Made by `ep_moe.engines.transformers.generate`.
 
@@ -159,7 +183,8 @@ class Decoder:
         try:
             session.transport.check()
             check_prompts(prompts, mask, options, session)
-            shape = self._prepare(prompts, options)
+            num_positions = prompts.shape[1] + options.max_new_tokens
+            shape = self._prepare(prompts.shape[0], num_positions, options.temperature > 0)
             request = self._request(prompts, options, shape)
         except ValueError as refusal:
             error, request = refusal, _Request(refused=True)
@@ -181,9 +206,7 @@ class Decoder:
         on_step(1)
         done, may_end = 1, any(other.ends for other in requests)
         if num_steps > 1:
-            rebuilt = self._make_transport(model, max(other.rows for other in requests))
-            if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
-                self._capture(model, shape)
+            self._make_ready(model, shape, requests)
         while done < num_steps and not (may_end and self._all_have_ended()):
             passes = min(PASSES_PER_READ, num_steps - done)
             for _ in range(passes):
@@ -195,14 +218,30 @@ class Decoder:
         found = torch.cat(made)[: options.max_new_tokens].T
         return torch.nn.functional.pad(found, (0, options.max_new_tokens - found.shape[1]), value=NONE)
 
-    def _prepare(self, prompts: torch.Tensor, options: GenerationOptions) -> Shape:
-        """Local memory for these prompts: sequences and cache."""
-        rows = bucket_of(prompts.shape[0])
-        shape = Shape(
-            rows=rows,
-            capacity=bucket_of(prompts.shape[1] + options.max_new_tokens, LEAST_CAPACITY),
-            sampled=options.temperature > 0,
-        )
+    @torch.inference_mode()
+    def warmup(self, model: Model, num_rows: int, num_positions: int, *, sampled: bool = False) -> None:
+        """Compile and capture what a generation needs, so that it does not; its prefill needs no graph.
+
+        Args:
+            num_rows: B of this rank, may be 0. num_positions: P + N. sampled: with a temperature above 0.
+        Collective, host sync.
+        """
+        shape = self._prepare(num_rows, num_positions, sampled)
+        self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self._is_cold(shape))))
+
+    def _make_ready(self, model: Model, shape: Shape, requests: list[_Request]) -> None:
+        """Transport and capture, where any rank lacks them. Collective."""
+        rebuilt = self._make_transport(model, max(other.rows for other in requests))
+        if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
+            self._capture(model, shape)
+
+    def _is_cold(self, shape: Shape) -> bool:
+        return self._graphs_wanted and shape not in self._replays
+
+    def _prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
+        """Local memory: sequences and cache."""
+        rows = bucket_of(num_rows)
+        shape = Shape(rows=rows, capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
         if self._sequences is None or self._sequences.rows < rows:
             self._sequences = Sequences(rows, PASSES_PER_READ, self._session.group.device)
             self.drop_graphs()
@@ -217,7 +256,7 @@ class Decoder:
             prefills=-(-num_rows // self._rows_per_prefill(num_columns)),
             new_tokens=options.max_new_tokens if num_rows else 0,
             ends=bool(options.end_ids),
-            cold=self._graphs_wanted and shape not in self._replays,
+            cold=self._is_cold(shape),
         )
 
     def _rows_per_prefill(self, num_columns: int) -> int:
@@ -322,7 +361,7 @@ class Decoder:
         assert sequences is not None
         here = slice(shape.rows)
         cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
-        experts = functools.partial(self._experts, sequences.live[here], sequences.num_tokens(shape.rows))
+        experts = _PassExperts(session, self._layers, sequences.live[here], sequences.num_tokens(shape.rows))
         with session.decoding(experts):
             output = model(
                 input_ids=sequences.tokens[here, None],
@@ -332,23 +371,6 @@ class Decoder:
                 use_cache=True,
             )
         sequences.advance(output.logits[:, -1], sampled=shape.sampled)
-
-    def _experts(
-        self,
-        live: torch.Tensor,
-        num_tokens: torch.Tensor,
-        index: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """The experts of layer `index` for the live rows; other rows are sent nowhere, and their results are zero.
-
-        `num_tokens` cuts off the rows behind the last live one; ids of none are for those before it.
-        """
-        ids = torch.where(live[:, None], ids, NONE)
-        self._session.count(index, ids)
-        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=num_tokens)
 
     def _run(self, model: Model, shape: Shape) -> None:
         """One pass, replayed if it is captured. Collective, no host sync."""
