@@ -29,6 +29,10 @@ class ExpertLoad:
         ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
         self._counts[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
+    def add_times(self, layer: int, topk_ids: torch.Tensor, times: torch.Tensor) -> None:
+        """`add` in one launch: ids [T, K] of a router, all in [0, E], each `times` [T * K] int64. Local, no host sync."""
+        self._counts[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
+
     def reset(self) -> None:
         """Set the counts to zero. Local, no host sync."""
         self._counts.zero_()

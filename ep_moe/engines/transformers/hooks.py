@@ -168,10 +168,6 @@ class Session:
         """Set the counts to zero. Local, no host sync."""
         self.load.reset()
 
-    def add_to_load(self, layer: int, topk_ids: torch.Tensor, times: torch.Tensor) -> None:
-        """`count` in one launch: ids [T, K] of a router, all in [0, E], each `times` [T * K] int64. Local, no sync."""
-        self._load[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
-
     @contextlib.contextmanager
     def sitting_out(self, idle: bool = True) -> Iterator[None]:
         """`idle` has this value in the block, and its value of before after it. Local."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from ep_moe.engines.common.layers import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
 from ep_moe.engines.transformers.hooks import Session
-from ep_moe.engines.transformers.installing import warm_up
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Transport
 
@@ -114,7 +114,7 @@ class _PassExperts:
         num_topk = ids.shape[1]
         if num_topk not in self._counted:
             self._counted[num_topk] = self._live.long().expand(-1, num_topk).reshape(-1)
-        self._session.add_to_load(index, ids, self._counted[num_topk])
+        self._session.load.add_times(index, ids, self._counted[num_topk])
         ids = torch.where(self._live, ids, NONE)
         return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=self._num_tokens)
 
@@ -297,7 +297,9 @@ class Decoder:
             )
             for index, layer in enumerate(session.layers)
         )
-        warm_up(self._layers, num_topk_of(model.config), padded=True)
+        num_topk = num_topk_of(model.config)
+        if num_topk is not None:
+            warm_up(self._layers, num_topk, padded=True)
         return True
 
     def _prefill(
