@@ -1,6 +1,7 @@
 """The command line: ep-moe run | generate | eval | bench layer | transport | model | experts | report.
 
-Results go to standard output, progress and errors to standard error.
+Results go to standard output, progress and errors to standard error. A job is named by a dotted name, as only its ranks
+need what it imports, such as transformers, which takes seconds.
 
 Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
 """
@@ -23,21 +24,17 @@ import typer
 from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
+from ep_moe.app.options import config_of, options_of
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
-from ep_moe.bench.layer import ROUTINGS, LayerBenchConfig, layer_rank_main
-from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
-from ep_moe.bench.model_config import EXPERTS_IMPLEMENTATIONS, ModelBenchConfig
-from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.records import Record, append_records, check_commit, check_path, check_writable, flat_report, now
+from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
+from ep_moe.bench.records import Record, RowsFile, append_records, check_writable, flatten, now
 from ep_moe.bench.report import make_report
-from ep_moe.bench.round_check import ROUTINGS as TRANSPORT_ROUTINGS
-from ep_moe.bench.show import show_rows
-from ep_moe.bench.transport import transport_rank_main
-from ep_moe.bench.transport_points import SUITES, TransportBenchConfig
-from ep_moe.config import DTYPES, EngineConfig, LaunchEnv, Layout
+from ep_moe.bench.tables import show_rows
+from ep_moe.config import EngineConfig, LaunchEnv
 from ep_moe.experts import EXPERTS
+from ep_moe.fields import Field, described
 from ep_moe.placement import PLACEMENTS
 from ep_moe.quant import SCHEMES, get_scheme
 from ep_moe.transport import TRANSPORTS
@@ -55,82 +52,67 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 
-_ENGINE, _EVAL, _GENERATE = EngineConfig(), EvalConfig(), GenerateConfig(prompts=("-",))  # for their defaults
-_BENCH_ENGINE = EngineConfig(
-    dtype="bfloat16", scheme="none", timeout_secs=120.0
-)  # loading and compiling may delay a rank
-_ONE_RANK = dataclasses.replace(_BENCH_ENGINE, nproc=1)
-_LAYER, _MODEL, _EXPERTS = LayerBenchConfig(), ModelBenchConfig(), ExpertsBenchConfig()
-_TRANSPORT = TransportBenchConfig()
+_ENGINE = EngineConfig()
+# loading and compiling may delay a rank
+_BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "transport": ("auto", *TRANSPORTS),
-    "experts": ("auto", *EXPERTS),
-    "placement": tuple(PLACEMENTS),
+# implementations, whose names the config does not know
+_CHOICES = {"transport": ("auto", *TRANSPORTS), "experts": ("auto", *EXPERTS), "placement": tuple(PLACEMENTS)}
+_NAMED = {
+    name: dataclasses.replace(described(EngineConfig)[name][1], choices=choices) for name, choices in _CHOICES.items()
 }
-
-_QUANT = "Of experts and payload"
-_ENGINE_OPTIONS: dict[str, Any] = {
-    "model": Annotated[str, typer.Option(help="A Hugging Face directory; empty is the model that ships with ep-moe.")],
-    "nproc": Annotated[
-        int | None,
-        typer.Option(help=f"Ranks to start on this machine, {_ENGINE.nproc} if not given; torchrun starts its own."),
-    ],
-    "device": Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda if every rank has its own GPU.")],
-    "dtype": Annotated[str, typer.Option(help=f"Dtype of weights and activations: {', '.join(DTYPES)}.")],
-    "scheme": Annotated[
-        str, typer.Option("--quant", help=f"{_QUANT}; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}.")
-    ],
-    "transport": Annotated[str, typer.Option(help=f"Token exchange: {', '.join(_NAMES['transport'])}.")],
-    "experts": Annotated[str, typer.Option(help=f"Expert implementation: {', '.join(_NAMES['experts'])}.")],
-    "placement": Annotated[str, typer.Option(help=f"Which rank owns which expert: {', '.join(_NAMES['placement'])}.")],
-    "layout": Annotated[Layout, typer.Option(help="Layout of the expert batch.")],
-    "max_tokens_per_rank": Annotated[int, typer.Option(help="Most tokens of one rank in a forward pass.")],
-    "timeout_secs": Annotated[float, typer.Option(help="How long a rank waits for another before naming it lost.")],
-}
-# "auto" takes a checkpoint's scheme, and these commands read none
-_NO_CHECKPOINT = {"scheme": Annotated[str, typer.Option("--quant", help=f"{_QUANT}: {', '.join(SCHEMES)}.")]}
+# "auto" takes a checkpoint's scheme, and benchmarks read none
+_NO_CHECKPOINT = _NAMED | {"scheme": Field(help=f"Of experts and payload: {', '.join(SCHEMES)}", option="--quant")}
 
 
 def _job(
     show: Callable[[dict[str, Any]], None],
     defaults: EngineConfig = _ENGINE,
     leave_out: Collection[str] = (),
-    instead: Mapping[str, Any] = types.MappingProxyType({}),
-    for_json: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    fields: Mapping[str, Field] = types.MappingProxyType(_NAMED),
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
-    """Make a command of a function (engine, ...) -> report: add the engine's options and --json, print the report.
+    """Make a command of a function (engine, config, ...) -> report: its configs' options, the engine's, and --json.
 
-    `instead` replaces options of the engine by name, `for_json` converts the report for --json.
+    Args:
+        show: prints the report. defaults: of the engine. leave_out: its fields without an option.
+        fields: replace its fields' help and limits.
     An error becomes one line on standard error and an exit code.
     """
-    shared = {name: option for name, option in (_ENGINE_OPTIONS | dict(instead)).items() if name not in leave_out}
+    keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
+    for option in options_of(EngineConfig, defaults, leave_out=leave_out, instead=fields):
+        if option.name == "nproc":  # None: not given
+            annotation = Annotated[int | None, option.annotation.__metadata__[0]]
+            option = option.replace(default=None, annotation=annotation)
+        shared.append(option)
+    json_option = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+        own: list[inspect.Parameter] = []
+        configs: dict[str, type[Any]] = {}
+        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+            if isinstance(parameter.annotation, type) and dataclasses.is_dataclass(parameter.annotation):
+                configs[parameter.name] = parameter.annotation
+                own += options_of(parameter.annotation)
+            else:
+                own.append(parameter.replace(kind=keyword))
+
         @functools.wraps(function)
-        def command(*, as_json: bool, **options: Any) -> None:
+        def command(*, as_json: bool, **given: Any) -> None:
             with _one_line_errors():
-                engine = _engine({name: options.pop(name) for name in shared}, defaults)
-                result = function(engine, **options)
+                engine = _engine({option.name: given.pop(option.name) for option in shared}, defaults, fields)
+                made = {name: config_of(config_type, given) for name, config_type in configs.items()}
+                result = function(engine, **made, **given)
             if is_first_rank():
                 if as_json:
-                    typer.echo(json.dumps(_for_json(for_json(result)), allow_nan=False))
+                    typer.echo(json.dumps(_for_json(_as_written(result)), allow_nan=False))
                 else:
                     show(result)
             if not result.get("ok", True):
                 raise typer.Exit(1)
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        own = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
-        values = dataclasses.asdict(defaults) | {"nproc": None}  # None: not given
-        added = [
-            inspect.Parameter(name, keyword, default=values[name], annotation=annotation)
-            for name, annotation in shared.items()
-        ]
-        json_option = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-        parameters = [*own, *added, inspect.Parameter("as_json", keyword, default=False, annotation=json_option)]
+        parameters = [*own, *shared, inspect.Parameter("as_json", keyword, default=False, annotation=json_option)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate
@@ -149,19 +131,30 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _engine(options: dict[str, Any], defaults: EngineConfig) -> EngineConfig:
-    for name, known in _NAMES.items():
-        if name in options and options[name] not in known:
-            raise ValueError(f"{name} ({options[name]!r}) is not one of {', '.join(known)}")
-    if options.get("nproc") is None:
-        return dataclasses.replace(defaults, **options | {"nproc": defaults.nproc})
+def _fail(error: Exception, code: int) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(code) from None
+
+
+def _engine(given: dict[str, Any], defaults: EngineConfig, fields: Mapping[str, Field]) -> EngineConfig:
+    for name in given.keys() & fields.keys():
+        fields[name].check(name, given[name])
+    if given.get("nproc") is None:
+        return dataclasses.replace(defaults, **given | {"nproc": defaults.nproc})
     env = LaunchEnv.from_environ()
-    if env is not None and env.local_world_size != options["nproc"]:
+    if env is not None and env.local_world_size != given["nproc"]:
         raise ValueError(
-            f"nproc ({options['nproc']}) is not the number of ranks that are on this machine already "
+            f"nproc ({given['nproc']}) is not the number of ranks that are on this machine already "
             f"({env.local_world_size}, by RANK and LOCAL_WORLD_SIZE in the environment); leave it out"
         )
-    return dataclasses.replace(defaults, **options)
+    return dataclasses.replace(defaults, **given)
+
+
+def _as_written(report: dict[str, Any]) -> dict[str, Any]:
+    """A report with its rows, if it is a benchmark's, as they are written to files."""
+    if "bench" not in report:
+        return report
+    return report | {"rows": [flatten(report["bench"], row) for row in report["rows"]]}
 
 
 def _for_json(value: Any) -> Any:
@@ -171,11 +164,6 @@ def _for_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_for_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _fail(error: Exception, code: int) -> NoReturn:
-    typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(code) from None
 
 
 @app.command("run")
@@ -199,38 +187,17 @@ def run_command(
 
 @app.command("generate")
 @_job(report.show_generate)
-def generate_command(
-    engine: EngineConfig,
-    prompts: Annotated[list[str], typer.Argument(help="Texts to continue; - reads one from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = _GENERATE.max_new_tokens,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")
-    ] = _GENERATE.temperature,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest tokens that hold this share of the probability.")
-    ] = _GENERATE.top_p,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = _GENERATE.seed,
-) -> dict[str, Any]:
+def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
     """Continue prompts, which are spread over the ranks."""
-    texts = tuple(sys.stdin.read() if prompt == "-" else prompt for prompt in prompts)
-    config = GenerateConfig(
-        prompts=texts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
-    return generate(engine, config)
+    texts = tuple(sys.stdin.read() if prompt == "-" else prompt for prompt in config.prompts)
+    return generate(engine, dataclasses.replace(config, prompts=texts))
 
 
 @app.command("eval")
 @_job(report.show_eval)
-def eval_command(
-    engine: EngineConfig,
-    text: Annotated[str, typer.Option(help="A UTF-8 file; empty is the held-out text that ships.")] = _EVAL.text,
-    max_bytes: Annotated[int, typer.Option(help="Most bytes of the text that are used; 0 uses all.")] = _EVAL.max_bytes,
-    window: Annotated[int, typer.Option(help="Tokens per window.")] = _EVAL.window,
-    batch: Annotated[int, typer.Option(help="Windows in one forward pass.")] = _EVAL.batch,
-    whole: Annotated[bool, typer.Option(help="Evaluate the whole model on every rank too.")] = _EVAL.whole,
-) -> dict[str, Any]:
+def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
-    return evaluate(engine, EvalConfig(text=text, max_bytes=max_bytes, window=window, batch=batch, whole=whole))
+    return evaluate(engine, config)
 
 
 @app.command("quantize")
@@ -251,42 +218,30 @@ def quantize_command(
         report.show_quantize(result)
 
 
-_APPEND = Annotated[Path | None, typer.Option(help="Add the measured rows to this .jsonl file; needs --commit.")]
-_COMMIT = Annotated[
-    str, typer.Option(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append.")
-]
-_SWEEP = Annotated[bool, typer.Option("--sweep", help="Mark the rows as exploratory: the report leaves them out.")]
-_NOT_REPEATED = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # option -> number of its values
+def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> dict[str, Any]:
+    """Run a benchmark on ranks and, if `file` has a path, append its rows to it if all results are right.
 
-
-def _measure(run: Callable[[], dict[str, Any]], append: Path | None, commit: str, sweep: bool) -> dict[str, Any]:
-    """Run a benchmark and, with --append, write its rows if all results are right; returns the report.
-
-    Reasons why the rows could not be written are raised before the run.
+    Reasons why the rows could not be written are raised before the run. Returns the report.
     """
-    if append is None:
-        if commit or sweep:
-            raise ValueError("--commit and --sweep require --append")
-        return run()
-    check_path(append)
-    if not commit:
-        raise ValueError("append needs --commit: a row says of which source it is")
-    check_commit(commit)
-    if not sweep and _is_interpreted():
+    if file.append is None:
+        return on_ranks(target, engine, config)
+    if not file.sweep and _is_interpreted():
         raise ValueError("append under TRITON_INTERPRET needs --sweep: what is interpreted has no speed that counts")
     if is_first_rank():
-        check_writable(append)
-    report = run()
+        check_writable(file.append)
+    report = on_ranks(target, engine, config)
     if report["ok"] and is_first_rank():
         common = {name: report[name] for name in ("bench", "gpu", "world_size", "versions")}
-        common |= {"date": now(), "commit": commit, "command": _repeatable(sys.argv[1:]), "sweep": sweep}
+        common |= {"date": now(), "commit": file.commit, "command": _repeatable(sys.argv[1:]), "sweep": file.sweep}
         parts = ("shapes", "setup", "figures", "baselines")
         rows = [Record(**common, **{part: row[part] for part in parts}) for row in report["rows"]]
         try:
-            append_records(append, rows)
+            append_records(file.append, rows)
         except OSError as error:
             lines = "\n".join(row.to_line() for row in rows)
-            raise RuntimeError(f"append ({str(append)!r}) cannot be written: {error}; the rows are:\n{lines}") from None
+            raise RuntimeError(
+                f"append ({str(file.append)!r}) cannot be written: {error}; the rows are:\n{lines}"
+            ) from None
     return report
 
 
@@ -299,21 +254,21 @@ def _is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def _device(engine: EngineConfig) -> str:
-    """The device type of this machine's ranks."""
+def _on_cpu(engine: EngineConfig) -> bool:
+    """True if this machine's ranks compute on its CPU."""
     env = LaunchEnv.from_environ()
-    return pick_device(engine, engine.nproc if env is None else env.local_world_size)
+    return pick_device(engine, engine.nproc if env is None else env.local_world_size) == "cpu"
 
 
-def _check_graph(engine: EngineConfig) -> None:
-    """Raise before ranks start if they have no GPUs, which a CUDA graph needs."""
-    if _device(engine) == "cpu":
-        kind = ValueError if engine.device == "cpu" else RuntimeError
-        raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
+def _num_ranks(engine: EngineConfig) -> int:
+    """The number of ranks of all machines."""
+    env = LaunchEnv.from_environ()
+    return engine.nproc if env is None else env.world_size
 
 
 def _repeatable(arguments: list[str]) -> str:
     """The command line without options that only direct its output; under torchrun preceded by torchrun's own."""
+    num_values = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # of the options that are left out
     kept, skip = ["ep-moe"], 0
     env = LaunchEnv.from_environ()
     if env is not None:
@@ -323,200 +278,58 @@ def _repeatable(arguments: list[str]) -> str:
         name, equals, _ = argument.partition("=")
         if skip:
             skip -= 1
-        elif name in _NOT_REPEATED:
-            skip = 0 if equals else _NOT_REPEATED[name]
+        elif name in num_values:
+            skip = 0 if equals else num_values[name]
         else:
             kept.append(argument)
     return shlex.join(kept)
 
 
 @bench_app.command("layer")
-@_job(show_rows, _BENCH_ENGINE, leave_out=("model", "max_tokens_per_rank"), instead=_NO_CHECKPOINT)
-def bench_layer_command(
-    engine: EngineConfig,
-    preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _LAYER.preset,
-    tokens: Annotated[list[int], typer.Option(help="Tokens per rank (repeatable).")] = list(_LAYER.tokens),  # noqa: B006
-    hidden: Annotated[int, typer.Option(help="Overrides the preset's hidden size, if not 0.")] = _LAYER.hidden,
-    intermediate: Annotated[int, typer.Option(help="Overrides the preset's intermediate size.")] = _LAYER.intermediate,
-    num_experts: Annotated[int, typer.Option(help="Overrides the preset's number of experts.")] = _LAYER.num_experts,
-    num_topk: Annotated[int, typer.Option(help="Overrides the preset's experts per token.")] = _LAYER.num_topk,
-    routing: Annotated[str, typer.Option(help=f"Expert popularity: {', '.join(ROUTINGS)}.")] = _LAYER.routing,
-    seed: Annotated[int, typer.Option(help="Seed of experts, tokens and logits.")] = _LAYER.seed,
-    warmup: Annotated[int, typer.Option(help="Warm-up calls.")] = _LAYER.warmup,
-    repeats: Annotated[int, typer.Option(help="Timed calls.")] = _LAYER.repeats,
-    sample_rows: Annotated[int, typer.Option(help="Tokens per rank whose results are checked.")] = _LAYER.sample_rows,
-    graph: Annotated[bool, typer.Option("--graph", help="Time the replay of CUDA graphs too.")] = _LAYER.graph,
-    append: _APPEND = None,
-    commit: _COMMIT = "",
-    sweep: _SWEEP = False,
-) -> dict[str, Any]:
+@_job(show_rows, _BENCH_ENGINE, ("model", "max_tokens_per_rank"), _NO_CHECKPOINT)
+def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one MoE layer, beside all-gather and reduce-scatter with the same experts."""
-    config = LayerBenchConfig(
-        preset=preset,
-        tokens=tuple(tokens),
-        hidden=hidden,
-        intermediate=intermediate,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        routing=routing,
-        seed=seed,
-        warmup=warmup,
-        repeats=repeats,
-        sample_rows=sample_rows,
-        graph=graph,
-    )
     get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
     config.moe(engine)  # sizes that do not fit raise before ranks start
-    if graph:
-        _check_graph(engine)
-    return _measure(lambda: on_ranks(layer_rank_main, engine, config), append, commit, sweep)
+    if config.graph and _on_cpu(engine):
+        kind = ValueError if engine.device == "cpu" else RuntimeError
+        raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
+    return _measure("ep_moe.bench.layer:layer_rank_main", engine, config, file)
 
 
 @bench_app.command("transport")
 @_job(
     show_rows,
     _BENCH_ENGINE,
-    leave_out=("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank"),
-    for_json=flat_report,
+    ("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank"),
 )
-def bench_transport_command(
-    engine: EngineConfig,
-    suite: Annotated[
-        str,
-        typer.Option(
-            help=f"A named set of sizes, which replaces all options below but the transports: {', '.join(SUITES)}."
-        ),
-    ] = _TRANSPORT.suite,
-    tokens: Annotated[list[int], typer.Option(help="Tokens per rank (repeatable).")] = list(_TRANSPORT.tokens),  # noqa: B006
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = _TRANSPORT.hidden,
-    num_topk: Annotated[int, typer.Option(help="Experts per token.")] = _TRANSPORT.num_topk,
-    num_experts: Annotated[int, typer.Option(help="Experts of all ranks.")] = _TRANSPORT.num_experts,
-    layout: Annotated[list[Layout], typer.Option(help="Layout of the expert batch (repeatable).")] = list(  # noqa: B006
-        _TRANSPORT.layouts
-    ),
-    payload: Annotated[list[str], typer.Option(help=f"Payload format (repeatable): {', '.join(SCHEMES)}.")] = list(  # noqa: B006
-        _TRANSPORT.payloads
-    ),
-    routing: Annotated[
-        str, typer.Option(help=f"Expert popularity: {', '.join(TRANSPORT_ROUTINGS)}.")
-    ] = _TRANSPORT.routing,
-    graph: Annotated[
-        bool,
-        typer.Option(
-            "--graph/--eager", help="Replay CUDA graphs, or call eagerly; collective and local are always called."
-        ),
-    ] = _TRANSPORT.graph,
-    num_sms: Annotated[
-        int, typer.Option(help="Most SMs that a kernel of nvlink takes; 0 sets no limit.")
-    ] = _TRANSPORT.num_sms,
-    transport: Annotated[
-        list[str], typer.Option(help=f"Transports (repeatable): {', '.join(_NAMES['transport'])}.")
-    ] = list(  # noqa: B006
-        _TRANSPORT.transports
-    ),
-    seed: Annotated[int, typer.Option(help="Seed of tokens, ids and weights.")] = _TRANSPORT.seed,
-    warmup: Annotated[int, typer.Option(help="Warm-up replays.")] = _TRANSPORT.warmup,
-    repeats: Annotated[int, typer.Option(help="Timed replays.")] = _TRANSPORT.repeats,
-    append: _APPEND = None,
-    commit: _COMMIT = "",
-    sweep: _SWEEP = False,
-) -> dict[str, Any]:
+def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check dispatch and combine alone and time them, beside NCCL's collectives; on a CPU, check."""
-    config = TransportBenchConfig(
-        suite=suite,
-        tokens=tuple(tokens),
-        layouts=tuple(layout),
-        payloads=tuple(payload),
-        hidden=hidden,
-        num_topk=num_topk,
-        num_experts=num_experts,
-        routing=routing,
-        graph=graph,
-        num_sms=num_sms,
-        transports=tuple(transport),
-        seed=seed,
-        warmup=warmup,
-        repeats=repeats,
-    )
-    env = LaunchEnv.from_environ()
-    config.check_ranks(engine.nproc if env is None else env.world_size)
-    if append is not None and not sweep and _device(engine) == "cpu":
+    config.check_ranks(_num_ranks(engine))
+    if file.append is not None and not file.sweep and _on_cpu(engine):
         raise ValueError("append on a CPU needs --sweep: nothing is timed there")
-    return _measure(lambda: on_ranks(transport_rank_main, engine, config), append, commit, sweep)
+    return _measure("ep_moe.bench.transport:transport_rank_main", engine, config, file)
 
 
 @bench_app.command("model")
-@_job(show_rows, _BENCH_ENGINE, leave_out=("model", "scheme", "max_tokens_per_rank"))
-def bench_model_command(
-    engine: EngineConfig,
-    preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(MODEL_PRESETS)}.")] = _MODEL.preset,
-    layers: Annotated[int, typer.Option(help="MoE layers of the random model.")] = _MODEL.layers,
-    batch: Annotated[int, typer.Option(help="Sequences per rank.")] = _MODEL.batch,
-    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per sequence.")] = _MODEL.prompt_tokens,
-    new_tokens: Annotated[int, typer.Option(help="New tokens per sequence.")] = _MODEL.new_tokens,
-    repeats: Annotated[int, typer.Option(help="Timed generations.")] = _MODEL.repeats,
-    seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = _MODEL.seed,
-    baseline_experts: Annotated[
-        str, typer.Option(help=f"Experts implementation of transformers' own: {', '.join(EXPERTS_IMPLEMENTATIONS)}.")
-    ] = _MODEL.baseline_experts,
-    hook: Annotated[bool, typer.Option("--hook", help="Plug our exchange into transformers' own too.")] = _MODEL.hook,
-    append: _APPEND = None,
-    commit: _COMMIT = "",
-    sweep: _SWEEP = False,
-) -> dict[str, Any]:
+@_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank"))
+def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time a model with random weights, beside transformers' own expert parallelism."""
-    config = ModelBenchConfig(
-        preset=preset,
-        layers=layers,
-        batch=batch,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        seed=seed,
-        baseline_experts=baseline_experts,
-        hook=hook,
-    )
-    from ep_moe.bench.model import check_ranks, model_rank_main  # imports transformers, which other commands need not
-
-    env = LaunchEnv.from_environ()
-    check_ranks(config, engine.nproc if env is None else env.world_size)
-    return _measure(lambda: on_ranks(model_rank_main, engine, config), append, commit, sweep)
+    config.check_ranks(_num_ranks(engine))
+    return _measure("ep_moe.bench.model:model_rank_main", engine, config, file)
 
 
 @bench_app.command("experts")
 @_job(
     show_rows,
-    _ONE_RANK,
-    leave_out=("model", "nproc", "transport", "placement", "max_tokens_per_rank"),
-    instead=_NO_CHECKPOINT,
+    dataclasses.replace(_BENCH_ENGINE, nproc=1),
+    ("model", "nproc", "transport", "placement", "max_tokens_per_rank"),
+    _NO_CHECKPOINT,
 )
-def bench_experts_command(
-    engine: EngineConfig,
-    preset: Annotated[str, typer.Option(help=f"Sizes: {', '.join(LAYER_PRESETS)}.")] = _EXPERTS.preset,
-    ep_size: Annotated[
-        int, typer.Option(help="Ranks that share the preset's experts; one rank's share is measured.")
-    ] = _EXPERTS.ep_size,
-    rows: Annotated[list[int], typer.Option(help="Average rows per expert (repeatable).")] = list(_EXPERTS.rows),  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Seed of experts, tokens and rows per expert.")] = _EXPERTS.seed,
-    warmup: Annotated[int, typer.Option(help="Warm-up calls.")] = _EXPERTS.warmup,
-    repeats: Annotated[int, typer.Option(help="Timed calls.")] = _EXPERTS.repeats,
-    sample_experts: Annotated[int, typer.Option(help="Experts whose rows are all checked.")] = _EXPERTS.sample_experts,
-    append: _APPEND = None,
-    commit: _COMMIT = "",
-    sweep: _SWEEP = False,
-) -> dict[str, Any]:
+def bench_experts_command(engine: EngineConfig, config: ExpertsBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time the experts of one rank alone, without an exchange, beside torch's grouped GEMM."""
-    config = ExpertsBenchConfig(
-        preset=preset,
-        ep_size=ep_size,
-        rows=tuple(rows),
-        seed=seed,
-        warmup=warmup,
-        repeats=repeats,
-        sample_experts=sample_experts,
-    )
     get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
-    return _measure(lambda: on_ranks(experts_rank_main, engine, config), append, commit, sweep)
+    return _measure("ep_moe.bench.experts_alone:experts_rank_main", engine, config, file)
 
 
 @bench_app.command("report")

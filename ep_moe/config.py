@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 
-from ep_moe.fields import check_fields, field_types, typed
-from ep_moe.quant import get_scheme
+from ep_moe.fields import Field, check_fields, field_types, typed
+from ep_moe.quant import SCHEMES, get_scheme
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -81,7 +81,7 @@ class ActivationConfig:
     kind: ActivationKind = ActivationKind.SILU
     alpha: float = 1.0
     beta: float = 0.0
-    limit: float | None = None
+    limit: Annotated[float | None, Field(positive=True)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -91,7 +91,6 @@ class ActivationConfig:
             f"alpha ({self.alpha}), beta ({self.beta}) and limit ({self.limit}) belong to 'swiglu', "
             f"not to '{self.kind.value}'",
         )
-        _require(self.limit is None or self.limit > 0, f"limit ({self.limit}) must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,16 +106,14 @@ class RoutingConfig:
     """
 
     method: RoutingMethod
-    num_topk: int
-    num_group: int = 1
+    num_topk: Annotated[int, Field(at_least=1)]
+    num_group: Annotated[int, Field(at_least=1)] = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     norm_topk_prob: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
-        _require(self.num_group >= 1, f"num_group ({self.num_group}) must be at least 1")
         _require(
             1 <= self.topk_group <= self.num_group,
             f"topk_group ({self.topk_group}) must be in [1, num_group ({self.num_group})]",
@@ -155,9 +152,9 @@ class MoEConfig:
         layout: of the received tokens, for the experts.
     """
 
-    hidden: int
-    intermediate: int
-    num_experts: int
+    hidden: Annotated[int, Field(multiple_of=ALIGNMENT)]
+    intermediate: Annotated[int, Field(multiple_of=ALIGNMENT)]
+    num_experts: Annotated[int, Field(at_least=1)]
     routing: RoutingConfig | None = None
     activation: ActivationConfig = ActivationConfig()
     apply_router_weight_on_input: bool = False
@@ -166,10 +163,6 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("hidden", "intermediate"):
-            size = getattr(self, name)
-            _require(size > 0 and size % ALIGNMENT == 0, f"{name} ({size}) must be a positive multiple of {ALIGNMENT}")
-        _require(self.num_experts >= 1, f"num_experts ({self.num_experts}) must be at least 1")
         get_scheme(self.scheme)
         if self.routing is not None:
             k = self.routing.num_topk
@@ -182,43 +175,6 @@ class MoEConfig:
                 k == 1 or not self.apply_router_weight_on_input,
                 f"apply_router_weight_on_input needs num_topk 1, got {k}",
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RoundKind:
-    """The parameters of a round that select its compiled kernels; the number of tokens is not among them.
-
-    Args:
-        num_topk: K. scheme: of the payload, a name that `ep_moe.quant.get_scheme` knows.
-        layout: of the batch.
-        ids_dtype: of topk_ids, torch.int32 or torch.int64.
-        counted: `num_tokens` is given.
-        shared_dtype: of `shared` in the combine, None if there is none.
-        split_dispatch: dispatch_send and dispatch_recv are called separately, as a layer with shared experts does.
-        split_combine: combine_send and combine_recv are called separately.
-    """
-
-    num_topk: int
-    scheme: str = "none"
-    layout: Layout = Layout.BATCHED
-    ids_dtype: torch.dtype = torch.int32
-    counted: bool = False
-    shared_dtype: torch.dtype | None = None
-    split_dispatch: bool = False
-    split_combine: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _require(self.num_topk >= 1, f"num_topk ({self.num_topk}) must be at least 1")
-        _require(
-            self.ids_dtype in (torch.int32, torch.int64),
-            f"ids_dtype ({self.ids_dtype}) is not torch.int32 or torch.int64",
-        )
-        _require(
-            self.shared_dtype is None or self.shared_dtype in DTYPES.values(),
-            f"shared_dtype ({self.shared_dtype}) is not one of {', '.join(DTYPES)}",
-        )
-        get_scheme(self.scheme)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,38 +193,22 @@ class TransportConfig:
             their experts, if the transport supports it.
         num_sms: the most SMs that one exchange kernel uses, which leaves the others to other work; 0 chooses the
             fastest. `collective` leaves that to NCCL.
-        kinds: rounds whose kernels are compiled and loaded when the transport is made, if it has kernels; those of
-            other kinds compile in their first round, while the other ranks wait for this one.
     """
 
-    hidden: int
-    max_tokens_per_rank: int
+    hidden: Annotated[int, Field(multiple_of=ALIGNMENT)]
+    max_tokens_per_rank: Annotated[int, Field(at_least=1)]
     dtype: torch.dtype = torch.bfloat16
-    num_slots: int = 2
-    row_alignment: int = 16
-    max_topk: int = 32
+    num_slots: Annotated[int, Field(at_least=1)] = 2
+    row_alignment: Annotated[int, Field(at_least=1)] = 16
+    max_topk: Annotated[int, Field(at_least=1)] = 32
     on_peer_loss: str = "raise"
     num_sms: int = 0
-    kinds: tuple[RoundKind, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(
-            self.hidden > 0 and self.hidden % ALIGNMENT == 0,
-            f"hidden ({self.hidden}) must be a positive multiple of {ALIGNMENT}",
-        )
-        _require(self.max_tokens_per_rank >= 1, f"max_tokens_per_rank ({self.max_tokens_per_rank}) must be at least 1")
         _require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
-        _require(self.num_slots >= 1, f"num_slots ({self.num_slots}) must be at least 1")
-        _require(self.row_alignment >= 1, f"row_alignment ({self.row_alignment}) must be at least 1")
-        _require(self.max_topk >= 1, f"max_topk ({self.max_topk}) must be at least 1")
         _require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
         _require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
-        for kind in self.kinds:
-            _require(
-                kind.num_topk <= self.max_topk,
-                f"num_topk ({kind.num_topk}) of a kind exceeds max_topk ({self.max_topk})",
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,11 +221,10 @@ class GroupConfig:
     """
 
     timeout_secs: float = 60.0
-    heartbeat_secs: float = 0.5
+    heartbeat_secs: Annotated[float, Field(positive=True)] = 0.5
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(self.heartbeat_secs > 0, f"heartbeat_secs ({self.heartbeat_secs}) must be positive")
         _require(
             self.timeout_secs >= 4 * self.heartbeat_secs,
             f"timeout_secs ({self.timeout_secs}) must be at least four heartbeats ({4 * self.heartbeat_secs})",
@@ -300,37 +239,34 @@ class GroupConfig:
 class EngineConfig:
     """How a whole model runs expert-parallel; the options that every command shares.
 
-    Args:
-        model: a Hugging Face directory; "" is the model that ships with the package.
-        nproc: ranks to start on this machine; under torchrun the environment determines it.
-        device: "cpu", "cuda", or "auto": CUDA if every rank of this machine has a GPU of its own.
-        dtype: of weights and activations, one of DTYPES.
-        scheme: of experts and payload: "auto" as the checkpoint stores them, "none" in `dtype`, or a name of
-            `ep_moe.quant.SCHEMES`, into which they are quantized on load.
-        transport, experts, placement: implementations by name.
-        layout: of the received tokens, for the experts.
-        max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass.
-        timeout_secs: how long a rank waits for another before it names it as lost.
+    Under torchrun the environment determines `nproc`. `scheme` is "auto" as the checkpoint stores experts, "none" in
+    `dtype`, or a name that `ep_moe.quant.get_scheme` knows, into which they are quantized on load. The rooms of
+    `transport`, `experts` and `placement` know their names.
     """
 
-    model: str = ""
-    nproc: int = 4
-    device: str = "auto"
-    dtype: str = "float32"
-    scheme: str = "auto"
-    transport: str = "auto"
-    experts: str = "auto"
-    placement: str = "linear"
-    layout: Layout = Layout.COMPACT
-    max_tokens_per_rank: int = 2048
-    timeout_secs: float = 60.0
+    model: Annotated[str, Field(help="A Hugging Face directory; empty is the model that ships with ep-moe")] = ""
+    nproc: Annotated[
+        int, Field(help="Ranks to start on this machine, 4 if not given; torchrun starts its own", at_least=1)
+    ] = 4
+    device: Annotated[
+        str, Field(help="Device; auto is cuda if every rank has its own GPU", choices=("auto", "cpu", "cuda"))
+    ] = "auto"
+    dtype: Annotated[str, Field(help="Dtype of weights and activations", choices=DTYPES)] = "float32"
+    scheme: Annotated[
+        str,
+        Field(
+            help=f"Of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}", option="--quant"
+        ),
+    ] = "auto"
+    transport: Annotated[str, Field(help="Token exchange")] = "auto"
+    experts: Annotated[str, Field(help="Expert implementation")] = "auto"
+    placement: Annotated[str, Field(help="Which rank owns which expert")] = "linear"
+    layout: Annotated[Layout, Field(help="Layout of the expert batch")] = Layout.COMPACT
+    max_tokens_per_rank: Annotated[int, Field(help="Most tokens of one rank in a forward pass", at_least=1)] = 2048
+    timeout_secs: Annotated[float, Field(help="How long a rank waits for another before naming it lost")] = 60.0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(self.nproc >= 1, f"nproc ({self.nproc}) must be at least 1")
-        _require(self.device in ("auto", "cpu", "cuda"), f"device ({self.device!r}) is not one of auto, cpu, cuda")
-        _require(self.dtype in DTYPES, f"dtype ({self.dtype!r}) is not one of {', '.join(DTYPES)}")
-        _require(self.max_tokens_per_rank >= 1, f"max_tokens_per_rank ({self.max_tokens_per_rank}) must be at least 1")
         _require(
             not self.model or Path(self.model).is_dir(), f"model ({self.model!r}) is not a directory of this machine"
         )
@@ -428,6 +364,16 @@ def config_dir() -> Path:
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
+
+
+def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of a user's tables of tile sizes: the environment variable EP_MOE_TILES_DIR, None if it is not set.
+
+    Errors: ValueError if it names no directory.
+    """
+    text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
+    _require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
+    return Path(text) if text else None
 
 
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:

@@ -1,4 +1,4 @@
-"""Checks of values against type annotations: fields of configs, and values read from files."""
+"""Fields of configs: their types, limits and help, and values read from files checked against them."""
 
 import dataclasses
 import enum
@@ -6,7 +6,8 @@ import math
 import numbers
 import types
 import typing
-from typing import Any
+from collections.abc import Collection
+from typing import Annotated, Any
 
 import torch
 
@@ -17,6 +18,59 @@ _PLAIN: dict[type, tuple[type, str]] = {  # accepted type and its name in errors
     str: (str, "a text"),
 }
 _SHOWN_CHARS = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Field:
+    """What a config's field means and which values it takes: `tokens: Annotated[int, Field(help="...", at_least=1)]`.
+
+    `check_fields` refuses other values, and the command line makes an option of the field. The limits of a tuple are
+    those of its elements, of which it needs one or more.
+
+    Args:
+        help: the option's help, without the full stop that ends it.
+        at_least: the least number. multiple_of: only positive multiples. positive: only numbers above 0.
+        choices: the only values; the help ends in them.
+        option: how the command line names it, if not as the config does; "--on/--off" for both values of a bool.
+    """
+
+    help: str = ""
+    at_least: float | None = None
+    multiple_of: int | None = None
+    positive: bool = False
+    choices: Collection[str] = ()
+    option: str = ""
+
+    @property
+    def text(self) -> str:
+        """The help as the command line shows it."""
+        return f"{self.help}{': ' if self.choices else ''}{', '.join(self.choices)}."
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError with the value and its limit unless a field may have it; None has none. Local."""
+        if isinstance(value, tuple):
+            self._check_elements(name, value)
+            return
+        if value is None:
+            return
+        at_least, step = self.at_least, self.multiple_of
+        _require(at_least is None or value >= at_least, f"{name} ({shown(value)}) must be at least {at_least}")
+        _require(not self.positive or value > 0, f"{name} ({shown(value)}) must be positive")
+        if step is not None:
+            _require(value > 0 and value % step == 0, f"{name} ({value}) must be a positive multiple of {step}")
+        if self.choices:
+            _require(value in self.choices, f"{name} ({shown(value)}) is not one of {', '.join(self.choices)}")
+
+    def _check_elements(self, name: str, values: tuple[Any, ...]) -> None:
+        if self.at_least is not None:
+            fits = bool(values) and min(values) >= self.at_least
+            _require(fits, f"{name} ({shown(values)}) must be one or more numbers of at least {self.at_least}")
+        _require(bool(values), f"{name} (()) must be one or more")
+        for value in values:
+            self.check(name, value)
+
+
+_NO_LIMITS = Field()
 
 
 def shown(value: Any) -> str:
@@ -33,6 +87,8 @@ def check_tensor(value: Any, name: str) -> None:
 
     Local, no host sync.
     """
+    if type(value) is torch.Tensor and value.layout is torch.strided:  # distributed tensors are a subclass
+        return
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} is a {type(value).__name__} ({shown(value)}), not a tensor")
     if value.layout is not torch.strided or hasattr(value, "to_local"):
@@ -79,20 +135,33 @@ def _finite(value: Any, name: str) -> float:
     return number
 
 
+def described(config_type: type[Any]) -> dict[str, tuple[Any, Field]]:
+    """The annotated type of each field of a dataclass, and its `Field`, one without limits if it has none. Local."""
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    found = {}
+    for name in (field.name for field in dataclasses.fields(config_type)):
+        wanted, field = hints[name], _NO_LIMITS
+        if typing.get_origin(wanted) is Annotated:
+            wanted, field = typing.get_args(wanted)[:2]
+        found[name] = (wanted, field)
+    return found
+
+
 def field_types(config_type: type[Any]) -> dict[str, Any]:
     """The annotated type of each field of a dataclass. Local."""
-    wanted = typing.get_type_hints(config_type)
-    return {field.name: wanted[field.name] for field in dataclasses.fields(config_type)}
+    return {name: wanted for name, (wanted, _) in described(config_type).items()}
 
 
 def check_fields(config: Any) -> None:
     """Check every field of a frozen dataclass against its annotation, and replace it by the result of `typed`.
 
     The first line of a config's `__post_init__`, so that errors come when a config is made, not at its first use.
-    Errors: ValueError names the field, its value and the wanted type. Local.
+    Errors: ValueError names the field, its value and the wanted type or the limit of its `Field`. Local.
     """
-    for name, wanted in field_types(type(config)).items():
+    for name, (wanted, field) in described(type(config)).items():
         object.__setattr__(config, name, typed(getattr(config, name), wanted, name))
+        if field is not _NO_LIMITS:
+            field.check(name, getattr(config, name))
 
 
 def _require(condition: bool, message: str) -> None:

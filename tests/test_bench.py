@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pkgutil
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -17,24 +19,30 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
-from ep_moe.bench import exchanges, grouped, local_experts, plots
+from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, plots
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench import transport as transport_bench
-from ep_moe.bench.exchanges import AllToAll, GatherScatter
-from ep_moe.bench.experts import RandomExperts
+from ep_moe.bench.configs import (
+    SUITES,
+    ExpertsBenchConfig,
+    LayerBenchConfig,
+    ModelBenchConfig,
+    TransportBenchConfig,
+    TransportPoint,
+)
+from ep_moe.bench.exchanges import all_to_all, gather_scatter
+from ep_moe.bench.experts_alone import experts_rank_main
 from ep_moe.bench.gathered import GatheredMoE
-from ep_moe.bench.layer import LayerBenchConfig, layer_rank_main
-from ep_moe.bench.local_experts import ExpertsBenchConfig, experts_rank_main
+from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.model import model_rank_main
-from ep_moe.bench.model_config import ModelBenchConfig
+from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.bench.records import FIELDS, Record, append_records, read_records
 from ep_moe.bench.report import make_report, newest
 from ep_moe.bench.round_check import make_routing
 from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, part_times, profile_kernels, slowest, time_calls
 from ep_moe.bench.transport import transport_rank_main
-from ep_moe.bench.transport_points import SUITES, TransportBenchConfig, TransportPoint
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
@@ -460,7 +468,7 @@ def fake_capture(missing_rows: int) -> Callable[..., Captured]:
 
 @pytest.mark.parametrize("missing_rows", [0, 1])
 def test_graphs_are_checked_before_they_are_timed(missing_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_bench, "capture", fake_capture(missing_rows))
+    monkeypatch.setattr(harness, "capture", fake_capture(missing_rows))
     config = LayerBenchConfig(preset="tiny", tokens=(20,), warmup=1, repeats=1, sample_rows=2, graph=True)
     report = layer_rank_main(EPGroup.single("cpu"), EngineConfig(scheme="none"), config)
     [row] = report["rows"]
@@ -579,10 +587,10 @@ def wrong_exchanges(group: EPGroup) -> dict[str, dict[str, Any]]:
             return fault(made, group.rank) if which in faulty else made
 
         transport_bench.create_transport = create
-        config = TransportBenchConfig(tokens=(9, 10), layouts=(Layout.BATCHED,), graph=False, **SMALL_POINT)
+        config = TransportBenchConfig(tokens=(9, 10), layout=(Layout.BATCHED,), graph=False, **SMALL_POINT)
         found[name] = transport_rank_main(group, EngineConfig(dtype="bfloat16"), config)
     transport_bench.create_transport = create_transport
-    config = TransportBenchConfig(tokens=(9,), layouts=tuple(Layout), payloads=("none", "fp8_tensor"), **SMALL_POINT)
+    config = TransportBenchConfig(tokens=(9,), layout=tuple(Layout), payload=("none", "fp8_tensor"), **SMALL_POINT)
     found["formats"] = transport_rank_main(group, EngineConfig(dtype="float32"), config)
     return found
 
@@ -619,7 +627,6 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(transport_bench, "is_timed", lambda device: True)
-    monkeypatch.setattr(transport_bench, "HOST_BOUND", ())
     monkeypatch.setattr(exchanges, "capture", fake_capture(int(fault == "missing-row")))
     other, pairs = [("memset", 0.5)] if fault == "other-kernel" else [], transport_bench.MANY_PAIRS
 
@@ -633,7 +640,7 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
         return samples if on_call else [50.0 * pairs + cold] * len(samples)
 
     monkeypatch.setattr(exchanges, "time_calls", clock)
-    config = TransportBenchConfig(tokens=(20,), transports=("auto", "local"), **SMALL_POINT)
+    config = TransportBenchConfig(tokens=(20,), transport=("auto", "local"), **SMALL_POINT)
     report = transport_rank_main(EPGroup.single("cpu"), EngineConfig(), config)
     [row] = report["rows"]  # "auto" is "local", which is not measured twice
     assert row["setup"]["graph"]
@@ -653,7 +660,7 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_exchanges_on_gpus() -> None:
-    config = TransportBenchConfig(tokens=(16, 600), transports=("auto", "collective"), repeats=3)
+    config = TransportBenchConfig(tokens=(16, 600), transport=("auto", "collective"), repeats=3)
     report, _ = launch(transport_rank_main, EngineConfig(dtype="bfloat16"), config, num_ranks=2, device="cuda")
     assert report["ok"], [row["broken"] for row in report["rows"]]
     for row in report["rows"]:
@@ -673,8 +680,8 @@ def exchange_rows(group: EPGroup) -> dict[str, torch.Tensor]:
         name: (100 * rank + n).to(torch.uint8).unsqueeze(1).expand(-1, 5).contiguous() for name, n in rows.items()
     }
     y = {name: (100.0 * rank + n).unsqueeze(1).expand(-1, 3).contiguous() for name, n in rows.items()}
-    gathered = GatherScatter(group, payload["T"], y["all"])
-    to_all = AllToAll(group, payload["sent"], y["got"], send_counts=sent, recv_counts=received)
+    gathered = gather_scatter(group, payload["T"], y["all"])
+    to_all = all_to_all(group, payload["sent"], y["got"], send_counts=sent, recv_counts=received)
     found = {}
     for name, exchange in {"gathered": gathered, "to_all": to_all}.items():
         found[f"{name}-out"], found[f"{name}-home"] = exchange.dispatch(), exchange.combine()
@@ -781,7 +788,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch, like: str) -> None:
     """Add the preset "small", 8 small experts, and let the baseline run on a CPU."""
     sizes = dataclasses.replace(LAYER_PRESETS[like], hidden=160, intermediate=48, num_experts=8)
     monkeypatch.setitem(LAYER_PRESETS, "small", sizes)
-    monkeypatch.setattr(local_experts, "has_grouped_gemm", lambda device: True)
+    monkeypatch.setattr(experts_alone, "has_grouped_gemm", lambda device: True)
 
 
 @pytest.mark.parametrize("like", ["gpt-oss-120b", "qwen3-30b"])
@@ -805,7 +812,7 @@ def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.Mon
 EXPERTS_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (grouped, "_activate", lambda sound: lambda *args: sound(*args) * 1.02),
-    "oracle": (local_experts, "expected_output", not_a_number),
+    "oracle": (experts_alone, "expected_output", not_a_number),
 }
 
 
@@ -821,7 +828,9 @@ def test_wrong_experts_are_not_timed(name: str, tmp_path: Path, monkeypatch: pyt
     assert (ours["worst_row_error"] <= 1e-5) == (name == "baseline")
     assert (theirs["worst_row_error"] <= 1e-2) == (name == "expert")
 
-    monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
+    monkeypatch.setattr(
+        cli, "on_ranks", lambda target, *args: pkgutil.resolve_name(target)(EPGroup.single("cpu"), *args)
+    )
     options = ["--preset", "small", "--ep-size", "2", "--rows", "3", "--append", str(tmp_path / "a.jsonl")]
     done = CliRunner().invoke(app, ["bench", "experts", *options, "--commit", "0123abc", "--dtype", "float32"])
     assert done.exit_code == 1
@@ -938,15 +947,15 @@ def test_a_wrong_model_is_not_timed() -> None:
 def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelBenchConfig(preset="qwen3-30b")
     for spreads in (False, True):
-        monkeypatch.setattr(model_bench, "_spreads_dense", lambda spreads=spreads: spreads)
+        monkeypatch.setattr(configs, "spreads_dense", lambda spreads=spreads: spreads)
         for num_ranks in (2, 4):
-            model_bench.check_ranks(config, num_ranks)
+            config.check_ranks(num_ranks)
         with pytest.raises(ValueError, match=r"nproc \(1\): .* at least 2"):
-            model_bench.check_ranks(config, 1)
+            config.check_ranks(1)
         with pytest.raises(ValueError, match=r"nproc \(3\) does not divide the 128 experts of qwen3-30b"):
-            model_bench.check_ranks(config, 3)
+            config.check_ranks(3)
     with pytest.raises(ValueError, match=r"nproc \(8\) does not divide the 4 KV heads of qwen3-30b: transformers 5"):
-        model_bench.check_ranks(config, 8)
+        config.check_ranks(8)
 
 
 # The page.
@@ -977,6 +986,7 @@ def write_rows(folder: Path) -> list[Record]:
     ]
     for record in records:
         append_records(folder / f"{record.bench}.jsonl", [record])
+    shutil.copytree(ROOT / "docs" / "benchmarks" / "methods", folder / "methods")
     return records
 
 
@@ -1035,7 +1045,7 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     assert "| 345.6 |" in text
     assert [path.read_bytes()[:4] for path in sorted(folder.glob("*.png"))] == [b"\x89PNG"] * 3
     assert re.findall(r"!\[.*\]\((.*?)\)", text) == [f"{name}/{plot}.png" for plot in ("layer", "model", "experts")]
-    assert f"from {name}/*.jsonl and {name}/notes/*.md;" in text
+    assert f"from {name}/*.jsonl, notes/*.md and methods/*.md;" in text
     assert "dtype bfloat16, scheme fp8_block, implementation triton, layout compact." in text
     assert "| 1 | 2026-11-22 | 4 | 98.5 | 611.2 | 4,012 | 98.5 |" in text
 
@@ -1082,6 +1092,15 @@ def test_a_note_that_is_not_one_is_named(name: str, text: str, error: str, tmp_p
     assert not (tmp_path / "BENCHMARKS.md").exists()
 
 
+def test_a_method_without_a_title_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows")
+    (tmp_path / "rows" / "methods" / "layer.md").write_text("How it is measured.\n")
+    done = CliRunner().invoke(app, ["bench", "report", "--no-plots", "--dir", str(tmp_path / "rows")])
+    assert done.exit_code == 2
+    assert "layer.md: a benchmark's text begins with a title (# ...)" in done.stderr
+    assert not (tmp_path / "BENCHMARKS.md").exists()
+
+
 def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
     folder = tmp_path / "docs" / "rows"
     points = [(1, "batched", 16.6), (128, "batched", 43.7), (4096, "compact", 800.0), (128, "compact", 45.0)]
@@ -1099,8 +1118,8 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "report", "--dir", str(folder)])
     assert done.exit_code == 0, done.stderr
     text = (tmp_path / "docs" / "BENCHMARKS.md").read_text()
-    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## The exchange", "### 4 x Abacus 9", "### 2 x Abacus 9"]
-    assert "![The exchange](rows/transport.png)" in text
+    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## Transport", "### 4 x Abacus 9", "### 2 x Abacus 9"]
+    assert "![Transport](rows/transport.png)" in text
     assert "All rows: transport nvlink, top-k 8, experts 256, payload fp8_block, dtype bfloat16, SMs 0, nodes 1" in text
     assert "| 1 | 2026-11-22 | 4096 | 7168 | compact | uniform | True | 20.5 | 25.5 | 800.0 |" in text
     assert "| 61.25 | 33.5 | 7,562,000 | 151.2 | 0.4088 | 40 | 60 | 99 | 1.98 |" in text
@@ -1239,7 +1258,9 @@ def append_a_layer(folder: Path, *options: str) -> Any:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the only rank in this process."""
-    monkeypatch.setattr(cli, "on_ranks", lambda target, *args: target(EPGroup.single("cpu"), *args))
+    monkeypatch.setattr(
+        cli, "on_ranks", lambda target, *args: pkgutil.resolve_name(target)(EPGroup.single("cpu"), *args)
+    )
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,5 +1,6 @@
 """The command line as users call it: the main job, faults, wrong arguments, Ctrl-C, torchrun."""
 
+import dataclasses
 import json
 import math
 import os
@@ -10,16 +11,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from faults import broken_main
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
 from ep_moe.app import run as job
 from ep_moe.app import run_rank
+from ep_moe.app.eval import EvalConfig
+from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.start import on_ranks
+from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
+from ep_moe.bench.records import RowsFile
 from ep_moe.cli import app
+from ep_moe.config import EngineConfig
+from ep_moe.fields import described
 from ep_moe.group import EPGroup
 
 ROOT = Path(__file__).parent.parent
@@ -166,7 +175,7 @@ WRONG = {
     "window": (["eval", "--window", "4096"], "window (4096) * batch (4) exceeds max_tokens_per_rank (2048)"),
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
     "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
-    "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must not be negative"),
+    "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must be at least 0"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
 }
 
@@ -178,6 +187,56 @@ def test_a_wrong_argument_is_told_with_exit_code_2(name: str) -> None:
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
     assert done.stdout == ""
+
+
+def commands(group: Any, name: str) -> dict[str, Any]:
+    """Every command below a group, by its words."""
+    found = {}
+    for word, command in group.commands.items():
+        path = f"{name} {word}".strip()
+        found |= commands(command, path) if hasattr(command, "commands") else {path: command}
+    return found
+
+
+CONFIGS = {
+    "run": (EngineConfig,),
+    "generate": (GenerateConfig, EngineConfig),
+    "eval": (EvalConfig, EngineConfig),
+    "quantize": (),
+    "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
+    "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
+    "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
+    "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),
+    "bench report": (),
+}
+
+
+def test_options_are_the_fields_of_configs() -> None:
+    found = commands(typer.main.get_command(app), "")
+    assert set(found) == set(CONFIGS)
+    for words, command in found.items():
+        options = {option.name: option for option in command.params}
+        assert all(option.help and option.help.endswith(".") for option in options.values()), words
+        own = {"as_json": False} | {"run": {"config": None}, "quantize": options, "bench report": options}.get(
+            words, {}
+        )
+        named = [name for config in CONFIGS[words] for name in described(config)]
+        assert set(options) - set(own) == set(options) & set(named) - set(own), words
+        for config in CONFIGS[words][:-1]:  # all fields; a command leaves out the engine's that it does not need
+            assert set(described(config)) <= set(options), words
+            for field in dataclasses.fields(config):
+                default = options[field.name].default
+                shown = tuple(default) if isinstance(default, list) else default
+                assert shown == (None if field.default is dataclasses.MISSING else field.default), (words, field.name)
+                assert options[field.name].help == described(config)[field.name][1].text
+
+
+def test_the_command_line_imports_no_job() -> None:
+    """transformers and matplotlib take seconds, which no `--help` should."""
+    slow = ("transformers", "matplotlib", "ep_moe.bench.model", "ep_moe.app.run_rank")
+    code = f"import sys, ep_moe.cli; print([name for name in {slow} if name in sys.modules])"
+    done = call(sys.executable, "-c", code, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 READ = (

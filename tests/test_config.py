@@ -6,7 +6,7 @@ import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from ep_moe.config import (
     LaunchEnv,
     Layout,
     MoEConfig,
-    RoundKind,
     RoutingConfig,
     RoutingMethod,
     TransportConfig,
@@ -28,6 +27,7 @@ from ep_moe.config import (
     from_mapping,
     read_toml,
 )
+from ep_moe.fields import Field, check_fields, described
 
 MOE = {"hidden": 48, "intermediate": 32, "num_experts": 6}
 TRANSPORT = {"hidden": 48, "max_tokens_per_rank": 8}
@@ -47,15 +47,7 @@ def transport(**changes: Any) -> TransportConfig:
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "method_9": (routing, {"method": 9}, "method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
-    "kind_ids": (RoundKind, {"num_topk": 1, "ids_dtype": torch.int16}, "ids_dtype (torch.int16) is not torch.int32"),
-    "kind_shared": (RoundKind, {"num_topk": 1, "shared_dtype": torch.int8}, "shared_dtype (torch.int8) is not one of"),
-    "kind_layout": (RoundKind, {"num_topk": 1, "layout": "packed"}, "layout ('packed') is not one of"),
     "num_sms": (transport, {"num_sms": 2}, "num_sms (2) must be 0 or at least 3"),
-    "kind_topk": (
-        transport,
-        {"max_topk": 4, "kinds": (RoundKind(num_topk=5),)},
-        "num_topk (5) of a kind exceeds max_topk (4)",
-    ),
     "method_name": (routing, {"method": "best"}, "method ('best') is not one of 0"),
     "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),
     "group_0": (routing, {"method": 2, "num_group": 0}, "num_group (0) must be at least 1"),
@@ -127,7 +119,6 @@ VALID: dict[type, dict[str, Any]] = {
     ActivationConfig: {"kind": "swiglu"},
     RoutingConfig: {"method": 2, "num_topk": 2},
     MoEConfig: MOE,
-    RoundKind: {"num_topk": 2},
     TransportConfig: TRANSPORT,
     GroupConfig: {},
     EngineConfig: {},
@@ -140,7 +131,6 @@ WHAT_FITS: dict[Any, tuple[Any, ...]] = {  # of NO_VALUES, by a field's type; va
     float: (2.5,),
     bool: (True,),
     str: ("a",),
-    tuple[RoundKind, ...]: (),
     RoutingConfig | None: (None,),
     float | None: (None, 2.5),
     torch.dtype | None: (None,),
@@ -162,10 +152,9 @@ def test_every_field_refuses_what_is_not_of_its_type(config_type: type) -> None:
     ("make", "field"),
     [
         (lambda scheme: moe(scheme=scheme), "scheme"),
-        (lambda scheme: RoundKind(num_topk=1, scheme=scheme), "scheme"),
         (lambda scheme: EngineConfig(scheme=scheme), "scheme"),
     ],
-    ids=["layer", "round", "engine"],
+    ids=["layer", "engine"],
 )
 def test_a_scheme_is_known_when_a_config_is_made(make: Callable[[str], Any], field: str) -> None:
     for scheme in ("none", "nvfp4", "fp8_block_64x32"):
@@ -181,7 +170,6 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert (config.hidden, type(config.hidden)) == (64, int)
     assert config.routing is not None
     assert repr(config.routing.routed_scaling_factor) == "2.0"
-    assert transport(kinds=[RoundKind(num_topk=1)]).kinds == (RoundKind(num_topk=1),)
 
 
 def test_long_and_deep_values_are_cut_short_in_errors() -> None:
@@ -215,6 +203,50 @@ def test_accepted_as_written(make: Callable[..., Any], changes: dict[str, Any]) 
     assert {name: getattr(config, name) for name in changes} == changes
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, next(iter(changes)), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limited:
+    """A field with each limit that a `Field` can have, and one without."""
+
+    count: Annotated[int, Field(help="Count", at_least=2)] = 2
+    size: Annotated[int, Field(multiple_of=16)] = 16
+    share: Annotated[float | None, Field(positive=True)] = None
+    name: Annotated[str, Field(help="Name", choices=("a", "b"))] = "a"
+    names: Annotated[tuple[str, ...], Field(choices=("a", "b"))] = ("a",)
+    counts: Annotated[tuple[int, ...], Field(at_least=1)] = (1,)
+    any: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": 1}, "count (1) must be at least 2"),
+        ({"size": 0}, "size (0) must be a positive multiple of 16"),
+        ({"size": 24}, "size (24) must be a positive multiple of 16"),
+        ({"share": 0}, "share (0.0) must be positive"),
+        ({"name": "c"}, "name ('c') is not one of a, b"),
+        ({"names": ["a", "c"]}, "names ('c') is not one of a, b"),
+        ({"names": []}, "names (()) must be one or more"),
+        ({"counts": []}, "counts (()) must be one or more numbers of at least 1"),
+        ({"counts": [2, 0]}, "counts ((2, 0)) must be one or more numbers of at least 1"),
+        ({"counts": [2, "3"]}, "counts[1] ('3') is not an integer"),
+    ],
+    ids=str,
+)
+def test_a_field_says_its_limit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Limited(**changes)
+    assert Limited(share=0.5, names=("b", "a"), any=(0,)).names == ("b", "a")
+
+
+def test_a_field_shows_its_choices() -> None:
+    fields = described(Limited)
+    assert [fields[name][1].text for name in ("count", "name")] == ["Count.", "Name: a, b."]
+    assert (fields["share"][0], fields["any"][1].text) == (float | None, ".")
 
 
 def test_engine_config_derives_dtype_and_deadlines(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ep_moe.quant import (
     quantize_weight,
 )
 from ep_moe.testing import ROW_ERROR_LIMITS
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 
 HIDDEN, INTERMEDIATE, EXPERT_COUNT, CAPACITY = 144, 80, 4, 13
 # -1 everywhere in row 2; expert 1 has no token, expert 3 nearly all; 11 received rows
@@ -154,12 +154,16 @@ def used_rows(batch: ExpertBatch) -> torch.Tensor:
 
 def reference_activation(x: np.ndarray, activation: ActivationConfig) -> np.ndarray:
     """The activation of one row in float64, element by element."""
+    return own_activation(x, activation.kind.value, activation.alpha, activation.beta, activation.limit)
+
+
+def own_activation(x: np.ndarray, kind: str, alpha: float, beta: float, limit: float | None) -> np.ndarray:
+    """The same with an expert's own numbers."""
 
     def sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
 
     half = len(x) // 2
-    kind = activation.kind.value
     if kind == "identity":
         return x
     if kind == "relu2":
@@ -171,9 +175,9 @@ def reference_activation(x: np.ndarray, activation: ActivationConfig) -> np.ndar
         elif kind == "gelu":
             result.append(gate * 0.5 * (1 + math.erf(gate / math.sqrt(2))) * up)
         else:
-            limit = math.inf if activation.limit is None else activation.limit
-            g, u = min(gate, limit), max(min(up, limit), -limit)
-            result.append(g * sigmoid(activation.alpha * g) * (u + activation.beta))
+            most = math.inf if limit is None else limit
+            g, u = min(gate, most), max(min(up, most), -most)
+            result.append(g * sigmoid(alpha * g) * (u + beta))
     return np.array(result)
 
 
@@ -260,6 +264,12 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
     for expert in range(EXPERT_COUNT):
         w13, w2 = (reference_weight(matrix[expert], scheme) for matrix in (w.w13, w.w2))
         b13, b2 = (0.0 if b is None else b[expert].double().numpy() for b in (w.w13_bias, w.w2_bias))
+        own = {name: tensor[expert].item() for name, tensor in w.per_expert.tensors.items()}
+        up_scale, gate_scale = own.get("w13_output_scale", 1.0), own.get("w13_gate_output_scale", 1.0)
+        halves = np.full(len(w13), up_scale)
+        if activation.kind.gated:
+            halves[: len(w13) // 2] = gate_scale
+        numbers = [own.get(name, getattr(activation, name)) for name in ("alpha", "beta", "limit")]
         inner = []
         for token in range(len(TOPK_IDS)):
             if expert in TOPK_IDS[token]:
@@ -267,13 +277,14 @@ def reference_rows(case: Case, activation: ActivationConfig) -> list[np.ndarray]
                 if case.rows.scale is not None:
                     group = scheme.payload.block[1] if scheme.payload.granularity == "group" else HIDDEN
                     row *= np.array([case.rows.scale[token, column // group].item() for column in range(HIDDEN)])
-                inner.append(reference_activation(w13 @ row + b13, activation))
+                inner.append(own_activation(w13 @ row * halves + b13, activation.kind.value, *numbers))
         stacked = np.array(inner).reshape(-1, INTERMEDIATE)
         if scheme.activation.quantized and len(stacked):
             static = None if w.w2_input_scale is None else w.w2_input_scale[expert].item()
             stacked = reference_requantize(stacked, scheme, static)
         elif not scheme.activation.quantized:
             stacked = torch.from_numpy(stacked).to(case.dtype).double().numpy()
+        w2 = w2 * own.get("w2_output_scale", 1.0)
         outputs.append(np.array([w2 @ row + b2 for row in stacked]).reshape(-1, HIDDEN))
     return outputs
 
@@ -343,6 +354,52 @@ def test_without_biases(scheme: str, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_static_scales(layout: Layout) -> None:
     assert_equals_reference(make_case("fp8_tensor", static=True), SILU, layout)
+
+
+OWN = PerExpert(
+    alpha=torch.tensor([1.702, 1.0, 0.4, 2.5]),
+    beta=torch.tensor([1.0, 3.0, -0.5, 0.25]),
+    limit=torch.tensor([7.0, 0.1, math.inf, 0.6]),
+    w13_output_scale=torch.tensor([0.5, 9.0, 2.0, 1.25]),
+    w13_gate_output_scale=torch.tensor([3.0, 9.0, 0.75, 1.5]),
+    w2_output_scale=torch.tensor([0.125, 9.0, -3.0, 0.8]),
+)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("names", [tuple(OWN.tensors), *((name,) for name in OWN.tensors)], ids="-".join)
+@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...], layout: Layout) -> None:
+    case, activation = make_case(scheme, "float32", GPT_OSS), dataclasses.replace(GPT_OSS, limit=None)
+    own = PerExpert(**{name: OWN.tensors[name] for name in names})
+    changed = dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=own))
+    assert_equals_reference(changed, activation, layout)
+    assert len(list(changed.weights.tensors())) == len(list(case.weights.tensors())) + len(names)
+
+
+def test_output_scales_without_a_gate() -> None:
+    case = make_case("fp8_block", "float32", ACTIVATIONS["relu2"])
+    own = dataclasses.replace(OWN, alpha=None, beta=None, limit=None, w13_gate_output_scale=None)
+    changed = dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=own))
+    assert_equals_reference(changed, ACTIVATIONS["relu2"], Layout.COMPACT)
+
+
+@pytest.mark.parametrize(
+    ("activation", "own", "words"),
+    [
+        ("silu", PerExpert(beta=torch.ones(4)), ("beta", "'swiglu'", "'silu'")),
+        ("relu2", PerExpert(w13_gate_output_scale=torch.ones(4)), ("w13_gate_output_scale", "'relu2' has no gate")),
+        ("gpt-oss", PerExpert(limit=torch.ones(5)), ("limit", "(5,)", "(4,)")),
+        ("gpt-oss", PerExpert(w2_output_scale=torch.ones(4).half()), ("w2_output_scale", "float16", "float32")),
+    ],
+)
+def test_numbers_of_each_expert_that_do_not_fit(activation: str, own: PerExpert, words: tuple[str, ...]) -> None:
+    case = make_case("none", "float32", ACTIVATIONS[activation])
+    with pytest.raises(ValueError) as caught:
+        ReferenceExperts(ACTIVATIONS[activation])(
+            pack_case(case, Layout.COMPACT).batch, dataclasses.replace(case.weights, per_expert=own)
+        )
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=lambda name: name)

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.config import ActivationConfig, GroupConfig, MoEConfig, RoutingConfig
-from ep_moe.engines.transformers import from_pretrained, shard_experts
+from ep_moe.engines.transformers import from_pretrained, register, shard_experts
 from ep_moe.engines.transformers.loading import load_whole
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
@@ -129,6 +129,7 @@ def directory_of(family: str, form: str) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_and_no_rest():
     """One thread: for tiny operators a second one costs more than it saves."""
+    register()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.config import GroupConfig, Layout, MoEConfig, RoundKind, TransportConfig
+from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
@@ -23,6 +23,7 @@ from ep_moe.quant import StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS, check_transport, worst_row_error
 from ep_moe.transport import TRANSPORTS, create_transport
+from ep_moe.transport.round_kind import RoundKind
 from ep_moe.weights import ExpertWeights
 
 NUM_GPUS = torch.cuda.device_count()
@@ -117,8 +118,9 @@ KINDS = (
 def run_kinds(group: EPGroup, kinds: tuple[RoundKind, ...]) -> list[torch.Tensor]:
     """Results of rounds of KINDS, at each size with different kernels and at sizes between."""
     device = group.device
-    config = TransportConfig(hidden=512, max_tokens_per_rank=600, kinds=kinds)
+    config = TransportConfig(hidden=512, max_tokens_per_rank=600)
     transport, found = create_transport("nvlink", group, Placement.linear(16, group.num_ranks), config), []
+    transport.warmup(kinds)
     generator = torch.Generator(device).manual_seed(group.rank)
     for kind, rows in itertools.product(KINDS, (1, 16, 17, 100, 256, 300, 600)):
         x = torch.randn(rows, 512, generator=generator, device=device).bfloat16()
@@ -159,8 +161,10 @@ def ready_kinds(group: EPGroup) -> list[str]:
 
     kernels = (dispatch._dispatch_kernel, combine._combine_kernel)
     caches = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in kernels]
-    config = TransportConfig(hidden=512, max_tokens_per_rank=600, kinds=KINDS)
-    create_transport("nvlink", group, Placement.linear(16, group.num_ranks), config).destroy()
+    config = TransportConfig(hidden=512, max_tokens_per_rank=600)
+    warmed = create_transport("nvlink", group, Placement.linear(16, group.num_ranks), config)
+    warmed.warmup(KINDS)
+    warmed.destroy()
     before = [len(cache) for cache in caches]
     first = run_kinds(group, ())
     wrong = [] if [len(cache) for cache in caches] == before and min(before) > 0 else [f"{before} kernels were not all"]
@@ -175,6 +179,49 @@ def ready_kinds(group: EPGroup) -> list[str]:
 def test_kernels_of_kinds_are_compiled_beforehand(num_ranks: int) -> None:
     config = GroupConfig(timeout_secs=60)
     assert launch(ready_kinds, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
+
+
+def call_after_warm_up(group: EPGroup, transport: str) -> list[str]:
+    """Kernels of the experts and the exchange that a warmed-up layer compiles in its first calls."""
+    from ep_moe.kernels.exchange import combine, dispatch
+    from ep_moe.kernels.gemm import grouped
+
+    device, placement = group.device, Placement.linear(16, group.num_ranks)
+    num_local = placement.num_local_experts(group.rank)
+    w13 = torch.randn(num_local, 2 * 256, 512, device=device).bfloat16()
+    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w13[:, :256].mT.contiguous()))
+    exchange = create_transport(transport, group, placement, TransportConfig(hidden=512, max_tokens_per_rank=300))
+    layer = ExpertParallelMoE(MoEConfig(hidden=512, intermediate=256, num_experts=16), weights, exchange)
+    layer.warmup(num_topk=4, padded=True)
+    kernels = {
+        "dispatch": dispatch._dispatch_kernel,
+        "combine": combine._combine_kernel,
+        "first GEMM": grouped._first_gemm_kernel,
+        "second GEMM": grouped._second_gemm_kernel,
+    }
+    caches = {name: kernel.device_caches[torch.cuda.current_device()][0] for name, kernel in kernels.items()}
+    before = {name: len(cache) for name, cache in caches.items()}
+    for rows, ids_dtype in itertools.product((300, 1, 17, 0), (torch.int32, torch.int64)):
+        x = torch.randn(rows, 512, device=device).bfloat16()
+        scores, ids = torch.rand(rows, 16, device=device).topk(4)
+        count = torch.full((1,), rows // 2, dtype=torch.int32, device=device)
+        layer.forward_routed(x, ids.to(ids_dtype), scores)
+        out = layer.forward_routed(x, ids.to(ids_dtype), scores, num_tokens=count, max_num_tokens=300)
+        assert not bool(out[rows // 2 :].any()), f"padding of {rows} rows has results"
+    exchange.check()
+    exchange.destroy()
+    return [
+        f"{name}: {before[name]}, then {len(cache)}" for name, cache in caches.items() if len(cache) != before[name]
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["collective", "nvlink"])
+@pytest.mark.parametrize("num_ranks", on_gpus(1, 2))
+def test_a_warmed_up_layer_compiles_nothing(num_ranks: int, transport: str) -> None:
+    config = GroupConfig(timeout_secs=60)
+    found = launch(call_after_warm_up, transport, num_ranks=num_ranks, config=config, device="cuda")
+    assert found == [[]] * num_ranks
 
 
 def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:
@@ -256,11 +303,11 @@ def big_layer(group: EPGroup, scheme: str) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(1000 + group.rank)
     x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, device=device).bfloat16()
     scores, ids = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator, device=device).topk(NUM_TOPK)
-    out = layer(x, ids, scores.softmax(-1))
-    again = layer(x, ids, scores.softmax(-1))
+    out = layer.forward_routed(x, ids, scores.softmax(-1))
+    again = layer.forward_routed(x, ids, scores.softmax(-1))
     torch.cuda.synchronize()
     start = time.perf_counter()
-    layer(x, ids, scores.softmax(-1))
+    layer.forward_routed(x, ids, scores.softmax(-1))
     torch.cuda.synchronize()
     layer_secs = time.perf_counter() - start
     total = torch.zeros(NUM_TOKENS, HIDDEN, device=device)
@@ -304,7 +351,7 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, folder: Path) -> None:
                     time.sleep(60)
                 os.kill(os.getpid(), signal.Signals[how])
             start = time.monotonic()
-            layer(x, ids, torch.ones(16, 2, device=group.device))
+            layer.forward_routed(x, ids, torch.ones(16, 2, device=group.device))
     except PeerLostError as error:
         (folder / str(group.rank)).write_text(f"{error.ranks} in time: {time.monotonic() - start < 8.0}")
         raise

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -105,3 +105,31 @@ def test_a_refused_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_launch(monkeypatch, Driver((*SIZES, *SCRATCH), status=719), (torch.zeros(3), torch.ones(2)))
     with pytest.raises(RuntimeError, match="CUresult 719"):
         run([1, 2, 3, 4], stream=0)
+
+
+class Sizes(NamedTuple):
+    """Constants of a kernel."""
+
+    rows: int
+    name: str
+
+
+def test_constants_in_groups_are_what_the_compiler_needs() -> None:
+    import triton
+    import triton.language as tl
+
+    from ep_moe.kernel_launch.repeated import RepeatedLaunch, as_constants
+
+    @triton.jit
+    def kernel(x_ptr: Any, sizes: tl.constexpr) -> None:
+        tl.store(x_ptr, sizes.rows)
+
+    group = as_constants(Sizes(3, "a"), kernel)
+    assert isinstance(group, Sizes)
+    assert [(type(field), field.value) for field in group] == [(tl.constexpr, 3), (tl.constexpr, "a")]
+    assert as_constants(Sizes(3, "a"), lambda *_: None) == (3, "a")  # the interpreter's kernel is no JITFunction
+    launch = RepeatedLaunch(
+        kernel, 1, fixed=(), constants={"sizes": Sizes(3, "a")}, options={}, device=torch.device("cpu")
+    )
+    assert isinstance(launch._constants["sizes"].rows, tl.constexpr)
+    assert not launch.loaded

@@ -14,12 +14,13 @@ import torch
 from ep_moe.config import ActivationConfig, GroupConfig, Layout, MoEConfig, RoutingConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
-from ep_moe.layer import ExpertParallelMoE
+from ep_moe.layer import ExpertParallelMoE, warmup
 from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import create_transport
+from ep_moe.transport.round_kind import RoundKind
 from ep_moe.weights import ExpertWeights
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 48, 32, 10, 3
@@ -85,7 +86,7 @@ def run_layer(group: EPGroup, placement: str, scheme: str, layout: Layout, dtype
     layer = layer_on(group, placement, scheme, layout, dtype)
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(dtype))
     routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
-    return torch.stack([layer(x, logits), layer(x, routing.topk_ids, routing.topk_weights)])
+    return torch.stack([layer(x, logits), layer.forward_routed(x, routing.topk_ids, routing.topk_weights)])
 
 
 def expected(dtype: torch.dtype) -> torch.Tensor:
@@ -190,7 +191,6 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
         {"topk_ids": routing.topk_ids.float(), "topk_weights": routing.topk_weights},
         {"topk_ids": routing.topk_ids, "topk_weights": routing.topk_weights[:, :1]},
         {"topk_ids": routing.topk_ids + 5, "topk_weights": routing.topk_weights},
-        {"router_logits": logits, "topk_ids": routing.topk_ids},
         {"router_logits": None},
         {"router_logits": logits.tolist()},
         {"router_logits": logits.numpy()},
@@ -206,7 +206,7 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
     for mistake in mistakes:
         named = {"hidden_states": x, **(mistake if group.rank == 1 else {"router_logits": logits})}
         try:
-            layer(**named)
+            (layer.forward_routed if "topk_ids" in named else layer)(**named)
         except ValueError as error:
             told.append(str(error))
         assert torch.equal(layer(hidden_states=x, router_logits=logits), sound)
@@ -216,7 +216,7 @@ def mistakes_on_one_rank(group: EPGroup) -> list[str]:
 def test_a_mistake_on_one_rank_is_told_to_all_and_the_next_call_works() -> None:
     told = launch(mistakes_on_one_rank, num_ranks=3, device="cpu")
     words = [
-        *("(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10)) on rank 1, such as", "topk_ids"),
+        *("(10, 4)", "float32", "(10, 1)", "outside [-1, num_experts (10)) on rank 1, such as"),
         *(
             "router_logits is a NoneType (None)",
             "router_logits is a list (",
@@ -239,14 +239,109 @@ def test_one_rank_alone_refuses_what_is_no_tensor() -> None:
     routing = route(logits, ROUTING, routing_bias=layer.routing_bias)
     sound = layer(x, logits)
     for words, call in {
-        "topk_ids is a list": lambda: layer(x, routing.topk_ids.tolist(), routing.topk_weights),
-        "topk_ids is a NoneType": lambda: layer(x, topk_ids=None, topk_weights=routing.topk_weights),
+        "topk_ids is a list": lambda: layer.forward_routed(x, routing.topk_ids.tolist(), routing.topk_weights),
+        "topk_ids is a NoneType": lambda: layer.forward_routed(x, None, routing.topk_weights),
         "hidden_states is a NoneType": lambda: layer(None, logits),
-        "topk_ids has .* on rank 0, such as 19": lambda: layer(x, routing.topk_ids + 10, routing.topk_weights),
+        "topk_ids has .* on rank 0, such as 19": lambda: layer.forward_routed(
+            x, routing.topk_ids + 10, routing.topk_weights
+        ),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
         assert torch.equal(layer(x, logits), sound)
+
+
+def count_on_rank(group: EPGroup, scheme: str, static: bool) -> list[str]:
+    """Rounds with the same rows and other numbers of tokens, the rest NaN: wrong rows, by the call that gave them."""
+    layer = layer_on(group, "linear", scheme, Layout.COMPACT, torch.float32)
+    if static:
+        weights = dataclasses.replace(layer.weights, w13_input_scale=torch.tensor([0.01]))
+        options = {"routing_bias": layer.routing_bias, "shared_experts": layer.shared_experts}
+        layer = ExpertParallelMoE(layer.config, weights, layer.transport, **options)
+    x, logits = (tensor[share(group.num_ranks, group.rank)].clone() for tensor in tokens(torch.float32))
+    rows, wrong = x.shape[0], []
+    for count in {min(rows, n) for n in (4, 0, 30)}:
+        padded, padded_logits = x.clone(), logits.clone()
+        padded[count:] = padded_logits[count:] = float("nan")
+        routing = route(padded_logits, ROUTING, routing_bias=layer.routing_bias)
+        num_tokens = torch.tensor([count], dtype=torch.int32)
+        expected = torch.zeros(rows, HIDDEN)
+        expected[:count] = layer(x[:count], logits[:count])
+        options = {"num_tokens": num_tokens, "max_num_tokens": 30}
+        found = {
+            "forward": layer(padded, padded_logits, **options),
+            "forward_routed": layer.forward_routed(padded, routing.topk_ids, routing.topk_weights, **options),
+            "unbounded": layer(padded, padded_logits, num_tokens=num_tokens),
+        }
+        wrong += [f"{name}, {count} tokens" for name, out in found.items() if not torch.equal(out, expected)]
+    return wrong
+
+
+@pytest.mark.parametrize(("scheme", "static"), [("none", False), ("fp8_tensor", False), ("fp8_tensor", True)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_padding_goes_nowhere_and_its_results_are_zero(num_ranks: int, scheme: str, static: bool) -> None:
+    assert launch(count_on_rank, scheme, static, num_ranks=num_ranks, device="cpu") == [[]] * num_ranks
+
+
+def wrong_bounds(group: EPGroup) -> list[str]:
+    """Rank 1's bound is too low, too high, and not a number: every rank's errors."""
+    layer = layer_on(group, "linear", "none", Layout.COMPACT, torch.float32)
+    x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
+    sound, told = layer(x, logits, max_num_tokens=15), []
+    for bound in (14, 31, 15.0):
+        with pytest.raises(ValueError) as caught:
+            layer(x, logits, max_num_tokens=bound if group.rank == 1 else 15)
+        told.append(str(caught.value))
+        assert torch.equal(layer(x, logits, max_num_tokens=30), sound)
+    return told
+
+
+def test_a_bound_below_the_rows_or_above_the_transports_is_refused() -> None:
+    told = launch(wrong_bounds, num_ranks=2, device="cpu")
+    for said, bound in zip(told[1], (14, 31, 15.0), strict=True):
+        assert said == f"max_num_tokens ({bound}) is not in [rows of x (15), max_tokens_per_rank (30)] on rank 1"
+    assert all("rank 1 refused its input" in said for said in told[0])
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> None:
+    """On a CPU each part of it by itself: nothing is compiled, and no token goes anywhere."""
+    layer = layer_on(EPGroup.single("cpu"), "linear", scheme, layout, torch.float32)
+    x, logits = tokens(torch.float32)
+    sound, before = layer(x, logits), layer.transport.num_rounds
+    layer.warmup()
+    assert layer.transport.num_rounds == before
+    sizes = warmup.row_counts(30)
+    assert sizes == [1, 2, 4, 8, 16, 30]
+    warmup.compute_alone(layer, NUM_TOPK, sizes)
+    assert layer.transport.num_rounds == before
+    with mock.patch.object(layer.transport, "dispatch_send", wraps=layer.transport.dispatch_send) as sent:
+        warmup.run_rounds(layer, NUM_TOPK, sizes, padded=True)
+    rows = [call.args[0].shape[0] for call in sent.call_args_list]
+    assert rows == [size for size in sizes for _ in range(2)]
+    assert all(bool((call.args[1].topk_ids == -1).all()) for call in sent.call_args_list)
+    assert [call.kwargs["num_tokens"] is None for call in sent.call_args_list] == [True, False] * len(sizes)
+    expected = {"num_topk": 3, "scheme": scheme, "layout": layout}
+    split = {"split_dispatch": True, "shared_dtype": torch.float32}
+    assert warmup.round_kinds(layer, 3, padded=True) == [
+        RoundKind(**expected, **split, counted=False),
+        RoundKind(**expected, **split, counted=True),
+    ]
+    layer.shared_experts = None
+    assert warmup.round_kinds(layer, 3, padded=False) == [RoundKind(**expected)]
+    layer.shared_experts = lambda x: x * 0.5
+    assert torch.equal(layer(x, logits), sound)
+
+
+def test_a_warm_up_needs_a_number_of_experts_per_token() -> None:
+    layer = layer_on(EPGroup.single("cpu"), "linear", "none", Layout.COMPACT, torch.float32)
+    with pytest.raises(ValueError, match=r"num_topk \(33\) is not in \[1, max_topk \(32\)\]"):
+        layer.warmup(num_topk=33)
+    bare = ExpertParallelMoE(dataclasses.replace(layer.config, routing=None), layer.weights, layer.transport)
+    with pytest.raises(ValueError, match="num_topk is needed: the layer has no routing config"):
+        bare.warmup()
+    bare.warmup(num_topk=2)
 
 
 def sent_to_rank_1(layer: ExpertParallelMoE, logits: torch.Tensor) -> torch.Tensor:
@@ -279,7 +374,7 @@ def test_failing_experts_give_the_others_nan_and_the_next_call_works() -> None:
 
 
 FAILING = {
-    "route": ("ep_moe.layer.route", False),
+    "route": ("ep_moe.layer.moe.route", False),
     "before-the-header": ("ep_moe.transport.collective.transport.plan_send", False),
     "shared-experts-before-the-header": ("ep_moe.transport.collective.transport.plan_send", True),
     "received": ("ep_moe.transport.collective.transport.pack", False),

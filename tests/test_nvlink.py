@@ -47,9 +47,9 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
 def hopper() -> Any:
     """The limits of an H100 or H200."""
     pytest.importorskip("triton")
-    from ep_moe.transport.one_sided.room import Room
+    from ep_moe.transport.one_sided.occupancy import Occupancy
 
-    return Room(num_sms=132, registers=65536, threads=2048)
+    return Occupancy(num_sms=132, registers=65536, threads=2048)
 
 
 def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
@@ -63,12 +63,13 @@ def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
 
 
 def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from ep_moe.transport.one_sided.room import OpenRounds
+    from ep_moe.transport.one_sided.occupancy import DeviceRounds, OpenRounds
 
-    stream = [0]
+    stream, of_all = [0], DeviceRounds()
 
     def rounds_of(receivers: int) -> Any:
-        return OpenRounds(torch.device("cuda", 5), hopper, lambda _: receivers, lambda index: stream[0] + 10 * index)
+        current = lambda index: stream[0] + 10 * index  # noqa: E731
+        return OpenRounds(torch.device("cuda", 5), hopper, of_all, lambda _: receivers, current)
 
     decode, prefill = rounds_of(40), rounds_of(264)
     for used in (decode, prefill, decode):  # in turn

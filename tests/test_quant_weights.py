@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ep_moe.experts.base import check_scheme, kernels_compute
+from ep_moe.experts.serves import SERVES
 from ep_moe.quant import (
     SCHEMES,
     QuantScheme,
@@ -169,13 +169,13 @@ def test_mxfp4_scales_at_the_ends() -> None:
 
 
 def test_kernels_refuse_by_name_what_they_do_not_compute() -> None:
-    computed = {name for name, scheme in SCHEMES.items() if kernels_compute(scheme)}
+    computed = {name for name, scheme in SCHEMES.items() if SERVES["triton"].computes(scheme)}
     assert computed == {"none", "fp8_tensor", "fp8_tensor_channel", "fp8_token", "fp8_block", "fp8_block_ue8m0"}
     for name in (*NAMES, "fp8_w8a16", "mxfp4_w4a16", "nvfp4_w4a16_divisor"):
         with pytest.raises(
             ValueError, match=rf"'triton' experts do not compute scheme '{name}'.*experts=\"torch\" does"
         ):
-            check_scheme(get_scheme(name))
+            SERVES["triton"].check(get_scheme(name))
 
 
 MATRIX = quantize_weight(weights()[0], get_scheme("int4_w4a16_g32_zp"))

@@ -5,9 +5,12 @@ import functools
 import gc
 import json
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.utils import is_accelerate_available
 
 from ep_moe.app.start import SHIPPED_MODEL
-from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig, Layout, RoundKind
+from ep_moe.config import ActivationConfig, ActivationKind, GroupConfig
+from ep_moe.engines.common import transports
 from ep_moe.engines.transformers import (
     architectures,
     distributed_config,
@@ -30,6 +34,7 @@ from ep_moe.engines.transformers import (
 from ep_moe.engines.transformers.experts import activation_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
 from ep_moe.weights import moe_config
 
@@ -81,7 +86,8 @@ def directory_of(name: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_and_no_rest():
-    """One thread: for tiny operators a second one costs more than it saves."""
+    """One thread: for tiny operators a second one costs more than it saves. Most tests name "ep_moe" themselves."""
+    register()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -362,9 +368,12 @@ def test_session() -> None:
 def test_dtype_and_scheme(dtype: torch.dtype, scheme: str, limit: float) -> None:
     """Compares one layer, not the logits, which change completely once rounding flips an expert choice."""
     directory = directory_of("mixtral")
-    model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
+    with mock.patch.object(ExpertParallelMoE, "warmup", autospec=True) as warmed:
+        model = from_pretrained(directory, EPGroup.single("cpu"), dtype=dtype, scheme=scheme)
     assert model.dtype == dtype
-    assert model.ep_moe.transport.config.kinds == (RoundKind(num_topk=2, scheme=scheme, layout=Layout.COMPACT),)
+    [call] = warmed.call_args_list  # the layers are alike
+    assert call.args[0] in model.ep_moe.layers
+    assert call.kwargs == {"num_topk": 2}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     x, ids, weights = expert_inputs()
     expected = load_whole(directory).model.layers[1].mlp.experts(x, ids, weights)
@@ -525,14 +534,14 @@ def swapped_on_rank(group: EPGroup, directory: Path) -> tuple[str, float]:
 def later_model_on_rank(group: EPGroup, directory: Path) -> int:
     """How many transports another model of the same shape opens; rank 1 has collected the first one, rank 0 has not."""
     opened = []
-    create = parallel.create_transport
-    parallel.create_transport = lambda *arguments: opened.append(arguments) or create(*arguments)
+    create = transports.create_transport
+    transports.create_transport = lambda *arguments: opened.append(arguments) or create(*arguments)
     try:
         if group.rank == 1:
             gc.collect()
         hook_on_rank(group, directory)
     finally:
-        parallel.create_transport = create
+        transports.create_transport = create
     return len(opened)
 
 
@@ -562,6 +571,7 @@ def out_of_step_on_rank(group: EPGroup, directory: Path) -> str:
 def on_rank(group: EPGroup, directories: dict[str, Path]) -> dict[str, Any]:
     """All checks on two ranks, so that ranks start only once."""
     torch.set_num_threads(1)
+    register()
     mixtral = directories["mixtral"]
     options = {
         "linear": {},
@@ -667,6 +677,37 @@ def test_hook_with_batches_of_their_own() -> None:
 
 
 # Registration.
+
+
+IMPORTED = """
+import torch, transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+before = transformers.PreTrainedModel.post_init, dict(ALL_EXPERTS_FUNCTIONS)
+from ep_moe.engines.transformers import {name} as called
+assert (transformers.PreTrainedModel.post_init, dict(ALL_EXPERTS_FUNCTIONS)) == before
+try:
+    called({arguments})
+except (RuntimeError, ValueError) as error:
+    print(error)
+assert "ep_moe" in ALL_EXPERTS_FUNCTIONS
+assert transformers.PreTrainedModel.post_init is not before[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("register", ""),
+        ("distributed_config", 'transformers.AutoConfig.for_model("mixtral"), 2'),
+        ("shard_experts", 'torch.nn.Linear(2, 2), __import__("ep_moe").EPGroup.single("cpu")'),
+        ("from_pretrained", f'"{SHIPPED_MODEL}", __import__("ep_moe").EPGroup.single("cpu")'),
+    ],
+    ids=["register", "distributed_config", "shard_experts", "from_pretrained"],
+)
+def test_a_call_registers_and_not_an_import(name: str, arguments: str) -> None:
+    code = IMPORTED.format(name=name, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_registering_twice_is_fine() -> None:

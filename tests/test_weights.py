@@ -317,18 +317,18 @@ def test_fp8_is_kept_bit_for_bit(
     placement = Placement.round_robin(5, 2)
     for layer, found in ExpertWeights.from_pretrained(tmp_path, placement, 1).items():
         assert found.scheme == get_scheme(scheme)
-        for slot, expert in enumerate((1, 3)):
+        for index, expert in enumerate((1, 3)):
             gate, up, down = fp8_layer(tensors, layer, expert)
             scales = fp8_layer(tensors, layer, expert, "_scale_inv")
-            assert_same_bits(found.w13.values[slot], torch.cat([gate, up]), "w13")
-            assert_same_bits(found.w2.values[slot], down, "w2")
+            assert_same_bits(found.w13.values[index], torch.cat([gate, up]), "w13")
+            assert_same_bits(found.w2.values[index], down, "w2")
             expected = [real(values, scale, block) for values, scale in zip((gate, up, down), scales, strict=True)]
-            w13 = dequantize_weight(found.w13[slot], found.scheme)
+            w13 = dequantize_weight(found.w13[index], found.scheme)
             assert torch.equal(w13, torch.cat(expected[:2]))
-            assert torch.equal(dequantize_weight(found.w2[slot], found.scheme), expected[2])
+            assert torch.equal(dequantize_weight(found.w2[index], found.scheme), expected[2])
             if scheme == "fp8_block_16x32":
-                assert torch.equal(found.w13.scale[slot], torch.cat(scales[:2]).float())
-                assert torch.equal(found.w2.scale[slot], scales[2].float())
+                assert torch.equal(found.w13.scale[index], torch.cat(scales[:2]).float())
+                assert torch.equal(found.w2.scale[index], scales[2].float())
 
 
 def test_fp8_stacked(tmp_path: Path) -> None:

@@ -6,39 +6,31 @@ nats per predicted token over the mean bytes of a token, so models with differen
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
-from ep_moe.fields import check_fields
+from ep_moe.fields import Field, check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Text and batches of `ep-moe eval`.
 
-    Args:
-        text: a UTF-8 file; "" is the held-out text that ships with the package.
-        max_bytes: of the text that are used; 0 uses all.
-        window: tokens that the model sees at once.
-        batch: windows in one forward pass.
-        whole: also evaluate transformers' whole model with its eager experts, unquantized, in the same dtype, and
-            if the scheme quantizes once more, with experts rounded as it says; every rank loads it in full.
+    The whole model is transformers' own with its eager experts, unquantized, in the same dtype; every rank loads it in
+    full. If the scheme quantizes, it is evaluated once more, with experts rounded as the scheme says.
     """
 
-    text: str = ""
-    max_bytes: int = 0
-    window: int = 512
-    batch: int = 4
-    whole: bool = True
+    text: Annotated[str, Field(help="A UTF-8 file; empty is the held-out text that ships")] = ""
+    max_bytes: Annotated[int, Field(help="Most bytes of the text that are used; 0 uses all", at_least=0)] = 0
+    window: Annotated[int, Field(help="Tokens per window", at_least=2)] = 512
+    batch: Annotated[int, Field(help="Windows in one forward pass", at_least=1)] = 4
+    whole: Annotated[bool, Field(help="Evaluate the whole model on every rank too")] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.text and not Path(self.text).is_file():
             raise ValueError(f"text ({self.text!r}) is not a file")
-        for name, least in (("max_bytes", 0), ("window", 2), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
 
 
 def evaluate(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:

@@ -1,39 +1,40 @@
 """`ep-moe generate`: text from prompts, which are spread over the ranks."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
-from ep_moe.fields import check_fields
+from ep_moe.fields import Field, check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
     """Prompts and sampling of `ep-moe generate`.
 
-    Args:
-        prompts: rank r takes prompts r, r + R, ... of R ranks, one at a time.
-        max_new_tokens: for each prompt; an end-of-text token of the model ends it earlier.
-        temperature: 0 takes the most likely token; above 0 samples from logits / temperature.
-        top_p: sample among the most likely tokens that together reach this probability.
-        seed: prompt i samples with seed + i on any rank.
+    Rank r takes prompts r, r + R, ... of R ranks, with decode graphs many at a time, else one. A model's end-of-text
+    token ends one earlier. Above temperature 0 tokens are sampled from logits / temperature; prompt i samples with
+    seed + i on any rank.
     """
 
-    prompts: tuple[str, ...]
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    prompts: Annotated[tuple[str, ...], Field(help="Texts to continue; - reads one from standard input")]
+    max_new_tokens: Annotated[int, Field(help="New tokens per prompt", at_least=1)] = 128
+    temperature: Annotated[float, Field(help="Sampling temperature; 0 takes the likeliest token", at_least=0)] = 0.0
+    top_p: Annotated[float, Field(help="Sample among the likeliest tokens that hold this share of the probability")] = (
+        1.0
+    )
+    seed: Annotated[int, Field(help="Seed of the sampling")] = 0
+    decode_graphs: Annotated[
+        bool | None,
+        Field(
+            help="Decode by CUDA graphs, by default on GPUs with transport nvlink; a line says why if it is impossible"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.prompts or any(not prompt for prompt in self.prompts):
+        if any(not prompt for prompt in self.prompts):
             raise ValueError(f"prompts ({self.prompts}) must be one or more texts, none empty")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature ({self.temperature}) must not be negative")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
         if self.top_p < 1 and self.temperature == 0:

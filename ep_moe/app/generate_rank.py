@@ -1,58 +1,66 @@
-"""Worker entry point of `ep-moe generate`: a rank continues its prompts, one at a time, in step with the others."""
+"""Worker entry point of `ep-moe generate`: a rank continues its prompts, in step with the others."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
 
 from ep_moe.app.generate import GenerateConfig
-from ep_moe.app.session import (
-    FinishRank,
-    Model,
-    PhaseClock,
-    load_expert_parallel,
-    load_tokenizer,
-    progress_bar,
-    start_task,
-)
+from ep_moe.app.session import PhaseClock, load_expert_parallel, load_tokenizer, progress_bar, start_task
 from ep_moe.config import EngineConfig
-from ep_moe.engines.transformers import Session
+from ep_moe.engines.transformers import GenerationOptions, generate
+from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
 from ep_moe.group import EPGroup
+
+MOST_ROWS = 64  # prompts that a rank continues together with decode graphs; without, it is one at a time
 
 
 def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
     """One rank's part of the job. Returns the report, the same on every rank. Collective."""
     clock = PhaseClock(group.device)
     tokenizer = load_tokenizer(engine)
-    rounds = -(-len(config.prompts) // group.num_ranks)
     made: dict[int, tuple[str, int]] = {}
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):
             model, session = load_expert_parallel(group, engine)
-        task = start_task(progress, "generate", rounds * config.max_new_tokens)
+        decoder = decoder_of(model, config.decode_graphs)
+        rows = 1 if decoder is None else MOST_ROWS
+        mine = range(group.rank, len(config.prompts), group.num_ranks)
+        turns = range(0, -(-len(config.prompts) // group.num_ranks), rows)
+        ids_of = {index: tokenizer(config.prompts[index])["input_ids"] for index in mine}
+        with clock.phase("warm_up"), group.guard("warm up"):
+            for first in turns:
+                indices = mine[first : first + rows]
+                longest = max((len(ids_of[index]) for index in indices), default=0)
+                if decoder is not None:
+                    num_positions = longest + config.max_new_tokens
+                    decoder.warmup(model, len(indices), num_positions, sampled=config.temperature > 0)
+        task = start_task(progress, "generate", len(turns) * config.max_new_tokens)
         with clock.phase("generate"), group.guard("generate"):
-            for turn in range(rounds):
-                index = turn * group.num_ranks + group.rank
-                spare = index >= len(config.prompts)  # no prompt is left: make one unused token, in step
-                session.idle = spare
-                prompt = config.prompts[index % len(config.prompts)]
-                ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=group.device)
+            for turn, first in enumerate(turns):
                 progress.update(task, completed=turn * config.max_new_tokens)
-                tokens = _continue(
-                    model,
-                    session,
-                    ids,
-                    config,
-                    new_tokens=1 if spare else config.max_new_tokens,
-                    seed=config.seed + index,
-                    on_step=functools.partial(progress.advance, task),
+                indices = mine[first : first + rows]
+                ids, mask = _padded([ids_of[index] for index in indices], group.device)
+                options = GenerationOptions(
+                    max_new_tokens=config.max_new_tokens,
+                    end_ids=end_ids_of(model),
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    seeds=tuple(config.seed + index for index in indices),
                 )
-                if not spare:
+                found = generate(
+                    model,
+                    ids,
+                    options,
+                    attention_mask=mask,
+                    decode_graphs=config.decode_graphs,
+                    on_step=lambda count: progress.advance(task, count),
+                )
+                for index, row in zip(indices, found, strict=True):
+                    tokens = row[row >= 0]
                     made[index] = (str(tokenizer.decode(tokens, skip_special_tokens=True)), tokens.numel())
-        progress.update(task, completed=rounds * config.max_new_tokens)
+        progress.update(task, completed=len(turns) * config.max_new_tokens)
         expert_load = session.expert_load.cpu()
+        memory = None if decoder is None else decoder.memory
         session.destroy()
     parts = group.all_gather_object({"made": made, "expert_load": expert_load, "secs": dict(clock.secs)})
     everything = {index: entry for part in parts for index, entry in part["made"].items()}
@@ -66,38 +74,21 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         "expert_load": torch.stack([part["expert_load"] for part in parts]).sum(0).tolist(),
         "times": {
             "load_secs": max(part["secs"]["load"] for part in parts),
+            "warm_up_secs": max(part["secs"]["warm_up"] for part in parts),
             "generate_secs": generate_secs,
             "tokens_per_sec": new_tokens / generate_secs,
         },
+        "decode_graphs": decoder is not None,
+        "memory": {} if memory is None else {"peer_bytes": memory.peer_bytes, "cache_bytes": memory.cache_bytes},
     }
 
 
-def _continue(
-    model: Model,
-    session: Session,
-    ids: torch.Tensor,
-    config: GenerateConfig,
-    *,
-    new_tokens: int,
-    seed: int,
-    on_step: Callable[[], None],
-) -> torch.Tensor:
-    """Return the new tokens [n] after `ids` [1, T]. Collective: ranks step together until all have finished."""
-    end = model.generation_config.eos_token_id
-    end_ids = tuple(end) if isinstance(end, list) else () if end is None else (end,)
-    finish = FinishRank(session, prompt_tokens=ids.shape[1], new_tokens=new_tokens, end_ids=end_ids, on_step=on_step)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if config.temperature > 0:
-        torch.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
-    with torch.inference_mode():
-        sequences = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            stopping_criteria=StoppingCriteriaList([finish]),
-            pad_token_id=end_ids[0] if end_ids else 0,
-            synced_gpus=torch.distributed.is_initialized(),
-            **sampling,
-        )
-    return sequences[0, ids.shape[1] :].cpu()
+def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prompts as [rows, longest] with padding on the left, and the mask of their tokens, None without padding."""
+    longest = max(map(len, prompts), default=0)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return ids.to(device), None if bool(mask.all()) else mask.to(device)

@@ -7,11 +7,11 @@ logit would be equal.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig, config_dir, read_toml
-from ep_moe.fields import check_fields
+from ep_moe.fields import Field, check_fields
 from ep_moe.quant import get_scheme
 from ep_moe.weights import Checkpoint
 
@@ -31,26 +31,16 @@ class RunConfig:
         max_logit_diff: the largest difference of a logit that counts as equal; positive and finite.
     """
 
-    prompts: tuple[str, ...]
-    new_tokens: tuple[int, ...]
-    teacher_tokens: int = 2048
-    window: int = 512
-    max_logit_diff: float = 1e-4
+    prompts: Annotated[tuple[str, ...], Field(help="Texts to continue")]
+    new_tokens: Annotated[tuple[int, ...], Field(help="New tokens of each rank", at_least=1)]
+    teacher_tokens: Annotated[int, Field(at_least=2)] = 2048
+    window: Annotated[int, Field(at_least=2)] = 512
+    max_logit_diff: Annotated[float, Field(positive=True)] = 1e-4
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("prompts", "new_tokens"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} ({getattr(self, name)}) is empty")
         if any(not prompt for prompt in self.prompts):
             raise ValueError(f"prompts ({self.prompts}) has an empty one")
-        for name, least in (("teacher_tokens", 2), ("window", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
-        if any(count < 1 for count in self.new_tokens):
-            raise ValueError(f"new_tokens ({self.new_tokens}) must all be at least 1")
-        if self.max_logit_diff <= 0:
-            raise ValueError(f"max_logit_diff ({self.max_logit_diff}) must be positive")
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":

@@ -3,15 +3,16 @@
 A pair is a dispatch and the combine that follows it. Letters: T tokens per rank, R ranks, H hidden.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ep_moe.bench.timing import Captured, PhaseTimes, capture, time_calls
+from ep_moe.bench.gathered import all_gather, reduce_scatter
+from ep_moe.bench.timing import Captured, PhaseTimes, capture, time_calls, time_phases
 from ep_moe.config import Layout
 from ep_moe.group import EPGroup
 from ep_moe.quant import QuantScheme
@@ -21,122 +22,84 @@ from ep_moe.transport import Dispatched, Transport
 HALVES = ("dispatch", "combine")
 
 
-class Exchange(Protocol):
-    """A dispatch and combine that can be repeated on the same input, with buffers allocated beforehand."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """A dispatch and combine that can be repeated on the same input; collective, on the current stream.
 
-    def dispatch(self) -> object:
-        """Send the tokens to their experts' ranks. Collective, on the current stream."""
-        ...
-
-    def combine(self) -> torch.Tensor:
-        """Return the results to the source ranks, in the same tensor each time. Collective, on the current stream."""
-        ...
-
-
-class TransportExchange:
-    """An `Exchange` by a transport.
-
-    Args:
-        transport: with slot 0 idle. x, routing, layout, scheme: of each dispatch.
-        y: the experts' output for its batch. out: [T, H], the combined output.
+    `combine` returns the results to the source ranks, in the same tensor each time, allocated beforehand.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        x: torch.Tensor,
-        routing: Routing,
-        *,
-        layout: Layout,
-        scheme: QuantScheme,
-        y: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        self._transport, self._x, self._routing, self._y, self._out = transport, x, routing, y, out
-        self._layout, self._scheme = layout, scheme
-        self._dispatched: Dispatched | None = None
+    dispatch: Callable[[], torch.Tensor | None]
+    combine: Callable[[], torch.Tensor]
 
-    def dispatch(self) -> None:
-        """See `Exchange.dispatch`."""
-        self._dispatched = self._transport.dispatch(self._x, self._routing, layout=self._layout, scheme=self._scheme)
-
-    def combine(self) -> torch.Tensor:
-        """See `Exchange.combine`. Frees the batch first, so that a graph of many pairs needs memory for one only."""
-        dispatched, self._dispatched = self._dispatched, None
-        assert dispatched is not None
-        return self._transport.combine(self._y, dispatched, out=self._out)
+    def pair(self) -> torch.Tensor:
+        """One dispatch and its combine; returns the combined output. Collective, on the current stream."""
+        self.dispatch()
+        return self.combine()
 
 
-class GatherScatter:
-    """An `Exchange` by all-gather of the payload and reduce-scatter of the outputs: every token goes to every rank.
+def by_transport(
+    transport: Transport, x: torch.Tensor, routing: Routing, y: torch.Tensor, *, layout: Layout, scheme: QuantScheme
+) -> Exchange:
+    """An exchange by a transport, whose slot 0 is idle; y is the experts' output for its batch."""
+    out = torch.full_like(x, float("nan"))
+    open_rounds: list[Dispatched] = []
+
+    def dispatch() -> None:
+        open_rounds.append(transport.dispatch(x, routing, layout=layout, scheme=scheme))
+
+    def combine() -> torch.Tensor:  # frees the batch first, so that a graph of many pairs needs memory for one only
+        return transport.combine(y, open_rounds.pop(), out=out)
+
+    return Exchange(dispatch=dispatch, combine=combine)
+
+
+def gather_scatter(group: EPGroup, payload: torch.Tensor, y: torch.Tensor) -> Exchange:
+    """An exchange by all-gather of the payload and reduce-scatter of the outputs: every token goes to every rank.
 
     Args:
         group: with a process group. payload: [T, row bytes] uint8, T the same on all ranks.
         y: [R * T, H] in the model's dtype.
+    Its dispatch returns the rows of all ranks, [R * T, row bytes], its combine [T, H], in rank order.
     """
+    gathered = payload.new_empty(y.shape[0], payload.shape[1])
+    out = y.new_empty(payload.shape[0], y.shape[1])
 
-    def __init__(self, group: EPGroup, payload: torch.Tensor, y: torch.Tensor) -> None:
-        # torch 2.13 renamed both collectives and warns about the old names
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._process_group = group.process_group
-        self._payload, self._y = payload, y
-        self._gathered = payload.new_empty(y.shape[0], payload.shape[1])
-        self._out = y.new_empty(payload.shape[0], y.shape[1])
+    def dispatch() -> torch.Tensor:
+        all_gather(gathered, payload, group=group.process_group)
+        return gathered
 
-    def dispatch(self) -> torch.Tensor:
-        """See `Exchange.dispatch`. Returns the rows of all ranks, [R * T, row bytes], in rank order."""
-        self._all_gather(self._gathered, self._payload, group=self._process_group)
-        return self._gathered
+    def combine() -> torch.Tensor:
+        reduce_scatter(out, y, group=group.process_group)
+        return out
 
-    def combine(self) -> torch.Tensor:
-        """See `Exchange.combine`. Returns [T, H]: this rank's part of the sum of all ranks' y."""
-        self._reduce_scatter(self._out, self._y, group=self._process_group)
-        return self._out
+    return Exchange(dispatch=dispatch, combine=combine)
 
 
-class AllToAll:
-    """An `Exchange` by all_to_all_single with row counts known beforehand, including a rank's rows for itself.
+def all_to_all(
+    group: EPGroup, payload: torch.Tensor, y: torch.Tensor, *, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> Exchange:
+    """An exchange by all_to_all_single with row counts known beforehand, including a rank's rows for itself.
 
     Args:
         group: with a process group. payload: [rows sent, row bytes] uint8, ordered by rank.
         y: [rows received, H] in the model's dtype, ordered by rank.
         send_counts, recv_counts: rows to and from each rank.
+    Its dispatch returns the received rows, its combine the returned rows [rows sent, H].
     """
+    sent, received = list(send_counts), list(recv_counts)
+    rows = payload.new_empty(y.shape[0], payload.shape[1])
+    out = y.new_empty(payload.shape[0], y.shape[1])
 
-    def __init__(
-        self,
-        group: EPGroup,
-        payload: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> None:
-        self._process_group = group.process_group
-        self._payload, self._y = payload, y
-        self._sent, self._received = list(send_counts), list(recv_counts)
-        self._rows = payload.new_empty(y.shape[0], payload.shape[1])
-        self._out = y.new_empty(payload.shape[0], y.shape[1])
+    def dispatch() -> torch.Tensor:
+        dist.all_to_all_single(rows, payload, received, sent, group=group.process_group)
+        return rows
 
-    def dispatch(self) -> torch.Tensor:
-        """See `Exchange.dispatch`. Returns the received rows, [rows received, row bytes]."""
-        dist.all_to_all_single(self._rows, self._payload, self._received, self._sent, group=self._process_group)
-        return self._rows
+    def combine() -> torch.Tensor:
+        dist.all_to_all_single(out, y, sent, received, group=group.process_group)
+        return out
 
-    def combine(self) -> torch.Tensor:
-        """See `Exchange.combine`. Returns the returned rows, [rows sent, H]."""
-        dist.all_to_all_single(self._out, self._y, self._sent, self._received, group=self._process_group)
-        return self._out
-
-
-Baseline = GatherScatter | AllToAll
-
-
-def pair(exchange: Exchange) -> torch.Tensor:
-    """One dispatch and its combine; returns the combined output. Collective, on the current stream."""
-    exchange.dispatch()
-    return exchange.combine()
+    return Exchange(dispatch=dispatch, combine=combine)
 
 
 def capture_many(call: Callable[[], torch.Tensor], device: torch.device, *, count: int) -> Captured:
@@ -164,24 +127,22 @@ def time_eager(exchange: Exchange, group: EPGroup, *, count: int, warmup: int, r
     call's waits on the host.
     Collective, host sync.
     """
-    for _ in range(warmup):
-        pair(exchange)
-    samples: dict[str, list[float]] = {"sum": [], "host_dispatch": [], "host_combine": []}
-    for _ in range(repeats):
-        group.barrier()
-        begin = time.perf_counter()
+    host: dict[str, list[float]] = {"host_dispatch": [], "host_combine": []}
+
+    def pairs() -> None:
         for _ in range(count):
             start = time.perf_counter()
             exchange.dispatch()
             between = time.perf_counter()
             exchange.combine()
             end = time.perf_counter()
-            samples["host_dispatch"].append((between - start) * 1e6)
-            samples["host_combine"].append((end - between) * 1e6)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-        samples["sum"].append((time.perf_counter() - begin) / count * 1e6)
-    return samples | time_halves(exchange, group, repeats=repeats)
+            host["host_dispatch"].append((between - start) * 1e6)
+            host["host_combine"].append((end - between) * 1e6)
+
+    for _ in range(warmup):
+        exchange.pair()
+    sums = time_calls(pairs, group, warmup=0, repeats=repeats, wall=True)
+    return {"sum": [us / count for us in sums], **host, **time_halves(exchange, group, repeats=repeats)}
 
 
 def time_halves(exchange: Exchange, group: EPGroup, *, repeats: int) -> dict[str, list[float]]:
@@ -189,14 +150,11 @@ def time_halves(exchange: Exchange, group: EPGroup, *, repeats: int) -> dict[str
 
     Collective, host sync.
     """
-    times = PhaseTimes(group.device)
-    times.start_call()
 
-    def timed_pair() -> None:
+    def timed_pair(times: PhaseTimes) -> None:
         with times.phase("dispatch"):
             exchange.dispatch()
         with times.phase("combine"):
             exchange.combine()
 
-    time_calls(timed_pair, group, warmup=1, repeats=repeats, on_call=times.start_call, cold=False)
-    return {name: us[1:] for name, us in times.samples_us().items()}  # without the warm-up
+    return time_phases(timed_pair, group, repeats=repeats, cold=False)

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from ep_moe.bench.timing import time_calls
+from ep_moe.engines.transformers import GenerationOptions
+from ep_moe.engines.transformers import generate as ours
 from ep_moe.group import EPGroup
 
 
@@ -17,40 +20,32 @@ class System:
 
     model: Any  # a transformers model; its mixins are more than a type checker can follow
     prompts: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationSecs:
-    """Seconds of a generation: all of it, until the first new token, and after it."""
-
-    whole: float
-    first_token: float
-    other_tokens: float
+    decode_graphs: bool | None = None  # if it is ours
 
 
 class _FirstToken(StoppingCriteria):
-    """Never stops the generation; records when the first token was complete."""
+    """Never stops the generation; records how many seconds after its start the first token was complete."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.when = 0.0
-        self._device = device
+    def __init__(self) -> None:
+        self.secs, self._start = 0.0, time.perf_counter()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Called by transformers after each token."""
         del scores, kwargs
-        if not self.when:
-            _synchronize(self._device)
-            self.when = time.perf_counter()
+        if not self.secs:
+            if input_ids.device.type == "cuda":
+                torch.cuda.synchronize(input_ids.device)
+            self.secs = time.perf_counter() - self._start
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> torch.Tensor:
     """Continue the prompts greedily by exactly `new_tokens`; returns [rows, new_tokens]. Collective."""
+    if hasattr(system.model, "ep_moe"):
+        options = GenerationOptions(max_new_tokens=new_tokens)
+        on_step: Any = lambda count: [criterion(system.prompts, system.prompts) for criterion in criteria]  # noqa: E731
+        found = ours(system.model, system.prompts, options, decode_graphs=system.decode_graphs, on_step=on_step)
+        return found.to(system.prompts.device)
     with torch.inference_mode():
         sequences = system.model.generate(
             system.prompts,
@@ -64,21 +59,21 @@ def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> to
     return sequences[:, system.prompts.shape[1] :]
 
 
-def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> GenerationSecs:
+def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> tuple[float, float, float]:
     """Time `repeats` generations by the wall clock, after one warm-up; all ranks start together.
 
-    Returns: the median of each part over the repeats, on the slowest rank. Collective, host sync.
+    Returns: seconds of a generation, until its first new token, and after it: the median of each over the repeats, on
+    the slowest rank. Collective, host sync.
     """
-    samples = []
-    for _ in range(repeats + 1):
-        group.barrier()
-        with group.guard("time generation"):
-            first = _FirstToken(group.device)
-            start = time.perf_counter()
-            generate(system, new_tokens, first)
-            _synchronize(group.device)
-            end = time.perf_counter()
-        samples.append((end - start, first.when - start, end - first.when))
-    medians = [statistics.median(values) for values in zip(*samples[1:], strict=True)]
-    whole, first_token, other_tokens = max(group.all_gather_object(medians))  # the whole comes first
-    return GenerationSecs(whole=whole, first_token=first_token, other_tokens=other_tokens)
+    firsts: list[_FirstToken] = []
+
+    def run() -> None:
+        firsts.append(_FirstToken())
+        generate(system, new_tokens, firsts[-1])
+
+    with group.guard("time generation"):
+        wholes = [us / 1e6 for us in time_calls(run, group, warmup=1, repeats=repeats, wall=True)]
+    samples = [(whole, first.secs, whole - first.secs) for whole, first in zip(wholes, firsts[1:], strict=True)]
+    medians = tuple(statistics.median(values) for values in zip(*samples, strict=True))
+    whole, first, others = max(group.all_gather_object(medians))  # the whole comes first
+    return whole, first, others

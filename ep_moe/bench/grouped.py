@@ -3,13 +3,17 @@
 Letters: N rows, L local experts, H hidden, I intermediate; W = 2I if the activation is gated, else I.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import grouped_mm, silu
 
-from ep_moe.bench.experts import Expert
+from ep_moe.bench.oracle import Expert
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight
+from ep_moe.layout import ExpertBatch
+from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme
 from ep_moe.weights import ExpertWeights
 
 DTYPE = torch.bfloat16  # the only dtype of torch's grouped kernels
@@ -33,21 +37,26 @@ class GroupedExperts:
 
     def __init__(self, weights: ExpertWeights, activation: ActivationConfig) -> None:
         self._activation = activation
-        self._w13 = _as_bfloat16(weights.w13, weights.scheme)
-        self._w2 = _as_bfloat16(weights.w2, weights.scheme)
         biases = (weights.w13_bias, weights.w2_bias)
-        self._w13_bias, self._w2_bias = (None if bias is None else bias.to(DTYPE) for bias in biases)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all weights together."""
-        tensors = (self._w13, self._w2, self._w13_bias, self._w2_bias)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        w13_bias, w2_bias = (None if bias is None else bias.to(DTYPE) for bias in biases)
+        self.weights = ExpertWeights(
+            scheme=get_scheme("none"),
+            w13=StoredMatrix(_as_bfloat16(weights.w13, weights.scheme)),
+            w2=StoredMatrix(_as_bfloat16(weights.w2, weights.scheme)),
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
+        )
 
     def expert(self, index: int) -> Expert:
         """The weights of local expert `index` as used here. Local."""
-        w13_bias, w2_bias = (None if bias is None else bias[index] for bias in (self._w13_bias, self._w2_bias))
-        return Expert(w13=self._w13[index], w2=self._w2[index], w13_bias=w13_bias, w2_bias=w2_bias)
+        own = self.weights
+        w13_bias, w2_bias = (None if bias is None else bias[index] for bias in (own.w13_bias, own.w2_bias))
+        return Expert(w13=own.w13.values[index], w2=own.w2.values[index], w13_bias=w13_bias, w2_bias=w2_bias)
+
+    def prepare(self, batch: ExpertBatch, row_expert: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A call on a COMPACT batch without padding, whose rows are `row_expert`'s [N] int64, for the biases. Local."""
+        row_end = batch.expert_num_tokens.cumsum(0).int()
+        return functools.partial(self, batch.x, row_end, row_expert)
 
     def __call__(self, x: torch.Tensor, row_end: torch.Tensor, row_expert: torch.Tensor) -> torch.Tensor:
         """Compute every row's expert.
@@ -57,8 +66,10 @@ class GroupedExperts:
             row_expert: [N] int64, the expert of each row, for the biases.
         Returns: [N, H] bfloat16. Local, no host sync if `has_grouped_gemm`.
         """
-        first = self._product(x, self._w13, self._w13_bias, row_end, row_expert)
-        return self._product(_activate(first, self._activation), self._w2, self._w2_bias, row_end, row_expert)
+        own = self.weights
+        first = self._product(x, own.w13.values, own.w13_bias, row_end, row_expert)
+        second = _activate(first, self._activation)
+        return self._product(second, own.w2.values, own.w2_bias, row_end, row_expert)
 
     def _product(
         self,

@@ -8,20 +8,18 @@ import statistics
 from typing import Any
 
 import torch
-import transformers
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from ep_moe.bench.bounds import broken_bounds, largest
-from ep_moe.bench.experts import Expert, expected_output
+from ep_moe.bench import harness
+from ep_moe.bench.configs import CHECKED_TOKENS, ModelBenchConfig, spreads_dense
 from ep_moe.bench.generation import System, generate, time_generation
-from ep_moe.bench.layer import implementation_name, num_nodes, tell
-from ep_moe.bench.model_config import CHECKED_TOKENS, ModelBenchConfig
+from ep_moe.bench.harness import OURS
+from ep_moe.bench.oracle import Expert, expected_output
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import expert_values, fill_with_random_numbers
-from ep_moe.bench.records import report_outcome
 from ep_moe.config import ActivationConfig, EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
 from ep_moe.engines.transformers.experts import find_experts
@@ -33,24 +31,7 @@ from ep_moe.transport import TRANSPORTS
 
 BASELINE_LIMIT_FACTOR = 2  # transformers rounds after every step, weights and partial sums included; we keep float32
 RELATED_ERROR = 0.2  # of a rank's median row of logits; bfloat16 gives about 0.02 for 8 layers, another model about 1.4
-OURS, OWN, HOOK = "ep_moe", "transformers_ep", "transformers_ep_hook"
-
-
-def check_ranks(config: ModelBenchConfig, num_ranks: int) -> None:
-    """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
-    sizes = MODEL_PRESETS[config.preset]
-    if num_ranks == 1:
-        raise ValueError("nproc (1): expert parallelism of one rank is none, use at least 2")
-    if sizes["num_experts"] % num_ranks:
-        raise ValueError(
-            f"nproc ({num_ranks}) does not divide the {sizes['num_experts']} experts of {config.preset}, which "
-            f"transformers spreads evenly"
-        )
-    if _spreads_dense() and sizes["num_key_value_heads"] % num_ranks:
-        raise ValueError(
-            f"nproc ({num_ranks}) does not divide the {sizes['num_key_value_heads']} KV heads of {config.preset}: "
-            f"transformers {transformers.__version__} spreads attention over all ranks of its expert parallelism"
-        )
+OWN, HOOK = "transformers_ep", "transformers_ep_hook"
 
 
 def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
@@ -67,27 +48,17 @@ def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
 def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok` and one row; a wrong result is not timed.
 
-    Errors: ValueError as `check_ranks`; RuntimeError for the CPU on a machine with visible GPUs, which transformers'
-    expert parallelism would use. Collective.
+    Errors: ValueError as `ModelBenchConfig.check_ranks`; RuntimeError for the CPU on a machine with visible GPUs, which
+    transformers' expert parallelism would use. Collective.
     """
-    check_ranks(config, group.num_ranks)
+    config.check_ranks(group.num_ranks)
     if group.device.type == "cpu" and torch.cuda.device_count():
         raise RuntimeError(
             "transformers' expert parallelism takes GPUs where it sees any: CUDA_VISIBLE_DEVICES= keeps it on the CPU"
         )
     transformers_logging.set_verbosity_error()  # else it reports every weight as missing, as they are filled later
     transformers_logging.disable_progress_bar()
-    bench = _ModelBench(group, engine, config)
-    row = bench.run()
-    return report_outcome("model", group.device, group.num_ranks, [row])
-
-
-def _spreads_dense() -> bool:
-    """True from transformers 5.19 on, where expert parallelism is a size and `tp_size` also spreads the other layers.
-
-    Up to 5.18 it is a flag, which replicates everything but the experts.
-    """
-    return "ep_size" in DistributedConfig.__dataclass_fields__
+    return harness.measure_all("model", group, [config], _ModelBench(group, engine, config).measure)
 
 
 class _ModelBench:
@@ -102,101 +73,93 @@ class _ModelBench:
         self._prompts = torch.randint(vocabulary, shape, generator=generator).to(group.device)  # of all ranks
         self._mine = slice(group.rank * config.batch, (group.rank + 1) * config.batch)
 
-    def run(self) -> dict[str, Any]:
+    def measure(self, config: ModelBenchConfig) -> harness.Row:
         """Build, check, time; returns the row. Collective."""
-        systems = self._build()
-        tell(self._group, "check")
-        errors = {name: {"worst_block_row_error": error} for name, error in self._check(systems).items()}
+        group, systems = self._group, self._build()
+        harness.tell(group, "check")
+        errors = self._check(systems)
         for name, related in self._compare(systems).items():
             errors[name] |= related
-        broken = broken_bounds(self._bounds(errors))
-        row: dict[str, Any] = {
-            "ok": not broken,
-            "broken": broken,
-            "row_error_limit": self._limit,
-            "shapes": self._shapes(),
-            "setup": self._setup(systems),
-            "figures": errors.pop(OURS),
-            "baselines": errors,
-        }
-        if row["ok"]:
-            row["figures"] |= self._time(OURS, systems[OURS])
-            for name, figures in row["baselines"].items():
-                figures |= self._time(name, systems[name])
-                figures["speedup_ratio"] = row["figures"]["tokens_per_sec"] / figures["tokens_per_sec"]
-        systems[OURS].model.ep_moe.destroy()
+        session, sizes = systems[OURS].model.ep_moe, systems[OURS].model.config
+        row = harness.make_row(
+            harness.broken_limits(errors, {name: self._limits(name) for name in errors}),
+            shapes={
+                **harness.words(config, "preset", "layers"),
+                "sequences_per_rank": config.batch,
+                **harness.words(config, "prompt_tokens", "new_tokens"),
+                "hidden": sizes.hidden_size,
+                "intermediate": sizes.moe_intermediate_size,
+                "num_experts": sizes.num_experts,
+                "num_topk": sizes.num_experts_per_tok,
+            },
+            setup={
+                "dtype": self._engine.dtype,
+                "transport": harness.implementation_name(session.transport, TRANSPORTS),
+                "experts": harness.implementation_name(session.layers[0].experts, EXPERTS),
+                **harness.words(self._engine, "layout", "placement"),
+                "baseline_experts": config.baseline_experts,
+                "baseline_dense": "tensor_parallel" if _has_spread_dense(systems[OWN].model) else "replicated",
+                "seed": config.seed,
+                "nodes": harness.num_nodes(group),
+                **harness.words(config, "hook", "repeats"),
+                "graph": session.decoder is not None,
+            },
+            figures=errors[OURS],
+            baselines={name: found for name, found in errors.items() if name != OURS},
+            limit=self._limit,
+        )
+        for name, figures in errors.items() if row["ok"] else ():
+            figures |= self._time(name, systems[name])
+            if name != OURS:
+                figures["speedup_ratio"] = errors[OURS]["tokens_per_sec"] / figures["tokens_per_sec"]
+        session.destroy()
         return row
 
-    def _bounds(self, errors: dict[str, dict[str, float]]) -> dict[str, tuple[float, float]]:
-        """Each error with a limit, and the limit; worst logits only in float32, where no expert choice flips."""
-        limits = {"median_first_logits_error": RELATED_ERROR}
+    def _limits(self, system: str) -> dict[str, float]:
+        """The limit of each error of a system; worst logits only in float32, where no expert choice flips."""
+        block = self._limit * (1 if system == OURS else BASELINE_LIMIT_FACTOR)
+        limits = {"worst_block_row_error": block, "median_first_logits_error": RELATED_ERROR}
         if self._engine.dtype == "float32":
             limits["worst_first_logits_error"] = self._limit * self._config.layers
-        bounds = {}
-        for name, found in errors.items():
-            block = self._limit * (1 if name == OURS else BASELINE_LIMIT_FACTOR)
-            for what, limit in ({"worst_block_row_error": block} | limits).items():
-                if what in found:
-                    bounds[f"{name} {what}"] = (found[what], limit)
-        return bounds
+        return limits
 
     def _build(self) -> dict[str, System]:
         """The models by name, all with the same weights. Collective."""
         group, engine, config = self._group, self._engine, self._config
-        tell(group, f"bench model: {config.preset}, {config.layers} layers, on {group.num_ranks} ranks")
-        systems = {OWN: System(model=self._load_own(), prompts=self._prompts)}
+        harness.tell(group, f"bench model: {config.preset}, {config.layers} layers, on {group.num_ranks} ranks")
+        ranks = group.num_ranks
+        own: dict[str, Any] = {"ep_size": ranks} if spreads_dense() else {"enable_expert_parallel": True}
+        systems = {OWN: self._load(OWN, DistributedConfig(tp_size=ranks, **own))}  # as transformers itself spreads it
+        ours: dict[str, Any] = {"transport": engine.transport, "experts": engine.experts, "layout": engine.layout}
+        ours["max_tokens_per_rank"] = config.max_tokens_per_rank
         if config.hook:
-            systems[HOOK] = System(model=self._load_hook(), prompts=self._prompts)
-        tell(group, f"build {OURS}")
+            register(**ours)
+            systems[HOOK] = self._load(HOOK, distributed_config(transformers_config(config), ranks))
+        harness.tell(group, f"build {OURS}")
         with torch.device(group.device):
             model: Any = Qwen3MoeForCausalLM._from_config(transformers_config(config), dtype=engine.torch_dtype)
         fill_with_random_numbers(model, config.seed)
-        shard_experts(
-            model.eval(),
-            group,
-            transport=engine.transport,
-            experts=engine.experts,
-            placement=engine.placement,
-            layout=engine.layout,
-            max_tokens_per_rank=config.max_tokens_per_rank,
-        )
-        return {OURS: System(model=model, prompts=self._prompts[self._mine]), **systems}
+        shard_experts(model.eval(), group, placement=engine.placement, **ours)
+        prompts = self._prompts[self._mine]
+        return {OURS: System(model=model, prompts=prompts, decode_graphs=config.decode_graphs), **systems}
 
-    def _load_own(self) -> PreTrainedModel:
-        """The model as transformers itself spreads it."""
-        num_ranks = self._group.num_ranks
-        own: dict[str, Any] = {"ep_size": num_ranks} if _spreads_dense() else {"enable_expert_parallel": True}
-        return self._load(OWN, DistributedConfig(tp_size=num_ranks, **own), self._config.baseline_experts)
-
-    def _load_hook(self) -> PreTrainedModel:
-        """The same with our exchange and experts plugged in."""
-        engine = self._engine
-        register(
-            transport=engine.transport,
-            experts=engine.experts,
-            layout=engine.layout,
-            max_tokens_per_rank=self._config.max_tokens_per_rank,
-        )
-        hook = distributed_config(transformers_config(self._config), self._group.num_ranks)
-        return self._load(HOOK, hook, self._config.baseline_experts)
-
-    def _load(self, name: str, spread: DistributedConfig, experts: str) -> PreTrainedModel:
+    def _load(self, name: str, spread: DistributedConfig) -> System:
         """Load an empty model, as transformers spreads models while loading them; then fill it. Collective."""
-        tell(self._group, f"build {name}")
+        harness.tell(self._group, f"build {name}")
         with self._group.guard(f"build {name}"):
             model = Qwen3MoeForCausalLM.from_pretrained(
                 None,
                 config=transformers_config(self._config),
                 state_dict={},
                 distributed_config=spread,
-                experts_implementation=experts,
+                experts_implementation=self._config.baseline_experts,
                 dtype=self._engine.torch_dtype,
             )
             fill_with_random_numbers(model, self._config.seed)
         self._group.wait_for_all(f"build {name}")
-        return model.eval()
+        return System(model=model.eval(), prompts=self._prompts)
 
-    def _check(self, systems: dict[str, System]) -> dict[str, float]:
+    def _check(self, systems: dict[str, System]) -> dict[str, dict[str, float]]:
         """The worst row error of each system's MoE blocks against float32 experts, over all ranks. Collective.
 
         Every rank has its own tokens: ours gets those, transformers those of all ranks, so that rows returned to the
@@ -220,17 +183,16 @@ class _ModelBench:
                     _, weights, ids = gate(shown)
                     expected = self._expected(model, name, x, ids[part], weights[part].float())
                     errors[key].append(worst_row_error(output, expected))
-        ranks = group.all_gather_object({name: largest(values) for name, values in errors.items()})
-        return {name: largest(rank[name] for rank in ranks) for name in systems}
+        worst = {name: {"worst_block_row_error": harness.largest(found)} for name, found in errors.items()}
+        return harness.largest_of_ranks(group, worst)
 
     def _expected(
         self, model: Any, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """A block's expected output for routed tokens, by experts regenerated from their seeds, in float32. Local."""
-        shapes = model.config.hidden_size, model.config.moe_intermediate_size
+        hidden, intermediate = model.config.hidden_size, model.config.moe_intermediate_size
 
         def expert(index: int) -> Expert:
-            hidden, intermediate = shapes
             wanted = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
             w13, w2 = (
                 expert_values(f"{name}.{key}", index, shape, self._config.seed, x.device).to(x.dtype)
@@ -257,61 +219,31 @@ class _ModelBench:
             rows = slice(None) if name == OURS else self._mine
             found[name] = (logits[rows].cpu(), new[rows].cpu())
         expected, tokens = found.pop(OWN)
-        related = {}
+        related, same = {}, {}
         for name, (logits, new) in found.items():
             errors = torch.tensor([worst_row_error(a, e) for a, e in zip(logits, expected, strict=True)]).double()
-            median = float(errors.quantile(0.5))  # of an even count the mean of the middle two, unlike torch's `median`
-            related[name] = (median, float(errors.max()), float((new == tokens).double().mean()))
-        ranks = self._group.all_gather_object(related)
-        return {
-            name: {
-                "median_first_logits_error": largest(rank[name][0] for rank in ranks),
-                "worst_first_logits_error": largest(rank[name][1] for rank in ranks),
-                "same_tokens_share": statistics.fmean(rank[name][2] for rank in ranks),
+            related[name] = {
+                # of an even count the mean of the middle two, unlike torch's `median`
+                "median_first_logits_error": float(errors.quantile(0.5)),
+                "worst_first_logits_error": float(errors.max()),
             }
-            for name in related
-        }
+            same[name] = float((new == tokens).double().mean())
+        ranks = self._group.all_gather_object(same)
+        shares = {name: {"same_tokens_share": statistics.fmean(rank[name] for rank in ranks)} for name in same}
+        worst = harness.largest_of_ranks(self._group, related)
+        return {name: worst[name] | shares[name] for name in related}
 
     def _time(self, name: str, system: System) -> dict[str, float]:
         """Tokens per second, and times of its parts, on the slowest rank. Collective."""
         config, group = self._config, self._group
-        tell(group, f"time {name}")
-        secs = time_generation(system, group, new_tokens=config.new_tokens, repeats=config.repeats)
+        harness.tell(group, f"time {name}")
+        run = {"new_tokens": config.new_tokens, "repeats": config.repeats}
+        whole, first_token, other_tokens = time_generation(system, group, **run)
         return {
-            "tokens_per_sec": group.num_ranks * config.batch * config.new_tokens / secs.whole,
-            "generate_secs": secs.whole,
-            "prefill_ms": secs.first_token * 1e3,
-            "decode_step_ms": secs.other_tokens / (config.new_tokens - 1) * 1e3,
-        }
-
-    def _shapes(self) -> dict[str, int | str]:
-        config, sizes = self._config, MODEL_PRESETS[self._config.preset]
-        return {
-            "preset": config.preset,
-            "layers": config.layers,
-            "sequences_per_rank": config.batch,
-            "prompt_tokens": config.prompt_tokens,
-            "new_tokens": config.new_tokens,
-            "hidden": sizes["hidden_size"],
-            "intermediate": sizes["moe_intermediate_size"],
-            "num_experts": sizes["num_experts"],
-            "num_topk": sizes["num_experts_per_tok"],
-        }
-
-    def _setup(self, systems: dict[str, System]) -> dict[str, int | str | bool]:
-        engine, session = self._engine, systems[OURS].model.ep_moe
-        return {
-            "dtype": engine.dtype,
-            "transport": implementation_name(session.transport, TRANSPORTS),
-            "experts": implementation_name(session.layers[0].experts, EXPERTS),
-            "layout": engine.layout.value,
-            "placement": engine.placement,
-            "baseline_experts": self._config.baseline_experts,
-            "baseline_dense": "tensor_parallel" if _has_spread_dense(systems[OWN].model) else "replicated",
-            "seed": self._config.seed,
-            "nodes": num_nodes(self._group),
-            "hook": self._config.hook,
-            "repeats": self._config.repeats,
+            "tokens_per_sec": group.num_ranks * config.batch * config.new_tokens / whole,
+            "generate_secs": whole,
+            "prefill_ms": first_token * 1e3,
+            "decode_step_ms": other_tokens / (config.new_tokens - 1) * 1e3,
         }
 
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_moe.bench.layer import BASELINE, OURS, PHASES
+from ep_moe.bench.harness import GATHERED, OURS, PHASES
 from ep_moe.bench.records import Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
 LINES_HEIGHT = 12  # of a line plot, in units of bars
 COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases
+STYLES = ("o-", "x--", "+:")  # of ours and of its baselines
 
 
 def draw(records: Sequence[Record], directory: Path) -> list[Path]:
@@ -22,9 +23,8 @@ def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     for bench, plot in PLOTS.items():
         rows = [record for record in records if record.bench == bench]
         if rows:
-            path = directory / f"{bench}.png"
-            _save(plot, rows, path)
-            drawn.append(path)
+            drawn.append(directory / f"{bench}.png")
+            _save(plot, rows, drawn[-1])
     return drawn
 
 
@@ -41,27 +41,51 @@ def _save(plot: Callable[[Any, Sequence[Record]], int], rows: Sequence[Record], 
     figure.savefig(path, metadata={"Software": None})  # no version: equal figures make equal files
 
 
-def _bars(axes: Any, labels: Sequence[str], unit: str) -> None:
+def _bars(axes: Any, labels: Sequence[str], unit: str) -> int:
+    """Finish a plot of one bar for each label; returns their number."""
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     axes.grid(axis="x", alpha=0.3)
+    return len(labels)
+
+
+def _lines(axes: Any, lines: Mapping[str, Mapping[str, Mapping[int, float]]], x: str, y: str) -> int:
+    """Draw lines of points (x -> y) by label, those of one group in one color; returns the height in bars.
+
+    Args:
+        lines: group -> label -> points. x, y: names of the axes.
+    """
+    for index, group in enumerate(lines.values()):
+        for style, (label, points) in zip(STYLES, group.items(), strict=False):
+            xy = zip(*sorted(points.items()), strict=True)
+            axes.loglog(*xy, style, color=f"C{index}", markersize=4, label=label)
+    measured = sorted({place for group in lines.values() for points in group.values() for place in points})
+    axes.set_xticks(measured, [str(place) for place in measured])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    return LINES_HEIGHT
 
 
 def _value(record: Record, path: str) -> Any:
-    """The value at a path such as "baselines.grouped_mm.tflops"."""
-    part, *names = path.split(".")
-    value: Any = getattr(record, part)
-    for name in names:
-        if name not in value:
-            raise ValueError(f"the row of {record.bench}, {record.date}, commit {record.commit}, has no {path} to plot")
-        value = value[name]
+    """The value at a path such as "baselines.grouped_mm.tflops", which the row must have."""
+    value = record.value(path)
+    if value == "":
+        raise ValueError(f"the row of {record.bench}, {record.date}, commit {record.commit}, has no {path} to plot")
     return value
+
+
+def _figure_of(record: Record, name: str, figure: str) -> Any:
+    """A figure of a baseline, or of ours for any other name."""
+    return _value(record, f"baselines.{name}.{figure}" if name in record.baselines else f"figures.{figure}")
 
 
 def _labels(rows: Sequence[Record], paths: Mapping[str, str]) -> list[str]:
     """A label for each row: the values at `paths`, each followed by its unit, and other values in which rows differ."""
-    words = [_words(record) for record in rows]
+    words = [{**row.shapes, **row.setup, "ranks": row.world_size, "on": row.gpu} for row in rows]
     shown = {path.partition(".")[2] for path in paths}
     others = [name for name in dict.fromkeys(name for entry in words for name in entry) if name not in shown]
     differ = [name for name in others if len({str(entry.get(name)) for entry in words}) > 1]
@@ -72,28 +96,23 @@ def _labels(rows: Sequence[Record], paths: Mapping[str, str]) -> list[str]:
     return labels
 
 
-def _words(record: Record) -> Mapping[str, Any]:
-    return {**record.shapes, **record.setup, "ranks": record.world_size, "on": record.gpu}
-
-
 def plot_layer(axes: Any, rows: Sequence[Record]) -> int:
     """Stacked phases of each layer, then of its baseline, over the baseline's call time. Returns the number of bars."""
     labels: list[str] = []
     work = _labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens", "setup.dtype": ""})
     for record, what in zip(rows, work, strict=True):
-        one = _value(record, f"baselines.{BASELINE}.call_us")
-        for name, part in {OURS: "figures", BASELINE: f"baselines.{BASELINE}"}.items():
+        one = _value(record, f"baselines.{GATHERED}.call_us")
+        for name in (OURS, GATHERED):
             left = 0.0
             for phase, color in zip(PHASES, COLOURS, strict=True):
-                width = _value(record, f"{part}.{phase}_us") / one
+                width = _figure_of(record, name, f"{phase}_us") / one
                 axes.barh(len(labels), width, left=left, color=color, label=None if labels else phase)
                 left += width
-            whole = _value(record, f"{part}.call_us")
+            whole = _figure_of(record, name, "call_us")
             axes.plot(whole / one, len(labels), "k|", markersize=14, label=None if labels else "whole call")
             labels.append(f"{what}:\n{name}, {whole:,.0f} us")
     axes.legend(fontsize=8)
-    _bars(axes, labels, f"time / whole call of {BASELINE}")
-    return len(labels)
+    return _bars(axes, labels, f"time / whole call of {GATHERED}")
 
 
 def plot_model(axes: Any, rows: Sequence[Record]) -> int:
@@ -101,12 +120,11 @@ def plot_model(axes: Any, rows: Sequence[Record]) -> int:
     labels: list[str] = []
     work = _labels(rows, {"shapes.preset": "", "shapes.layers": " layers", "setup.dtype": ""})
     for record, what in zip(rows, work, strict=True):
-        for index, name in enumerate((OURS, *record.baselines)):
-            path = f"baselines.{name}.tokens_per_sec" if index else "figures.tokens_per_sec"
-            axes.barh(len(labels), _value(record, path), color=COLOURS[0] if index else COLOURS[1])
+        for name in (OURS, *record.baselines):
+            color = COLOURS[1] if name == OURS else COLOURS[0]
+            axes.barh(len(labels), _figure_of(record, name, "tokens_per_sec"), color=color)
             labels.append(f"{what}:\n{name}")
-    _bars(axes, labels, "tokens per second")
-    return len(labels)
+    return _bars(axes, labels, "tokens per second")
 
 
 def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
@@ -118,21 +136,9 @@ def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
     for record, what in zip(rows, work, strict=True):
         count = int(_value(record, "shapes.rows_per_expert"))
         for name in (str(_value(record, "setup.experts")), *record.baselines):
-            path = f"baselines.{name}.tflops" if name in record.baselines else "figures.tflops"
-            lines.setdefault(what, {}).setdefault(name, {})[count] = _value(record, path)
-    styles = ("o-", "x--", "+:")
-    for index, (what, names) in enumerate(lines.items()):
-        for style, (name, line) in zip(styles, names.items(), strict=False):
-            points = sorted(line.items())
-            axes.loglog(*zip(*points, strict=True), style, color=f"C{index}", markersize=4, label=f"{what}: {name}")
-    measured = sorted({int(record.shapes["rows_per_expert"]) for record in rows})
-    axes.set_xticks(measured, [str(number) for number in measured])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("rows of an average expert")
-    axes.set_ylabel("TFLOP/s")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    return LINES_HEIGHT
+            points = lines.setdefault(what, {}).setdefault(f"{what}: {name}", {})
+            points[count] = _figure_of(record, name, "tflops")
+    return _lines(axes, lines, "rows of an average expert", "TFLOP/s")
 
 
 def plot_transport(axes: Any, rows: Sequence[Record]) -> int:
@@ -142,30 +148,24 @@ def plot_transport(axes: Any, rows: Sequence[Record]) -> int:
     point are left out if there are others.
     """
     most = max(record.world_size for record in rows)
-    lines: dict[str, dict[int, Record]] = {}
+    found: dict[str, dict[int, Record]] = {}
     for record in rows:
         packed = _value(record, "setup.layout") in ("batched", "compact")
         if record.world_size == most and _value(record, "setup.routing") == "uniform" and packed:
-            line = lines.setdefault(_without_tokens(record).configuration, {})
+            line = found.setdefault(_without_tokens(record).configuration, {})
             line.setdefault(int(_value(record, "shapes.tokens")), record)
-    drawn = [line for line in lines.values() if len(line) > 1] or list(lines.values())
+    drawn = [line for line in found.values() if len(line) > 1] or list(found.values())
     labels = _labels([_without_tokens(next(iter(line.values()))) for line in drawn], {"setup.transport": ""})
-    for index, (what, line) in enumerate(zip(labels, drawn, strict=True)):
-        points = sorted(line.items())
-        names = list(dict.fromkeys(name for _, record in points for name in record.baselines))
-        for style, name in zip(("o-", "x--", "+:"), (OURS, *names), strict=False):
-            path = "figures.sum_us" if name == OURS else f"baselines.{name}.sum_us"
-            xy = [(tokens, _value(record, path)) for tokens, record in points]
-            label = what if name == OURS else f"{name}, beside {what}"
-            axes.loglog(*zip(*xy, strict=True), style, color=f"C{index}", markersize=4, label=label)
-    measured = sorted({tokens for line in drawn for tokens in line})
-    axes.set_xticks(measured, [str(tokens) for tokens in measured])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel(f"tokens of each of {most} ranks")
-    axes.set_ylabel("dispatch and combine, us")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    return LINES_HEIGHT
+    lines: dict[str, dict[str, dict[int, float]]] = {}
+    for what, line in zip(labels, drawn, strict=True):
+        names = dict.fromkeys(name for _, record in sorted(line.items()) for name in record.baselines)
+        lines[what] = {
+            what if name == OURS else f"{name}, beside {what}": {
+                tokens: _figure_of(record, name, "sum_us") for tokens, record in line.items()
+            }
+            for name in (OURS, *names)
+        }
+    return _lines(axes, lines, f"tokens of each of {most} ranks", "dispatch and combine, us")
 
 
 def _without_tokens(record: Record) -> Record:

@@ -67,35 +67,21 @@ LAYER_PRESETS: dict[str, LayerPreset] = {
     "tiny": LayerPreset(hidden=256, intermediate=128, num_experts=16, routing=_softmax(4)),
 }
 
+
+def _qwen3(hidden: int, intermediate: int, experts: int, topk: int, heads: tuple[int, int, int]) -> dict[str, Any]:
+    """Arguments of transformers' Qwen3MoeConfig; `heads` are queries, keys and values, and the size of one."""
+    return {
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": topk,
+        **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True)),
+        "vocab_size": 151936,
+    }
+
+
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
-    "qwen3-30b": {
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "qwen3-235b": {
-        "hidden_size": 4096,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 256,
-    },
-}  # arguments of transformers' Qwen3MoeConfig, except for the number of layers
+    "qwen3-30b": _qwen3(2048, 768, 128, 8, (32, 4, 128)),
+    "qwen3-235b": _qwen3(4096, 1536, 128, 8, (64, 4, 128)),
+    "tiny": _qwen3(64, 32, 8, 2, (4, 2, 16)) | {"vocab_size": 256},
+}  # without the number of layers

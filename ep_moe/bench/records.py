@@ -7,27 +7,17 @@ import json
 import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from ep_moe.fields import Field, check_fields
 from ep_moe.weights.json_files import parse_object
 
-UNITS = (
-    ("_us", "us"),
-    ("_ms", "ms"),
-    ("_gbs", "GB/s"),
-    ("tflops", "TFLOP/s"),
-    ("_bytes", "bytes"),
-    ("tokens_per_sec", "tokens/s"),
-    ("_secs", "s"),
-)  # ending of a figure's name, and its unit
+UNITS = ("_us", "_ms", "_gbs", "tflops", "_bytes", "tokens_per_sec", "_secs")  # how a figure's name ends, by its unit
 PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # endings of figures without a unit
-
-Figures = Mapping[str, float]
-Words = Mapping[str, str | int | float | bool]
 
 # Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Any other name that ends in
 # a unit and is not a field of all rows is a figure.
@@ -35,28 +25,11 @@ FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
     "transport": {
         "shapes": ("tokens", "hidden", "num_topk", "num_experts"),
         "setup": (
-            "transport",
-            "layout",
-            "payload",
-            "dtype",
-            "graph",
-            "routing",
-            "num_sms",
-            "nodes",
-            "seed",
-            "warmup",
-            "repeats",
+            *("transport", "layout", "payload", "dtype", "graph", "routing", "num_sms", "nodes"),
+            *("seed", "warmup", "repeats"),
         ),
     },
 }
-
-
-def unit_of(name: str) -> str | None:
-    """The unit that a figure's name ends in, "" for a pure number, None for any other name. Local."""
-    for ending, unit in UNITS:
-        if name.endswith(ending):
-            return unit
-    return "" if name.endswith(PURE_NUMBERS) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +52,20 @@ class Record:
     date: str
     commit: str
     gpu: str
-    world_size: int
-    versions: Mapping[str, str | None]
+    world_size: Annotated[int, Field(at_least=1)]
+    versions: dict
     command: str
     sweep: bool
-    shapes: Words
-    setup: Words
-    figures: Figures
-    baselines: Mapping[str, Figures]
+    shapes: dict
+    setup: dict
+    figures: dict
+    baselines: dict
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("bench", "date", "commit", "gpu", "command"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name} ({getattr(self, name)!r}) must be a text that is not empty")
+            if not getattr(self, name):
+                raise ValueError(f"{name} ('') must be a text that is not empty")
         check_commit(self.commit)
         try:
             zone = datetime.datetime.fromisoformat(self.date).tzinfo
@@ -99,27 +73,26 @@ class Record:
             raise ValueError(f"date ({self.date!r}) is not an ISO 8601 date and time") from None
         if zone is None:
             raise ValueError(f"date ({self.date!r}) has no time zone")
-        if type(self.world_size) is not int or self.world_size < 1:
-            raise ValueError(f"world_size ({self.world_size!r}) must be an integer of at least 1")
-        if type(self.sweep) is not bool:
-            raise ValueError(f"sweep ({self.sweep!r}) is not true or false")
-        for name in ("versions", "shapes", "setup", "figures", "baselines"):
-            if not isinstance(getattr(self, name), dict):
-                raise ValueError(f"{name} ({getattr(self, name)!r}) is not a mapping")
         _check_words("versions", self.versions, (str, type(None)))
-        _check_words("shapes", self.shapes, (str, int, float, bool))
-        _check_words("setup", self.setup, (str, int, float, bool))
-        _check_figures("figures", self.figures)
-        for name, figures in self.baselines.items():
-            _check_figures(f"baselines.{name}", figures)
+        for part in ("shapes", "setup"):
+            _check_words(part, getattr(self, part), (str, int, float, bool))
+        for part, figures in {"figures": self.figures, **_prefixed("baselines.", self.baselines)}.items():
+            _check_figures(part, figures)
         for part, names in FLAT_ROWS.get(self.bench, {}).items():
-            _check_names(getattr(self, part), required=names, optional=(), source=part)
+            _check_names(getattr(self, part), required=names, source=part)
 
     @property
     def configuration(self) -> str:
         """The same for rows that measure the same thing, of which a report shows only the last."""
-        same = (self.bench, self.gpu, self.world_size, dict(self.shapes), dict(self.setup))
-        return json.dumps(same, sort_keys=True)
+        return json.dumps((self.bench, self.gpu, self.world_size, self.shapes, self.setup), sort_keys=True)
+
+    def value(self, path: str) -> Any:
+        """The value at a path such as "baselines.grouped_mm.tflops", "" if the row has none. Local."""
+        part, *names = path.split(".")
+        value: Any = getattr(self, part)
+        for name in names:
+            value = value.get(name, "") if value else ""
+        return value
 
     def to_line(self) -> str:
         """The row as one line of JSON, without its end. Local."""
@@ -129,7 +102,7 @@ class Record:
     def from_line(cls, line: str, source: str) -> "Record":
         """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
         content = _unflatten(parse_object(line.encode(), source), source)
-        _check_names(content, required=FIELDS, optional=(), source=source)
+        _check_names(content, required=FIELDS, source=source)
         try:
             return cls(**content)
         except ValueError as error:
@@ -141,15 +114,10 @@ PARTS = ("shapes", "setup", "figures")  # that a flat row has at its top level
 
 
 def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as its bench writes it: with its parts at the top level for a bench of FLAT_ROWS, else unchanged.
-
-    Local.
-    """
-    if bench not in FLAT_ROWS:
-        return dict(row)
+    """A row as its bench writes it: with its parts at the top level for a bench of FLAT_ROWS, else unchanged. Local."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
-        flat |= value if name in PARTS else {name: value}
+        flat |= value if bench in FLAT_ROWS and name in PARTS else {name: value}
     return flat
 
 
@@ -158,16 +126,25 @@ def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
     parts = FLAT_ROWS.get(content["bench"]) if isinstance(content.get("bench"), str) else None
     if parts is None:
         return content
-    words = [name for names in parts.values() for name in names]
     common = [name for name in FIELDS if name not in PARTS]
-    figures = [name for name in content if name not in (*common, *words) and unit_of(name) is not None]
-    _check_names(content, required=(*common, *words), optional=figures, source=source)
-    nested = {name: content[name] for name in common}
-    nested |= {part: {name: content[name] for name in names} for part, names in parts.items()}
-    return nested | {"figures": {name: content[name] for name in figures}}
+    known = [*common, *(name for names in parts.values() for name in names)]
+    figures = {name: value for name, value in content.items() if name not in known and _has_unit(name)}
+    _check_names(content, required=known, optional=figures, source=source)
+    nested = {part: {name: content[name] for name in names} for part, names in parts.items()}
+    return {name: content[name] for name in common} | nested | {"figures": figures}
 
 
-def _check_names(content: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str], source: str) -> None:
+def _has_unit(figure: str) -> bool:
+    return figure.endswith((*UNITS, *PURE_NUMBERS))
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def _check_names(
+    content: Mapping[str, Any], *, required: Sequence[str], optional: Iterable[str] = (), source: str
+) -> None:
     """Raise ValueError that names `source` and the keys that are unknown or missing, if any."""
     unknown = sorted(set(content) - {*required, *optional})
     missing = [name for name in required if name not in content]
@@ -195,9 +172,30 @@ def _check_figures(what: str, figures: Any) -> None:
     for name, value in figures.items():
         if type(value) not in (int, float) or not math.isfinite(value):
             raise ValueError(f"{what}.{name} ({value!r}) is not a finite number")
-        if unit_of(name) is None:
-            endings = ", ".join(ending for ending, _ in UNITS) + ", " + ", ".join(PURE_NUMBERS)
+        if not _has_unit(name):
+            endings = ", ".join((*UNITS, *PURE_NUMBERS))
             raise ValueError(f"{what}.{name} does not say its unit: a figure's name ends in {endings}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowsFile:
+    """Where the rows of a measurement go, and what they say of it. Errors: ValueError for a wrong path or commit."""
+
+    append: Annotated[Path | None, Field(help="Add the measured rows to this .jsonl file; needs --commit")] = None
+    commit: Annotated[str, Field(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append")] = (
+        ""
+    )
+    sweep: Annotated[bool, Field(help="Mark the rows as exploratory: the report leaves them out")] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.append is None and (self.commit or self.sweep):
+            raise ValueError("--commit and --sweep require --append")
+        if self.append is not None:
+            check_path(self.append)
+            if not self.commit:
+                raise ValueError("append needs --commit: a row says of which source it is")
+            check_commit(self.commit)
 
 
 def append_records(path: str | Path, records: Sequence[Record]) -> None:
@@ -212,20 +210,15 @@ def append_records(path: str | Path, records: Sequence[Record]) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Create the folder of a file of rows and open the file for appending, so that errors come before a run.
+    """Append nothing to a file of rows, which is removed if this creates it, so that errors come before a run. Local.
 
-    A file created by this is removed. Errors: as `check_path`, and ValueError for a file that cannot be written.
-    Local.
+    Errors: as `check_path`, and ValueError for a file that cannot be written.
     """
-    check_path(path)
-    file = Path(path)
+    is_new = not Path(path).exists()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not file.exists()
-        with open(file, "a", encoding="utf-8"):
-            pass
+        append_records(path, [])
         if is_new:
-            file.unlink()
+            Path(path).unlink()
     except OSError as error:
         raise ValueError(f"append ({str(path)!r}) cannot be written: {error}") from None
 
@@ -262,29 +255,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine() or "CPU"
-
-
-def report_outcome(bench: str, device: torch.device, world_size: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The report of a benchmark: `ok` if all rows are, the device, the versions and the rows. Local."""
-    return {
-        "ok": all(row["ok"] for row in rows),
-        "bench": bench,
-        "gpu": device_name(device),
-        "world_size": world_size,
-        "versions": versions(device),
-        "rows": rows,
-    }
-
-
-def flat_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A report for --json: its rows as their bench writes them. Local."""
-    return {**report, "rows": [flatten(report["bench"], row) for row in report["rows"]]}
+    names = re.findall(r"^model name\s*:\s*(\S.*)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    return names[0].strip() if names else platform.processor() or platform.machine() or "CPU"
 
 
 def versions(device: torch.device) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ def time_calls(
     repeats: int,
     on_call: Callable[[], None] | None = None,
     cold: bool = True,
+    wall: bool = False,
 ) -> list[float]:
     """Microseconds of each of `repeats` calls on this rank, which all ranks start together, after `warmup` others.
 
@@ -100,19 +102,22 @@ def time_calls(
 
     Args:
         call: collective or not, equally often on every rank. on_call: called before each timed call, untimed.
-        cold: False leaves the L2 as the previous call left it.
+        cold: False leaves the L2 as the previous call left it. wall: on CUDA too by the wall clock, after a barrier and
+            until the device has finished.
     Collective, host sync.
     """
     for _ in range(warmup):
         call()
-    if group.device.type != "cuda":
-        samples = []
+    prepare = on_call or (lambda: None)
+    on_cuda, samples = group.device.type == "cuda", []
+    if wall or not on_cuda:
         for _ in range(repeats):
             group.barrier()
-            if on_call is not None:
-                on_call()
+            prepare()
             begin = time.perf_counter()
             call()
+            if on_cuda:
+                torch.cuda.synchronize(group.device)
             samples.append((time.perf_counter() - begin) * 1e6)
         return samples
     properties = torch.cuda.get_device_properties(group.device)
@@ -121,8 +126,7 @@ def time_calls(
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     group.barrier()
     for start, end in zip(starts, ends, strict=True):
-        if on_call is not None:
-            on_call()
+        prepare()
         flushed.zero_()
         if group.process_group is not None:
             dist.all_reduce(token, group=group.process_group)
@@ -131,6 +135,20 @@ def time_calls(
         end.record()
     torch.cuda.synchronize(group.device)
     return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def time_phases(
+    call: Callable[[PhaseTimes], object], group: EPGroup, *, repeats: int, cold: bool = True
+) -> dict[str, list[float]]:
+    """Microseconds of each phase of calls that enter the phases of their argument, timed as `time_calls` does.
+
+    After one warm-up. Collective, host sync.
+    """
+    times = PhaseTimes(group.device)
+    times.start_call()
+    watched = functools.partial(call, times)
+    time_calls(watched, group, warmup=1, repeats=repeats, on_call=times.start_call, cold=cold)
+    return {name: us[1:] for name, us in times.samples_us().items()}  # without the warm-up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

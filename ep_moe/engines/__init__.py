@@ -1,1 +1,4 @@
-"""Integrations of ep_moe into serving engines, one module each, which alone imports its engine."""
+"""Integrations of ep_moe into engines, a folder each, which alone imports its engine; `common` is what all of them use.
+
+Nothing registers itself with an engine when it is imported: the functions that a user calls do.
+"""

@@ -1,12 +1,15 @@
-"""Expert computation. `base` has the protocol, `EXPERTS` the implementations by name."""
+"""Expert computation. `base` has the protocol, `EXPERTS` the implementations by name, `SERVES` what those that are
+kernels compute.
+"""
 
 from collections.abc import Callable
 
 import torch
 
-from ep_moe.config import ActivationConfig
-from ep_moe.experts.base import Experts, check_scheme, kernels_compute
+from ep_moe.config import ActivationConfig, tiles_dir
+from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts, apply_activation
+from ep_moe.experts.serves import SERVES, Serves
 from ep_moe.quant import QuantScheme
 
 
@@ -14,12 +17,12 @@ def _triton_experts(activation: ActivationConfig) -> Experts:
     """Import Triton only on demand: it exists only on Linux."""
     from ep_moe.experts.triton import TritonExperts
 
-    return TritonExperts(activation)
+    return TritonExperts(activation, tiles=tiles_dir())
 
 
 EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {"torch": ReferenceExperts, "triton": _triton_experts}
 
-_AUTO = {"cpu": "torch", "cuda": "triton"}  # by the type of the device
+_DEVICES = ("cpu", "cuda")
 
 
 def create_experts(
@@ -27,24 +30,27 @@ def create_experts(
 ) -> Experts:
     """Build an expert implementation by name; "auto" chooses by the device that holds the weights.
 
-    For a `scheme` that "triton" does not compute, "auto" is "torch" and "triton" raises; without `scheme`, the first
-    call with such weights raises.
+    On a GPU, "auto" is the first of `SERVES` that computes `scheme`, else "torch"; on a CPU it is "torch". A named one
+    that does not compute `scheme` raises; without `scheme`, the first call with such weights raises.
+
+    Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
+    (`ep_moe.experts.tile_tables`).
 
     "triton" on a CPU is for tests; it needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
     Errors: ValueError lists the names or device types, or names the scheme; RuntimeError for "triton" if Triton is not
     installed, or on a CPU without its interpreter. Local.
     """
-    if device.type not in _AUTO:
-        raise ValueError(f"device ({device}) is not one of {', '.join(_AUTO)}")
+    if device.type not in _DEVICES:
+        raise ValueError(f"device ({device}) is not one of {', '.join(_DEVICES)}")
     if name == "auto":
-        computed = scheme is None or kernels_compute(scheme)
-        name = _AUTO[device.type] if computed else "torch"
+        kernels = (serves.name for serves in SERVES.values() if scheme is None or serves.computes(scheme))
+        name = next(kernels, "torch") if device.type == "cuda" else "torch"
     if name not in EXPERTS:
         raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(EXPERTS)}")
-    if name == "triton":
+    if name in SERVES:
         if scheme is not None:
-            check_scheme(scheme)
+            SERVES[name].check(scheme, activation=activation.kind)
         _require_triton(device)
     return EXPERTS[name](activation)
 
@@ -59,4 +65,4 @@ def _require_triton(device: torch.device) -> None:
         raise RuntimeError("experts 'triton' on a CPU need TRITON_INTERPRET=1 in the environment; 'torch' does not")
 
 
-__all__ = ["EXPERTS", "Experts", "ReferenceExperts", "apply_activation", "create_experts"]
+__all__ = ["EXPERTS", "SERVES", "Experts", "ReferenceExperts", "Serves", "apply_activation", "create_experts"]

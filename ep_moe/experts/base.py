@@ -6,7 +6,6 @@ import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.layout import ExpertBatch
-from ep_moe.quant import QuantScheme
 from ep_moe.weights import ExpertWeights
 
 
@@ -30,28 +29,3 @@ class Experts(Protocol):
         Local, on the current stream.
         """
         ...
-
-
-def kernels_compute(scheme: QuantScheme) -> bool:
-    """True if "triton" experts support weights and tokens in `scheme`; "torch" experts support all schemes. Local.
-
-    The kernels multiply e4m3 values, or the model's own dtype, and apply float32 scales.
-    """
-    rows, weight = scheme.payload, scheme.weight
-    return (
-        rows == scheme.activation
-        and rows.dtype == weight.dtype
-        and weight.dtype in (None, torch.float8_e4m3fn)
-        and {rows.family, weight.family} <= {"none", "scaled"}
-        and weight.granularity != "group"
-    )
-
-
-def check_scheme(scheme: QuantScheme) -> None:
-    """Raise ValueError, with the name, for a scheme that "triton" experts do not compute. Local."""
-    if not kernels_compute(scheme):
-        stored = scheme.weight
-        raise ValueError(
-            f"'triton' experts do not compute scheme '{scheme.name}' ({stored.dtype}, scales {stored.scale_dtype}); "
-            'experts="torch" does'
-        )

@@ -4,6 +4,10 @@ Letters: N received token rows, K top-k, H hidden, I intermediate, G scale group
 in BATCHED; W = 2I if the activation is gated, else I.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch.nn.functional import gelu, silu
 
@@ -13,7 +17,9 @@ from ep_moe.quant import as_bytes, dequantize_rows, dequantize_weight, round_tri
 from ep_moe.weights import ExpertWeights
 
 
-def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
+def apply_activation(
+    x: torch.Tensor, activation: ActivationConfig, own: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> torch.Tensor:
     """Apply the function between the expert GEMMs, in float32.
 
     Example: "silu" on [gate; up] = [1, 2] is 1 * sigmoid(1) * 2 = 1.4621.
@@ -21,6 +27,7 @@ def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Ten
     Args:
         x: [..., W] floating point, [gate; up] if the activation is gated.
         activation: `ActivationConfig` and `ActivationKind` have the formulas.
+        own: float32 scalars by the names "alpha", "beta", "limit", in place of those of `activation`.
     Returns: [..., I] float32.
     Errors: ValueError if a gated activation gets an odd width. Local, no host sync.
     """
@@ -34,9 +41,10 @@ def apply_activation(x: torch.Tensor, activation: ActivationConfig) -> torch.Ten
         return silu(gate) * up
     if activation.kind is ActivationKind.GELU:
         return gelu(gate) * up
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+    limit: Any = own.get("limit", activation.limit)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(own.get("alpha", activation.alpha) * gate) * (up + own.get("beta", activation.beta))
 
 
 def check_fit(
@@ -70,6 +78,11 @@ def check_fit(
         raise ValueError(f"w2_input_scale is set, scheme '{scheme.name}' scales activations per {per}")
     if batch.scale is not None and not scheme.payload.quantized:
         raise ValueError(f"batch has a scale {tuple(batch.scale.shape)}, scheme '{scheme.name}' has none")
+    own = weights.per_expert.tensors
+    for name in {"alpha", "beta", "limit"} & own.keys() if activation.kind is not ActivationKind.SWIGLU else ():
+        raise ValueError(f"{name} of each expert is set, it belongs to 'swiglu', not to '{activation.kind.value}'")
+    if "w13_gate_output_scale" in own and not activation.kind.gated:
+        raise ValueError(f"w13_gate_output_scale is set, activation '{activation.kind.value}' has no gate")
     needed = _needed(batch, weights, activation)
     for name, matrix in (("w13", weights.w13), ("w2", weights.w2)):
         for part in ("scale", "zero", "global_scale"):
@@ -115,6 +128,8 @@ def _needed(
         needed["w2_bias"] = (weights.w2_bias, (experts, hidden), None)
     if weights.w2_input_scale is not None:
         needed["w2_input_scale"] = (weights.w2_input_scale, (experts,), torch.float32)
+    for name, tensor in weights.per_expert.tensors.items():
+        needed[name] = (tensor, (experts,), torch.float32)
     if batch.row_index is not None:
         needed["row_index"] = (batch.row_index, (batch.row_index.shape[0],), torch.int32)
     if isinstance(batch, Flat):
@@ -130,7 +145,8 @@ class ReferenceExperts:
     Tokens and weights are dequantized to float32; w13 @ x + b13 and the activation stay in float32; the intermediate
     is then rounded to the model's dtype, or requantized if the scheme is quantized; w2 @ . + b2 is rounded to the
     model's dtype. If the scheme scales activations per tensor, the intermediate of each expert is one tensor; if its
-    weights have a global scale, each row of the intermediate has one too (`ep_moe.quant.round_trip`).
+    weights have a global scale, each row of the intermediate has one too (`ep_moe.quant.round_trip`). Numbers of
+    `weights.per_expert` multiply before the bias, or take the place of the activation's.
     FLAT rows are also rounded before the weighted sum, so results are bitwise those of COMPACT.
 
     Args:
@@ -169,16 +185,24 @@ class ReferenceExperts:
     def _expert(self, x: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, expert: int) -> torch.Tensor:
         """Compute one expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
         scheme = weights.scheme
+        own = {name: tensor[expert] for name, tensor in weights.per_expert.tensors.items()}
         first = x @ dequantize_weight(weights.w13[expert], scheme).t()
+        gate_width = first.shape[1] // 2 if self.activation.kind.gated else 0
+        if "w13_gate_output_scale" in own:
+            first[:, :gate_width] *= own["w13_gate_output_scale"]
+        if "w13_output_scale" in own:
+            first[:, gate_width:] *= own["w13_output_scale"]
         if weights.w13_bias is not None:
             first += weights.w13_bias[expert].float()
-        inner = apply_activation(first, self.activation)
+        inner = apply_activation(first, self.activation, own)
         if scheme.activation.quantized:
             static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]
             inner = round_trip(inner, scheme, static_scale=static)
         else:
             inner = inner.to(batch.dtype).float()
         second = inner @ dequantize_weight(weights.w2[expert], scheme).t()
+        if "w2_output_scale" in own:
+            second *= own["w2_output_scale"]
         if weights.w2_bias is not None:
             second += weights.w2_bias[expert].float()
         return second

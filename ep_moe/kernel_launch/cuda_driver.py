@@ -52,13 +52,13 @@ def cuda_driver() -> Any:
     return library
 
 
-def _flatten(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(types: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """The arguments of a compiled kernel, with their types: tuples flattened, constants left out."""
-    for kind, value in zip(kinds, values, strict=False):  # constants follow the arguments
-        if isinstance(kind, tuple):
-            yield from _flatten(kind, value)
-        elif kind != "constexpr":
-            yield kind, value
+    for type_, value in zip(types, values, strict=False):  # constants follow the arguments
+        if isinstance(type_, tuple):
+            yield from _flatten(type_, value)
+        elif type_ != "constexpr":
+            yield type_, value
 
 
 def _takes(function: int, sizes: Sequence[int]) -> bool:
@@ -93,7 +93,7 @@ class DriverLaunch:
         self, compiled: Any, grid: int, arguments: Sequence[Any], *, num_last: int, device: torch.device
     ) -> None:
         flat = list(_flatten(tuple(compiled.src.signature.values()), arguments))
-        sizes = [8 if kind.startswith("*") else _BYTES.get(kind, 0) for kind, _ in flat] + [8] * _SCRATCH_POINTERS
+        sizes = [8 if type_.startswith("*") else _BYTES.get(type_, 0) for type_, _ in flat] + [8] * _SCRATCH_POINTERS
         try:
             self._launch, fits = cuda_driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
         except (AttributeError, RuntimeError) as error:

@@ -1,26 +1,43 @@
-"""A kernel that is launched repeatedly, with the arguments that its launches share."""
+"""A kernel that is launched repeatedly, with the arguments that its launches share, and its constants in groups."""
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
 
 Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one inner tuple for each tuple that the kernel takes
+Group = TypeVar("Group", bound=tuple[Any, ...])
 _log = logging.getLogger(__name__)
 
 
-class Launch:
-    """A repeated launch: the same kernel, grid and constants, with other tensors and numbers each time.
+def as_constants(group: Group, kernel: Any) -> Group:
+    """A NamedTuple of plain values as a kernel takes it as one `tl.constexpr` argument.
+
+    The compiler needs each field as a constexpr, or attributes of the group would be run-time numbers; the interpreter
+    needs plain values.
+    """
+    if not isinstance(kernel, JITFunction):
+        return group
+    return type(group)(*map(tl.constexpr, group))
+
+
+class RepeatedLaunch:
+    """The same kernel, grid and constants, launched with other tensors and numbers each time.
+
+    On a GPU a launch skips Triton's front end and launcher: 24 us of host time instead of 76 for a dispatch, 12 instead
+    of 37 for a combine (`DriverLaunch`).
 
     Args:
         kernel: takes `fixed`, then tuples of tensors, then numbers, then its constants. Every pointer is aligned to 16
             bytes and no number is specialized, so that one compiled kernel serves all launches.
-        grid: programs. constants: of the kernel, by name. options: of the compiler.
+        grid: programs. options: of the compiler.
+        constants: of the kernel, by name: plain values, or NamedTuples of them (`as_constants`).
         device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
     """
 
@@ -35,7 +52,11 @@ class Launch:
         device: torch.device,
     ) -> None:
         self._kernel, self._grid, self._fixed = kernel, grid, fixed
-        self._constants, self._options, self._device = constants, options, device
+        self._constants = {
+            name: as_constants(value, kernel) if hasattr(value, "_fields") else value
+            for name, value in constants.items()
+        }
+        self._options, self._device = options, device
         self._run: Callable[[list[int], int], None] | None = None
         self._current_stream: Callable[[int | None], int] = _no_stream
 

@@ -14,7 +14,7 @@ import torch
 from ep_moe.config import Layout
 from ep_moe.layout import reference
 from ep_moe.layout.base import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import Quantized, QuantScheme
 
 
 def _implementation(tensor: torch.Tensor) -> ModuleType:
@@ -81,6 +81,45 @@ def pack(
     )
 
 
+def pack_routed(
+    x: torch.Tensor | Quantized,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    layout: Layout,
+    *,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    first: int,
+    num_local_experts: int,
+    capacity: int,
+    alignment: int = 1,
+) -> Packed:
+    """`merge_repeats` and `pack`, for tokens that are on this rank with the ids and weights of their routing.
+
+    Args:
+        x: [N, H], `Quantized` if `scheme` quantizes the payload. topk_ids, topk_weights: [N, K]; ids outside
+            [first, first + num_local_experts) are left out.
+        layout and the others: as of `pack`.
+    Errors, host sync: as of `pack`. Local, on the current stream.
+    """
+    ids, weights = merge_repeats(topk_ids, topk_weights, first=first, last=first + num_local_experts)
+    rows = TokenRows(
+        x=x.values if isinstance(x, Quantized) else x,
+        scale=x.scale if isinstance(x, Quantized) else None,
+        local_topk_ids=ids,
+        topk_weights=weights,
+    )
+    return pack(
+        rows,
+        layout,
+        scheme=scheme,
+        dtype=dtype,
+        num_local_experts=num_local_experts,
+        capacity=capacity,
+        alignment=alignment,
+    )
+
+
 def weighted_sum(
     y: torch.Tensor,
     token_to_row: torch.Tensor,
@@ -120,5 +159,6 @@ __all__ = [
     "TokenRows",
     "merge_repeats",
     "pack",
+    "pack_routed",
     "weighted_sum",
 ]

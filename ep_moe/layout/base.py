@@ -94,7 +94,8 @@ class Flat(ExpertBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A batch, and `token_to_row` [N, K] int32: the row that computes token n's k-th expert, -1 none."""
+    """A batch, and what the sum of its results needs."""
 
     batch: ExpertBatch
-    token_to_row: torch.Tensor
+    token_to_row: torch.Tensor  # [N, K] int32, the row that computes token n's k-th expert, -1 none
+    topk_weights: torch.Tensor  # [N, K] float32, those of the rows that were packed

@@ -66,7 +66,7 @@ class Frame:
                 token_to_row=token_to_row,
                 **common,
             )
-        return Packed(batch=batch, token_to_row=token_to_row)
+        return Packed(batch=batch, token_to_row=token_to_row, topk_weights=rows.topk_weights)
 
 
 def make_frame(

@@ -12,7 +12,11 @@ import torch
 import triton
 
 from ep_moe.config import Layout
+from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.rows.permute import (
+    Ids,
+    ScaleGroups,
+    Words,
     _count_rows_kernel,
     _merge_repeats_kernel,
     _pack_rows_kernel,
@@ -76,6 +80,11 @@ def merge_repeats(
     return local_ids, local_weights
 
 
+def _ids_constants(experts: int, num_topk: int, tokens: int) -> Ids:
+    """How kernels read ids [N, K] in blocks of so many tokens."""
+    return constants(Ids, L=experts, K=num_topk, COLUMNS=triton.next_power_of_2(num_topk), TOKENS=tokens)
+
+
 def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
     """Count the rows of every expert, in total and in the blocks of tokens before each block. Two launches."""
     (num_tokens, num_topk), experts, device = ids.shape, frame.num_local_experts, ids.device
@@ -97,10 +106,7 @@ def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
             ids,
             before,
             num_tokens,
-            L=experts,
-            K=num_topk,
-            COLUMNS=columns,
-            TOKENS=tokens,
+            IDS=_ids_constants(experts, num_topk, tokens),
             EXPERTS=_COUNTED_EXPERTS,
         )
     padded = triton.next_power_of_2(experts)
@@ -197,39 +203,29 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
     if num_tokens == 0:
         return
     copy = frame.x.data_ptr() != rows.x.data_ptr()
-    x = as_words(rows.x) if copy else rows.x
+    x = as_words(rows.x) if copy else None
     row_words = rows.x.shape[1] * rows.x.element_size() // 4
     unit = row_unit(rows.x) if copy else UNIT_WORDS
     scale = None if rows.scale is None else as_bytes(rows.scale)
     groups = 0 if scale is None else scale.shape[1]
     words, num_warps = copy_block(row_words)
-    columns = triton.next_power_of_2(num_topk)
-    scale_strides = (0, 0) if scale is None else scale.stride()
     _pack_rows_kernel[(num_tokens, triton.cdiv(row_words, words) if copy else 1)](
         ids,
         places.before,
         places.expert_row_start,
         x,
-        x if scale is None else scale,
+        scale,
         token_to_row,
-        token_to_row if frame.row_index is None else frame.row_index,
-        frame.x.view(-1, frame.x.shape[-1]).view(torch.int32) if copy else x,
-        x if frame.scale is None else as_bytes(frame.scale),
+        frame.row_index,
+        frame.x.view(-1, frame.x.shape[-1]).view(torch.int32) if copy else None,
+        None if frame.scale is None else as_bytes(frame.scale),
         frame.height,
         frame.num_rows,
-        x.stride(0) // unit,
-        *scale_strides,
-        L=frame.num_local_experts,
-        K=num_topk,
-        COLUMNS=columns,
-        TOKENS=places.block_tokens,
-        ROW_WORDS=row_words,
-        UNIT=unit,
-        WORDS=words,
-        G=groups,
-        GROUPS=triton.next_power_of_2(max(groups, 1)),
-        POOLED=frame.row_index is not None,
-        COPY=copy,
+        0 if x is None else x.stride(0) // unit,
+        *((0, 0) if scale is None else scale.stride()),
+        IDS=_ids_constants(frame.num_local_experts, num_topk, places.block_tokens),
+        WORDS=constants(Words, ROW=row_words, UNIT=unit, BLOCK=words),
+        SCALES=constants(ScaleGroups, G=groups, GROUPS=triton.next_power_of_2(max(groups, 1))),
         num_warps=num_warps,
     )
 
@@ -254,16 +250,14 @@ def weighted_sum(
             _weighted_sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
                 y,
                 token_to_row,
-                y if topk_weights is None else topk_weights.contiguous(),
-                y if shared is None else shared,
+                None if topk_weights is None else topk_weights.contiguous(),
+                shared,
                 target,
                 0 if shared is None else shared.stride(0),
                 target.stride(0),
                 H=hidden,
                 K=num_topk,
                 BLOCK=block,
-                WEIGHTED=topk_weights is not None,
-                SHARED=shared is not None,
                 num_warps=block // (32 * _SUMMED_BY_THREAD),
                 enable_fp_fusion=False,
             )

@@ -6,7 +6,8 @@ Letters: T rows, H row width, G scale groups of a row.
 import torch
 import triton
 
-from ep_moe.kernels.rows.quantize import _quantize_rows_kernel
+from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernels.rows.quantize import Groups, _quantize_rows_kernel
 from ep_moe.quant.base import TensorFormat
 
 _PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider
@@ -27,7 +28,7 @@ def quantize(
     values = torch.empty(num_tokens, width, dtype=stored.dtype, device=x.device)
     scale = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
     if values.numel():
-        mode, given = "own", scale
+        mode, given = "own", None
         if static_scale is not None:
             mode, given = "static", static_scale.float()
         elif stored.granularity == "tensor":
@@ -43,11 +44,7 @@ def quantize(
                 scale,
                 num_tokens,
                 x.stride(0),
-                H=width,
-                GROUP=group,
-                COLUMNS=columns,
-                G=groups,
-                GROUPS=program_groups,
+                GROUPS=constants(Groups, H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups),
                 SCALE=mode,
                 POWER_OF_TWO=stored.power_of_two,
                 num_warps=min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS),

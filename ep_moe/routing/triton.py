@@ -12,12 +12,12 @@ import torch
 import triton
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.kernel_launch.repeated import Launch
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.route import Chosen, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing
 
-_MOST_LAUNCHES = 256  # of different kinds and numbers of programs
+_MOST_KERNELS = 256  # of different settings and numbers of programs
 _READ = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernel reads
 _MAPPED_IDS = 128  # of one program, one for each of its threads
 _VECTOR_BYTES = 16  # the widest load
@@ -30,8 +30,8 @@ _WEIGHTS = {
 }  # and "sigmoid" for the other methods
 
 
-@functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def _launch_of(
+@functools.lru_cache(maxsize=_MOST_KERNELS)
+def _kernel_of(
     thread: int,
     config: RoutingConfig,
     num_experts: int,
@@ -42,11 +42,11 @@ def _launch_of(
     mapped: bool,
     replay: bool,
     alignment: int,
-) -> Launch:
-    """The launch of calls of one kind. All that depends on it and not on the tensors is found here, once.
+) -> RepeatedLaunch:
+    """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
-    A launch keeps its arguments in memory of its own, so threads do not share one. Pointers need no alignment but
-    `alignment`: the kernel is not specialized by theirs.
+    It keeps its arguments in memory of its own: threads do not share one. Pointers need no alignment but `alignment`:
+    the kernel is not specialized by theirs.
     """
     del thread, logits_dtype  # Triton reads dtypes off the arguments of the first call
     method = config.method
@@ -71,7 +71,8 @@ def _launch_of(
         "REPLAY": replay,
         "ALIGNMENT": alignment,
     }
-    return Launch(_route_kernel, programs, fixed=(), constants=constants, options={"num_warps": 1}, device=device)
+    options = {"num_warps": 1}
+    return RepeatedLaunch(_route_kernel, programs, fixed=(), constants=constants, options=options, device=device)
 
 
 def _programs_for(count: int) -> int:
@@ -98,7 +99,7 @@ def route(
 ) -> Routing:
     """`ep_moe.routing.route` in one launch, for E up to `MAX_KERNEL_EXPERTS`.
 
-    Local, on the current stream, no host sync; the first call of a kind compiles and loads its kernel.
+    Local, on the current stream, no host sync; the first call with its settings compiles and loads their kernel.
     """
     logits = _readable(router_logits)
     bias = None if routing_bias is None else _readable(routing_bias)
@@ -113,7 +114,7 @@ def route(
         starts = _VECTOR_BYTES | logits.data_ptr() | stride * logits.element_size()
         if bias is not None:
             starts |= bias.data_ptr()
-        launch = _launch_of(
+        kernel = _kernel_of(
             threading.get_ident(),
             config,
             num_experts,
@@ -128,12 +129,12 @@ def route(
         scores = Scores(logits, logits if bias is None else bias, logits if physical is None else physical)
         replay = ids if routing_replay_out is None else routing_replay_out
         with torch.cuda.device_of(logits):
-            launch((scores, Chosen(ids, weights, replay)), (num_tokens, stride, *replay.stride()))
+            kernel((scores, Chosen(ids, weights, replay)), (num_tokens, stride, *replay.stride()))
     return Routing(topk_ids=ids, topk_weights=weights)
 
 
-@functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def _map_launch_of(
+@functools.lru_cache(maxsize=_MOST_KERNELS)
+def _map_kernel_of(
     thread: int,
     num_topk: int,
     num_mapped: int,
@@ -141,11 +142,11 @@ def _map_launch_of(
     programs: int,
     device: torch.device,
     ids_dtype: torch.dtype,
-) -> Launch:
-    """The launch of `to_physical` for ids of one kind; see `_launch_of`."""
+) -> RepeatedLaunch:
+    """The kernel of `to_physical`; see `_kernel_of`."""
     del thread, ids_dtype
     constants = {"K": num_topk, "E": num_mapped, "ADDED": added, "BLOCK": _MAPPED_IDS}
-    return Launch(_map_ids_kernel, programs, fixed=(), constants=constants, options={}, device=device)
+    return RepeatedLaunch(_map_ids_kernel, programs, fixed=(), constants=constants, options={}, device=device)
 
 
 def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -162,7 +163,7 @@ def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
             added = placement.num_physical - num_mapped
         programs = _programs_for(triton.cdiv(ids.numel(), _MAPPED_IDS))
         thread = threading.get_ident()
-        launch = _map_launch_of(thread, num_topk, num_mapped, added, programs, device, topk_ids.dtype)
+        kernel = _map_kernel_of(thread, num_topk, num_mapped, added, programs, device, topk_ids.dtype)
         with torch.cuda.device_of(topk_ids):
-            launch(((topk_ids, physical, ids),), (ids.numel(), *topk_ids.stride()))
+            kernel(((topk_ids, physical, ids),), (ids.numel(), *topk_ids.stride()))
     return ids

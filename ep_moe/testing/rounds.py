@@ -32,8 +32,8 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
 
 
-def expert_function(values: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    """A stand-in for expert `expert`, different for each: [n, H] float32 -> [n, H] in `dtype`."""
+def expert_function(values: torch.Tensor, expert: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A stand-in for expert `expert`, one or [n, 1], different for each: [n, H] float32 -> [n, H] in `dtype`."""
     return (values * (expert + 1.5) - expert).to(dtype)
 
 
@@ -213,7 +213,7 @@ def check_round(
     inputs = case.inputs(rank).with_rows(num_rows).to(device)
     count = torch.tensor([num_tokens], dtype=torch.int32, device=device) if case.rows else None
     how: dict[str, Any] = {"layout": case.layout_of(rank), "scheme": get_scheme(case.scheme), "slot": slot}
-    how["num_tokens"] = count
+    how |= {"num_tokens": count, "max_num_tokens": num_rows if case.rows else None}
     wrong = ""
     with poisoned_memory():
         if halves[0]:
@@ -237,3 +237,4 @@ def check_round(
     assert not wrong, wrong
     assert result.data_ptr() == out.data_ptr(), f"{case.name}: combine did not use out"
     assert_same_bits(out[:num_tokens], expected_output(case, rank), f"{case.name}, rank {rank}, combined")
+    assert bool(out[num_tokens:].isnan().all()), f"{case.name}, rank {rank}: combine wrote rows beyond num_tokens"

@@ -58,6 +58,7 @@ class _Brought:
     routing: Any
     scheme: Any = dataclasses.field(default_factory=lambda: get_scheme("none"))
     num_tokens: Any = None
+    max_num_tokens: Any = None
     layer: Any = NO_LAYER
     layout: Any = Layout.COMPACT
 
@@ -81,6 +82,7 @@ def _refused_round(transport: Transport, case: TransportCase, brought: _Brought,
             layout=brought.layout,
             scheme=brought.scheme,
             num_tokens=brought.num_tokens,
+            max_num_tokens=brought.max_num_tokens,
             layer=brought.layer,
         )
     except ValueError as error:
@@ -143,6 +145,9 @@ def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[
         ("routing (None) is no Routing", {"routing": None}),
         (") is no Routing", {"routing": (good.routing.topk_ids, good.routing.topk_weights)}),
         ("num_tokens is a int (3), not a tensor", {"num_tokens": 3}),
+        ("max_num_tokens (4) is not in [rows of x (5), max_tokens_per_rank (5)]", {"max_num_tokens": 4}),
+        ("max_num_tokens (6) is not in [rows of x (5), max_tokens_per_rank (5)]", {"max_num_tokens": 6}),
+        ("max_num_tokens ('5') is not in", {"max_num_tokens": "5"}),
         ("layer (0) is no LayerTag", {"layer": 0}),
         ("layout ('compact') is not one of", {"layout": "compact"}),
         ("scheme ('none') is not a QuantScheme", {"scheme": "none"}),

@@ -4,6 +4,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.round_kind import RoundKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,11 @@ class Transport(Protocol):
     num_rounds: int
     num_layers: int = 0
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """The slots that hold an open round. Local."""
+        return ()
+
     def number_layer(self) -> int:
         """Register one more layer that uses this transport; returns its number, from 0.
 
@@ -75,6 +82,7 @@ class Transport(Protocol):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """Quantize once (a `Quantized` x is sent as it is) and send each token once to every rank that needs it.
@@ -85,7 +93,10 @@ class Transport(Protocol):
             routing: physical topk_ids [T, K] int32 or int64, -1 none; topk_weights [T, K] float32.
             layout: of this rank's batch; ranks may differ. scheme: of the payload, the same on all ranks.
             num_tokens: optional, one int32 on the device: how many of the T rows are tokens. Only the first
-                `num_tokens` rows are sent; the other rows of combine's result are undefined.
+                `num_tokens` rows are sent; the other rows of combine's result are undefined, but in a contiguous,
+                aligned `out` they are not written.
+            max_num_tokens: optional bound, T <= max_num_tokens <= M, on the rows that any rank brings to this round;
+                the same on all ranks, which is not compared. A transport may size the round by it; ours check it.
             layer: the layer that the round belongs to, compared between all ranks.
         Errors: bad input of any kind raises ValueError before any payload is sent: on the rank that passed it, and on
         all others with that rank's name; the next round works. Ranks whose `layer` differs are named by a ValueError
@@ -158,6 +169,13 @@ class Transport(Protocol):
         """
         ...
 
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """Compile and load the kernels of these rounds; a transport that has no kernels of its own does nothing.
+
+        Collective: every rank passes the same.
+        """
+        del kinds
+
     def check(self) -> None:
         """Wait for the rounds that this rank has begun and ended, and raise their errors.
 
@@ -182,10 +200,20 @@ class Transport(Protocol):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv`. Collective."""
-        self.dispatch_send(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
+        self.dispatch_send(
+            x,
+            routing,
+            layout=layout,
+            scheme=scheme,
+            slot=slot,
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            layer=layer,
+        )
         return self.dispatch_recv(slot=slot)
 
     def combine(

@@ -23,6 +23,7 @@ def check_dispatch(
     rank: int,
     device: torch.device,
     num_tokens: torch.Tensor | None = None,
+    max_num_tokens: int | None = None,
     layer: LayerTag = NO_LAYER,
 ) -> None:
     """Raise ValueError, with the value and the limit, for bad input that shows without reading the ids.
@@ -49,6 +50,11 @@ def check_dispatch(
     num_rows = values.shape[0]
     if num_rows > config.max_tokens_per_rank:
         raise ValueError(too_many_tokens_message(num_rows, config.max_tokens_per_rank, rank))
+    if not bound_fits(max_num_tokens, num_rows, config):
+        raise ValueError(
+            f"max_num_tokens ({max_num_tokens!r}) is not in [rows of x ({num_rows}), max_tokens_per_rank "
+            f"({config.max_tokens_per_rank})] on rank {rank}"
+        )
     if isinstance(x, Quantized):
         if x.scheme != scheme:
             raise ValueError(f"x is quantized as '{x.scheme.name}' on rank {rank}, the dispatch names '{scheme.name}'")
@@ -80,6 +86,13 @@ def first_tokens(
     else:
         x = x[:count]
     return x, Routing(topk_ids=routing.topk_ids[:count], topk_weights=routing.topk_weights[:count])
+
+
+def bound_fits(max_num_tokens: int | None, num_rows: int, config: TransportConfig) -> bool:
+    """Whether a bound on the round's rows is one: None, or an int of at least T and at most M. Local."""
+    return max_num_tokens is None or (
+        type(max_num_tokens) is int and num_rows <= max_num_tokens <= config.max_tokens_per_rank
+    )
 
 
 def count_rows(x: object) -> int:

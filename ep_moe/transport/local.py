@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
+from ep_moe.layout import Flat, pack_routed, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
@@ -64,6 +64,11 @@ class LocalTransport(Transport):
         self._group = group
         self._slots: Slots[_Round] = Slots(config.num_slots)
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def dispatch_send(
         self,
         x: torch.Tensor | Quantized,
@@ -73,6 +78,7 @@ class LocalTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local; host sync to check that all ids are in range."""
@@ -89,6 +95,7 @@ class LocalTransport(Transport):
             rank=0,
             device=self.device,
             num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
             layer=layer,
         )
         num_rows = routing.topk_ids.shape[0]
@@ -100,23 +107,21 @@ class LocalTransport(Transport):
             raise ValueError(bad_ids_message(examples.numel(), int(examples.max()), num_physical, 0))
         if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)
-        ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights)
-        rows = TokenRows(
-            x=x.values if isinstance(x, Quantized) else x,
-            scale=x.scale if isinstance(x, Quantized) else None,
-            local_topk_ids=ids,
-            topk_weights=weights,
-        )
-        packed = pack(
-            rows,
+        packed = pack_routed(
+            x,
+            routing.topk_ids,
+            routing.topk_weights,
             layout,
             scheme=scheme,
             dtype=config.dtype,
+            first=0,
             num_local_experts=num_physical,
             capacity=config.max_tokens_per_rank,
             alignment=config.row_alignment,
         )
-        handle = LocalHandle(slot=slot, round=round_, token_to_row=packed.token_to_row, topk_weights=rows.topk_weights)
+        handle = LocalHandle(
+            slot=slot, round=round_, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights
+        )
         dispatched = Dispatched(batch=packed.batch, handle=handle)
         self._slots.advance(slot, "dispatch_send", _Round(round=round_, num_rows=num_rows, dispatched=dispatched))
 

@@ -53,6 +53,11 @@ class Slots(Generic[State]):
         entry = self._entry(slot)
         return self._NEXT[entry.stage], entry.state
 
+    @property
+    def open(self) -> tuple[int, ...]:
+        """The slots that hold a round."""
+        return tuple(index for index, entry in enumerate(self._slots) if entry.stage != "idle")
+
     def close(self, slot: int) -> None:
         """Forget the round that the slot holds."""
         self._slots[slot] = _Slot()
@@ -73,7 +78,8 @@ class Slots(Generic[State]):
         self._destroyed = True
 
     def _entry(self, slot: int) -> _Slot[State]:
-        self.check_open()
+        if self._destroyed:
+            self.check_open()
         if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
             raise ValueError(f"slot ({slot!r}) is not in [0, num_slots ({len(self._slots)}))")
         return self._slots[slot]

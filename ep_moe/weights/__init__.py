@@ -1,6 +1,6 @@
 """A layer's expert weights, and how a rank reads its own from a checkpoint."""
 
-from ep_moe.weights.base import ExpertWeights
+from ep_moe.weights.base import ExpertWeights, PerExpert
 from ep_moe.weights.checkpoint import Checkpoint, DenseTensors
 from ep_moe.weights.families import FAMILIES, ExpertTensor, Family, find_family, moe_config
 
@@ -11,6 +11,7 @@ __all__ = [
     "ExpertTensor",
     "ExpertWeights",
     "Family",
+    "PerExpert",
     "find_family",
     "moe_config",
 ]

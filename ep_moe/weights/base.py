@@ -16,6 +16,31 @@ from ep_moe.weights.reading import read_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PerExpert:
+    """Numbers that each expert has of its own, [L] float32; None is as if there were none.
+
+    Args:
+        alpha, beta, limit: of the activation "swiglu", in place of `ActivationConfig`'s; a limit of infinity is none.
+        w13_output_scale: multiplies the sums of the first GEMM before the bias: of the up half, if there are two.
+        w13_gate_output_scale: the same for the gate half, which not every activation has.
+        w2_output_scale: the same for the second GEMM.
+    """
+
+    alpha: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+    w13_output_scale: torch.Tensor | None = None
+    w13_gate_output_scale: torch.Tensor | None = None
+    w2_output_scale: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by name."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
     """Local experts of one layer; local expert e is physical expert `starts[rank] + e`.
 
@@ -33,6 +58,7 @@ class ExpertWeights:
         None  # [1] float32, static activation scale of the first GEMM, scheme "tensor"
     )
     w2_input_scale: torch.Tensor | None = None  # [L] float32, the same for the second GEMM, one for each expert
+    per_expert: PerExpert = PerExpert()
 
     def __post_init__(self) -> None:
         for name, matrix in (("w13", self.w13), ("w2", self.w2)):
@@ -49,13 +75,19 @@ class ExpertWeights:
         """Total bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
+    @property
+    def optional(self) -> tuple[torch.Tensor | None, ...]:
+        """Biases and static scales, None for those that are not there."""
+        return self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that are there."""
         yield from self.w13.tensors.values()
         yield from self.w2.tensors.values()
-        for tensor in (self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale):
+        for tensor in self.optional:
             if tensor is not None:
                 yield tensor
+        yield from self.per_expert.tensors.values()
 
     @classmethod
     def from_pretrained(

@@ -3,6 +3,7 @@
 Experts and formats get tensors without memory. Launchers that move rows compare addresses, so they get real memory.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from ep_moe.transport.collective.launchers import plan_send, write_rows
 from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.collective.send_plan import HEADER_WORDS
 from ep_moe.transport.layer_tag import LayerTag
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 
 SILU = ActivationConfig()
 GPT_OSS: dict[str, Any] = {
@@ -65,6 +66,7 @@ def _weights(
     gated: bool,
     bias: bool,
     static: bool,
+    own: bool,
 ) -> ExpertWeights:
     width = 2 * intermediate if gated else intermediate
     shapes = {"w13": (experts, width, hidden), "w2": (experts, hidden, intermediate)}
@@ -74,7 +76,9 @@ def _weights(
         optional |= {f"{name}_bias": _empty(*shape[:2], dtype=dtype) for name, shape in shapes.items()}
     if static:
         optional["w2_input_scale"] = _empty(experts, dtype=torch.float32)
-    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, **optional)
+    names = [field.name for field in dataclasses.fields(PerExpert)] if own else []
+    per_expert = PerExpert(**{name: _empty(experts, dtype=torch.float32) for name in names})
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, per_expert=per_expert, **optional)
 
 
 def _batch(
@@ -106,6 +110,7 @@ def _experts(
     activation: ActivationConfig = SILU,
     bias: bool = False,
     static: bool = False,
+    own: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
     """Both GEMMs of one layer and the kernels between them, by default of DeepSeek-V3 on 8 ranks."""
@@ -114,7 +119,7 @@ def _experts(
     def launch() -> None:
         batch = _batch(scheme, dtype, layout, experts, hidden, expected_rows)
         gated = activation.kind.gated
-        weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=gated, bias=bias, static=static)
+        weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=gated, bias=bias, static=static, own=own)
         TritonExperts(activation)(batch, weights)
 
     return Case(name=name, launch=launch, excuses=excuses)
@@ -143,6 +148,8 @@ def _expert_cases() -> list[Case]:
             _experts(f"fp8_block 32x48, {size}", "fp8_block_32x48", excuses=STEPS_OF_16, expected_rows=rows),
             _experts(f"fp8_block gpt-oss, {size}", **GPT_OSS, expected_rows=rows),
             _experts(f"bf16 gpt-oss, {size}", "none", **GPT_OSS, expected_rows=rows),
+            _experts(f"fp8_block gpt-oss per expert, {size}", **GPT_OSS, own=True, expected_rows=rows),
+            _experts(f"bf16 gpt-oss per expert, {size}", "none", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 batched, {size}", "none", layout="batched", expected_rows=rows),
             _experts(f"bf16 indexed, {size}", "none", layout="indexed", expected_rows=rows),
             _experts(f"fp8_block Mixtral, {size}", **MIXTRAL, expected_rows=rows),

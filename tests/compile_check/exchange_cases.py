@@ -1,5 +1,6 @@
 """Cases of the one-sided exchange: one rank's launches of a round; of the other ranks there are only addresses."""
 
+import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +13,14 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
+from ep_moe.transport.layer_tag import NO_LAYER
 from ep_moe.transport.one_sided import memory
-from ep_moe.transport.one_sided.launchers import Exchange
-from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
+from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
+from ep_moe.transport.one_sided.kernel_context import KernelContext
+from ep_moe.transport.one_sided.round_plan import RoundPlans, ranks_of, regions_of
+from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.one_sided.tuning import Tuning
 
 CPU = torch.device("cpu")
 MOST_PROGRAMS = 100
@@ -38,23 +44,33 @@ class _Buffer:
         self.addresses = tuple(2**46 + rank * 2**38 for rank in range(group.num_ranks))
 
 
-def make_exchange(config: TransportConfig, placement: Placement) -> Exchange:
-    """The launcher of rank 0's kernels, as on a GPU."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Launchers:
+    """The launchers of rank 0's kernels, as on a GPU."""
+
+    plans: RoundPlans
+    dispatches: DispatchLauncher
+    combines: CombineLauncher
+
+
+def make_launchers(config: TransportConfig, placement: Placement) -> Launchers:
+    """The launchers of a transport that has this rank's memory only."""
+    ranks, tuning = ranks_of(placement, 0), Tuning(most_receivers=MOST_PROGRAMS, num_sms=config.num_sms)
     group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
     with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
-        slots = memory.ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
-    exchange = Exchange(
-        config,
-        placement,
-        slots,
-        rank=0,
+        peers = memory.PeerMemory(group, regions_of(config, ranks), config.num_slots)
+    context = KernelContext(
+        config=config,
+        ranks=ranks,
         device=CPU,
-        most_receivers=MOST_PROGRAMS,
-        report=torch.zeros(3, dtype=torch.int64),
+        memory=peers,
+        states=SlotStates(config, CPU, ranks),
+        tuning=tuning,
         timeout_ns=10**10,
+        early=True,
     )
-    exchange._early = exchange._planner._early = True
-    return exchange
+    plans = RoundPlans(config, placement, ranks, tuning)
+    return Launchers(plans=plans, dispatches=DispatchLauncher(context, plans), combines=CombineLauncher(context))
 
 
 def _round(
@@ -81,7 +97,8 @@ def _round(
 
     def launch() -> None:
         config = TransportConfig(hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype, num_slots=1, max_topk=topk)
-        exchange = make_exchange(config, Placement.linear(ranks * experts, ranks))
+        launchers = make_launchers(config, Placement.linear(ranks * experts, ranks))
+        dispatches, combines = launchers.dispatches, launchers.combines
         x: Any = torch.empty(tokens, hidden, dtype=dtype)
         if quantized:
             payload = scheme.payload
@@ -90,19 +107,18 @@ def _round(
             x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
-        plan = exchange.make_plan((), x, routing, layout=layout, scheme=scheme, num_tokens=count)
-        sent = exchange.prepare(plan, x, routing, num_tokens=count)
+        plan = launchers.plans.add((), x, routing, layout, scheme, count)
         if halves:
-            exchange.send(0, sent)
-        batch = exchange.receive(0, sent, send=not halves)
-        y = None if poisoned else torch.empty(batch.output_shape, dtype=dtype)
-        out = torch.empty(tokens, hidden, dtype=dtype)
-        home = {"shared": torch.empty(tokens, hidden, dtype=dtype) if shared else None, "out": out}
-        if halves:
-            exchange.combine(0, sent, y=y, send=True, receive=False)
-            exchange.combine(0, sent, y=None, send=False, receive=True, **home)
+            inputs = dispatches.send(0, plan, x, routing, num_tokens=count, layer=NO_LAYER.words)
         else:
-            exchange.combine(0, sent, y=y, send=True, receive=True, **home)
+            inputs = dispatches.inputs_of(plan, x, routing, num_tokens=count)
+        batch = dispatches.receive(0, inputs, send=not halves)
+        y = None if poisoned else torch.empty(batch.output_shape, dtype=dtype)
+        added = torch.empty(tokens, hidden, dtype=dtype) if shared else None
+        out = torch.empty(tokens, hidden, dtype=dtype)
+        if halves:
+            combines.send(0, plan, y)
+        combines.receive(0, plan, None if halves else y, send=not halves, shared=added, out=out)
 
     widths = {"_dispatch_kernel": 16} if poisoned else {"_dispatch_kernel": 16, "_combine_kernel": 16}
     excused = {**SPILLS, **(excuses or {}), **(LOOKS_FIRST if dtype.itemsize == 2 else {})}

@@ -1,10 +1,11 @@
-"""The one-sided exchange's rules on the order of its accesses, which `ep_moe.kernels.exchange.signals` explains."""
+"""The one-sided exchange's rules on the order of its accesses, which `ep_moe.kernels.exchange.waits` explains."""
 
 from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publish, Site, Stores, Strong
 
-ROWS = Site(function="_deliver_row", kind="store")
-FLAGS = Site(function="send_rows", kind="store", words="flag_to")
-GIVE_UP = {"give_up": frozenset({"relaxed", "sys", "cas"})}
+ROWS = Site(function="put_rows", kind="store")
+FLAGS = Site(function="signal", kind="store")
+WORDS = Site(function="put_word", kind="store")
+GIVE_UP = dict.fromkeys(("give_up", "put_abort"), frozenset({"relaxed", "sys", "cas"}))
 BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # on a word that no other rank accesses
 COMMON: tuple[AnyRule, ...] = (
     AfterLaunch(name="early launch"),
@@ -29,7 +30,7 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         Acquire(name="loads of rows", flags="wait_for_flag"),
         Stores(
             name="stores of a dispatch",
-            words=(Site(function="announce", kind="store"), Site(function="_deliver_words", kind="store"), FLAGS),
+            words=(WORDS, FLAGS),
             others=(ROWS,),
         ),
         Meet(
@@ -53,8 +54,8 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         Acquire(name="loads of results", flags="", parts=("strong load",)),
         Stores(
             name="stores of a combine",
-            words=(Site(function="_combine_kernel", kind="store", words="header"),),
-            others=(Site(function="_store_row", kind="store"), Site(function="_sum_rows", kind="store")),
+            words=(WORDS,),
+            others=(ROWS, Site(function="_sum_rows", kind="store")),
         ),
         Meet(
             name="the state of a combine",

@@ -26,10 +26,20 @@ from compile_check.exchange_cases import small_round
 from compile_check.exchange_order import RULES
 from compile_check.mutants import MUTANTS, Mutant
 from compile_check.stub import compile_only
-from ep_moe.transport.one_sided import launchers
+from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher
 
 # in order of their imports
-MODULES = ("signals", "round_state", "dispatch_send", "dispatch_receive", "dispatch", "combine")
+MODULES = (
+    "wire_layout",
+    "peers",
+    "waits",
+    "round_state",
+    "headers",
+    "dispatch_send",
+    "dispatch_receive",
+    "dispatch",
+    "combine",
+)
 UNCHANGED = tuple(
     Mutant(name=kernel, module="", old="", new="", found="", kernel=kernel) for kernel in ("dispatch", "combine")
 )
@@ -62,11 +72,13 @@ def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
             assert spec.loader is not None
             loaded[name] = sys.modules[full] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded[name])
-        names = {name: f"_{name}_kernel" for name in ("dispatch", "combine")}
-        kernels = {names[name]: _Idle() for name in names}
         (kernel,) = {mutant.kernel for mutant in mutants}
-        kernels[names[kernel]] = getattr(loaded[kernel], names[kernel])
-        with mock.patch.multiple(launchers, **kernels):
+        changed = {name: _Idle() for name in ("dispatch", "combine")}
+        changed[kernel] = getattr(loaded[kernel], f"_{kernel}_kernel")
+        with (
+            mock.patch.object(dispatch_launcher, "_dispatch_kernel", changed["dispatch"]),
+            mock.patch.object(combine_launcher, "_combine_kernel", changed["combine"]),
+        ):
             yield
 
 

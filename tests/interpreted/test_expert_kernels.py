@@ -4,7 +4,9 @@ Letters: L local experts, H hidden, I intermediate, N received rows.
 """
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,18 @@ from triton import next_power_of_2
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, create_experts
-from ep_moe.experts.triton import TritonExperts, build_tile_list
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles, choose_tiles, fit_stages
+from ep_moe.experts.grouped_gemm import Between, CallShape
+from ep_moe.experts.requantize import prepare_tile_list
+from ep_moe.experts.tile_tables import default_table, table_name
+from ep_moe.experts.triton import TritonExperts
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
+from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 from interpreted.common import DEVICE
 
 # In a row of 80 elements a single one that requantizes to its other neighbor matters: a GPU's fp8 sums of 14 bits cause
@@ -137,6 +144,15 @@ def make_case(
     return Case(rows=rows, weights=weights, dtype=dtype)
 
 
+def list_tiles(counts: torch.Tensor, max_tiles: int, block_m: int) -> tuple[Rows, TileList]:
+    """The tile list of experts with so many tokens, with zeros for their largest magnitudes."""
+    rows = Rows(row_start=None, num_tokens=counts, row_index=None)
+    sizes = (max_tiles, len(counts), 1, len(counts))
+    tiles = TileList(*(torch.full((size,), 7, dtype=torch.int32, device=DEVICE) for size in sizes))
+    prepare_tile_list(len(counts), max_tiles, block_m)(rows, tiles)
+    return rows, tiles
+
+
 def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertBatch, *, tiles: Any = None) -> None:
     """Rows with tokens are those of the torch experts, rows without are not touched, two runs have the same bits.
 
@@ -173,6 +189,36 @@ def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) ->
 def test_activations(activation: str, scheme: str) -> None:
     case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation])
     assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
+
+
+OWN = {
+    "alpha": [1.702, 1.0, 0.4, 2.5],
+    "beta": [1.0, 3.0, -0.5, 0.25],
+    "limit": [7.0, 0.1, math.inf, 0.6],
+    "w13_output_scale": [0.5, 9.0, 2.0, 1.25],
+    "w13_gate_output_scale": [3.0, 9.0, 0.75, 1.5],
+    "w2_output_scale": [0.125, 9.0, -3.0, 0.8],
+}
+
+
+def with_own(case: Case, *names: str) -> Case:
+    """The case with these numbers for each expert, in memory that is not contiguous."""
+    own = {name: torch.tensor(OWN[name], device=DEVICE)[:, None].expand(EXPERTS, 2)[:, 0] for name in names}
+    return dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=PerExpert(**own)))
+
+
+@pytest.mark.parametrize("names", [tuple(OWN), *((name,) for name in OWN)], ids="-".join)
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
+    case, activation = with_own(make_case(scheme, torch.bfloat16), *names), ACTIVATIONS["swiglu-unlimited"]
+    assert_equals_torch(case, activation, case.batch(Layout.COMPACT))
+    assert_equals_torch(case, dataclasses.replace(activation, limit=0.3), case.batch(Layout.FLAT))
+
+
+def test_output_scales_without_a_gate() -> None:
+    activation = ACTIVATIONS["relu2"]
+    case = with_own(make_case("fp8_tensor", torch.bfloat16, activation), "w13_output_scale", "w2_output_scale")
+    assert_equals_torch(case, activation, case.batch(Layout.BATCHED))
 
 
 @pytest.mark.parametrize("expected_rows", [1, 12, 24, 100, 500])
@@ -256,28 +302,55 @@ def test_a_nan_stays_in_its_row(scheme: str) -> None:
     assert_same_bits(y[used], expected[used], "other rows")
 
 
-@pytest.mark.parametrize(("counts", "rows"), [([3, 0, 40, 16, 17, 0], 96), ([17] * 6, 102)], ids=["some", "most"])
-def test_tile_list(counts: list[int], rows: int) -> None:
+@pytest.mark.parametrize("counts", [[3, 0, 40, 16, 17, 0], [17] * 6], ids=["some", "most"])
+def test_tile_list(counts: list[int]) -> None:
     block = 16
-    compact = Compact(
-        x=torch.empty(rows, 16, device=DEVICE),
-        scale=None,
-        scheme=get_scheme("none"),
-        dtype=torch.float32,
-        expert_row_start=torch.zeros(6, dtype=torch.int32, device=DEVICE),
-        expert_num_tokens=torch.tensor(counts, dtype=torch.int32, device=DEVICE),
-        row_index=None,
-        expected_rows=13,
-    )
-    tiles = build_tile_list(compact, block, with_amax=True)
     owners = [expert for expert, count in enumerate(counts) for _ in range(math.ceil(count / block))]
+    _, tiles = list_tiles(torch.tensor(counts, dtype=torch.int32, device=DEVICE), 12, block)
     assert tiles.num_tiles.tolist() == [len(owners)]
     assert tiles.tile_expert.tolist()[: len(owners)] == owners
     assert tiles.first_tile.tolist() == [
         owners.index(e) if e in owners else sum(o < e for o in owners) for e in range(6)
     ]
     assert tiles.amax.tolist() == [0] * 6
-    assert len(owners) <= tiles.max_tiles
+
+
+@pytest.mark.parametrize(("counts", "rows"), [([3, 0, 40, 16, 17, 0], 96), ([17] * 6, 102), ([1] * 6, 6)])
+def test_most_tiles(counts: list[int], rows: int) -> None:
+    """As many as the counts need, from shapes alone, in rows together and in rows apart."""
+    case = make_case(biased=False)
+    shape = CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
+    needed = sum(math.ceil(count / 16) for count in counts)
+    together = dataclasses.replace(shape, num_experts=6, max_rows=rows)
+    apart = dataclasses.replace(together, max_rows=max(counts), rows_apart=True)
+    assert needed <= together.max_tiles(16) <= rows
+    assert apart.max_tiles(16) == 6 * math.ceil(max(counts) / 16)
+
+
+def test_between_the_gemms() -> None:
+    named = {
+        "none": Between.ROUND,
+        "fp8_token": Between.TOKEN,
+        "fp8_tensor": Between.TENSOR,
+        "fp8_block": Between.GROUP,
+        "fp8_block_32x48": Between.WIDE_GROUP,
+        "fp8_block_256x256": Between.WIDE_GROUP,
+        "fp8_block_ue8m0": Between.ROUNDED_GROUP,
+    }
+    assert {name: Between.of(get_scheme(name), 128, static=False) for name in named} == named
+    assert Between.of(get_scheme("fp8_tensor"), 128, static=True) is Between.STATIC
+    assert Between.of(get_scheme("fp8_block"), 64, static=False) is Between.WIDE_GROUP
+    assert [between for between in Between if between.fused] == [Between.ROUND, Between.GROUP, Between.STATIC]
+
+
+def test_calls_of_one_shape_are_prepared_once() -> None:
+    case = make_case("fp8_block", torch.bfloat16)
+    experts, batch = TritonExperts(SILU), case.batch(Layout.COMPACT)
+    first = experts.prepare(batch, case.weights)
+    other = dataclasses.replace(batch, x=batch.x.clone(), expert_num_tokens=batch.expert_num_tokens.clone())
+    assert experts.prepare(other, case.weights) is first
+    assert experts.prepare(dataclasses.replace(batch, expected_rows=500), case.weights) is not first
+    assert experts.prepare(case.batch(Layout.BATCHED), case.weights) is not first
 
 
 @pytest.mark.parametrize("expected_rows", [5, 100])
@@ -301,24 +374,15 @@ def test_columns_of_another_group_do_not_count() -> None:
 
 def test_rows_without_a_token_have_no_part_in_a_scale() -> None:
     case = make_case("fp8_tensor", torch.bfloat16)
-    tiles = build_tile_list(case.batch(Layout.COMPACT), 16, with_amax=True)
-    rows = tiles.max_tiles * tiles.block_m
-    inner = torch.full((rows, INTERMEDIATE), 1e6, device=DEVICE)
-    wanted = torch.zeros(EXPERTS, device=DEVICE)
     counts = case.batch(Layout.COMPACT).expert_num_tokens
+    rows, tiles = list_tiles(counts, 8, 16)
+    inner = torch.full((8 * 16, INTERMEDIATE), 1e6, device=DEVICE)
+    wanted = torch.zeros(EXPERTS, device=DEVICE)
     for expert, (first, count) in enumerate(zip(tiles.first_tile.tolist(), counts.tolist(), strict=True)):
         inner[first * 16 : first * 16 + count] = torch.randn(count, INTERMEDIATE, device=DEVICE) * (expert + 1)
         wanted[expert] = inner[first * 16 : first * 16 + count].abs().max() if count else 0
-    _expert_amax_kernel[(3,)](
-        inner,
-        tiles.amax,
-        counts,
-        *tiles.pointers,
-        INTERMEDIATE,
-        BLOCK_M=16,
-        ROWS=8,
-        BLOCK=next_power_of_2(INTERMEDIATE),
-    )
+    pieces = constants(RowGroups, BLOCK_M=16, ROWS=8, BLOCK=next_power_of_2(INTERMEDIATE))
+    _expert_amax_kernel[(3,)](Stored(inner, None), rows, tiles, INTERMEDIATE, PIECES=pieces)
     assert_same_bits(tiles.amax.view(torch.float32), wanted, "amax")
 
 
@@ -377,15 +441,36 @@ def test_tiles_of_our_own_choice() -> None:
         TritonExperts(SILU, tiles=crossing)(case.batch(Layout.COMPACT), case.weights)
 
 
-def test_a_step_of_the_sum_never_crosses_a_scale() -> None:
-    for group_k in (16, 32, 48, 96, 128, 256, 384):
-        tiles = choose_tiles(4, torch.float8_e4m3fn, gated=True, group_k=group_k)
-        assert group_k % tiles.first.block_k == 0
-        assert group_k % tiles.second.block_k == 0
+def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
+    """The table of this shape in the folder is used, by rows; steps that cross a scale are an error that names it."""
+    case = make_case("fp8_block", torch.bfloat16)
+    device = "cpu" if DEVICE.type == "cpu" else torch.cuda.get_device_name(DEVICE)
+    path = tmp_path / table_name(INTERMEDIATE, HIDDEN, device, "fp8_block")
+    gemm = {"BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "SWAP_AB": True, "num_warps": 2, "num_stages": 2}
+    few = {"BLOCK_SIZE_M": 32, "GROUP_SIZE_M": 1, "first": {**gemm, "PROGRAMS_PER_SM": 1}}
+    few["second"] = {**gemm, "PROGRAMS_PER_SM": 2}
+    path.write_text(json.dumps({"4": few, "8": {**few, "BLOCK_SIZE_M": 16}}))
+    experts = TritonExperts(SILU, tiles=tmp_path)
+    chosen = [
+        experts.choose_tiles(CallShape.of(case.batch(Layout.COMPACT, rows), case.weights, SILU)) for rows in (4, 5)
+    ]
+    assert [tiles.block_m for tiles in chosen] == [32, 16]
+    assert (chosen[0].group_m, chosen[0].first.num_warps, chosen[0].second.programs_per_sm) == (1, 2, 2)
+    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tmp_path)
+    default = TritonExperts(SILU).choose_tiles(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))
+    assert default == default_table(torch.float8_e4m3fn, gated=True, group_k=128, whole_blocks=False).choose(5)
+    few["second"]["BLOCK_SIZE_K"] = 256
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / path.name).write_text(json.dumps({"4": few}))
+    with pytest.raises(
+        ValueError, match=r"fp8_block\.json: block_k \(256\) of the second GEMM does not divide the 128"
+    ):
+        TritonExperts(SILU, tiles=other)(case.batch(Layout.COMPACT), case.weights)
 
 
 def test_stages_fit_the_shared_memory() -> None:
-    tiles = choose_tiles(500, torch.bfloat16, gated=True)
+    tiles = default_table(torch.bfloat16, gated=True).choose(500)
     h200, a100, l40 = (fit_stages(tiles, size, 2, gated=True) for size in (232448, 166912, 101376))
     assert h200 == tiles
     assert [t.first.num_stages for t in (h200, a100, l40)] == [4, 3, 2]

@@ -9,7 +9,9 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
-from ep_moe.kernels.gemm.requantize_rounded import _requantize_rounded_kernel
+from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
+from ep_moe.kernels.gemm.requantize import _requantize_rounded_kernel
 from ep_moe.layout import Compact
 from ep_moe.quant import Quantized, dequantize, get_scheme, quantize, quantize_weight, scaled, triton
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error
@@ -83,18 +85,18 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
     groups = stored.num_groups(intermediate)
     values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     scale = torch.zeros(groups, 64, device=DEVICE)
-    tiles = [torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])]
+    num_tokens, *tiles = (
+        torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])
+    )
     _requantize_rounded_kernel[(2,)](
-        x.to(DEVICE),
-        values,
-        scale,
-        *tiles,
+        Stored(x.to(DEVICE), None),
+        Stored(values, scale),
+        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
+        TileList(*tiles, amax=None),
         intermediate,
         64,
         GROUP=group,
-        BLOCK_M=block_m,
-        ROWS=8,
-        BLOCK=128 if group > 48 else 64,
+        PIECES=constants(RowGroups, BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64),
     )
     finite = expected_scale.isfinite().all(1)
     assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected_values.view(torch.uint8)[finite], "values")

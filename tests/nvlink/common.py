@@ -11,9 +11,9 @@ from quick_interpreter import hurry
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernels.exchange import combine, dispatch_receive, signals
+from ep_moe.kernels.exchange import combine, dispatch_receive, waits
 from ep_moe.launch import launch
-from ep_moe.transport.one_sided import launchers, round_plan, transport, tuning
+from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, round_plan, transport, tuning
 
 PRELOADED = ("ep_moe.testing", "ep_moe.transport.one_sided", "torch._inductor.config")  # the last by `poisoned_memory`
 PAUSE_SECS = 1e-4
@@ -28,7 +28,7 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_
 def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
     """Run a check on this rank in the faster interpreter; a rank that waits yields its core to the others."""
     hurry()
-    for module in (signals, dispatch_receive, combine):
+    for module in (waits, dispatch_receive, combine):
         if hasattr(module, "pause"):
             module.pause = lambda: time.sleep(PAUSE_SECS)
     return check(group, *args)
@@ -40,7 +40,7 @@ def patched(**values: Any) -> Iterator[None]:
 
     A transport reads them when it is made: make it inside.
     """
-    modules = (tuning, round_plan, launchers, transport)
+    modules = (tuning, round_plan, dispatch_launcher, combine_launcher, transport)
     before = [(m, name, getattr(m, name)) for m in modules for name in values if hasattr(m, name)]
     assert {name for _, name, _ in before} == set(values), f"no launcher knows all of {sorted(values)}"
     for module, name, _ in before:
@@ -78,7 +78,10 @@ def with_programs(programs: Programs) -> Iterator[None]:
         pieces = {"sent_block": 64, "summed_block": 128, "rows_in_flight": 1} if programs.small_pieces else {}
         return dataclasses.replace(combine(self, *args), **shares, **pieces)
 
-    fused = {name: _Fused(getattr(launchers, name)) for name in ("_dispatch_kernel", "_combine_kernel")}
+    fused = {
+        "_dispatch_kernel": _Fused(dispatch_launcher._dispatch_kernel),
+        "_combine_kernel": _Fused(combine_launcher._combine_kernel),
+    }
     kind.dispatch, kind.combine = tuned_dispatch, tuned_combine  # type: ignore[method-assign]
     try:
         with patched(**fused if programs.fused else {}):
@@ -98,7 +101,7 @@ class _Fused:
             signature = inspect.signature(self._kernel.fn)
             extra = {name: options.pop(name) for name in list(options) if name not in signature.parameters}
             named = signature.bind(*args, **options).arguments
-            if not (named["SEND"] and named["RECEIVE"]):
+            if not (named["halves"].SEND and named["halves"].RECEIVE):
                 self._kernel[grid](**named, **extra)
                 return
             alone = {"announcers": 1, "first_sender": 0, "senders": 1, "first_receiver": 0}

@@ -97,10 +97,10 @@ class Stress:
 
     def _begin_before_the_wrap(self) -> None:
         """Set the epochs of all slots to just before they wrap."""
-        for slot in self.transport._memory.slots:
+        for slot in self.transport._states.slots:
             for name in ("DONE", "BEGUN", "RESUME"):
                 if hasattr(round_state, name):
-                    slot.state[getattr(round_state, name).value] = BEFORE_THE_WRAP
+                    slot.state_ptr[getattr(round_state, name).value] = BEFORE_THE_WRAP
 
     def _graph_shape(self, index: int) -> Shape:
         """The most rows, with `num_tokens` on the device; layouts take turns."""

@@ -76,7 +76,7 @@ def check_on_rank(group: EPGroup) -> dict[str, str]:
     for (name, case), way in zip(every.items(), ways([*every.values()]), strict=True):
         outcomes[name] = ""
         for slot, kind in enumerate(way):
-            with patched(WORD_TOKENS=16 if kind == "words" else 0, UNPLANNED_TOKENS=4, BLOCK_TOKENS=4):
+            with patched(WORD_TOKENS=16 if kind == "words" else 0, SELF_COUNTED_TOKENS=4, BLOCK_TOKENS=4):
                 transport = NvlinkTransport(group, case.make_placement(), case.config)
                 try:
                     check_round(transport, case, group.device, slot, halves=(kind == "rows", kind == "rows"))

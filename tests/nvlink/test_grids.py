@@ -32,7 +32,7 @@ def check_on_rank(group: EPGroup) -> dict[str, str]:
     for number, (name, programs) in enumerate(GRIDS.items()):
         for case, word_tokens in itertools.product(CASES, (16, 0)):
             halves = (False, False) if programs.fused else (number % 2 == 0, word_tokens == 0)
-            with patched(WORD_TOKENS=word_tokens, UNPLANNED_TOKENS=2), with_programs(programs):
+            with patched(WORD_TOKENS=word_tokens, SELF_COUNTED_TOKENS=2), with_programs(programs):
                 transport = NvlinkTransport(group, case.make_placement(), case.config)
                 try:
                     check_round(transport, case, group.device, slot=number % 2, halves=halves)

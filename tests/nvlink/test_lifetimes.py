@@ -141,11 +141,11 @@ def dispatch_again(group: EPGroup) -> int:
     """Rank 1 runs out of memory for its batch and calls again while the others wait. Returns the number of rounds."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     if group.rank == 1:
-        allocate, inputs = transport._exchange._allocate, CASE.inputs(1)
-        transport._exchange._allocate = no_memory
+        allocate, inputs = transport._dispatches._allocate, CASE.inputs(1)
+        transport._dispatches._allocate = no_memory
         with pytest.raises(torch.OutOfMemoryError):
             transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
-        transport._exchange._allocate = allocate
+        transport._dispatches._allocate = allocate
     check_round(transport, CASE, group.device)
     transport.destroy()
     return transport.num_rounds
@@ -164,14 +164,14 @@ def give_up(group: EPGroup) -> list[bool]:
     transport, inputs, nan = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank), []
     transport.dispatch_send(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
     if group.rank == 1:
-        allocate = transport._exchange._allocate
-        transport._exchange._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
+        allocate = transport._dispatches._allocate
+        transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
             plan, slot
         )
         with pytest.raises(torch.OutOfMemoryError):
             transport.dispatch_recv()
         transport.abandon()
-        transport._exchange._allocate = allocate
+        transport._dispatches._allocate = allocate
     else:
         dispatched = transport.dispatch_recv()
         y = torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype)
@@ -228,23 +228,23 @@ def layer_without_memory(group: EPGroup) -> bool:
     )
     config = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=case.num_experts)
     layer = ExpertParallelMoE(config, weights, transport, experts="torch")
-    sound = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+    sound = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     if group.rank == 1:
-        allocate = transport._exchange._allocate
-        transport._exchange._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
+        allocate = transport._dispatches._allocate
+        transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
             plan, slot
         )
         with pytest.raises(torch.OutOfMemoryError):
-            layer(inputs.x, routing.topk_ids, routing.topk_weights)
-        transport._exchange._allocate = allocate
+            layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
+        transport._dispatches._allocate = allocate
         right = True
     else:
         first, last = transport.placement.starts[1:3]
         lost = ((routing.topk_ids >= first) & (routing.topk_ids < last)).any(1)
-        found = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+        found = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
         right = bool(lost.any()) and torch.equal(found.isnan().all(1), lost)
         right = right and torch.equal(found[~lost], sound[~lost])
-    again = layer(inputs.x, routing.topk_ids, routing.topk_weights)
+    again = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     transport.check()
     transport.destroy()
     return right and torch.equal(again, sound)

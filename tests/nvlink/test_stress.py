@@ -15,7 +15,7 @@ RUNS = [*(pytest.param(2, seed, 660, id=f"2-ranks-{seed}") for seed in range(3))
 
 def stress_on_rank(group: EPGroup, config: StressConfig, word_tokens: int) -> int:
     """The rounds on this rank; ranks with more tokens than `word_tokens` send rows."""
-    with patched(WORD_TOKENS=word_tokens, UNPLANNED_TOKENS=2, BLOCK_TOKENS=2):
+    with patched(WORD_TOKENS=word_tokens, SELF_COUNTED_TOKENS=2, BLOCK_TOKENS=2):
         return stress(group, config)
 
 
@@ -31,11 +31,11 @@ def test_random_rounds(num_ranks: int, seed: int, rounds: int) -> None:
 def epochs_on_rank(group: EPGroup) -> list[int]:
     """The last epoch that has ended on a slot after each of its first rounds."""
     run = Stress(group, StressConfig(rounds=0))
-    slot, shape = run.transport._memory.slots[1], run.shapes[0]
+    slot, shape = run.transport._states.slots[1], run.shapes[0]
     ended = []
     for number in range(4):
         run.one(number, shape, 1)
-        ended.append(int(slot.state[round_state.DONE.value]))
+        ended.append(int(slot.state_ptr[round_state.DONE.value]))
     run.look(0, 4)
     group.barrier()
     run.transport.destroy()

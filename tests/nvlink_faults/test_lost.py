@@ -27,7 +27,6 @@ from nvlink_faults.common import (
 )
 
 GIVEN_UP_SECS = 20.0
-NOBODY = 255
 
 
 def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, folder: Path) -> None:
@@ -46,7 +45,7 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, f
                 check_round(transport, round_)
                 continue
             if round_ == LOST_ROUND:
-                transport._exchange._timeout_ns = polls or transport._exchange._timeout_ns
+                transport._context.timeout_ns = polls or transport._context.timeout_ns
                 start = time.monotonic()
             run_round(transport, round_)
     except PeerLostError as error:
@@ -118,14 +117,14 @@ def tell(group: EPGroup, phase: str) -> int:
     """
     transport, stuck = make_transport(group), group.num_ranks - 1
     transport._faults._watchdog.stop()
-    transport._exchange._timeout_ns = 10**15
+    transport._context.timeout_ns = 10**15
     if phase == "combine":
         dispatched = begin(transport, 0)
         group.barrier()  # all have it
-    timer = threading.Timer(GIVEN_UP_SECS, transport._memory.end_waits, (1 << 32 | NOBODY,))
+    timer = threading.Timer(GIVEN_UP_SECS, transport._memory.end_waits, ((),))
     timer.start()
     if group.rank == 0:
-        transport._exchange._timeout_ns = 50
+        transport._context.timeout_ns = 50
     if group.rank != stuck and phase == "combine":
         finish(transport, dispatched)
     elif group.rank != stuck:

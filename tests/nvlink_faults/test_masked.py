@@ -46,7 +46,7 @@ def go_on(group: EPGroup, victim: int, how: str, where: str, folder: Path) -> No
             if where != "dispatch":
                 dispatched = begin(transport, round_)
             if where == "between":
-                transport._memory.slots[0].state[device_code.ACTIVE.value] = 0b110
+                transport._states.slots[0].state_ptr[device_code.ACTIVE.value] = 0b110
                 finish(transport, dispatched)
             be_lost(how, CONFIG.timeout_secs + 4.0)
             transport.abandon()

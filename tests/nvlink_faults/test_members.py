@@ -133,7 +133,7 @@ def test_a_round_out_of_order() -> None:
         config = TransportConfig(hidden=HIDDEN, max_tokens_per_rank=4, max_topk=2, dtype=inputs(0, 0, 1)[0].dtype)
         transport = NvlinkTransport(group, Placement.linear(2, 1), config)
         begin(transport, 0)
-        transport._exchange.receive(0, transport._slots.stage(0)[1].sent, send=True)  # as a graph that is replayed
+        transport._dispatches.receive(0, transport._slots.stage(0)[1].inputs, send=True)  # as a graph that is replayed
         with pytest.raises(RuntimeError, match="rank 0 has run round 0 out of order"):
             transport.check()
         transport.abandon()

@@ -84,22 +84,24 @@ def abandon_twice(group: EPGroup) -> list[str]:
     from ep_moe.transport.one_sided import transport as module
 
     transport, round_, wrong = make_transport(group), 0, []
-    exchange = transport._exchange
-    launches = exchange.receive, exchange.combine
+    dispatches, combines = transport._dispatches, transport._combines
+    launches = dispatches.receive, combines.send, combines.receive
     for stage, failure in FAILURES:
         if group.rank == CULPRIT:
             begin_until(transport, round_, stage)
             if failure == "memory":
                 module.torch = types.SimpleNamespace(**{**vars(torch), "empty": failing_once(torch.empty)})
             elif failure == "discard":
-                exchange.receive = failing_once(exchange.receive)
+                dispatches.receive = failing_once(dispatches.receive)
+            elif failure == "send":
+                combines.send = failing_once(combines.send)
             else:
-                exchange.combine = failing_once(exchange.combine, lambda *_, half=failure, **options: options[half])
+                combines.receive = failing_once(combines.receive)
             with pytest.raises(torch.OutOfMemoryError):
                 transport.abandon()
             time.sleep(READ_SECS)
             transport.abandon()
-            module.torch, (exchange.receive, exchange.combine) = torch, launches
+            module.torch, (dispatches.receive, combines.send, combines.receive) = torch, launches
         else:
             out, _ = finish(transport, begin(transport, round_))
             wrong += judge(out, group.rank, round_, stage, group.num_ranks)
@@ -126,27 +128,35 @@ def test_abandon_goes_on_where_it_failed() -> None:
     assert ended == [[]] * NUM_RANKS, ended
 
 
+def launch_combine(transport: Any, y: torch.Tensor | None, send: bool, receive: bool, out: torch.Tensor) -> None:
+    """Launch halves of the combine of slot 0's round, whatever the slot waits for."""
+    plan = transport._slots.stage(0)[1].inputs.plan
+    if receive:
+        transport._combines.receive(0, plan, y, send=send, out=out)
+    else:
+        transport._combines.send(0, plan, y)
+
+
 def launch_again(group: EPGroup) -> list[str]:
     """The culprit's kernels run once too often, as when a graph is replayed; returns the errors."""
     transport, wrong = make_transport(group), []
     for index, (name, launches) in enumerate(LAUNCHES.items()):
         dispatched, out = begin(transport, 2 * index), None
         if group.rank == CULPRIT:
-            state = transport._slots.stage(0)[1]
             out = torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE)
             y = torch.ones(dispatched.batch.output_shape, device=DEVICE)
             for send, receive in launches[:-1]:
-                transport._combine(0, state, y, send=send, receive=receive, out=out)
+                launch_combine(transport, y, send, receive, out)
         else:
             finish(transport, dispatched)
         group.barrier()  # the others have this round's results
         if group.rank == CULPRIT:
             (send, receive), again = launches[-1], torch.ones(NUM_TOKENS, HIDDEN, device=DEVICE)
-            transport._combine(0, state, 7 * y, send=send, receive=receive, out=again)
+            launch_combine(transport, 7 * y, send, receive, again)
             if receive and not bool(again.isnan().all()):
                 wrong.append(f"{name}: {again}")
             if name == "send-again-at-once":
-                transport._combine(0, state, None, send=False, receive=True, out=out)
+                launch_combine(transport, None, False, True, out)
             transport._slots.close(0)
             if not bool(out.isfinite().all()):
                 wrong.append(f"{name}: {out}")

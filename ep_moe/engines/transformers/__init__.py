@@ -2,42 +2,41 @@
 
     group = EPGroup.from_env()
     model = from_pretrained(directory, group)
-    model.generate(..., synced_gpus=True)
+    generate(model, prompts, GenerationOptions(max_new_tokens=64))  # or model.generate(..., synced_gpus=True)
 
-Importing this module registers "ep_moe" with transformers (`register`). Inference only.
+`register()` makes "ep_moe" known to transformers, which models that transformers itself loads need. Inference only.
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M max_tokens_per_rank.
 """
 
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.engines.transformers.architectures import refuse_to_be_ignored
-from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule
-from ep_moe.engines.transformers.hooks import (
-    MAX_TOKENS_PER_RANK,
-    NAME,
-    HookConfig,
-    LocalExperts,
-    Session,
-    without_backward,
-)
-from ep_moe.engines.transformers.installing import Options, Part, install, placement_of, transport_config
+from ep_moe.engines.common.agreement import Agreement
+from ep_moe.engines.common.layers import placement_of
+from ep_moe.engines.transformers.decoding import GenerationOptions, generate
+from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, Session
+from ep_moe.engines.transformers.installing import Options, Part, install
 from ep_moe.engines.transformers.loading import build_skeleton, layers_of, load_dense
-from ep_moe.engines.transformers.parallel import distributed_config, register_parallelism
-from ep_moe.engines.transformers.ranks import Agreement
+from ep_moe.engines.transformers.registering import distributed_config, ensure_registered, register
 from ep_moe.engines.transformers.sharding import plan_shards
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
 from ep_moe.weights import Checkpoint, ExpertWeights
 
-__all__ = ["Session", "distributed_config", "from_pretrained", "register", "shard_experts"]
+__all__ = [
+    "GenerationOptions",
+    "Session",
+    "distributed_config",
+    "from_pretrained",
+    "generate",
+    "register",
+    "shard_experts",
+]
 
 
 def from_pretrained(
@@ -88,21 +87,19 @@ def from_pretrained(
         scheme=scheme,
         device=group.device,
     )
-    parts, quantized_there = {}, []
+    parts = {}
     for name, layer in layers.items():
         own = weights[layer]
         config = dataclasses.replace(checkpoint.config, scheme=own.scheme.name, layout=Layout(layout))
         parts[name] = Part(
             module=model.get_submodule(name), config=config, weights=functools.partial(weights.pop, layer)
         )
-        if own.w13_input_scale is None:
-            quantized_there.append(config)
     sizes = TransportConfig(
         hidden=checkpoint.config.hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=model.dtype, num_slots=1
     )
     options = Options(transport=transport, experts=experts, placement=place)
     group.wait_for_all("load")  # no timeout: ranks read at different speeds, and the next collective has a timeout
-    return install(model.eval(), group, parts, options, transport_config(model, sizes, quantized_there))
+    return install(model.eval(), group, parts, options, sizes)
 
 
 def shard_experts(
@@ -126,6 +123,7 @@ def shard_experts(
     Errors: ValueError, which names the cause, for unsupported experts, for a model on another device, and for one that
         is sharded already; an error on one rank is raised on all, and the model is left unchanged. Collective.
     """
+    ensure_registered()
     with Agreement(group, "load"):
         plan = plan_shards(
             model,
@@ -138,53 +136,3 @@ def shard_experts(
             max_tokens_per_rank=max_tokens_per_rank,
         )
     return install(model, group, plan.parts, plan.options, plan.sizes)
-
-
-def register(
-    *,
-    transport: str = "auto",
-    experts: str = "auto",
-    layout: Layout | str = Layout.COMPACT,
-    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
-) -> None:
-    """Register "ep_moe" with transformers, as an `experts_implementation` and for its expert parallelism.
-
-    Importing this module calls it once; call it again, before a model is made, for other options. A model with
-    transposed or interleaved experts, such as gpt-oss, works but is slow: its weights are copied into our order in
-    each call; `from_pretrained` and `shard_experts` copy them once. From then on, setting "ep_moe" on a model with
-    experts that supports no implementation, such as Llama 4, is a ValueError; transformers itself would ignore it.
-
-    Args: as of `from_pretrained`, for models that transformers itself loads; `transport` and `max_tokens_per_rank`
-        are those of its expert parallelism, see `distributed_config`. Local.
-    """
-    config = HookConfig(
-        transport=transport, experts=experts, layout=Layout(layout), max_tokens_per_rank=max_tokens_per_rank
-    )
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_function(config))
-    register_parallelism(config)
-    refuse_to_be_ignored(NAME)
-
-
-def _experts_function(config: HookConfig) -> Any:
-    """The function that transformers calls in place of an experts module's own forward."""
-
-    @torch.compiler.disable
-    def ep_moe_experts_forward(
-        self: ExpertsModule, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        def run() -> torch.Tensor:
-            sharded = getattr(self, SHARDED, None)
-            if sharded is not None:
-                return sharded(hidden_states, top_k_index, top_k_weights)
-            local = getattr(self, LOCAL, None)
-            if local is None or not local.serves(self, top_k_index):
-                local = LocalExperts(self, config, top_k_index)
-                setattr(self, LOCAL, local)
-            return local(self, hidden_states, top_k_index, top_k_weights)
-
-        return without_backward(self, run, hidden_states, top_k_weights)
-
-    return ep_moe_experts_forward
-
-
-register()

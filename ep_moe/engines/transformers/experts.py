@@ -4,7 +4,6 @@ These are the modules under transformers' `use_experts_implementation`, with 3D 
 Letters: E experts of the module, H hidden, I intermediate; W = 2I if the experts have a gate, else I.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
+from ep_moe.engines.common.weights import gate_above_up, gate_beside_up
 from ep_moe.experts import apply_activation
-from ep_moe.quant import QuantScheme, StoredMatrix, quantize_weight
+from ep_moe.quant import StoredMatrix
 from ep_moe.weights import ExpertWeights
 
 ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they describe
@@ -116,16 +116,14 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     def matrix(key: str) -> torch.Tensor:
         return parameter(key).mT.contiguous() if module.is_transposed else parameter(key).contiguous()
 
-    def gate_above_up(rows: torch.Tensor) -> torch.Tensor:
-        if not module.has_gate or module.is_concatenated:
-            return rows
-        return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+    def in_our_order(rows: torch.Tensor) -> torch.Tensor:
+        return rows if not module.has_gate or module.is_concatenated else gate_above_up(rows)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
     return ExpertWeights(
-        w13=StoredMatrix(gate_above_up(matrix(first))),
+        w13=StoredMatrix(in_our_order(matrix(first))),
         w2=StoredMatrix(matrix("down_proj")),
-        w13_bias=gate_above_up(parameter(f"{first}_bias")) if module.has_bias else None,
+        w13_bias=in_our_order(parameter(f"{first}_bias")) if module.has_bias else None,
         w2_bias=parameter("down_proj_bias") if module.has_bias else None,
     )
 
@@ -140,9 +138,7 @@ def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, to
     """
 
     def in_their_order(rows: torch.Tensor) -> torch.Tensor:
-        if not module.has_gate or module.is_concatenated:
-            return rows
-        return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+        return rows if not module.has_gate or module.is_concatenated else gate_beside_up(rows)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
     tensors = {first: in_their_order(weights.w13.values), "down_proj": weights.w2.values}
@@ -157,14 +153,6 @@ def write_weights(module: ExpertsModule, weights: ExpertWeights) -> None:
     """Set an experts module's parameters to those that `parameters_of` returns for all E experts. Local."""
     for name, tensor in parameters_of(module, weights).items():
         module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-
-
-def quantize_experts(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
-    """Quantize unquantized weights; with scheme "none" they are returned unchanged. Local."""
-    if not scheme.weight.quantized:
-        return weights
-    w13, w2 = (quantize_weight(matrix.values, scheme) for matrix in (weights.w13, weights.w2))
-    return dataclasses.replace(weights, w13=w13, w2=w2, scheme=scheme)
 
 
 def drop_parameters(module: ExpertsModule) -> None:

@@ -3,12 +3,16 @@
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, M max_tokens_per_rank.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.common.load import ExpertLoad
+from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, refuse_backward
@@ -17,6 +21,7 @@ from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
 
 NAME = "ep_moe"  # our name in transformers
+DecodeExperts = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, tokens, ids, weights
 MAX_TOKENS_PER_RANK = 4096  # the default M
 
 
@@ -34,11 +39,6 @@ class HookConfig:
     experts: str = "auto"
     layout: Layout = Layout.COMPACT
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
-
-
-def with_topk(config: TransportConfig, num_topk: int) -> TransportConfig:
-    """The config with `max_topk` raised to at least K. Local."""
-    return dataclasses.replace(config, max_topk=max(config.max_topk, num_topk))
 
 
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class LocalExperts:
     ) -> torch.Tensor:
         """Called by transformers, whose own expert parallelism marks experts of other ranks with id E. Local."""
         ids = torch.where(top_k_index == self._num_experts, -1, top_k_index)
-        return self._layer.layer(module)(hidden_states, ids, top_k_weights.float())
+        return self._layer.layer(module).forward_routed(hidden_states, ids, top_k_weights.float())
 
 
 class Session:
@@ -133,24 +133,31 @@ class Session:
         group: the ranks.
         transport: moves the tokens of all layers.
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
+        load: counts the experts that this rank's tokens choose.
         idle: set it to True to make this rank take part in every forward pass without sending tokens; its MoE layers
             then return zeros. For a rank that has finished while others still generate.
+        experts: name of the layers' experts implementation.
+        decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
+        why_no_graphs: the reason why there is none, "" until it is needed.
     """
 
-    def __init__(self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...]) -> None:
+    def __init__(
+        self, group: EPGroup, transport: Transport, layers: tuple[ExpertParallelMoE, ...], experts: str = "auto"
+    ) -> None:
         self.group = group
         self.transport = transport
         self.layers = layers
         self.idle = False
-        # the extra column counts invalid ids, so that they need no filtering, which would be a host sync
-        self._load = torch.zeros(
-            len(layers), transport.placement.num_experts + 1, dtype=torch.int64, device=group.device
-        )
+        self.load = ExpertLoad(len(layers), transport.placement.num_experts, group.device)
+        self.experts = experts
+        self.decoder: Any = None
+        self.why_no_graphs = ""
+        self.decode_experts: DecodeExperts | None = None
 
     @property
     def expert_load(self) -> torch.Tensor:
         """[MoE layers, E] int64 on the device: how often this rank's tokens chose each logical expert. Local."""
-        return self._load[:, :-1].clone()
+        return self.load.counts
 
     @property
     def scheme(self) -> str:
@@ -159,17 +166,30 @@ class Session:
 
     def reset_expert_load(self) -> None:
         """Set the counts to zero. Local, no host sync."""
-        self._load.zero_()
+        self.load.reset()
 
-    def count(self, layer: int, topk_ids: torch.Tensor) -> None:
-        """Add a layer's ids [T, K], -1 none, to `expert_load`. Local, no host sync."""
-        num_experts = self._load.shape[1] - 1
-        ids = topk_ids.reshape(-1).long()
-        ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
-        self._load[layer].scatter_add_(0, ids, torch.ones_like(ids))
+    @contextlib.contextmanager
+    def sitting_out(self, idle: bool = True) -> Iterator[None]:
+        """`idle` has this value in the block, and its value of before after it. Local."""
+        before, self.idle = self.idle, idle
+        try:
+            yield
+        finally:
+            self.idle = before
+
+    @contextlib.contextmanager
+    def decoding(self, experts: "DecodeExperts") -> Iterator[None]:
+        """In the block, experts modules call this function in place of their layers. Local."""
+        self.decode_experts = experts
+        try:
+            yield
+        finally:
+            self.decode_experts = None
 
     def destroy(self) -> None:
-        """Destroy the transport, not the group; the model can no longer run. Local, calling it twice is fine."""
+        """Destroy the transports, not the group; the model can no longer run. Local, calling it twice is fine."""
+        if self.decoder is not None:
+            self.decoder.destroy()
         self.transport.destroy()
 
 
@@ -196,8 +216,10 @@ class ShardedExperts:
         """Compute this rank's tokens [T, H], ids [T, K] logical. Collective."""
         session, layer = self._session, self.layer
         self.called = True
+        if session.decode_experts is not None:
+            return session.decode_experts(self._index, hidden_states, top_k_index, top_k_weights)
         if session.idle:
-            layer(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
+            layer.forward_routed(hidden_states[:0], top_k_index[:0], top_k_weights[:0].float())
             return torch.zeros_like(hidden_states)
-        session.count(self._index, top_k_index)
-        return layer(hidden_states, top_k_index, top_k_weights.float())
+        session.load.add(self._index, top_k_index)
+        return layer.forward_routed(hidden_states, top_k_index, top_k_weights.float())

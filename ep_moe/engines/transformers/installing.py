@@ -5,20 +5,23 @@ Letters: K top-k, E logical experts, R ranks.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from ep_moe.config import MoEConfig, RoundKind, TransportConfig
+from ep_moe.config import MoEConfig, TransportConfig
+from ep_moe.engines.common.agreement import Agreement
+from ep_moe.engines.common.layers import warm_up
+from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
-from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts, with_topk
-from ep_moe.engines.transformers.ranks import Agreement, any_rank_unfinished
+from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts
 from ep_moe.engines.transformers.saving import save_pretrained
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.placement import Placement, create_placement
+from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
 
@@ -47,34 +50,6 @@ class Options:
     placement: Placement
 
 
-def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -> Placement:
-    """A placement by name, or the given one. Errors: ValueError if it is not of E experts and R ranks. Local."""
-    if isinstance(placement, str):
-        return create_placement(placement, num_experts, group.num_ranks)
-    if placement.num_ranks != group.num_ranks or placement.num_experts != num_experts:
-        raise ValueError(
-            f"the placement is of {placement.num_experts} experts on {placement.num_ranks} ranks, "
-            f"needed are {num_experts} on {group.num_ranks}"
-        )
-    return placement
-
-
-def transport_config(
-    model: PreTrainedModel, sizes: TransportConfig, quantized_there: Iterable[MoEConfig]
-) -> TransportConfig:
-    """The config of a model's transport, with the kinds of its rounds, so that no prompt waits for compilation.
-
-    Args:
-        sizes: all other fields. quantized_there: configs of the layers whose tokens the transport quantizes.
-    Errors: ValueError as of `TransportConfig`. Local.
-    """
-    num_topk = num_topk_of(model.config)
-    if num_topk is None:
-        return sizes
-    kinds = (RoundKind(num_topk=num_topk, scheme=config.scheme, layout=config.layout) for config in quantized_there)
-    return dataclasses.replace(with_topk(sizes, num_topk), kinds=tuple(dict.fromkeys(kinds)))
-
-
 def install(
     model: PreTrainedModel, group: EPGroup, parts: Mapping[str, Part], options: Options, config: TransportConfig
 ) -> PreTrainedModel:
@@ -83,7 +58,8 @@ def install(
     Layers are made one by one, and each frees more memory than the next one needs. Collective.
     """
     before = model.get_experts_implementation()
-    exchange = create_transport(options.transport, group, options.placement, config)
+    num_topk = num_topk_of(model.config)
+    exchange = create_transport(options.transport, group, options.placement, with_topk(config, num_topk))
     try:
         with Agreement(group, "load"):
             model.set_experts_implementation(NAME)
@@ -92,18 +68,20 @@ def install(
         model.set_experts_implementation(before)
         exchange.destroy()
         raise
-    session = Session(group, exchange, layers)
+    session = Session(group, exchange, layers, options.experts)
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
-    keep_in_step(model, num_topk_of(model.config))
+    keep_in_step(model, num_topk)
     setattr(model, NAME, session)
-    vars(model)["_has_unfinished_sequences"] = functools.partial(any_rank_unfinished, group)
+    vars(model)["_has_unfinished_sequences"] = functools.partial(_any_rank_unfinished, group)
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             prefix = f"{name}." if name else ""
             inside = {key.removeprefix(prefix): parts[key].module for key in parts if key.startswith(prefix)}
             if inside:
                 vars(module)["save_pretrained"] = functools.partial(save_pretrained, module, inside)
+    if num_topk is not None:
+        warm_up(layers, num_topk)
     return model
 
 
@@ -118,6 +96,15 @@ def _make_layers(parts: Mapping[str, Part], exchange: Transport, experts: str) -
         if hasattr(part.module, LOCAL):  # it holds the parameters too
             delattr(part.module, LOCAL)
     return tuple(layers)
+
+
+def _any_rank_unfinished(group: EPGroup, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether `generate` goes on. transformers' own implementation needs, with `synced_gpus`, torch's default process
+    group, which may be larger than ours or absent. Collective with `synced_gpus`, host sync."""
+    if not synced_gpus:
+        return not this_peer_finished
+    unfinished = torch.tensor([0 if this_peer_finished else 1], dtype=torch.int64, device=device)
+    return bool(group.all_reduce_sum(unfinished).item())
 
 
 def is_sharded(model: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ep_moe.engines.transformers.experts import drop_parameters, find_experts, write_weights
+from ep_moe.engines.transformers.registering import ensure_registered
 from ep_moe.placement import Placement
 from ep_moe.weights import Checkpoint, DenseTensors, ExpertWeights
 from ep_moe.weights.json_files import read_object
@@ -31,6 +32,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
     except OSError as error:
         raise ValueError(f"{directory} has no config that transformers can read: {error}") from error
     vars(config).pop("quantization_config", None)  # the model is not quantized once it is loaded
+    ensure_registered()
     options = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

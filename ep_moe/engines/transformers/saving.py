@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from ep_moe.engines.common.agreement import Agreement
 from ep_moe.engines.transformers.experts import SHARDED, ExpertsModule, parameters_of
-from ep_moe.engines.transformers.ranks import Agreement
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.weights import ExpertWeights
@@ -114,8 +114,8 @@ def _gather(group: EPGroup, module: ExpertsModule, layer: ExpertParallelMoE) -> 
     Experts are broadcast one at a time, since a broadcast uses connections that exist already.
     """
     found: dict[str, torch.Tensor] = {}
-    for expert, (owner, slot) in _owners(layer).items():
-        one = parameters_of(module, _expert(group, layer.weights, owner, slot))
+    for expert, (owner, index) in _owners(layer).items():
+        one = parameters_of(module, _expert(group, layer.weights, owner, index))
         if group.rank != 0:
             continue
         for leaf, tensor in one.items():
@@ -131,17 +131,17 @@ def _owners(layer: ExpertParallelMoE) -> dict[int, tuple[int, int]]:
     placement = layer.placement
     owners: dict[int, tuple[int, int]] = {}
     for rank in range(placement.num_ranks):
-        for slot, expert in enumerate(placement.local_experts(rank)):
-            owners.setdefault(expert, (rank, slot))
+        for index, expert in enumerate(placement.local_experts(rank)):
+            owners.setdefault(expert, (rank, index))
     return owners
 
 
-def _expert(group: EPGroup, local: ExpertWeights, owner: int, slot: int) -> ExpertWeights:
+def _expert(group: EPGroup, local: ExpertWeights, owner: int, index: int) -> ExpertWeights:
     """Broadcast one expert [1, ...] from its rank to all. Collective."""
 
     def broadcast(stack: torch.Tensor) -> torch.Tensor:
         mine = group.rank == owner
-        tensor = stack[slot : slot + 1].contiguous() if mine else stack.new_empty(1, *stack.shape[1:])
+        tensor = stack[index : index + 1].contiguous() if mine else stack.new_empty(1, *stack.shape[1:])
         if group.process_group is not None:
             source = dist.get_global_rank(group.process_group, owner)
             with group.guard(PHASE):

@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.common.layers import placement_of
+from ep_moe.engines.common.weights import quantize_experts
 from ep_moe.engines.transformers.architectures import check_in_step
-from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, quantize_experts, weights_of
-from ep_moe.engines.transformers.installing import Options, Part, is_sharded, placement_of, transport_config
+from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, find_experts, weights_of
+from ep_moe.engines.transformers.installing import Options, Part, is_sharded
 from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
@@ -80,7 +82,7 @@ def plan_shards(
     return Plan(
         parts=parts,
         options=Options(transport=transport, experts=experts, placement=place),
-        sizes=transport_config(model, sizes, configs.values()),
+        sizes=sizes,
     )
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["max_tokens", "num_physical", "ids_stride"])
 def _count_block_kernel(
     ids_ptr,  # [T, K] int32 or int64, rows `ids_stride` apart
-    num_tokens_ptr,  # [1] int32, where COUNTED
+    num_tokens_ptr,  # [1] int32, where HAS_NUM_TOKENS
     counts_ptr,  # [B + 1, P + 1] int32, out: rows of each expert in a block of tokens; last, bad ids
     max_tokens,
     num_physical,
@@ -18,12 +18,12 @@ def _count_block_kernel(
     K: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,  # that one program counts
-    COUNTED: tl.constexpr,
+    HAS_NUM_TOKENS: tl.constexpr,
 ):
     """Count the rows of EXPERTS experts in one block of TOKENS tokens; a token goes to an expert once."""
     block = tl.program_id(0).to(tl.int64)
     num_tokens = max_tokens
-    if COUNTED:
+    if HAS_NUM_TOKENS:
         num_tokens = tl.minimum(tl.load(num_tokens_ptr), max_tokens)
     token = block * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)

@@ -1,7 +1,6 @@
-"""What the kernels of the one-sided exchange share: regions of peers' memory, a slot's state, verdicts.
+"""What a slot keeps on its rank, which no peer sees: its state, verdicts on rounds, what the batch's fields refer to.
 
-Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, H hidden, G scale groups, K top-k, C rows
-that share a matrix of scales.
+Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, K top-k.
 """
 
 from typing import Any, NamedTuple
@@ -9,19 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.signals import SPREAD, as_pointer, fence, is_over, make_word
-
-# regions of a rank's memory for one slot, by place in `Links.offsets`
-HEADERS = tl.constexpr(0)  # [R, HEADER_WORDS + L] words, by source: status, format, layer (2), rows for each expert
-FLAGS = tl.constexpr(1)  # [R, M] words, by source: whether the token was sent here
-ENTRIES = tl.constexpr(2)  # [R, M, 2 * max_topk] int32: experts and places, then weights
-VALUES = tl.constexpr(3)  # [R, M, row] payload
-SCALES = tl.constexpr(4)  # [R, M, G] scales
-WORD_ROWS = tl.constexpr(5)  # [R, word_tokens, words of a row] words
-COMBINE_HEADERS = tl.constexpr(6)  # [R] words, by source
-RETURNED = tl.constexpr(7)  # [R, M, H] in the model's dtype, by the rank that computed them
-
-HEADER_WORDS = tl.constexpr(4)  # before the counts of rows
+from ep_moe.kernels.exchange.peers import fence
+from ep_moe.kernels.exchange.waits import SPREAD, is_over
+from ep_moe.kernels.exchange.wire_layout import make_word
 
 # words of a slot's state, int32, this rank's own
 DONE = tl.constexpr(0)  # the last round that has ended: a dispatch reads it, the combine's end writes it
@@ -36,37 +25,19 @@ RUNS = tl.constexpr(43)  # what programs of this round's combine have added up t
 SENT_ONCE = tl.constexpr(1 << 14)  # those of a whole launch that sends; also the most programs of a launch
 RECEIVED_ONCE = tl.constexpr(1 << 29)  # those of one that receives
 
-# codes of a header's status word, above 28 bits of number
-FINE = tl.constexpr(0)  # the number of tokens follows
-REFUSED = tl.constexpr(1)  # the caller's input is bad
-TOO_MANY = tl.constexpr(2)  # tokens, above the limit
-BAD_IDS = tl.constexpr(3)  # ids that no rank owns
-# further verdicts
+# verdicts on a round, beside the codes of `wire_layout`
 MISMATCH = tl.constexpr(4)  # another format
 LOST = tl.constexpr(5)  # a rank did not answer
 OUT_OF_ORDER = tl.constexpr(6)  # a dispatch before the combine of the round before it, or a combine twice
 OTHER_LAYER = tl.constexpr(7)  # another layer, or one of other settings
 
-PLACE_BITS = tl.constexpr(20)  # of a row among those of its source and expert; the local expert stands above
-PLACE_MASK = tl.constexpr(2**20 - 1)
 
-
-class Links(NamedTuple):
-    """How a rank reaches the others, for one slot."""
-
-    bases: tuple[int, ...]  # R addresses: where each rank's memory of the slot is mapped here
-    offsets: tuple[int, ...]  # of the regions in it
-    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word
-    abort_ptr: Any  # [1] int64, this rank's own
-    urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
-
-
-class Own(NamedTuple):
+class SlotState(NamedTuple):
     """What a slot keeps on its rank."""
 
     state_ptr: Any  # int32 words, see above
     dest_rank_mask_ptr: Any  # [M] int32: a bit for each rank that a token went to
-    rows_ptr: Any  # [R * M, K] int32: the rows of a received token, those that it has first, then -1
+    rows_ptr: Any  # [R * M, K] int32: the batch's rows of a pool row, those that it has first, then -1
     weights_ptr: Any  # [R * M, K] float32, theirs
     num_rows_ptr: Any  # [L] int32, the batch's
     row_start_ptr: Any  # [L] int32, the batch's
@@ -79,10 +50,23 @@ class Own(NamedTuple):
     report_ptr: Any  # [3] int64, of the host
 
 
-@triton.jit
-def region(base, links, name: tl.constexpr, dtype: tl.constexpr):
-    """The start of a region in the memory of a rank, which is mapped at `base`."""
-    return as_pointer(base.to(tl.int64) + links.offsets[name], dtype)
+class Halves(NamedTuple):
+    """The halves of a dispatch or combine that are in one launch: constants of a kernel."""
+
+    SEND: tl.constexpr
+    RECEIVE: tl.constexpr
+    PDL: tl.constexpr  # it may start before the launch before it has ended
+
+
+class Round(NamedTuple):
+    """What a program of a dispatch knows of its round."""
+
+    epoch: Any
+    active: Any  # a bit for each rank that takes part
+    enabled: Any  # false if the round is skipped
+    fingerprint: Any  # of the payload's format, as `layer` and `settings` compared between ranks
+    layer: Any
+    settings: Any
 
 
 @triton.jit
@@ -155,6 +139,19 @@ def report(report_ptr, epoch, verdict, source, value, own_value):
         tl.store(report_ptr + 2, own_value.to(tl.int64))
         fence()
         tl.store(report_ptr, make_word(epoch, (verdict << 8 | source).to(tl.int32)))
+
+
+class Report(NamedTuple):
+    """What the first word of a report says."""
+
+    epoch: int
+    verdict: int
+    source: int  # the rank that caused it
+
+
+def read_report(word: int) -> Report:
+    """Unpack the first word of a `report`."""
+    return Report(word >> 32 & 0xFFFFFFFF, word >> 8 & 0xFF, word & 0xFF)
 
 
 @triton.jit

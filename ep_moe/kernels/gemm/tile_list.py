@@ -13,66 +13,52 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_experts", "max_tiles"])
 def _tile_list_kernel(
-    expert_num_tokens_ptr,  # [L] int32
-    tile_expert_ptr,  # [>= Q] int32, out
-    first_tile_ptr,  # [L] int32, out
-    num_tiles_ptr,  # [1] int32, out: Q
-    amax_ptr,  # [L] int32, out: zeros, if HAS_AMAX
+    rows,  # Rows, of which only num_tokens is read
+    tiles,  # TileList, out
     num_experts,
     max_tiles,
     BLOCK_M: tl.constexpr,
     EXPERTS: tl.constexpr,  # L rounded up to a power of two
     TILES: tl.constexpr,  # list entries per program
-    HAS_AMAX: tl.constexpr,
 ):
     """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
-    counts = tl.load(expert_num_tokens_ptr + expert, mask=is_expert, other=0)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    end = tl.cumsum(tiles, 0)
+    counts = tl.load(rows.num_tokens + expert, mask=is_expert, other=0)
+    num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(num_tiles, 0)
     if tl.program_id(0) == 0:
-        tl.store(first_tile_ptr + expert, end - tiles, mask=is_expert)
-        tl.store(num_tiles_ptr, tl.sum(tiles, 0))
-        if HAS_AMAX:
-            tl.store(amax_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
+        tl.store(tiles.first_tile + expert, end - num_tiles, mask=is_expert)
+        tl.store(tiles.num_tiles, tl.sum(num_tiles, 0))
+        if tiles.amax is not None:
+            tl.store(tiles.amax + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
-    tl.store(tile_expert_ptr + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
+    tl.store(tiles.tile_expert + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
 
 
 @triton.jit
-def _find_tile(
-    t,
-    num_columns,
-    expert_num_tokens_ptr,
-    tile_expert_ptr,
-    first_tile_ptr,
-    BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
+def find_tile(t, num_columns, rows, tiles, TILE):
     """Return (expert, its tokens, row tile within the expert, first row tile of the expert, column tile) of tile t.
 
     Tiles of an expert are ordered in groups of GROUP_M row tiles, each of which covers all columns before the next
     group, so that concurrent tiles share weights and tokens in the cache.
     """
-    expert = tl.load(tile_expert_ptr + t // num_columns)
-    num_tokens = tl.load(expert_num_tokens_ptr + expert)
-    first_tile = tl.load(first_tile_ptr + expert)
-    row_tiles = (num_tokens + BLOCK_M - 1) // BLOCK_M
+    expert = tl.load(tiles.tile_expert + t // num_columns)
+    num_tokens = tl.load(rows.num_tokens + expert)
+    first_tile = tl.load(tiles.first_tile + expert)
+    row_tiles = (num_tokens + TILE.BLOCK_M - 1) // TILE.BLOCK_M
     within = t - first_tile * num_columns
-    group = within // (GROUP_M * num_columns)
-    rows_of_group = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
-    within -= group * GROUP_M * num_columns
-    return expert, num_tokens, group * GROUP_M + within % rows_of_group, first_tile, within // rows_of_group
+    group = within // (TILE.GROUP_M * num_columns)
+    rows_of_group = tl.minimum(row_tiles - group * TILE.GROUP_M, TILE.GROUP_M)
+    within -= group * TILE.GROUP_M * num_columns
+    return expert, num_tokens, group * TILE.GROUP_M + within % rows_of_group, first_tile, within // rows_of_group
 
 
 @triton.jit
-def _find_rows(
-    group, expert_num_tokens_ptr, tile_expert_ptr, first_tile_ptr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return (expert, rows of the intermediate [ROWS], which of them hold a token) of the group-th ROWS rows."""
-    row = group * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(tile_expert_ptr + group * ROWS // BLOCK_M)
-    num_tokens = tl.load(expert_num_tokens_ptr + expert)
-    return expert, row, row - tl.load(first_tile_ptr + expert) * BLOCK_M < num_tokens
+def find_rows(piece, rows, tiles, PIECES):
+    """Return (expert, rows of the intermediate [ROWS], which of them hold a token) of the piece-th ROWS rows."""
+    row = piece * PIECES.ROWS + tl.arange(0, PIECES.ROWS)
+    expert = tl.load(tiles.tile_expert + piece * PIECES.ROWS // PIECES.BLOCK_M)
+    num_tokens = tl.load(rows.num_tokens + expert)
+    return expert, row, row - tl.load(tiles.first_tile + expert) * PIECES.BLOCK_M < num_tokens

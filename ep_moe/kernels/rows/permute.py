@@ -11,10 +11,36 @@ Rows of any dtype are copied as 32-bit words; strides count units, of four words
 compiler knows that accesses of four words are aligned.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ep_moe.kernels.numerics import round_to
+
+
+class Ids(NamedTuple):
+    """How the ids of tokens are read."""
+
+    L: tl.constexpr
+    K: tl.constexpr
+    COLUMNS: tl.constexpr  # K rounded up to a power of two
+    TOKENS: tl.constexpr  # of a block
+
+
+class Words(NamedTuple):
+    """How the values of a row are copied, in 32-bit words."""
+
+    ROW: tl.constexpr  # of a row
+    UNIT: tl.constexpr  # in a unit of strides
+    BLOCK: tl.constexpr  # that one program copies
+
+
+class ScaleGroups(NamedTuple):
+    """The scales of a row."""
+
+    G: tl.constexpr
+    GROUPS: tl.constexpr  # G rounded up to a power of two
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride"])
@@ -62,20 +88,17 @@ def _count_rows_kernel(
     ids_ptr,  # [N, K] int32, local expert, -1 none
     counts_ptr,  # [B, L] int32, out
     num_tokens,
-    L: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    IDS,  # Ids
     EXPERTS: tl.constexpr,  # experts that one program counts
 ):
     """Count the rows of EXPERTS experts in one block of tokens."""
     block = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, TOKENS * COLUMNS)
-    token, column = block * TOKENS + place // COLUMNS, place % COLUMNS
-    ids = tl.load(ids_ptr + token * K + column, mask=(token < num_tokens) & (column < K), other=-1)
+    place = tl.arange(0, IDS.TOKENS * IDS.COLUMNS)
+    token, column = block * IDS.TOKENS + place // IDS.COLUMNS, place % IDS.COLUMNS
+    ids = tl.load(ids_ptr + token * IDS.K + column, mask=(token < num_tokens) & (column < IDS.K), other=-1)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     count = tl.sum((ids[:, None] == expert[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + block * L + expert, count, mask=expert < L)
+    tl.store(counts_ptr + block * IDS.L + expert, count, mask=expert < IDS.L)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "capacity", "alignment"])
@@ -117,20 +140,17 @@ def _rows_of_token(
     before_ptr,
     expert_row_start_ptr,
     token,
-    L: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    IDS,
 ):
     """Return the row [COLUMNS] of each of a token's experts, -1 none."""
-    column = tl.arange(0, COLUMNS)
-    mine = tl.load(ids_ptr + token * K + column, mask=column < K, other=-1)
-    block = token // TOKENS
-    place = tl.arange(0, TOKENS * COLUMNS)
-    other, other_column = block * TOKENS + place // COLUMNS, place % COLUMNS
-    theirs = tl.load(ids_ptr + other * K + other_column, mask=(other < token) & (other_column < K), other=-1)
+    column = tl.arange(0, IDS.COLUMNS)
+    mine = tl.load(ids_ptr + token * IDS.K + column, mask=column < IDS.K, other=-1)
+    block = token // IDS.TOKENS
+    place = tl.arange(0, IDS.TOKENS * IDS.COLUMNS)
+    other, other_column = block * IDS.TOKENS + place // IDS.COLUMNS, place % IDS.COLUMNS
+    theirs = tl.load(ids_ptr + other * IDS.K + other_column, mask=(other < token) & (other_column < IDS.K), other=-1)
     row = tl.sum((theirs[:, None] == mine[None, :]).to(tl.int32), 0)
-    row += tl.load(before_ptr + block * L + mine, mask=mine >= 0, other=0)
+    row += tl.load(before_ptr + block * IDS.L + mine, mask=mine >= 0, other=0)
     row += tl.load(expert_row_start_ptr + mine, mask=mine >= 0, other=0)
     return tl.where(mine >= 0, row, -1)
 
@@ -140,57 +160,49 @@ def _pack_rows_kernel(
     ids_ptr,  # [N, K] int32, local expert, -1 none; an expert at most once in a row
     before_ptr,  # [B, L] int32, rows of each expert in earlier blocks
     expert_row_start_ptr,  # [L] int32
-    x_ptr,  # [N, ROW_WORDS] int32 words, rows `x_stride` units apart
-    scale_ptr,  # [N, G], any Triton dtype, any strides
+    x_ptr,  # [N, ROW] int32 words, rows `x_stride` units apart; None leaves the values where they are
+    scale_ptr,  # [N, G], any Triton dtype, any strides; or None
     token_to_row_ptr,  # [N, K] int32, out
-    row_index_ptr,  # [rows] int32, out if POOLED
-    out_ptr,  # [rows, ROW_WORDS] int32 words; [N, ROW_WORDS] if POOLED
-    out_scale_ptr,  # [experts, G, height], out
+    row_index_ptr,  # [rows] int32, out: rows keep their order, and this maps an expert's rows to them; or None
+    out_ptr,  # [rows, ROW] int32 words, out; [N, ROW] with `row_index_ptr`; or None
+    out_scale_ptr,  # [experts, G, height], out; or None
     height,  # rows that share a matrix of scales
     out_rows,  # capacity in rows; rows beyond it are dropped
     x_stride,
     scale_token_stride,
     scale_group_stride,
-    L: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROW_WORDS: tl.constexpr,  # of a row's values
-    UNIT: tl.constexpr,  # words in a unit of x_stride
-    WORDS: tl.constexpr,  # words that one program copies
-    G: tl.constexpr,
-    GROUPS: tl.constexpr,  # G rounded up to a power of two
-    POOLED: tl.constexpr,  # rows keep their order, `row_index` maps an expert's rows to them
-    COPY: tl.constexpr,  # copy the values
+    IDS,  # Ids
+    WORDS,  # Words; `x_stride` is in its units
+    SCALES,  # ScaleGroups
 ):
-    """Copy WORDS words of one token to each of its rows; its first program also writes scales and row indices."""
+    """Copy BLOCK words of one token to each of its rows; its first program also writes scales and row indices."""
     token = tl.program_id(0).to(tl.int64)
-    column, group = tl.arange(0, COLUMNS), tl.arange(0, GROUPS)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    is_word = word < ROW_WORDS
+    column, group = tl.arange(0, IDS.COLUMNS), tl.arange(0, SCALES.GROUPS)
+    word = tl.program_id(1) * WORDS.BLOCK + tl.arange(0, WORDS.BLOCK)
+    is_word = word < WORDS.ROW
     leads = tl.program_id(1) == 0
-    is_group = (group < G) & leads
-    row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, L, K, COLUMNS, TOKENS)
+    is_group = (group < SCALES.G) & leads
+    row = _rows_of_token(ids_ptr, before_ptr, expert_row_start_ptr, token, IDS)
     row = tl.where(row < out_rows, row, -1)
-    tl.store(token_to_row_ptr + token * K + column, row, mask=(column < K) & leads)
-    if COPY:
-        values = tl.load(x_ptr + token * x_stride * UNIT + word, mask=is_word)
-    if G > 0:
+    tl.store(token_to_row_ptr + token * IDS.K + column, row, mask=(column < IDS.K) & leads)
+    if x_ptr is not None:
+        values = tl.load(x_ptr + token * x_stride * WORDS.UNIT + word, mask=is_word)
+    if scale_ptr is not None:
         scale_ptrs = scale_ptr + token * scale_token_stride + group.to(tl.int64) * scale_group_stride
         scale = tl.load(scale_ptrs, mask=is_group)
-    if POOLED:
-        tl.store(row_index_ptr + row, tl.zeros([COLUMNS], tl.int32) + token.to(tl.int32), mask=(row >= 0) & leads)
-        if COPY:
-            tl.store(out_ptr + token * ROW_WORDS + word, values, mask=is_word)
-        if G > 0:
+    if row_index_ptr is not None:
+        tl.store(row_index_ptr + row, tl.zeros([IDS.COLUMNS], tl.int32) + token.to(tl.int32), mask=(row >= 0) & leads)
+        if x_ptr is not None:
+            tl.store(out_ptr + token * WORDS.ROW + word, values, mask=is_word)
+        if scale_ptr is not None:
             tl.store(out_scale_ptr + group.to(tl.int64) * height + token, scale, mask=is_group)
     else:
-        for k in range(K):
+        for k in range(IDS.K):
             to = tl.max(tl.where(column == k, row, -1), 0).to(tl.int64)
             if to >= 0:
-                tl.store(out_ptr + to * ROW_WORDS + word, values, mask=is_word)
-                if G > 0:
-                    place = (to // height * G + group) * height + to % height
+                tl.store(out_ptr + to * WORDS.ROW + word, values, mask=is_word)
+                if scale_ptr is not None:
+                    place = (to // height * SCALES.G + group) * height + to % height
                     tl.store(out_scale_ptr + place, scale, mask=is_group)
 
 
@@ -198,16 +210,14 @@ def _pack_rows_kernel(
 def _weighted_sum_kernel(
     y_ptr,  # [rows, H]
     token_to_row_ptr,  # [N, K] int32, -1 none
-    weights_ptr,  # [N, K] float32, if WEIGHTED
-    shared_ptr,  # [N, H], rows `shared_stride` apart, if SHARED
+    weights_ptr,  # [N, K] float32; None is ones
+    shared_ptr,  # [N, H], rows `shared_stride` apart; or None
     out_ptr,  # [N, H], rows `out_stride` apart
     shared_stride,
     out_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,  # columns per program
-    WEIGHTED: tl.constexpr,
-    SHARED: tl.constexpr,
 ):
     """Sum a token's rows in float32, in column order, add `shared`, round once.
 
@@ -221,9 +231,9 @@ def _weighted_sum_kernel(
     for k in tl.static_range(K):
         row = tl.load(token_to_row_ptr + token * K + k).to(tl.int64)
         part = tl.load(y_ptr + row * H + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
-        if WEIGHTED:
+        if weights_ptr is not None:
             part = part * tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
         total = total + part
-    if SHARED:
+    if shared_ptr is not None:
         total = total + tl.load(shared_ptr + token * shared_stride + column, mask=inside).to(tl.float32)
     tl.store(out_ptr + token * out_stride + column, round_to(total, out_ptr.dtype.element_ty), mask=inside)

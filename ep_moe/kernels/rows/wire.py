@@ -1,4 +1,4 @@
-"""Send side of the collective exchange: destination ranks of each token, headers, and rows as bytes.
+"""Send side of the collective transport: destination ranks of each token, headers, and rows as bytes.
 
 Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of TOKENS tokens each, G scale groups.
 """
@@ -7,6 +7,17 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.numerics import INT32_MIN, clamp_to_int32
+
+# words of a header, as `ep_moe.transport.collective.send_plan.Header` names them
+ROWS = tl.constexpr(0)
+NUM_TOKENS = tl.constexpr(1)
+REFUSED = tl.constexpr(2)
+BAD_IDS = tl.constexpr(3)
+FINGERPRINT = tl.constexpr(4)
+PAIRS = tl.constexpr(5)
+BAD_ID = tl.constexpr(6)
+LAYER = tl.constexpr(7)
+SETTINGS = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_physical", "ids_stride"])
@@ -56,7 +67,7 @@ def _find_destinations_kernel(
 def _write_header_kernel(
     counts_ptr,  # [2 * B * R + 2 * B] int32, as `_find_destinations_kernel` leaves it
     block_start_ptr,  # [B, R] int32, out: the first row of the send buffer that a block's tokens for a rank take
-    header_ptr,  # [R, WORDS] int64, out: tokens, T, 0, bad ids, format fingerprint, pairs, a bad id, layer (2 words)
+    header_ptr,  # [R, WORDS] int64, out: see above
     num_blocks,
     num_tokens,
     fingerprint: tl.int64,
@@ -92,15 +103,15 @@ def _write_header_kernel(
         row += tl.sum(count, 0)
     word_ptr = header_ptr + rank * WORDS
     zero = tl.zeros([RANKS], tl.int64)
-    tl.store(word_ptr, tokens.to(tl.int64), mask=rank < R)
-    tl.store(word_ptr + 1, zero + num_tokens, mask=rank < R)
-    tl.store(word_ptr + 2, zero, mask=rank < R)
-    tl.store(word_ptr + 3, zero + tl.sum(bad, 0), mask=rank < R)
-    tl.store(word_ptr + 4, zero + fingerprint, mask=rank < R)
-    tl.store(word_ptr + 5, pairs.to(tl.int64), mask=rank < R)
-    tl.store(word_ptr + 6, zero + tl.where(tl.sum(bad, 0) > 0, tl.max(bad_id, 0), 0), mask=rank < R)
-    tl.store(word_ptr + 7, zero + layer, mask=rank < R)
-    tl.store(word_ptr + 8, zero + settings, mask=rank < R)
+    tl.store(word_ptr + ROWS, tokens.to(tl.int64), mask=rank < R)
+    tl.store(word_ptr + NUM_TOKENS, zero + num_tokens, mask=rank < R)
+    tl.store(word_ptr + REFUSED, zero, mask=rank < R)
+    tl.store(word_ptr + BAD_IDS, zero + tl.sum(bad, 0), mask=rank < R)
+    tl.store(word_ptr + FINGERPRINT, zero + fingerprint, mask=rank < R)
+    tl.store(word_ptr + PAIRS, pairs.to(tl.int64), mask=rank < R)
+    tl.store(word_ptr + BAD_ID, zero + tl.where(tl.sum(bad, 0) > 0, tl.max(bad_id, 0), 0), mask=rank < R)
+    tl.store(word_ptr + LAYER, zero + layer, mask=rank < R)
+    tl.store(word_ptr + SETTINGS, zero + settings, mask=rank < R)
 
 
 @triton.jit(do_not_specialize=["x_stride", "scale_token_stride", "scale_group_stride", "ids_stride", "weights_stride"])

@@ -4,6 +4,7 @@ Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks o
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +12,22 @@ from ep_moe.transport.checks import is_bad_id
 
 INT32 = torch.iinfo(torch.int32)
 
-# int64 words: rows for the receiver, tokens of the sender, error flag (0 or 1), number of bad ids, format fingerprint,
-# (token, expert) pairs for the receiver, one of the bad ids, and the two words of the layer's tag
-HEADER_WORDS = 9
+
+class Header(NamedTuple):
+    """What a rank tells another before it sends rows: int64 words, as `_write_header_kernel` writes them too."""
+
+    rows: Any  # for the receiver
+    num_tokens: int  # of the sender
+    refused: int  # 1 if the sender's input is bad, else 0
+    bad_ids: int  # how many
+    fingerprint: int  # of the row format
+    pairs: Any  # (token, expert) pairs for the receiver
+    bad_id: Any  # one of the bad ids
+    layer: int  # `LayerTag.words`
+    settings: int
+
+
+HEADER_WORDS = len(Header._fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +71,20 @@ def plan_send(
         pairs[token, owner[ids[token].long()].long()] += 1
     goes = pairs > 0
     counts = goes.sum(0)
-    header.zero_()
-    header[:, 0], header[:, 1], header[:, 4] = counts, num_tokens, fingerprint
     bad = topk_ids[is_bad_id(topk_ids, num_physical)]
-    header[:, 3] = bad.numel()
-    header[:, 5] = pairs.sum(0)
-    if bad.numel():
-        header[:, 6] = bad.max().clamp(INT32.min, INT32.max)
-    header[:, 7], header[:, 8] = layer
+    words = Header(
+        rows=counts,
+        num_tokens=num_tokens,
+        refused=0,
+        bad_ids=bad.numel(),
+        fingerprint=fingerprint,
+        pairs=pairs.sum(0),
+        bad_id=bad.max().clamp(INT32.min, INT32.max) if bad.numel() else 0,
+        layer=layer[0],
+        settings=layer[1],
+    )
+    for place, word in enumerate(words):
+        header[:, place] = word
     return SendPlan(
         place=torch.where(goes, goes.cumsum(0) - 1, -1).int(),
         block_start=(counts.cumsum(0) - counts).int().unsqueeze(0),

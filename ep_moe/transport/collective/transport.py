@@ -2,8 +2,8 @@
 
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, N received rows, P physical experts.
 
-A round is three exchanges: headers (counts, error flags), the rows of tokens, and the result rows back to their source
-ranks. Headers tell every rank of bad input before any payload is sent: all ranks raise, and the next round works.
+A round is three all-to-alls: headers (counts, error flags), the rows of tokens, and the result rows back to their
+source ranks. Headers tell all ranks of bad input before any payload is sent: all raise, and the next round works.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from ep_moe.transport.checks import (
     too_many_tokens_message,
 )
 from ep_moe.transport.collective.row_format import RowFormat
-from ep_moe.transport.collective.send_plan import HEADER_WORDS, plan_send
+from ep_moe.transport.collective.send_plan import HEADER_WORDS, Header, plan_send
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag, other_layer_message
 from ep_moe.transport.slots import Slots
 
@@ -58,12 +58,12 @@ class _Round:
     send_counts: tuple[int, ...]  # rows sent to each rank
     recv_counts: tuple[int, ...]  # rows received from each rank
     recv_pairs: int  # received (token, local expert) pairs
-    buffer: torch.Tensor  # destination of the exchange in flight
+    buffer: torch.Tensor  # destination of the all-to-all in flight
     work: dist.Work | None
-    keep: torch.Tensor  # source of the exchange in flight, kept alive until it ends
+    keep: torch.Tensor  # source of the all-to-all in flight, kept alive until it ends
 
     def settled(self) -> "_Round":
-        """The round between its exchanges: nothing is in flight, and its buffers are released."""
+        """The round between its all-to-alls: nothing is in flight, and its buffers are released."""
         nothing = self.buffer.new_empty(0)
         return dataclasses.replace(self, buffer=nothing, keep=nothing, work=None)
 
@@ -96,6 +96,11 @@ class CollectiveTransport(Transport):
         ).to(group.device)  # [P] int32, physical expert -> rank
         self._slots: Slots[_Round] = Slots(config.num_slots)
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def dispatch_send(
         self,
         x: torch.Tensor | Quantized,
@@ -105,6 +110,7 @@ class CollectiveTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Waits for the headers of all ranks; the payload is sent asynchronously."""
@@ -121,6 +127,7 @@ class CollectiveTransport(Transport):
                 rank=self.rank,
                 device=device,
                 num_tokens=num_tokens,
+                max_num_tokens=max_num_tokens,
                 layer=layer,
             )
         except ValueError as error:
@@ -139,11 +146,11 @@ class CollectiveTransport(Transport):
         if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
-        sent, received = self._exchange_headers(headers, round_)
+        sent, received = self._swap_headers(headers, round_)
         self._raise_refusals(received, round_)
         self._compare_layers(received, layer, round_)
         self._compare_formats(received, row_format, round_)
-        send_counts, recv_counts = (tuple(words[0] for words in told) for told in (sent, received))
+        send_counts, recv_counts = (tuple(header.rows for header in told) for told in (sent, received))
         with self._telling():
             outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
             incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
@@ -158,7 +165,7 @@ class CollectiveTransport(Transport):
             token_to_row=token_to_row,
             send_counts=send_counts,
             recv_counts=recv_counts,
-            recv_pairs=sum(words[5] for words in received),
+            recv_pairs=sum(header.pairs for header in received),
             buffer=incoming,
             work=work,
             keep=outgoing,
@@ -234,9 +241,9 @@ class CollectiveTransport(Transport):
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
-        headers = torch.zeros(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=self.device)
-        headers[0, :, 1], headers[0, :, 2] = num_tokens, 1
-        self._exchange_headers(headers, round_)
+        words = Header(*[0] * HEADER_WORDS)._replace(num_tokens=num_tokens, refused=1)
+        headers = torch.tensor(words, dtype=torch.int64, device=self.device).repeat(2, self.num_ranks, 1)
+        self._swap_headers(headers, round_)
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
@@ -275,32 +282,32 @@ class CollectiveTransport(Transport):
             self._group.report_failure(error)
             raise
 
-    def _exchange_headers(self, headers: torch.Tensor, round_: int) -> list[list[list[int]]]:
+    def _swap_headers(self, headers: torch.Tensor, round_: int) -> list[list[Header]]:
         """Send headers[0], receive into headers[1]; return both as lists, by rank. One host sync."""
         ones = (1,) * self.num_ranks
         self._wait(self._all_to_all(headers[1], headers[0], ones, ones), "dispatch", round_)
-        return headers.tolist()
+        return [[Header(*words) for words in told] for told in headers.tolist()]
 
-    def _raise_refusals(self, received: list[list[int]], round_: int) -> None:
+    def _raise_refusals(self, received: list[Header], round_: int) -> None:
         """Raise the error of a refused round on every rank: this rank's own first, then another's with its rank."""
-        in_turn = sorted(enumerate(received), key=lambda entry: entry[0] != self.rank)
-        for rank, (_, num_tokens, refused, bad, _, _, bad_id, *_) in in_turn:
-            if num_tokens > self.config.max_tokens_per_rank:
-                raise ValueError(too_many_tokens_message(num_tokens, self.config.max_tokens_per_rank, rank))
-            if bad:
-                raise ValueError(bad_ids_message(bad, bad_id, self.placement.num_physical, rank))
-            if refused:
+        for rank, header in sorted(enumerate(received), key=lambda entry: entry[0] != self.rank):
+            if header.num_tokens > self.config.max_tokens_per_rank:
+                raise ValueError(too_many_tokens_message(header.num_tokens, self.config.max_tokens_per_rank, rank))
+            if header.bad_ids:
+                raise ValueError(bad_ids_message(header.bad_ids, header.bad_id, self.placement.num_physical, rank))
+            if header.refused:
                 raise ValueError(f"rank {rank} refused its input in round {round_}; its own error says why")
 
-    def _compare_layers(self, received: list[list[int]], own: LayerTag, round_: int) -> None:
+    def _compare_layers(self, received: list[Header], own: LayerTag, round_: int) -> None:
         """Raise on every rank if ranks are in different layers, or created a layer with different settings."""
-        for rank, words in enumerate(received):
-            if tuple(words[7:]) != own.words:
-                raise ValueError(other_layer_message(own, self.rank, LayerTag.from_words(*words[7:]), rank, round_))
+        for rank, header in enumerate(received):
+            if (header.layer, header.settings) != own.words:
+                theirs = LayerTag.from_words(header.layer, header.settings)
+                raise ValueError(other_layer_message(own, self.rank, theirs, rank, round_))
 
-    def _compare_formats(self, received: list[list[int]], row_format: RowFormat, round_: int) -> None:
+    def _compare_formats(self, received: list[Header], row_format: RowFormat, round_: int) -> None:
         """Raise on every rank if ranks send different formats."""
-        odd = [rank for rank, words in enumerate(received) if words[4] != row_format.fingerprint]
+        odd = [rank for rank, header in enumerate(received) if header.fingerprint != row_format.fingerprint]
         if odd:
             raise ValueError(
                 f"ranks disagree on the payload in round {round_}: rank {self.rank} sends {row_format}, rank "

@@ -14,20 +14,21 @@ import torch
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.membership import Members, earlier_epoch
-from ep_moe.kernels.exchange import round_state as device_code
+from ep_moe.kernels.exchange.round_state import LOST, MISMATCH, OTHER_LAYER, OUT_OF_ORDER, read_report
+from ep_moe.kernels.exchange.wire_layout import BAD_IDS, STATUS_MASK, TOO_MANY, host_word, read_abort
 from ep_moe.kernels.numerics import INTERPRET
 from ep_moe.placement import Placement
 from ep_moe.transport.checks import bad_ids_message, too_many_tokens_message
 from ep_moe.transport.layer_tag import LayerTag, other_layer_message
-from ep_moe.transport.one_sided.memory import ExchangeMemory
-from ep_moe.transport.one_sided.watchdog import NOBODY, Watchdog
+from ep_moe.transport.one_sided.memory import PeerMemory
+from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.one_sided.watchdog import Watchdog
 
 # of timeout under the interpreter, which has no timer: more polls than it makes, so that the watchdog times out first
 _POLLS_PER_SEC = 1000
 REST_SECS = 10.0  # for all launched kernels to end, in addition to two timeouts
 _POLL_SECS = 1e-3
-
-MOST_TOLD = 0xFFFFFFF  # a header's status word has 28 bits for a count
+_UNTIMED = contextlib.nullcontext()
 _log = logging.getLogger(__name__)
 
 
@@ -35,20 +36,25 @@ class Faults:
     """Reads the report that kernels write to host memory, and agrees with the other ranks on how to continue.
 
     Attributes:
-        report: [3] int64 that kernels write and the host reads without a sync.
         timeout_ns: how long a kernel waits, in nanoseconds, or in polls under the interpreter.
-        waiting: measures a launch that waits, by phase and round (`Watchdog.waiting`).
+        waiting: measures a launch that waits, by phase and round (`Watchdog.waiting`); on a GPU kernels do so.
     """
 
-    def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, memory: ExchangeMemory) -> None:
-        self._group, self._config, self._memory = group, config, memory
+    def __init__(
+        self,
+        group: EPGroup,
+        placement: Placement,
+        config: TransportConfig,
+        memory: PeerMemory,
+        states: SlotStates,
+    ) -> None:
+        self._group, self._config, self._memory, self._states = group, config, memory, states
         self._num_physical = placement.num_physical
-        self.report = torch.zeros(3, dtype=torch.int64, pin_memory=group.device.type == "cuda")
-        self._words = memoryview(self.report.numpy())  # type: ignore[arg-type]
+        self._words = memoryview(states.report.numpy())  # type: ignore[arg-type]
         self.timeout_ns = int(group.config.timeout_secs * (_POLLS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
         self._watchdog = Watchdog(group, memory, self._members)
-        self.waiting = self._watchdog.waiting
+        self.waiting = self._watchdog.waiting if INTERPRET else _untimed
         self._refusal: Exception | None = None
         self._told: collections.deque[int] = collections.deque(maxlen=16)  # token counts that this host refused
         self._lost: PeerLostError | None = None  # ends this transport
@@ -130,9 +136,9 @@ class Faults:
             return
         value, own_value = int(self._words[1]), int(self._words[2])
         self._words[0] = 0  # lets kernels write the next report; only they write the other two words
-        epoch, verdict, source = (word >> 32) & 0xFFFFFFFF, (word >> 8) & 0xFF, word & 0xFF
-        if verdict == device_code.LOST.value:
-            self._note_loss(epoch << 32 | value & 0xFFFFFFFF)
+        epoch, verdict, source = read_report(word)
+        if verdict == LOST.value:
+            self._note_loss(host_word(epoch, value))
             return
         error = self._explain(epoch - 1, verdict, source, value, own_value)
         if error is not None:
@@ -142,26 +148,27 @@ class Faults:
     def _explain(self, round_: int, verdict: int, source: int, value: int, own_value: int) -> Exception | None:
         """The error of a reported round; None if this rank has raised it already."""
         own = source == self._group.rank
-        if verdict == device_code.OUT_OF_ORDER.value:
+        if verdict == OUT_OF_ORDER.value:
             return RuntimeError(
                 f"rank {self._group.rank} has run round {round_} out of order: a slot's dispatch and combine take "
                 "turns, in graphs too"
             )
-        if verdict == device_code.TOO_MANY.value:
+        if verdict == TOO_MANY.value:
             if own and value in self._told:
                 self._told.remove(value)
                 return None
-            if value == MOST_TOLD:
-                return ValueError(f"num_tokens on the device is negative or above {MOST_TOLD - 1} on rank {source}")
+            if value == STATUS_MASK.value:
+                most = STATUS_MASK.value - 1
+                return ValueError(f"num_tokens on the device is negative or above {most} on rank {source}")
             if value > self._config.max_tokens_per_rank:
                 return ValueError(too_many_tokens_message(value, self._config.max_tokens_per_rank, source))
             return ValueError(f"num_tokens ({value}) is not in [0, rows of x] on rank {source} in round {round_}")
-        if verdict == device_code.BAD_IDS.value:
+        if verdict == BAD_IDS.value:
             return ValueError(bad_ids_message(value & 0xFFFFFFFF, value >> 32, self._num_physical, source))
-        if verdict == device_code.OTHER_LAYER.value:
+        if verdict == OTHER_LAYER.value:
             tags = (LayerTag.from_words(words, words >> 32) for words in (own_value, value))
             return ValueError(other_layer_message(next(tags), self._group.rank, next(tags), source, round_))
-        if verdict == device_code.MISMATCH.value:
+        if verdict == MISMATCH.value:
             odd = " and ".join(f"rank {rank}" for rank in range(self._group.num_ranks) if value >> rank & 1)
             return ValueError(
                 f"ranks disagree on the payload in round {round_}: {odd} not as rank {self._group.rank}; scheme and "
@@ -170,18 +177,17 @@ class Faults:
         return None if own else ValueError(f"rank {source} refused its input in round {round_}; its own error says why")
 
     def _note_loss(self, word: int) -> None:
-        """Record the loss that an abort word tells: (epoch, suspect + 1 + 256 * phase)."""
-        said = word & 0xFFFFFFFF
-        if not said or self._lost is not None:  # a round before the resumption names no rank
+        """Record the loss that an abort word tells."""
+        abort = read_abort(word)
+        if abort is None or self._lost is not None:
             return
-        suspect, phase, round_ = (said & 0xFF) - 1, "combine" if said >> 8 & 1 else "dispatch", (word >> 32) - 1
-        ranks = () if said & 0xFF == NOBODY else (suspect,)
+        ranks = abort.suspects
         if self._members is not None:
             self._suspects.update(rank for rank in ranks if self.active[rank])
             self._watchdog.end(tuple(self._suspects))
             return
         reason = f"did not arrive: nothing came within {self._group.config.timeout_secs:g} s"
-        self._lost = self._group.failure or self._group.blame(ranks, phase, round_, reason)
+        self._lost = self._group.failure or self._group.blame(ranks, abort.phase, abort.round, reason)
 
     def _settle(self, wanted: tuple[bool, ...] | None = None) -> None:
         """Agree with the others on the active ranks, until all of these have met with reset memory."""
@@ -200,7 +206,7 @@ class Faults:
                     raise PeerLostError((), "agreement", None, "this rank's device has not come to rest")
                 self._read_report()
             suspects = {*missing, *self._suspects, *self._watchdog.suspects}
-            decision = members.decide(sorted(suspects), self._memory.begun(), asked)
+            decision = members.decide(sorted(suspects), self._states.begun(), asked)
             settled = settled or decision.as_wanted
             if decision.active[rank]:
                 self._take_up(decision.active, decision.resume, catch_up=not before[rank])
@@ -216,9 +222,10 @@ class Faults:
     def _take_up(self, active: tuple[bool, ...], resume: tuple[int, ...], *, catch_up: bool) -> None:
         """Reset this rank's memory and continue with these ranks."""
         with self._watchdog.lock:
-            self._memory.reset(active, resume)
+            self._memory.reset()
+            self._states.resume(active, resume)
             if catch_up:
-                self._memory.catch_up([earlier_epoch(epoch) for epoch in resume])
+                self._states.catch_up([earlier_epoch(epoch) for epoch in resume])
             if self._group.device.type == "cuda":
                 torch.cuda.synchronize(self._group.device)  # it is idle: only the resets are waited for
             self._suspects.clear()
@@ -252,3 +259,7 @@ class Faults:
         if errors:
             raise errors[0]
         return ended.is_set()
+
+
+def _untimed(phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
+    return _UNTIMED

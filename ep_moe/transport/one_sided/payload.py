@@ -31,7 +31,7 @@ class Payload:
         return bits - 2**32 if bits >= 2**31 else bits
 
     @property
-    def wordy(self) -> bool:
+    def may_be_ll(self) -> bool:
         """Whether few tokens may be sent as LL words: scales, if any, must have 32 bits."""
         return self.scheme.payload.scale_dtype.itemsize == 4
 

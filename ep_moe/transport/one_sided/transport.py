@@ -3,11 +3,10 @@
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_rank, L local experts.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import triton
@@ -15,49 +14,44 @@ import triton
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
-from ep_moe.kernels.exchange.round_state import PLACE_BITS
+from ep_moe.kernels.exchange.wire_layout import PLACE_BITS
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import (
+    bound_fits,
     check_dispatch,
     check_expert_output,
     check_results,
     count_rows,
 )
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
+from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher, RoundInputs
 from ep_moe.transport.one_sided.faults import Faults
-from ep_moe.transport.one_sided.launchers import Exchange, Sent
-from ep_moe.transport.one_sided.memory import ExchangeMemory
-from ep_moe.transport.one_sided.payload import aligned_rows, is_aligned
-from ep_moe.transport.one_sided.room import OpenRounds, Room, most_receivers
-from ep_moe.transport.one_sided.round_plan import kind_of
-from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+from ep_moe.transport.one_sided.kernel_context import KernelContext, may_start_early
+from ep_moe.transport.one_sided.memory import PeerMemory
+from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
+from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key, ranks_of, regions_of
+from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
+from ep_moe.transport.one_sided.tuning import Tuning
+from ep_moe.transport.one_sided.warmup import warm_up
+from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
 MOST_RANKS = 32  # one bit each in int32 masks
 MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry's low bits hold a row's place, its high bits the expert
 MOST_LOCAL_EXPERTS = 1 << 31 - PLACE_BITS.value
-_NOT_WAITING = contextlib.nullcontext()
 _STILL_IN_USE: list[object] = []  # memory of kernels that did not end: freeing it would break the device for all
 
 
 @dataclasses.dataclass(slots=True)
 class _Round:
     round: int
-    sent: Sent
+    inputs: RoundInputs
     sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeStatistics:
-    """Counters of this rank's kernels, on the device: reading them waits for the kernels."""
-
-    expert_tokens: torch.Tensor  # [L] int64, the rows that each local expert received in all rounds
-    waited_ns: torch.Tensor  # [R] int64, the nanoseconds that each rank was waited for in all rounds
-    last_waited_ns: torch.Tensor  # [slots, R] int64, the same in the last phase of each slot
 
 
 class NvlinkTransport(Transport):
@@ -68,9 +62,9 @@ class NvlinkTransport(Transport):
         placement: which physical experts each rank owns.
         config: sizes and dtype, the same on all ranks.
 
-    The constructor is collective: it compares the configs of all ranks, maps O(R * M * H) bytes of each rank
-    (`peer_bytes`), and compiles and loads the kernels of `config.kinds`. CUDA may wait for the whole GPU to load a
-    kernel: run a round of any other kind once before ranks use two slots in different orders.
+    The constructor is collective: it compares the configs of all ranks, and maps O(R * M * H) bytes of each rank
+    (`peer_bytes`). Kernels compile on first use; `ExpertParallelMoE.warmup` compiles them beforehand. CUDA may wait for
+    the whole GPU to load a kernel: run a round of each kind once before ranks use two slots in different orders.
 
     A round has no host sync and may be captured in a CUDA graph. Replays may have other counts, ids and, by
     `num_tokens`, other T, and may alternate with other graphs and eager rounds.
@@ -81,8 +75,6 @@ class NvlinkTransport(Transport):
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
-        for kind in config.kinds:
-            get_scheme(kind.scheme)
         for name, value, limit in (
             ("num_ranks", group.num_ranks, MOST_RANKS),
             ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
@@ -97,44 +89,50 @@ class NvlinkTransport(Transport):
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
         self.num_rounds = 0
         self._group = group
-        self._memory = ExchangeMemory(group, placement, config, word_tokens=WORD_TOKENS)
-        self._faults = Faults(group, placement, config, self._memory)
-        self._exchange = Exchange(
-            config,
-            placement,
-            self._memory,
-            rank=group.rank,
+        ranks = ranks_of(placement, group.rank)
+        self._memory = PeerMemory(group, regions_of(config, ranks), config.num_slots)
+        self._states = SlotStates(config, group.device, ranks)
+        self._faults = Faults(group, placement, config, self._memory, self._states)
+        tuning = Tuning(most_receivers=most_receivers(group.device, config.num_slots), num_sms=config.num_sms)
+        self._context = KernelContext(
+            config=config,
+            ranks=ranks,
             device=group.device,
-            most_receivers=most_receivers(group.device, config.num_slots),
-            report=self._faults.report,
+            memory=self._memory,
+            states=self._states,
+            tuning=tuning,
             timeout_ns=self._faults.timeout_ns,
+            early=may_start_early(group.device),
         )
+        self._plans = RoundPlans(config, placement, ranks, tuning)
+        self._dispatches = DispatchLauncher(self._context, self._plans)
+        self._combines = CombineLauncher(self._context)
         self._slots: Slots[_Round] = Slots(config.num_slots)
+        self._compiled: set[RoundKind] = set()
         self._open: OpenRounds | None = None
         if self.device.type == "cuda":
             self._open = OpenRounds(
                 self.device,
-                Room.of(self.device),
-                functools.partial(self._exchange.tuning.receivers, num_ranks=group.num_ranks),
+                Occupancy.of(self.device),
+                rounds_on(self.device.index or 0),
+                functools.partial(tuning.receivers, num_ranks=group.num_ranks),
                 triton.runtime.driver.active.get_current_stream,
             )
-            self._exchange.compile(config.kinds)
-        group.wait_for_all("compile")  # compile times differ between ranks
 
     @property
     def peer_bytes(self) -> int:
         """Bytes of this rank's memory that its peers map."""
         return self._memory.num_bytes
 
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
     def statistics(self) -> ExchangeStatistics:
         """Rows received and time waited for each rank, since the transport was created. Local, no host sync."""
         self._slots.check_open()
-        slots = self._memory.slots
-        return ExchangeStatistics(
-            expert_tokens=torch.stack([slot.rows_seen for slot in slots]).sum(0)[: self._exchange.num_local],
-            waited_ns=torch.stack([slot.waited_ns[1] for slot in slots]).sum(0),
-            last_waited_ns=torch.stack([slot.waited_ns[0] for slot in slots]),
-        )
+        return self._states.statistics(self.placement.num_local_experts(self.rank))
 
     @property
     def active_ranks(self) -> tuple[bool, ...]:
@@ -167,21 +165,23 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
-        self._exchange.send(slot, state.sent)
-        self.num_rounds += 1
-        self._slots.advance(slot, "dispatch_send", state)
-        self._note_open(slot, state)
+        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
+        inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, layer=layer.words)
+        self._begin(slot, "dispatch_send", inputs)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
         self._faults.look()
         state = self._slots.expect(slot, "dispatch_recv")
         assert state is not None
-        return self._receive(slot, state, send=False)
+        with self._faults.waiting("dispatch", state.round):
+            batch = self._dispatches.receive(slot, state.inputs)
+        self._slots.advance(slot, "dispatch_recv", state)
+        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def dispatch(
         self,
@@ -192,35 +192,41 @@ class NvlinkTransport(Transport):
         scheme: QuantScheme,
         slot: int = 0,
         num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
         layer: LayerTag = NO_LAYER,
     ) -> Dispatched:
         """`dispatch_send` and `dispatch_recv` in one launch. Local, on the current stream, no host sync.
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        state = self._begin(x, routing, layout=layout, scheme=scheme, slot=slot, num_tokens=num_tokens, layer=layer)
-        return self._receive(slot, state, send=True)
+        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
+        inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer.words)
+        with self._faults.waiting("dispatch", self.num_rounds):
+            batch = self._dispatches.receive(slot, inputs, send=True)
+        state = self._begin(slot, "dispatch_recv", inputs)
+        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
-    def _begin(
+    def _plan_round(
         self,
         x: torch.Tensor | Quantized,
         routing: Routing,
-        *,
         layout: Layout,
         scheme: QuantScheme,
         slot: int,
         num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
         layer: LayerTag,
-    ) -> _Round:
-        """Check a dispatch and prepare its launch."""
+    ) -> RoundPlan:
+        """Check a dispatch, and find the plan of its round or make it."""
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
+        key: tuple[object, ...] = ()
         try:
-            kind, words = kind_of(x, routing, layout, scheme, num_tokens), layer.words
-            plan = self._exchange.plan(kind)
+            key = plan_key(x, routing, layout, scheme, num_tokens)
+            plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
-            kind, words, plan = (), NO_LAYER.words, None
-        if plan is None or isinstance(x, Quantized):
+            plan = None
+        if plan is None or isinstance(x, Quantized) or not bound_fits(max_num_tokens, plan.num_tokens, self.config):
             try:
                 check_dispatch(
                     x,
@@ -231,23 +237,21 @@ class NvlinkTransport(Transport):
                     rank=self.rank,
                     device=self.device,
                     num_tokens=num_tokens,
+                    max_num_tokens=max_num_tokens,
                     layer=layer,
                 )
             except ValueError as error:
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        if plan is None:
-            plan = self._exchange.make_plan(kind, x, routing, layout=layout, scheme=scheme, num_tokens=num_tokens)
-        sent = self._exchange.prepare(plan, x, routing, num_tokens=num_tokens, layer=words)
-        return _Round(self.num_rounds, sent)
+        return self._plans.add(key, x, routing, layout, scheme, num_tokens) if plan is None else plan
 
-    def _receive(self, slot: int, state: _Round, *, send: bool) -> Dispatched:
-        with self._faults.waiting("dispatch", state.round):
-            batch = self._exchange.receive(slot, state.sent, send=send)
-        self.num_rounds += send
-        self._slots.advance(slot, "dispatch_recv", state)
-        if send:
-            self._note_open(slot, state)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+    def _begin(self, slot: int, call: str, inputs: RoundInputs) -> _Round:
+        """Record a round whose dispatch has been launched, or its sending half."""
+        state = _Round(self.num_rounds, inputs)
+        self.num_rounds += 1
+        self._slots.advance(slot, call, state)
+        if self._open is not None:
+            self._open.begin(slot, inputs.plan.num_tokens)
+        return state
 
     def combine(
         self,
@@ -267,7 +271,7 @@ class NvlinkTransport(Transport):
 
     def _check_output(self, y: torch.Tensor, state: _Round, dispatched: Dispatched) -> None:
         """`check_expert_output`, with a fast path for a y that fits."""
-        fits = type(y) is torch.Tensor and y.shape == state.sent.plan.output_shape and y.dtype == self.config.dtype
+        fits = type(y) is torch.Tensor and y.shape == state.inputs.plan.output_shape and y.dtype == self.config.dtype
         if not fits or y.device != self.device or y.layout is not torch.strided:
             check_expert_output(y, dispatched.batch)
 
@@ -278,9 +282,8 @@ class NvlinkTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
         self._check_output(y, state, dispatched)
-        y = y.contiguous()
-        self._combine(handle.slot, state, y, send=True, receive=False)
-        state.sent_y = y
+        state.sent_y = y.contiguous()
+        self._combines.send(handle.slot, state.inputs.plan, state.sent_y)
         self._slots.advance(handle.slot, "combine_send", state)
 
     def combine_recv(
@@ -304,17 +307,12 @@ class NvlinkTransport(Transport):
         send: bool,
     ) -> torch.Tensor:
         """Launch the receiving half of a combine, or with `send` both halves."""
-        shape = (state.sent.num_tokens, self.config.hidden)
-        check_results(shape, self.config, self.device, shared=shared, out=out)
-        shared = None if shared is None else aligned_rows(shared)
-        direct = out is not None and is_aligned(out)
-        target = out if direct else None
-        if target is None:
-            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
-            target = torch.empty_strided(shape, (self.config.hidden, 1), **like)
-        self._combine(slot, state, y, send=send, receive=True, shared=shared, out=target)
+        plan = state.inputs.plan
+        check_results((plan.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
+        with self._faults.waiting("combine", state.round):
+            result = self._combines.receive(slot, plan, y, send=send, shared=shared, out=out)
         self._close(slot)
-        return target if out is None or direct else out.copy_(target)
+        return result
 
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
         """See `Transport.refuse`. On the other ranks the round gives NaN, and `check` raises.
@@ -332,16 +330,17 @@ class NvlinkTransport(Transport):
         if too_many:
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        options: dict[str, Any] = {"layout": Layout.FLAT, "scheme": get_scheme("none"), "num_tokens": count}
-        kind = kind_of(like, nobody, **options)
-        plan = self._exchange.plan(kind) or self._exchange.make_plan(kind, like, nobody, **options)
-        sent = self._exchange.prepare(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
-        state = _Round(self.num_rounds, sent)
+        scheme = get_scheme("none")
+        key = plan_key(like, nobody, Layout.FLAT, scheme, count)
+        plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count)
+        inputs = self._dispatches.inputs_of(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
+        state = _Round(self.num_rounds, inputs)
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
-            self._exchange.receive(slot, sent, send=True)
+            self._dispatches.receive(slot, inputs, send=True)
         self._slots.advance(slot, "dispatch_recv", state)  # if the next launch fails, `abandon` continues here
-        self._combine(slot, state, None, send=True, receive=True)
+        with self._faults.waiting("combine", state.round):
+            self._combines.receive(slot, plan, send=True)
         self._close(slot)
         raise error
 
@@ -354,16 +353,27 @@ class NvlinkTransport(Transport):
         call, state = self._slots.stage(slot)
         if state is None:
             return
-        out = torch.empty(state.sent.num_tokens, self.config.hidden, dtype=self.config.dtype, device=self.device)
+        shape = state.inputs.plan.num_tokens, self.config.hidden
+        out = torch.empty(shape, dtype=self.config.dtype, device=self.device)
         if call == "dispatch_recv":
             with self._faults.waiting("dispatch", state.round):
-                state.sent = self._exchange.discard(slot, state.sent)
+                state.inputs = self._dispatches.discard(slot, state.inputs)
             self._slots.advance(slot, "dispatch_recv", state)
         if call != "combine_recv":
-            self._combine(slot, state, None, send=True, receive=False)
+            self._combines.send(slot, state.inputs.plan, None)
             self._slots.advance(slot, "combine_send", state)
-        self._combine(slot, state, None, send=False, receive=True, out=out)
+        with self._faults.waiting("combine", state.round):
+            self._combines.receive(slot, state.inputs.plan, out=out)
         self._close(slot)
+
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """See `Transport.warmup`. Waits for the other ranks without a timeout, since compile times differ."""
+        self._slots.check_open()
+        if self.device.type == "cuda":
+            new = tuple(kind for kind in kinds if kind not in self._compiled)
+            warm_up(new, self._context, self._plans, self._dispatches, self._combines)
+            self._compiled.update(kinds)
+        self._group.wait_for_all("compile")
 
     def check(self) -> None:
         """See `Transport.check`. Host sync, of this rank's whole device; not while a stream is captured.
@@ -383,30 +393,13 @@ class NvlinkTransport(Transport):
         if self._open is not None:
             self._open.destroy()
         if self._faults.destroy():
-            self._exchange.destroy()
+            self._plans.destroy()
+            self._states.destroy()
             self._memory.destroy()
         else:
-            _STILL_IN_USE.append((self._memory, self._exchange, self._faults))
-
-    def _note_open(self, slot: int, state: _Round) -> None:
-        if self._open is not None:
-            self._open.begin(slot, state.sent.num_tokens)
+            _STILL_IN_USE.append((self._context, self._plans, self._faults))
 
     def _close(self, slot: int) -> None:
         self._slots.close(slot)
         if self._open is not None:
             self._open.end(slot)
-
-    def _combine(
-        self,
-        slot: int,
-        state: _Round,
-        y: torch.Tensor | None,
-        *,
-        send: bool,
-        receive: bool,
-        shared: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        with self._faults.waiting("combine", state.round) if receive else _NOT_WAITING:
-            self._exchange.combine(slot, state.sent, y=y, shared=shared, out=out, send=send, receive=receive)

@@ -12,7 +12,7 @@ from ep_moe.kernels.numerics import INTERPRET
 WORD_TOKENS = 16  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
 _HELD_BYTES = 256  # of a thread's registers, for rows that are accumulated
 MANY = 2**30  # programs, if nothing limits them
-UNPLANNED_TOKENS = 256  # up to this T every program of a dispatch reads all ids itself
+SELF_COUNTED_TOKENS = 256  # up to this T every program of a dispatch reads all ids itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Tuning:
     """Launch parameters of a transport.
 
     Args:
-        most_receivers: of one launch (`Room.most_receivers`). Senders never wait: they do not count towards the limit.
+        most_receivers: of one launch (`Occupancy.most_receivers`). Senders never wait: they do not count.
         num_sms: programs of one launch at most, so that they take at most as many SMs; 0 sets no limit.
     """
 
@@ -65,7 +65,7 @@ class Tuning:
             senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132, self._share(2, announcers)),
             receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers, self._share(2, announcers)),
             num_warps=4,
-            tokens_per_fence=1 if num_tokens <= UNPLANNED_TOKENS else 2 if num_tokens <= 1024 else 4,
+            tokens_per_fence=1 if num_tokens <= SELF_COUNTED_TOKENS else 2 if num_tokens <= 1024 else 4,
             word_block=512,
             taken_block=2048,
         )

@@ -14,12 +14,9 @@ from collections.abc import Iterator
 
 from ep_moe.group import EPGroup
 from ep_moe.group.membership import Members
-from ep_moe.kernels.numerics import INTERPRET
-from ep_moe.transport.one_sided.memory import ExchangeMemory
+from ep_moe.transport.one_sided.memory import PeerMemory
 
-NOBODY = 255  # in place of the rank, in an abort word that names none
 STOP_SECS = 3.0
-_UNTIMED = contextlib.nullcontext()
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ class Watchdog:
         suspects: the lost ranks for which they were ended.
     """
 
-    def __init__(self, group: EPGroup, memory: ExchangeMemory, members: Members | None) -> None:
+    def __init__(self, group: EPGroup, memory: PeerMemory, members: Members | None) -> None:
         self.lock = threading.Lock()
         self.ended = False
         self.suspects: tuple[int, ...] = ()
@@ -51,15 +48,12 @@ class Watchdog:
         if group.num_ranks > 1:
             self._thread.start()
 
-    def waiting(self, phase: str, round: int) -> contextlib.AbstractContextManager[None]:  # noqa: A002
-        """Measure a wait that runs in this thread, for its timeout; on a GPU kernels do so themselves. Local."""
-        return self._timed(phase, round) if INTERPRET else _UNTIMED
-
     @contextlib.contextmanager
-    def _timed(self, phase: str, round_: int) -> Iterator[None]:
-        self._wait = (phase, round_, time.monotonic())
+    def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
+        """Measure a wait that runs in this thread, for its timeout; on a GPU kernels do so themselves. Local."""
+        self._wait = (phase, round, time.monotonic())
         try:
-            with self._group.waiting(phase, round_):
+            with self._group.waiting(phase, round):
                 yield
         finally:
             self._wait = None
@@ -95,8 +89,7 @@ class Watchdog:
             if self.ended or turn not in (None, self._turn):
                 return
             self.ended, self.suspects = True, suspects
-            first = suspects[0] + 1 if suspects else NOBODY
-            self._memory.end_waits(1 << 32 | first)
+            self._memory.end_waits(suspects)
         names = " and ".join(f"rank {rank}" for rank in suspects) or "a rank"
         _log.warning("rank %d ends its waits: %s is lost", self._group.rank, names)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ep_moe.bench.configs import SEED_STRIDE
 from ep_moe.config import ActivationConfig, MoEConfig
 from ep_moe.experts import apply_activation
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize, dequantize_weight, quantize, quantize_weight, round_trip
@@ -17,7 +18,6 @@ from ep_moe.weights import ExpertWeights
 
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
 INNER_AMAX = 32.0  # of the activation's output; under a static scale larger values saturate, in the oracle too
-SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class RandomExperts:
             options["dtype"] = torch.float32
             tensors["w13_input_scale"] = _static_scale(TOKEN_AMAX, scheme, (1,), **options)
             tensors["w2_input_scale"] = _static_scale(INNER_AMAX, scheme, (len(indices),), **options)
-        return ExpertWeights(scheme=scheme, w13=matrices["w13"], w2=matrices["w2"], **tensors)
+        return ExpertWeights(scheme=scheme, w13=matrices["w13"], w2=matrices["w2"], **tensors)  # type: ignore[arg-type]
 
 
 def _stored(weight: torch.Tensor, scheme: QuantScheme) -> StoredMatrix:

@@ -1,9 +1,8 @@
-"""Signals between ranks: 64-bit words that carry an epoch (NCCL calls this an LL protocol), and bounded waits for them.
+"""Bounded waits for the words of peers (`ep_moe.kernels.exchange.wire_layout`).
 
-A word holds the epoch of its round above 32 bits of payload and is written in one piece: a reader that finds the epoch
-it waits for has the payload too, without any fence, and words never need to be cleared. Rows are too long for that:
-they are stored plainly, then all threads of the program pass a barrier, each fences at system scope, and a flag word
-follows (release). The receiver polls the flag with acquire loads.
+A word that carries the epoch that a reader waits for is complete. Rows are too long for that: they are stored plainly,
+then all threads of the program pass a barrier, each fences at system scope, and a flag word follows (release). The
+receiver polls the flag with acquire loads.
 
 Every wait is bounded. It ends when the word arrives, when another rank has set this rank's abort word, or after
 `timeout_ns`: nanoseconds on a GPU, polls in the interpreter, which has no timer. The first rank that times out sets
@@ -12,16 +11,16 @@ every peer's abort word to the rank that it suspects, and they take that suspect
 Rule: a value that may change while it is read decides no branch before all warps of the program agree on it (`agree`):
 warps that diverge here deadlock at the next barrier.
 
-Functions that take `links` use its abort words (`ep_moe.kernels.exchange.round_state.Links`). Letters: R ranks.
+Functions that take `links` use its abort words (`ep_moe.kernels.exchange.peers.Links`). Letters: R ranks.
 """
 
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.exchange.peers import put_abort
+from ep_moe.kernels.exchange.wire_layout import epoch_of, make_abort, payload_of
 from ep_moe.kernels.numerics import INTERPRET
 
-DISPATCH = tl.constexpr(0)  # phases, as an abort word names them
-COMBINE = tl.constexpr(1)
 LATE = tl.constexpr(1)  # results of one poll, added up
 OVER = tl.constexpr(2)
 TIMED_OUT = tl.constexpr(4)
@@ -30,46 +29,11 @@ SPREAD = tl.constexpr(256)  # elements that are spread over all threads of a pro
 
 
 @triton.jit
-def make_word(epoch, payload):
-    """A word of `epoch` int32 and `payload` int32, of any shape; epoch -1 and payload 5 give 0xFFFFFFFF00000005."""
-    return (epoch.to(tl.int64) << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def epoch_of(word):
-    """The epoch of a word, int32."""
-    return (word >> 32).to(tl.int32)
-
-
-@triton.jit
-def payload_of(word):
-    """The payload of a word, int32: the lower half, whose sign comes back with it."""
-    return ((word << 32) >> 32).to(tl.int32)
-
-
-@triton.jit
-def as_pointer(address, dtype: tl.constexpr):
-    """A pointer of an address that is a multiple of 16; the compiler forgets that in the cast."""
-    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), 16)  # a CPU's may fit 32 bits
-
-
-@triton.jit
 def clock():
     """Nanoseconds of the GPU's timer; 0 under the interpreter."""
     if INTERPRET:
         return tl.full([], 0, tl.int64)
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit
-def fence():
-    """Order all earlier accesses of this program before its later ones, for every rank.
-
-    The barrier comes first, so that each thread's fence covers the stores of all threads.
-    """
-    tl.debug_barrier()
-    if not INTERPRET:
-        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -88,15 +52,14 @@ def wait_for_launch(PDL: tl.constexpr):
 def give_up(links, phase, epoch, suspect, R: tl.constexpr):
     """Set every rank's abort word: `suspect` did not answer in a phase of a round. A word that is set already stays.
 
-    The word is (epoch, suspect + 1 + 256 * phase). Compare-and-swap at system scope, relaxed: it orders nothing else.
+    Compare-and-swap at system scope, relaxed: it orders nothing else.
     """
-    word = make_word(epoch, (suspect + 1 + 256 * phase).to(tl.int32))
+    word = make_abort(epoch, suspect, phase)
     zero = tl.zeros([], tl.int64)
     first = tl.atomic_cas(links.abort_ptr, zero, word, sem="relaxed", scope="sys")
     if first == 0:
         for r in tl.static_range(R):
-            peer = as_pointer(tl.load(links.aborts_ptr + r), tl.int64)
-            tl.atomic_cas(peer, zero, word, sem="relaxed", scope="sys")
+            put_abort(links, r, word)
 
 
 @triton.jit

@@ -1,6 +1,4 @@
-"""Communication of a model's ranks outside of its layers: errors, and the end of generation."""
-
-import torch
+"""Communication of a model's ranks outside of its layers: an error on one is an error on all."""
 
 from ep_moe.group import EPGroup, PeerLostError
 
@@ -30,12 +28,3 @@ class Agreement:
         for rank, found in enumerate(self._group.all_gather_object(mine)):
             if error is None and found is not None:
                 raise (ValueError if found[0] else RuntimeError)(f"rank {rank} raised {found[1]}")
-
-
-def any_rank_unfinished(group: EPGroup, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """Whether `generate` goes on. transformers' own implementation needs, with `synced_gpus`, torch's default process
-    group, which may be larger than ours or absent. Collective with `synced_gpus`, host sync."""
-    if not synced_gpus:
-        return not this_peer_finished
-    unfinished = torch.tensor([0 if this_peer_finished else 1], dtype=torch.int64, device=device)
-    return bool(group.all_reduce_sum(unfinished).item())

@@ -7,10 +7,10 @@ and a GPU spreads programs over SMs before it packs them.
 """
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class Occupancy:
     """The resources of a GPU that limit how many programs may wait on it."""
 
     num_sms: int
@@ -33,7 +33,7 @@ class Room:
     threads: int  # that an SM holds at once
 
     @classmethod
-    def of(cls, device: torch.device) -> "Room":
+    def of(cls, device: torch.device) -> "Occupancy":
         """The resources that CUDA reports for a GPU. Local."""
         found = torch.cuda.get_device_properties(device)
         return cls(
@@ -73,11 +73,21 @@ class Room:
 
 
 def most_receivers(device: torch.device, num_slots: int) -> int:
-    """`Room.most_receivers` of a device; a few in the interpreter. Local."""
-    return Room.of(device).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
+    """`Occupancy.most_receivers` of a device; a few in the interpreter. Local."""
+    return Occupancy.of(device).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
 
 
 _Open = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and the receivers of a launch for T tokens
+
+
+class DeviceRounds(dict[tuple[int, int], _Open]):
+    """The open rounds of all transports of this process on one GPU, by transport and slot."""
+
+
+@functools.cache
+def rounds_on(index: int) -> DeviceRounds:
+    """The open rounds on a GPU of this process: the same object for all transports. Local."""
+    return DeviceRounds()
 
 
 class OpenRounds:
@@ -88,22 +98,22 @@ class OpenRounds:
     decode and one for prefill that are used in turn do not compete for SMs.
 
     Args:
+        device_rounds: those of all transports on the GPU (`rounds_on`).
         receivers_of: gives the number of receivers of a launch for T tokens.
         current_stream: gives a GPU's current stream, as an integer, by the GPU's index.
     """
 
-    _beside: dict[int, dict[tuple[int, int], _Open]] = {}  # by GPU of this process; then by (transport, slot)
-
     def __init__(
         self,
         device: torch.device,
-        room: Room,
+        occupancy: Occupancy,
+        device_rounds: DeviceRounds,
         receivers_of: Callable[[int], int],
         current_stream: Callable[[int], int],
     ) -> None:
-        self._device, self._room, self._warned = device, room, False
+        self._device, self._occupancy, self._warned = device, occupancy, False
         self._receivers_of, self._current_stream, self._index = receivers_of, current_stream, device.index or 0
-        self._all = self._beside.setdefault(self._index, {})
+        self._all = device_rounds
         self._end = weakref.finalize(self, _forget, self._all, id(self))
 
     def begin(self, slot: int, num_tokens: int) -> None:
@@ -122,13 +132,13 @@ class OpenRounds:
         self._end()
 
     def _look(self, slot: int, begun: _Open) -> None:
-        own, room = (id(self), slot), self._room
+        own, occupancy = (id(self), slot), self._occupancy
         others = [found for key, found in list(self._all.items()) if key != own and found[0] != begun[0]]
         if not others:
             return
         receivers, *theirs = (receivers_of(num_tokens) for _, num_tokens, receivers_of in (begun, *others))
         taken = sum(theirs)
-        if taken <= room.sparing and taken + receivers <= room.places:
+        if taken <= occupancy.sparing and taken + receivers <= occupancy.places:
             return
         self._warned = True
         _log.warning(
@@ -138,12 +148,12 @@ class OpenRounds:
             self._device,
             taken,
             receivers,
-            room.places,
-            room.sparing,
-            room.sparing // len(others),
+            occupancy.places,
+            occupancy.sparing,
+            occupancy.sparing // len(others),
         )
 
 
-def _forget(rounds: dict[tuple[int, int], Any], owner: int) -> None:
+def _forget(rounds: DeviceRounds, owner: int) -> None:
     for key in [key for key in rounds if key[0] == owner]:
         rounds.pop(key, None)

@@ -1,0 +1,59 @@
+"""Options of the command line made from the fields of configs, which say their type, default, help and limits once."""
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from ep_moe.fields import Field, described
+
+Config = TypeVar("Config")
+_NO_FIELDS: Mapping[str, Field] = types.MappingProxyType({})
+
+
+def options_of(
+    config_type: type[Any],
+    defaults: Any = None,
+    *,
+    leave_out: Collection[str] = (),
+    instead: Mapping[str, Field] = _NO_FIELDS,
+) -> list[inspect.Parameter]:
+    """A keyword parameter for typer for each field of a config: an argument if it has no default, else an option.
+
+    A tuple is an option that may be repeated; a bool that is False by default has no option to turn it off.
+
+    Args:
+        defaults: a config with other defaults than the fields'. leave_out: fields without an option.
+        instead: replaces the `Field` of some fields.
+    Local.
+    """
+    parameters = []
+    for field, (name, (wanted, own)) in zip(
+        dataclasses.fields(config_type), described(config_type).items(), strict=True
+    ):
+        if name in leave_out:
+            continue
+        said = instead.get(name, own)
+        default = field.default if defaults is None else getattr(defaults, name)
+        if typing.get_origin(wanted) is tuple:
+            wanted = list[typing.get_args(wanted)[0]]  # type: ignore[misc]
+            default = list(default) if isinstance(default, tuple) else default
+        info: Any = typer.Argument(help=said.text)
+        if default is not dataclasses.MISSING:
+            flag = [f"--{name.replace('_', '-')}"] if default is False else []
+            info = typer.Option(*([said.option] if said.option else flag), help=said.text)
+        else:
+            default = inspect.Parameter.empty
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=Annotated[wanted, info]))
+    return parameters
+
+
+def config_of(config_type: type[Config], given: dict[str, Any]) -> Config:
+    """Make a config of its options, which are removed from `given`. Errors: ValueError of the config. Local."""
+    names = [field.name for field in dataclasses.fields(config_type) if field.name in given]  # type: ignore[arg-type]
+    return config_type(**{name: given.pop(name) for name in names})

@@ -1,0 +1,269 @@
+"""What each benchmark measures: frozen configs, whose fields are the options of `ep-moe bench`.
+
+docs/benchmarks/methods/ says how each is measured.
+Letters: T tokens per rank, H hidden, K top-k, E experts, L local experts, R ranks.
+"""
+
+import dataclasses
+import importlib.metadata
+import itertools
+import math
+import re
+from typing import Annotated, Any
+
+import torch
+
+from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS, LayerPreset
+from ep_moe.config import EngineConfig, Layout, MoEConfig, TransportConfig
+from ep_moe.fields import Field, check_fields
+from ep_moe.quant import SCHEMES, get_scheme, payload_bytes
+from ep_moe.transport import TRANSPORTS
+
+LAYER_ROUTINGS = ("uniform", "skewed")
+ROUTINGS = ("uniform", "skewed", "one_rank")
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+CHECKED_TOKENS = 64  # per rank, input of each MoE block of `bench model` in its check
+LEAST_MAX_TOKENS = 8  # max_tokens_per_rank of a point with fewer tokens
+SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
+SPREADS_DENSE_SINCE = (5, 19)  # transformers: from then on its expert parallelism also spreads the other layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBenchConfig:
+    """Measurements of `ep-moe bench layer`. Errors: ValueError names the value and the limit."""
+
+    preset: Annotated[str, Field(help="Sizes", choices=LAYER_PRESETS)] = "deepseek-v3"
+    tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)", at_least=1)] = (128, 4096)
+    hidden: Annotated[int, Field(help="Overrides the preset's hidden size, if not 0", at_least=0)] = 0
+    intermediate: Annotated[int, Field(help="Overrides the preset's intermediate size", at_least=0)] = 0
+    num_experts: Annotated[int, Field(help="Overrides the preset's number of experts", at_least=0)] = 0
+    num_topk: Annotated[int, Field(help="Overrides the preset's experts per token", at_least=0)] = 0
+    routing: Annotated[str, Field(help="Expert popularity", choices=LAYER_ROUTINGS)] = "uniform"
+    seed: Annotated[int, Field(help="Seed of experts, tokens and logits", at_least=0)] = 0
+    warmup: Annotated[int, Field(help="Warm-up calls", at_least=1)] = 5
+    repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 20
+    sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 16
+    graph: Annotated[bool, Field(help="Time the replay of CUDA graphs too")] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def sizes(self) -> LayerPreset:
+        """The preset with the overrides."""
+        preset = LAYER_PRESETS[self.preset]
+        names = ("hidden", "intermediate", "num_experts")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        routing = dataclasses.replace(preset.routing, num_topk=self.num_topk or preset.routing.num_topk)
+        return dataclasses.replace(preset, routing=routing, **given)
+
+    def moe(self, engine: EngineConfig) -> MoEConfig:
+        """The layer's config. Errors: ValueError for sizes that do not fit each other."""
+        return self.sizes.moe(engine)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsBenchConfig:
+    """Measurements of `ep-moe bench experts`. Errors: ValueError names the value and the limit."""
+
+    preset: Annotated[str, Field(help="Sizes", choices=LAYER_PRESETS)] = "deepseek-v3"
+    ep_size: Annotated[
+        int, Field(help="Ranks that share the preset's experts; one rank's share is measured", at_least=1)
+    ] = 8
+    rows: Annotated[tuple[int, ...], Field(help="Average rows per expert (repeatable)", at_least=1)] = (4, 16, 64, 512)
+    seed: Annotated[int, Field(help="Seed of experts, tokens and rows per expert", at_least=0)] = 0
+    warmup: Annotated[int, Field(help="Warm-up calls", at_least=1)] = 5
+    repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 50
+    sample_experts: Annotated[int, Field(help="Experts whose rows are all checked", at_least=1)] = 8
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        experts = LAYER_PRESETS[self.preset].num_experts
+        if self.ep_size > experts:
+            raise ValueError(f"ep_size ({self.ep_size}) exceeds the {experts} experts of {self.preset}")
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return math.ceil(LAYER_PRESETS[self.preset].num_experts / self.ep_size)
+
+    def row_counts(self, rows: int) -> torch.Tensor:
+        """Rows of each expert, [L] int64 on the CPU: `rows` times 0.7 to 1.3, and at least 1. Local."""
+        generator = torch.Generator().manual_seed(self.seed * SEED_STRIDE + rows)
+        shares = torch.rand(self.num_local_experts, generator=generator) * (1.3 - 0.7) + 0.7
+        return (shares * rows).round().clamp(min=1).long()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBenchConfig:
+    """Measurements of `ep-moe bench model`. Errors: ValueError names the value and the limit."""
+
+    preset: Annotated[str, Field(help="Sizes", choices=MODEL_PRESETS)] = "qwen3-30b"
+    layers: Annotated[int, Field(help="MoE layers of the random model", at_least=1)] = 8
+    batch: Annotated[int, Field(help="Sequences per rank", at_least=1)] = 16
+    prompt_tokens: Annotated[int, Field(help="Prompt tokens per sequence", at_least=1)] = 128
+    new_tokens: Annotated[int, Field(help="New tokens per sequence", at_least=2)] = 64
+    repeats: Annotated[int, Field(help="Timed generations", at_least=1)] = 3
+    seed: Annotated[int, Field(help="Seed of weights and prompts", at_least=0)] = 0
+    baseline_experts: Annotated[
+        str, Field(help="Experts implementation of transformers' own", choices=EXPERTS_IMPLEMENTATIONS)
+    ] = "grouped_mm"
+    hook: Annotated[bool, Field(help="Plug our exchange into transformers' own too")] = False
+    decode_graphs: Annotated[
+        bool | None, Field(help="Our own system decodes by CUDA graphs, by default on GPUs with transport nvlink")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """The most tokens of a rank in a forward pass."""
+        return max(self.batch * self.prompt_tokens, CHECKED_TOKENS)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
+        sizes = MODEL_PRESETS[self.preset]
+        experts, heads = sizes["num_experts"], sizes["num_key_value_heads"]
+        if num_ranks == 1:
+            raise ValueError("nproc (1): expert parallelism of one rank is none, use at least 2")
+        if experts % num_ranks:
+            raise ValueError(
+                f"nproc ({num_ranks}) does not divide the {experts} experts of {self.preset}, which transformers "
+                f"spreads evenly"
+            )
+        if spreads_dense() and heads % num_ranks:
+            raise ValueError(
+                f"nproc ({num_ranks}) does not divide the {heads} KV heads of {self.preset}: transformers "
+                f"{importlib.metadata.version('transformers')} spreads attention over all ranks of its expert "
+                f"parallelism"
+            )
+
+
+def spreads_dense() -> bool:
+    """True if the installed transformers spreads attention and head too; known without its import, of seconds. Local.
+
+    Until then its expert parallelism is a flag that replicates everything but the experts, from then on a size.
+    """
+    version = re.findall(r"\d+", importlib.metadata.version("transformers"))
+    return tuple(map(int, version[:2])) >= SPREADS_DENSE_SINCE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransportPoint:
+    """One measurement of one transport, with the fields of `TransportBenchConfig`.
+
+    `graph`: replay a CUDA graph, if there is a GPU and the transport can be captured.
+    Errors: ValueError names the value and the limit.
+    """
+
+    tokens: Annotated[int, Field(at_least=1)] = 128
+    hidden: int = 7168
+    num_topk: int = 8
+    num_experts: int = 256
+    layout: Layout = Layout.BATCHED
+    payload: str = "fp8_block"
+    routing: Annotated[str, Field(choices=ROUTINGS)] = "uniform"
+    graph: bool = True
+    num_sms: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1 <= self.num_topk <= self.num_experts:
+            raise ValueError(f"num_topk ({self.num_topk}) is not in [1, num_experts ({self.num_experts})]")
+        get_scheme(self.payload)
+        self.config(torch.bfloat16)
+
+    def config(self, dtype: torch.dtype) -> TransportConfig:
+        """The transport's config. Errors: ValueError for a hidden size that no transport supports."""
+        return TransportConfig(
+            hidden=self.hidden,
+            max_tokens_per_rank=max(self.tokens, LEAST_MAX_TOKENS),
+            dtype=dtype,
+            max_topk=self.num_topk,
+            num_sms=self.num_sms,
+        )
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a dispatched token: values, scales, ids and weights."""
+        return payload_bytes(get_scheme(self.payload), self.hidden, dtype) + 8 * self.num_topk
+
+
+_BASE = TransportPoint()
+_COMPACT = {"tokens": 4096, "layout": Layout.COMPACT}
+_CHANGES: tuple[dict[str, Any], ...] = (
+    *({"tokens": tokens} for tokens in (1, 16, 128, 512)),
+    _COMPACT,
+    *({"layout": Layout.COMPACT}, {"layout": Layout.FLAT}, {"payload": "none"}),
+    *({"hidden": hidden} for hidden in (2048, 2880, 4096)),
+    *({"num_topk": num_topk} for num_topk in (1, 4, 6, 10)),
+    *({"routing": "skewed"}, {"graph": False}),
+    *(_COMPACT | {"num_sms": num_sms} for num_sms in (16, 32, 64, 128)),
+)
+# From 1 to 4096 tokens; then 128 tokens with one change at a time; then 4096 tokens on fewer SMs.
+SUITES = {"standard": tuple(dataclasses.replace(_BASE, **change) for change in _CHANGES)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransportBenchConfig:
+    """Measurements of `ep-moe bench transport`. Errors: ValueError names the value and the limit."""
+
+    suite: Annotated[
+        str,
+        Field(help=f"A named set of sizes, which replaces all options below but the transports: {', '.join(SUITES)}"),
+    ] = ""
+    tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)")] = (1, 16, 128, 512, 4096)
+    hidden: Annotated[int, Field(help="Hidden size")] = _BASE.hidden
+    num_topk: Annotated[int, Field(help="Experts per token")] = _BASE.num_topk
+    num_experts: Annotated[int, Field(help="Experts of all ranks")] = _BASE.num_experts
+    layout: Annotated[tuple[Layout, ...], Field(help="Layout of the expert batch (repeatable)")] = (Layout.COMPACT,)
+    payload: Annotated[tuple[str, ...], Field(help=f"Payload format (repeatable): {', '.join(SCHEMES)}")] = (
+        _BASE.payload,
+    )
+    routing: Annotated[str, Field(help="Expert popularity", choices=ROUTINGS)] = _BASE.routing
+    graph: Annotated[
+        bool,
+        Field(
+            help="Replay CUDA graphs, or call eagerly; collective and local are always called",
+            option="--graph/--eager",
+        ),
+    ] = _BASE.graph
+    num_sms: Annotated[int, Field(help="Most SMs that a kernel of nvlink takes; 0 sets no limit")] = _BASE.num_sms
+    transport: Annotated[tuple[str, ...], Field(help="Transports (repeatable)", choices=("auto", *TRANSPORTS))] = (
+        "auto",
+    )
+    seed: Annotated[int, Field(help="Seed of tokens, ids and weights", at_least=0)] = 0
+    warmup: Annotated[int, Field(help="Warm-up replays", at_least=1)] = 5
+    repeats: Annotated[int, Field(help="Timed replays", at_least=1)] = 20
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.suite and self.suite not in SUITES:
+            raise ValueError(f"suite ({self.suite!r}) is not one of {', '.join(SUITES)}")
+        for field in dataclasses.fields(self) if self.suite else ():
+            value, ours = getattr(self, field.name), ("suite", "transport", "seed", "warmup", "repeats")
+            if field.name not in ours and value != field.default:
+                raise ValueError(f"{field.name} ({value}) is what suite {self.suite!r} says; leave it out")
+        _ = self.points  # each checks its sizes
+
+    @property
+    def points(self) -> tuple[TransportPoint, ...]:
+        """The points to measure, in order: the suite's, or all combinations of layouts, payloads and tokens."""
+        if self.suite:
+            return SUITES[self.suite]
+        names = ("hidden", "num_topk", "num_experts", "routing", "graph", "num_sms")
+        same = {name: getattr(self, name) for name in names}
+        return tuple(
+            TransportPoint(tokens=tokens, layout=layout, payload=payload, **same)
+            for layout, payload, tokens in itertools.product(self.layout, self.payload, self.tokens)
+        )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError if the last of `num_ranks` ranks has too few experts for "one_rank" routing. Local."""
+        for point in self.points:
+            experts = point.num_experts // num_ranks
+            if point.routing == "one_rank" and experts < point.num_topk:
+                raise ValueError(
+                    f"routing 'one_rank': num_topk ({point.num_topk}) exceeds the {experts} experts of the last of "
+                    f"{num_ranks} ranks"
+                )

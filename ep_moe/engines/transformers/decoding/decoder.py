@@ -1,0 +1,422 @@
+"""Generation by passes of fixed shapes: a prefill as ever, then decode passes, each captured once as a CUDA graph.
+
+A pass computes one token for each row of a bucket (1, 2, 4, ... rows) with a cache of a bucketed capacity. Tokens,
+positions and the rows that want another token stay on the device, so that the host only launches; it reads the tokens
+of several passes at once. Ranks replay different buckets in the same step: each pass is one round of every MoE layer,
+and a rank whose sequences have ended takes part with zero tokens.
+Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_tokens_per_rank, R ranks, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ep_moe.engines.common.layers import warm_up
+from ep_moe.engines.transformers.architectures import num_topk_of
+from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
+from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
+from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
+from ep_moe.engines.transformers.hooks import Session
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.transport import Transport
+
+PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
+LEAST_CAPACITY = 64
+_WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
+_COLUMNS = 6  # of the ranks' requests
+
+Model = Any  # a transformers model; its mixins are more than a type checker can follow
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a pass is captured for: rows of its bucket, capacity, and whether it samples."""
+
+    rows: int
+    capacity: int
+    sampled: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """A rank's wishes for a generation, which all ranks learn; a refused one has none."""
+
+    refused: bool = False
+    rows: int = 0
+    prefills: int = 0  # forward passes for its prompts
+    new_tokens: int = 0
+    ends: bool = False  # end tokens may end it earlier
+    cold: bool = False  # its pass has not been captured
+
+    def numbers(self) -> list[int]:
+        """The fields as integers, in order."""
+        return [int(value) for value in dataclasses.astuple(self)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderMemory:
+    """Bytes that a decoder holds on this rank, next to the model's own transport.
+
+    Args:
+        peer_bytes: of its transport, which peers map; 0 for a transport that maps none. cache_bytes: keys and values.
+    """
+
+    peer_bytes: int
+    cache_bytes: int
+
+
+def bucket_of(number: int, least: int = 1) -> int:
+    """The power of two that a number of rows or positions is rounded up to. Local."""
+    return max(1 << max(number - 1, 0).bit_length(), least)
+
+
+def new_pool() -> Any:
+    """Memory that graphs share: they are never replayed at the same time. Local."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """Capture a call, which is not run, as a CUDA graph; returns its replay. Local, host sync.
+
+    Errors: RuntimeError for a call that cannot be captured, one that waits on the host for example.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # thread_local: NCCL's thread queries events meanwhile, which would invalidate a global capture
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without: {error}"
+        ) from error
+    return graph.replay
+
+
+class _PassExperts:
+    """The experts of one pass for its live rows; other rows are sent nowhere, and their results are zero.
+
+    Args:
+        live: [B] bool. num_tokens: [1] int32, cuts off the rows behind the last live one; ids of none are for those
+            before it.
+    """
+
+    def __init__(
+        self, session: Session, layers: tuple[ExpertParallelMoE, ...], live: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        self._session, self._layers = session, layers
+        self._live, self._num_tokens = live[:, None], num_tokens
+        self._counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers: each launch of a pass costs time
+
+    def __call__(self, index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Compute x [B, H] in layer `index`. Collective, no host sync with a transport that has none."""
+        num_topk = ids.shape[1]
+        if num_topk not in self._counted:
+            self._counted[num_topk] = self._live.long().expand(-1, num_topk).reshape(-1)
+        self._session.load.add_times(index, ids, self._counted[num_topk])
+        ids = torch.where(self._live, ids, NONE)
+        return self._layers[index].forward_routed(x, ids, weights.float(), num_tokens=self._num_tokens)
+
+
+class Decoder:
+    """Generates with one model, on all ranks in step. Made by `ep_moe.engines.transformers.generate`.
+
+    It has a transport of its own for the decode passes, as small as the largest bucket of any rank: that of the model
+    has room for prompts, and the memory of a batch, and so of a graph, grows with M.
+
+    Args:
+        model: of `from_pretrained` or `shard_experts`; it is not kept.
+        graphs: capture the passes; else they run eagerly, the same operations in the same order.
+    Errors: ValueError for a model whose cache has no fixed shape. Local.
+    """
+
+    def __init__(self, model: Model, *, graphs: bool) -> None:
+        session: Session = model.ep_moe
+        self._session, self._graphs_wanted = session, graphs
+        self._cache = FixedCache(windows_of(model.config))
+        self._sequences: Sequences | None = None
+        self._replays: dict[Shape, Callable[[], None]] = {}
+        self._pool: Any = None
+        self._transport: Transport | None = None
+        self._layers: tuple[ExpertParallelMoE, ...] = ()
+
+    @property
+    def graphs(self) -> bool:
+        """Whether passes are captured."""
+        return self._graphs_wanted
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those of the captured passes."""
+        return tuple(self._replays)
+
+    @property
+    def memory(self) -> DecoderMemory:
+        """What it holds now. Local, no host sync."""
+        return DecoderMemory(peer_bytes=getattr(self._transport, "peer_bytes", 0), cache_bytes=self._cache.num_bytes)
+
+    def drop_graphs(self) -> None:
+        """Forget the captured passes: they read the parameters that the model had then. Ranks may do so one by one."""
+        self._replays.clear()
+        self._pool = None
+
+    def destroy(self) -> None:
+        """Free graphs, cache and transport. Local, calling it twice is fine."""
+        self.drop_graphs()
+        self._cache.forget()
+        self._layers = ()
+        if self._transport is not None:
+            self._transport.destroy()
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        model: Model,
+        prompts: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: GenerationOptions,
+        on_step: Callable[[int], None],
+    ) -> torch.Tensor:
+        """See `ep_moe.engines.transformers.generate`. Collective; a host sync every `PASSES_PER_READ` tokens."""
+        session, error = self._session, None
+        try:
+            session.transport.check()
+            check_prompts(prompts, mask, options, session)
+            num_positions = prompts.shape[1] + options.max_new_tokens
+            shape = self._prepare(prompts.shape[0], num_positions, options.temperature > 0)
+            request = self._request(prompts, options, shape)
+        except ValueError as refusal:
+            error, request = refusal, _Request(refused=True)
+        requests = self._exchange(request)
+        if error is not None:
+            raise error
+        refused = [rank for rank, other in enumerate(requests) if other.refused]
+        if refused:
+            raise ValueError(f"rank {refused[0]} refused its prompts; its own error says why")
+        num_steps = max(other.new_tokens for other in requests)
+        if not num_steps:
+            return torch.full((prompts.shape[0], options.max_new_tokens), NONE)
+        logits = self._prefill(model, prompts, mask, shape, max(other.prefills for other in requests))
+        sequences = self._begin(prompts, mask, options)
+        if logits is not None:
+            sequences.advance(logits, sampled=shape.sampled)
+        session.transport.check()
+        made = [self._read(1, prompts.shape[0])]
+        on_step(1)
+        done, may_end = 1, any(other.ends for other in requests)
+        if num_steps > 1:
+            self._make_ready(model, shape, requests)
+        while done < num_steps and not (may_end and self._all_have_ended()):
+            passes = min(PASSES_PER_READ, num_steps - done)
+            for _ in range(passes):
+                self._run(model, shape)
+            self._check()
+            made.append(self._read(passes, prompts.shape[0]))
+            done += passes
+            on_step(passes)
+        found = torch.cat(made)[: options.max_new_tokens].T
+        return torch.nn.functional.pad(found, (0, options.max_new_tokens - found.shape[1]), value=NONE)
+
+    @torch.inference_mode()
+    def warmup(self, model: Model, num_rows: int, num_positions: int, *, sampled: bool = False) -> None:
+        """Compile and capture what a generation needs, so that it does not; its prefill needs no graph.
+
+        Args:
+            num_rows: B of this rank, may be 0. num_positions: P + N. sampled: with a temperature above 0.
+        Collective, host sync.
+        """
+        shape = self._prepare(num_rows, num_positions, sampled)
+        self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self._is_cold(shape))))
+
+    def _make_ready(self, model: Model, shape: Shape, requests: list[_Request]) -> None:
+        """Transport and capture, where any rank lacks them. Collective."""
+        rebuilt = self._make_transport(model, max(other.rows for other in requests))
+        if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
+            self._capture(model, shape)
+
+    def _is_cold(self, shape: Shape) -> bool:
+        return self._graphs_wanted and shape not in self._replays
+
+    def _prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
+        """Local memory: sequences and cache."""
+        rows = bucket_of(num_rows)
+        shape = Shape(rows=rows, capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
+        if self._sequences is None or self._sequences.rows < rows:
+            self._sequences = Sequences(rows, PASSES_PER_READ, self._session.group.device)
+            self.drop_graphs()
+        if self._cache.reserve(rows, shape.capacity):
+            self.drop_graphs()
+        return shape
+
+    def _request(self, prompts: torch.Tensor, options: GenerationOptions, shape: Shape) -> _Request:
+        num_rows, num_columns = prompts.shape
+        return _Request(
+            rows=num_rows,
+            prefills=-(-num_rows // self._rows_per_prefill(num_columns)),
+            new_tokens=options.max_new_tokens if num_rows else 0,
+            ends=bool(options.end_ids),
+            cold=self._is_cold(shape),
+        )
+
+    def _rows_per_prefill(self, num_columns: int) -> int:
+        return max(self._session.transport.config.max_tokens_per_rank // max(num_columns, 1), 1)
+
+    def _exchange(self, request: _Request) -> list[_Request]:
+        """The requests of all ranks. Collective, host sync."""
+        group = self._session.group
+        table = torch.zeros(group.num_ranks, _COLUMNS, dtype=torch.int64)
+        table[group.rank] = torch.tensor(request.numbers())
+        return [
+            _Request(
+                refused=bool(refused), rows=rows, prefills=prefills, new_tokens=new, ends=bool(ends), cold=bool(cold)
+            )
+            for refused, rows, prefills, new, ends, cold in group.all_reduce_sum(table.to(group.device)).tolist()
+        ]
+
+    def _make_transport(self, model: Model, rows: int) -> bool:
+        """Make a transport, and layers over it, if there is none for so many rows; True if they are new. Collective."""
+        session, wanted = self._session, bucket_of(rows)
+        if self._transport is not None and self._transport.config.max_tokens_per_rank >= wanted:
+            return False
+        self.drop_graphs()
+        if self._transport is not None:
+            self._transport.destroy()
+        config = dataclasses.replace(session.transport.config, max_tokens_per_rank=wanted, num_slots=1)
+        like: Any = type(session.transport)
+        transport = like(session.group, session.transport.placement, config)
+        self._transport = transport
+        self._layers = tuple(
+            ExpertParallelMoE(
+                layer.config,
+                layer.weights,  # shared with the model's own layer
+                transport,
+                placement=layer.placement,
+                experts=session.experts,
+                layer_index=index,
+            )
+            for index, layer in enumerate(session.layers)
+        )
+        num_topk = num_topk_of(model.config)
+        if num_topk is not None:
+            warm_up(self._layers, num_topk, padded=True)
+        return True
+
+    def _prefill(
+        self, model: Model, prompts: torch.Tensor, mask: torch.Tensor | None, shape: Shape, passes: int
+    ) -> torch.Tensor | None:
+        """Fill the cache; returns the logits [B, V] behind each prompt, None without rows. Collective."""
+        session, cache = self._session, self._cache
+        num_rows, num_columns = prompts.shape
+        share, logits = self._rows_per_prefill(num_columns), []
+        keep: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        cache.clear()
+        for index in range(passes):
+            part = slice(index * share, min((index + 1) * share, num_rows))
+            if part.start >= num_rows:
+                with session.sitting_out():
+                    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=prompts.device), use_cache=False)
+                continue
+            own_mask = None if mask is None else mask[part]
+            lengths = None if own_mask is None else own_mask.sum(-1)
+            positions = torch.arange(num_columns, device=prompts.device)[None]
+            if own_mask is not None:
+                positions = (own_mask.cumsum(-1) - 1).clamp(min=0)
+            cache.begin_prefill(part.start, part.stop - part.start, shape.capacity, lengths)
+            output = model(
+                input_ids=prompts[part],
+                attention_mask=own_mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **keep,
+            )
+            logits.append(output.logits[:, -1])
+        return torch.cat(logits) if logits else None
+
+    def _begin(self, prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions) -> Sequences:
+        """Set the state behind the prompts: each row's last position, and the number of tokens that it wants."""
+        sequences = self._sequences
+        assert sequences is not None
+        num_rows, num_columns = prompts.shape
+        sequences.live.zero_()
+        sequences.positions.zero_()
+        sequences.tokens.zero_()
+        sequences.left.zero_()
+        sequences.step.zero_()
+        sequences.end_ids.fill_(NONE)
+        if options.end_ids:
+            sequences.end_ids[: len(options.end_ids)] = torch.tensor(options.end_ids)
+        here = slice(num_rows)
+        sequences.positions[here] = (num_columns if mask is None else mask.sum(-1)) - 1
+        sequences.left[here] = options.max_new_tokens
+        sequences.live[here] = options.max_new_tokens > 0
+        if options.temperature > 0:
+            sequences.temperature[here] = options.temperature
+            sequences.top_p[here] = options.top_p
+            sequences.seeds[here] = torch.tensor(options.seeds_of(num_rows)).to(prompts.device)
+        return sequences
+
+    def _step(self, model: Model, shape: Shape) -> None:
+        """One pass: every live row of the bucket gets its next token. A function of fixed shapes without host sync."""
+        sequences, cache, session = self._sequences, self._cache, self._session
+        assert sequences is not None
+        here = slice(shape.rows)
+        cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
+        experts = _PassExperts(session, self._layers, sequences.live[here], sequences.num_tokens(shape.rows))
+        with session.decoding(experts):
+            output = model(
+                input_ids=sequences.tokens[here, None],
+                attention_mask=cache.masks(model.config.get_text_config(), model.dtype),
+                position_ids=sequences.positions[here, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        sequences.advance(output.logits[:, -1], sampled=shape.sampled)
+
+    def _run(self, model: Model, shape: Shape) -> None:
+        """One pass, replayed if it is captured. Collective, no host sync."""
+        replay = self._replays.get(shape)
+        if replay is None:
+            self._step(model, shape)
+        else:
+            replay()
+
+    def _capture(self, model: Model, shape: Shape) -> None:
+        """Capture this rank's pass if it is not. Ranks that have theirs join in the passes before it. Collective."""
+        sequences, group = self._sequences, self._session.group
+        assert sequences is not None
+        assert self._transport is not None
+        for transport in (self._transport, self._session.transport):
+            if transport.open_slots:
+                raise RuntimeError(
+                    f"slot {transport.open_slots[0]} has an open round: a decode pass is captured when all rounds have "
+                    f"ended"
+                )
+        live = sequences.live.clone()
+        sequences.live.zero_()  # rows that are not live keep their tokens and positions, and send nothing
+        for _ in range(_WARM_UPS):
+            self._run(model, shape)
+        self._check()
+        if shape not in self._replays:
+            self._pool = self._pool or new_pool()
+            self._replays[shape] = capture(lambda: self._step(model, shape), self._pool)
+        sequences.live.copy_(live)
+        sequences.step.zero_()
+        group.wait_for_all("capture")  # captures take different times, and the next pass has a timeout
+
+    def _check(self) -> None:
+        """Raise what the passes have run into, before anybody reads their tokens. Host sync."""
+        assert self._transport is not None
+        self._transport.check()
+
+    def _read(self, passes: int, rows: int) -> torch.Tensor:
+        """The tokens of the last passes, [passes, B] on the host, NONE where a row had ended. Host sync."""
+        assert self._sequences is not None
+        self._sequences.step.zero_()
+        return self._sequences.made[:passes, :rows].to("cpu", copy=True)
+
+    def _all_have_ended(self) -> bool:
+        """Whether no row of any rank is live. Collective, host sync."""
+        assert self._sequences is not None
+        return not int(self._session.group.all_reduce_sum(self._sequences.live.sum(0, keepdim=True)))

@@ -1,0 +1,80 @@
+"""Options of a generation, and the checks of its prompts. Letters: B rows of this rank, P prompt tokens, M
+max_tokens_per_rank."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
+from ep_moe.engines.transformers.hooks import Session
+from ep_moe.fields import check_fields, check_tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationOptions:
+    """How many tokens are generated, and how they are chosen.
+
+    Args:
+        max_new_tokens: for each prompt, 0 or more; ranks may differ.
+        end_ids: tokens that end a sequence earlier; the end token is the last one that is returned.
+        temperature: 0 takes the likeliest token; above 0 samples from logits / temperature.
+        top_p: sample among the likeliest tokens that together reach this probability.
+        seeds: one for each row; none stands for 0 to B - 1.
+    Errors: ValueError names the value and the limit.
+    """
+
+    max_new_tokens: int
+    end_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seeds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must not be negative")
+        if len(self.end_ids) > MOST_END_IDS:
+            raise ValueError(f"end_ids are {len(self.end_ids)}, the limit is {MOST_END_IDS}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature ({self.temperature}) must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
+
+    def seeds_of(self, num_rows: int) -> tuple[int, ...]:
+        """One seed for each of B rows."""
+        return self.seeds or tuple(range(num_rows))
+
+
+def end_ids_of(model: Any) -> tuple[int, ...]:
+    """The end tokens of a model's generation config. Local."""
+    end = model.generation_config.eos_token_id
+    return tuple(end) if isinstance(end, list) else () if end is None else (end,)
+
+
+def check_prompts(
+    prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions, session: Session
+) -> None:
+    """Raise ValueError for prompts that are not [B, P] int64 on the model's device, exceed M, or are padded otherwise
+    than on the left. Host sync if there is a mask."""
+    rank, device = session.group.rank, session.group.device
+    check_tensor(prompts, "prompts")
+    if prompts.dim() != 2 or prompts.dtype != torch.int64 or prompts.device != device:
+        found = f"{tuple(prompts.shape)} {prompts.dtype} on {prompts.device}"
+        raise ValueError(f"prompts are {found} on rank {rank}, expected [rows, tokens] int64 on {device}")
+    num_rows, num_columns = prompts.shape
+    limit = session.transport.config.max_tokens_per_rank
+    if num_rows and not num_columns:
+        raise ValueError(f"prompts are {tuple(prompts.shape)} on rank {rank}: a prompt needs at least one token")
+    if num_rows and num_columns > limit:
+        raise ValueError(f"a prompt of {num_columns} tokens exceeds max_tokens_per_rank ({limit}) on rank {rank}")
+    if options.seeds and len(options.seeds) != num_rows:
+        raise ValueError(f"seeds are {len(options.seeds)} on rank {rank}, prompts are {num_rows}")
+    if mask is None:
+        return
+    check_tensor(mask, "attention_mask")
+    if mask.shape != prompts.shape or mask.device != device:
+        raise ValueError(f"attention_mask is {tuple(mask.shape)} on {mask.device}, prompts {tuple(prompts.shape)}")
+    shown = mask.bool()
+    if num_rows and not bool(shown[:, -1:].all() & (shown[:, 1:] | ~shown[:, :-1]).all()):
+        raise ValueError(f"attention_mask on rank {rank} is not that of prompts with padding on the left alone")

@@ -1,0 +1,157 @@
+"""The seam of expert kernels: a `Backend` prepares the two grouped GEMMs for the shape of a call, and a prepared
+`GroupedGemm` is launched with the tensors of each call of that shape.
+
+Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts.
+"""
+
+import dataclasses
+import enum
+import math
+from typing import Protocol
+
+import torch
+
+from ep_moe.config import ActivationConfig
+from ep_moe.experts.serves import Serves
+from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
+from ep_moe.layout import Batched, ExpertBatch
+from ep_moe.quant import QuantScheme
+from ep_moe.weights import ExpertWeights
+
+
+class Between(enum.Enum):
+    """What happens to the intermediate between the GEMMs; `fused` is done by the first GEMM, else by kernels more."""
+
+    ROUND = "none"  # to the model's dtype
+    GROUP = "group"  # requantized in groups that lie within a tile
+    STATIC = "static"  # requantized by scales that are given, one for each expert
+    TOKEN = "token"  # requantized with a scale for each row
+    TENSOR = "tensor"  # requantized with a scale for all rows of an expert
+    WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
+    ROUNDED_GROUP = "rounded group"  # requantized in groups, with scales that are powers of two
+
+    @property
+    def fused(self) -> bool:
+        """True if the first GEMM stores what the second reads; else it stores float32."""
+        return self in (Between.ROUND, Between.GROUP, Between.STATIC)
+
+    @classmethod
+    def of(cls, scheme: QuantScheme, block_n: int, *, static: bool) -> "Between":
+        """What `scheme` asks for, if tiles of the first GEMM have `block_n` columns; `static` if scales are given."""
+        stored, width = scheme.activation, scheme.activation.block[1]
+        if stored.granularity == "none":
+            return cls.ROUND
+        if stored.granularity == "token":
+            return cls.TOKEN
+        if stored.granularity == "tensor":
+            return cls.STATIC if static else cls.TENSOR
+        if stored.power_of_two:
+            return cls.ROUNDED_GROUP
+        return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CallShape:
+    """All that the launches of a call follow from, besides addresses; calls of equal shapes share their preparation.
+
+    Args:
+        device: of the tensors. scheme: of tokens and weights. dtype: the model's.
+        activation: between the GEMMs.
+        num_experts, hidden, intermediate: L, H and I.
+        expected_rows: the batch's hint. max_rows: rows of all experts together, or of each one if `rows_apart`.
+        x_stride: between rows of the pool, in elements.
+        scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
+        static_scale: the intermediate's scales are given.
+        limited: the activation has a limit, one for all experts or one for each.
+    """
+
+    device: torch.device
+    scheme: QuantScheme
+    dtype: torch.dtype
+    activation: ActivationConfig
+    num_experts: int
+    hidden: int
+    intermediate: int
+    expected_rows: int
+    max_rows: int
+    rows_apart: bool
+    x_stride: int
+    scale_height: int
+    scale_strides: tuple[int, int, int]
+    static_scale: bool
+    limited: bool
+
+    @classmethod
+    def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
+        """The shape of a call; rows of the batch's pool have no gaps between their columns."""
+        height, strides = 1, (0, 0, 0)
+        if batch.scale is not None:
+            scale = batch.scale
+            height = max(scale.shape[-2], 1)
+            strides = (scale.stride(0) if scale.dim() == 3 else 0, scale.stride(-2), scale.stride(-1))
+        apart = isinstance(batch, Batched) and batch.row_index is None
+        rows = batch.x if batch.row_index is None else batch.row_index
+        return cls(
+            device=batch.x.device,
+            scheme=weights.scheme,
+            dtype=batch.dtype,
+            activation=activation,
+            num_experts=batch.num_local_experts,
+            hidden=batch.hidden,
+            intermediate=weights.w2.values.shape[2],
+            expected_rows=batch.expected_rows,
+            max_rows=rows.shape[1] if apart else rows.shape[0],
+            rows_apart=apart,
+            x_stride=batch.x.stride(-2),
+            scale_height=height,
+            scale_strides=strides,
+            static_scale=weights.w2_input_scale is not None,
+            limited=activation.limit is not None or weights.per_expert.limit is not None,
+        )
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the stored weights."""
+        return self.scheme.weight.dtype or self.dtype
+
+    @property
+    def halves_aligned(self) -> bool:
+        """True if no block of scales of w13 spans both the gate and the up half."""
+        return not self.activation.kind.gated or self.intermediate % self.scheme.weight.block[0] == 0
+
+    def max_tiles(self, block_m: int) -> int:
+        """The most row tiles that all experts together can have, Q at most."""
+        if self.rows_apart:
+            return self.num_experts * math.ceil(self.max_rows / block_m)
+        return min(self.max_rows // block_m + self.num_experts, self.max_rows)
+
+
+class GroupedGemm(Protocol):
+    """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
+
+    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
+        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
+
+        Local, on the current stream, no host sync, CUDA-graph safe after its first call.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """An implementation of both GEMMs.
+
+    The first one reads the batch's rows and stores the intermediate, rows in the order of the tile list, in the dtype
+    of the scheme's activation or the model if `between.fused`, else in float32; the second one reads it and stores the
+    batch's rows in the model's dtype, and touches no row that holds no token.
+    """
+
+    serves: Serves
+
+    def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
+        """Prepare w13 @ x, its bias, the activation and what `between` says, if it is fused."""
+        ...
+
+    def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
+        """Prepare w2 @ intermediate and its bias."""
+        ...

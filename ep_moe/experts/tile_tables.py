@@ -1,0 +1,175 @@
+"""Tables of tile sizes: JSON files, the package's own and a user's.
+
+A file for one shape is named as vLLM names its own, by I, H, the GPU and what the experts compute in, a scheme or the
+model's dtype: `N=2048,K=7168,device_name=NVIDIA_H200,dtype=fp8_block.json`. It maps the tokens of an expert to tiles:
+
+    {"16": {"BLOCK_SIZE_M": 16, "GROUP_SIZE_M": 16, "first": {"BLOCK_SIZE_N": 128, ...}, "second": {...}}, "32": ...}
+
+A key is the most tokens that its tiles are for; the last one serves more, too. `tiles/default.json` lists such tables
+for all other shapes, each with the condition that it is for.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.fields import shown
+
+PACKAGED = Path(__file__).parent / "tiles"
+_DEFAULT = PACKAGED / "default.json"
+_BLOCKS = (16, 256)
+_SHARED_KEYS = {"BLOCK_SIZE_M": "block_m", "GROUP_SIZE_M": "group_m"}
+_GEMM_KEYS = {
+    "BLOCK_SIZE_N": "block_n",
+    "BLOCK_SIZE_K": "block_k",
+    "SWAP_AB": "swap",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+    "PROGRAMS_PER_SM": "programs_per_sm",
+}
+_LIMITS = {  # smallest, largest, whether a power of two
+    **dict.fromkeys(("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K"), (*_BLOCKS, True)),
+    "GROUP_SIZE_M": (1, 1024, False),
+    "num_warps": (1, 16, True),
+    "num_stages": (1, 8, False),
+    "PROGRAMS_PER_SM": (1, 32, False),
+}
+_CONDITIONS = {"dtypes": list, "gated": bool, "group_k": int, "whole_blocks": bool}
+_WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TileTable:
+    """Tiles by the tokens of an expert.
+
+    Args:
+        source: the file, for errors. when: what it is for. rows: (most tokens, tiles), ascending.
+    """
+
+    source: str
+    when: Mapping[str, Any]
+    rows: tuple[tuple[int, ExpertTiles], ...]
+
+    def choose(self, expected_rows: int) -> ExpertTiles:
+        """The tiles for experts that have so many tokens on average. Local."""
+        return next((tiles for most, tiles in self.rows if expected_rows <= most), self.rows[-1][1])
+
+
+def table_name(intermediate: int, hidden: int, device_name: str, dtype: str) -> str:
+    """The name of the file for a shape. Example: N=2048,K=7168,device_name=NVIDIA_H200,dtype=fp8_block.json."""
+    return f"N={intermediate},K={hidden},device_name={device_name.replace(' ', '_')},dtype={dtype}.json"
+
+
+def _values(given: Any, keys: Mapping[str, str], where: str, *others: str) -> dict[str, Any]:
+    """The values of these keys, by the names of fields. Errors: ValueError for missing, unknown and bad ones."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} ({shown(given)}) is not an object")
+    if wrong := given.keys() ^ {*keys, *others}:
+        what = "unknown" if wrong & given.keys() else "missing"
+        name = sorted(wrong & given.keys() or wrong)[0]
+        raise ValueError(f"{where}: {what} key {name}; needed are {', '.join((*keys, *others))}")
+    for key in keys:
+        value = given[key]
+        if key == "SWAP_AB":
+            if not isinstance(value, bool):
+                raise ValueError(f"{where}: {key} ({shown(value)}) is not true or false")
+            continue
+        least, most, power = _LIMITS[key]
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        if not fits or (power and value & (value - 1)):
+            what = "a power of two" if power else "an integer"
+            raise ValueError(f"{where}: {key} ({shown(value)}) is not {what} from {least} to {most}")
+    return {field: given[key] for key, field in keys.items()}
+
+
+def _table(rows: Any, source: str, when: Mapping[str, Any]) -> TileTable:
+    """Read one table. Errors: ValueError names the file, the key, the value and the limit."""
+    if not isinstance(rows, dict) or not rows:
+        raise ValueError(f"{source}: a table ({shown(rows)}) is not an object with at least one key")
+    found: list[tuple[int, ExpertTiles]] = []
+    for key, entry in rows.items():
+        where, last = f"{source}: {key}", found[-1][0] if found else 0
+        if not key.isascii() or not key.isdecimal() or int(key) <= last:
+            raise ValueError(f"{source}: key ({shown(key)}) is not an integer above {last}")
+        shared = _values(entry, _SHARED_KEYS, where, "first", "second")
+        first, second = (
+            GemmTiles(**_values(entry[name], _GEMM_KEYS, f"{where}: {name}")) for name in ("first", "second")
+        )
+        found.append((int(key), ExpertTiles(first=first, second=second, **shared)))
+    return TileTable(source=source, when=when, rows=tuple(found))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
+        raise ValueError(f"{path}: {error}") from None
+
+
+@functools.cache
+def read_table(path: Path) -> TileTable:
+    """Read the table of one shape; later calls return what the first one read.
+
+    Errors: ValueError that names the file, the key, the value and the limit. Local.
+    """
+    return _table(_read_json(path), str(path), {})
+
+
+@functools.cache
+def read_default_tables(path: Path = _DEFAULT) -> tuple[TileTable, ...]:
+    """Read the tables for all shapes without one of their own. Errors: as of `read_table`. Local."""
+    tables = _read_json(path)
+    if not isinstance(tables, list):
+        raise ValueError(f"{path}: {shown(tables)} is not a list of tables")
+    found = []
+    for number, table in enumerate(tables):
+        source = f"{path}: table {number}"
+        if not isinstance(table, dict) or table.keys() != {"when", "rows"} or not isinstance(table["when"], dict):
+            raise ValueError(f"{source} ({shown(table)}) is not an object of 'when' and 'rows'")
+        for key, value in table["when"].items():
+            if key not in _CONDITIONS or type(value) is not _CONDITIONS[key]:
+                raise ValueError(f"{source}: condition {key} ({shown(value)}) is not one of {', '.join(_CONDITIONS)}")
+        found.append(_table(table["rows"], source, table["when"]))
+    return tuple(found)
+
+
+def default_table(dtype: torch.dtype, *, gated: bool, group_k: int = 0, whole_blocks: bool = True) -> TileTable:
+    """The table for shapes without one of their own, as measured fastest on an H200 (docs/BENCHMARKS.md).
+
+    Few tokens want tiles of 16 or 32 tokens, which Hopper's tensor cores support only as columns: `SWAP_AB`. The two
+    halves of a gated w13 want eight warps; fp8, with two sets of accumulators, at most 64 tokens.
+
+    Args:
+        dtype: of the stored weights. gated: whether w13 has two halves.
+        group_k: columns that share a weight scale, which no step of the reduction crosses; 0 without block scales.
+        whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
+    Errors: ValueError if no table is for this dtype. Local.
+    """
+    name = str(dtype).removeprefix("torch.")
+    group = min(group_k & -group_k, _WIDEST_GROUP)
+    facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks}
+    for table in read_default_tables():
+        wanted = dict(table.when)
+        if name in wanted.pop("dtypes", [name]) and wanted.items() <= facts.items():
+            return table
+    raise ValueError(f"{_DEFAULT} has no table for {name}, {facts}")
+
+
+def find_table(
+    intermediate: int, hidden: int, device: torch.device, dtype: str, folder: Path | None = None
+) -> TileTable | None:
+    """The table of a shape: a user's in `folder`, else the package's; None if there is neither.
+
+    Args: as of `table_name`; dtype: the scheme's name, or that of the model's dtype if it is not quantized.
+    Errors: as of `read_table`. Local.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    file = table_name(intermediate, hidden, name, dtype)
+    paths = [path / file for path in (folder, PACKAGED) if path is not None]
+    return next((read_table(path) for path in paths if path.is_file()), None)

@@ -1,0 +1,168 @@
+"""The headers of a dispatch: what a rank announces to all others, and what a receiver concludes from all headers.
+
+Letters: T tokens on this rank, K top-k, R ranks, L the most experts that a rank owns.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.exchange.peers import put_word, target
+from ep_moe.kernels.exchange.round_state import MISMATCH, OTHER_LAYER, OWN_TOKENS, SENT, is_active, pick
+from ep_moe.kernels.exchange.wire_layout import (
+    BAD_IDS,
+    FINE,
+    FORMAT,
+    HEADER_WORDS,
+    HEADERS,
+    LAYER,
+    REFUSED,
+    SETTINGS,
+    STATUS,
+    TOO_MANY,
+    code_of,
+    make_word,
+    pack_status,
+    payload_of,
+    value_of,
+)
+from ep_moe.kernels.numerics import INT32_MIN, clamp_to_int32
+
+
+@triton.jit
+def _find_bad_id(tokens, present, num_physical, ids_stride, K: tl.constexpr, TOKENS: tl.constexpr):
+    """The largest of the ids that no rank owns, cut to int32."""
+    found = tl.zeros([TOKENS], tl.int32) + INT32_MIN
+    for first in range(0, present, TOKENS):
+        token = first + tl.arange(0, TOKENS).to(tl.int64)
+        for k in tl.static_range(K):
+            ids = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
+            bad = (ids < -1) | (ids >= num_physical)
+            found = tl.maximum(found, tl.where(bad, clamp_to_int32(ids), INT32_MIN))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def announce(
+    links,
+    own,
+    tokens,
+    announcer,
+    announcers,
+    present,
+    num_tokens,
+    max_tokens,
+    num_blocks,
+    num_physical,
+    ids_stride,
+    refusal,
+    round_,
+    ranks: tl.constexpr,
+    row: tl.constexpr,
+    sending: tl.constexpr,
+):
+    """Send every rank this rank's header: status, format, layer and counts.
+
+    Rule: all of it is sent in every round, also with a status that refuses the round, since receivers wait for all.
+    """
+    EXPERTS: tl.constexpr = sending.EXPERT_BLOCK
+    token = tl.arange(0, sending.TOKENS)
+    totals_ptr = tokens.block_counts_ptr + num_blocks.to(tl.int64) * (num_physical + 1)
+    header = ranks.RANK * ranks.header_stride
+    for first in range(announcer * EXPERTS, num_physical, announcers * EXPERTS):
+        expert = first + tl.arange(0, EXPERTS)
+        if sending.IDS_COUNTED:
+            count = tl.load(totals_ptr + expert, mask=expert < num_physical, other=0)
+        else:
+            hit = tl.zeros([sending.TOKENS, EXPERTS], tl.int32)
+            for k in tl.static_range(row.K):
+                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
+                hit = hit | (theirs[:, None] == expert[None, :]).to(tl.int32)
+            count = tl.sum(hit, 0)
+        word = make_word(tl.zeros([EXPERTS], tl.int32) + round_.epoch, count)
+        for r in tl.static_range(ranks.R):
+            place = expert + (HEADER_WORDS - ranks.STARTS[r])
+            theirs = (expert >= ranks.STARTS[r]) & (expert < ranks.STARTS[r + 1])
+            mask = theirs & round_.enabled & is_active(round_.active, r)
+            put_word(target(links.bases[r], links, HEADERS, header, tl.int64), place, word, mask)
+    if announcer == 0:
+        if sending.IDS_COUNTED:
+            bad = tl.load(totals_ptr + num_physical)
+        else:
+            found = tl.zeros([sending.TOKENS], tl.int32)
+            for k in tl.static_range(row.K):
+                theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
+                found += ((theirs < -1) | (theirs >= num_physical)).to(tl.int32)
+            bad = tl.sum(found, 0)
+        wrong_count = (num_tokens > max_tokens) | (num_tokens < 0)
+        code = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
+        code = tl.where(refusal > 0, REFUSED, code)
+        status = make_word(round_.epoch, pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens)))
+        fingerprint = round_.fingerprint
+        if code == BAD_IDS:  # there is no payload: its place takes one of the ids
+            fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, row.K, sending.TOKENS)
+        for r in tl.static_range(ranks.R):
+            if round_.enabled & is_active(round_.active, r):
+                to = target(links.bases[r], links, HEADERS, header, tl.int64)
+                put_word(to, STATUS, status, None)
+                put_word(to, FORMAT, make_word(round_.epoch, fingerprint), None)
+                put_word(to, LAYER, make_word(round_.epoch, round_.layer), None)
+                put_word(to, SETTINGS, make_word(round_.epoch, round_.settings), None)
+        tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
+        tl.store(own.state_ptr + SENT, round_.epoch)  # also where it is skipped: a settlement must not begin with it
+
+
+@triton.jit
+def judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
+    """Return a round's verdict (FINE, or why it fails), the rank that caused it, and the int64 that describes it.
+
+    This rank's own mistake comes first: its host has raised it already. The number of a mismatch has a bit for each
+    rank with another format; that of bad ids is one of them above their count; that of another layer is the
+    other rank's `settings` above its `layer`.
+    """
+    RANK: tl.constexpr = ranks.RANK
+    RANKS: tl.constexpr = ranks.RANKS
+    source = tl.arange(0, RANKS)
+    header_ptr, known = headers_ptr + source * ranks.header_stride, source < ranks.R
+    statuses = payload_of(tl.load(header_ptr + STATUS, mask=known, other=0, volatile=True))
+    formats = payload_of(tl.load(header_ptr + FORMAT, mask=known, other=0, volatile=True))
+    layers = payload_of(tl.load(header_ptr + LAYER, mask=known, other=0, volatile=True))
+    others = payload_of(tl.load(header_ptr + SETTINGS, mask=known, other=0, volatile=True))
+    code = tl.where(is_source, code_of(statuses), FINE)
+    compared = is_source & (code == FINE)
+    odd = compared & (formats != round_.fingerprint)
+    code = tl.where(odd, MISMATCH, code)
+    code = tl.where(compared & ((layers != round_.layer) | (others != round_.settings)), OTHER_LAYER, code)
+    suspect = tl.where(pick(code, RANK, RANKS) != FINE, RANK, tl.min(tl.where(code != FINE, source, RANKS), 0))
+    verdict, number = pick(code, suspect, RANKS), pick(value_of(statuses), suspect, RANKS)
+    bad_id = pick(formats, suspect, RANKS).to(tl.int64) << 32
+    number = tl.where(verdict == MISMATCH, tl.sum(odd.to(tl.int32) << source, 0), number).to(tl.int64)
+    tag = make_word(pick(others, suspect, RANKS), pick(layers, suspect, RANKS))
+    number = tl.where(verdict == BAD_IDS, number | bad_id, number)
+    return verdict, suspect, tl.where(verdict == OTHER_LAYER, tag, number)
+
+
+@triton.jit
+def place_experts(headers_ptr, own, height, alignment, writes, active, ranks: tl.constexpr, BATCHED: tl.constexpr):
+    """Return the first row of each expert for each source, [RANKS * EXPERTS]; with `writes` also write the counts.
+
+    Example: two sources send expert 7, whose rows start at 64, 3 and 2 rows: they begin at 64 and at 67.
+    """
+    EXPERTS: tl.constexpr = ranks.EXPERTS
+    num_experts = ranks.STARTS[ranks.RANK + 1] - ranks.STARTS[ranks.RANK]
+    source, expert = tl.arange(0, ranks.RANKS), tl.arange(0, EXPERTS)
+    inside = ((source < ranks.R) & is_active(active, source))[:, None] & (expert < num_experts)[None, :]
+    count_ptrs = headers_ptr + source[:, None] * ranks.header_stride + HEADER_WORDS + expert[None, :]
+    count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
+    total = tl.sum(count, 0)
+    if BATCHED:
+        row_start = expert * height
+    else:
+        aligned = (total + alignment - 1) // alignment * alignment
+        row_start = tl.cumsum(aligned, 0) - aligned
+    if writes:
+        mine = expert < num_experts
+        tl.store(own.num_rows_ptr + expert, total, mask=mine)
+        tl.store(own.row_start_ptr + expert, row_start.to(tl.int32), mask=mine)
+        tl.store(own.rows_seen_ptr + expert, tl.load(own.rows_seen_ptr + expert, mask=mine) + total, mask=mine)
+    first = row_start[None, :] + tl.cumsum(count, 0) - count
+    return tl.reshape(first.to(tl.int32), [ranks.RANKS * EXPERTS])

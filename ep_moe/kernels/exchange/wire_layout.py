@@ -1,0 +1,235 @@
+"""What ranks send each other in the one-sided exchange: regions of memory, headers, rows, words and their bit fields.
+
+Every offset, width and bit field of it stands here, with the functions that pack and unpack it: jit functions for
+kernels, plain ones for the host. A rank's memory for one slot has a region for each thing that peers write there:
+
+| region | shape | written by |
+|---|---|---|
+| HEADERS | [R, header_stride] words, by source rank: status, format, layer, settings, rows for each expert | source |
+| FLAGS | [R, M] words: whether the token was sent here | source |
+| ENTRIES | [R, M, ENTRY] int32: K entries, then K weights | source |
+| VALUES | [R, M, row] int32 words of payload | source |
+| SCALES | [R, M, G] scales | source |
+| LL_ROWS | [R, word_tokens, ll_words] words: K entries, K weights, values, scales | source |
+| COMBINE_HEADERS | [R] words | rank of the experts |
+| RETURNED | [R, M, H] in the model's dtype | rank of the experts |
+
+A word (LL, as NCCL calls it) has 64 bits: the epoch of its round above 32 bits of payload. It is stored in one piece: a
+reader that finds the epoch it waits for has the payload too, without any fence, and words never need to be cleared.
+
+Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, H hidden, G scale groups, K top-k.
+"""
+
+import dataclasses
+import itertools
+from typing import Literal, NamedTuple
+
+import triton
+import triton.language as tl
+
+# regions of a rank's memory for one slot, by place in `Links.offsets`
+HEADERS = tl.constexpr(0)
+FLAGS = tl.constexpr(1)
+ENTRIES = tl.constexpr(2)
+VALUES = tl.constexpr(3)
+SCALES = tl.constexpr(4)
+LL_ROWS = tl.constexpr(5)
+COMBINE_HEADERS = tl.constexpr(6)
+RETURNED = tl.constexpr(7)
+
+# words of a header, before those of the experts
+STATUS = tl.constexpr(0)
+FORMAT = tl.constexpr(1)  # fingerprint of the payload's format, or one of the bad ids
+LAYER = tl.constexpr(2)
+SETTINGS = tl.constexpr(3)
+HEADER_WORDS = tl.constexpr(4)
+
+# codes of a status word, above STATUS_BITS of a value
+FINE = tl.constexpr(0)  # the value is the number of tokens
+REFUSED = tl.constexpr(1)  # the caller's input is bad
+TOO_MANY = tl.constexpr(2)  # tokens, above the limit
+BAD_IDS = tl.constexpr(3)  # ids that no rank owns: the value is their number
+STATUS_BITS = tl.constexpr(28)
+STATUS_MASK = tl.constexpr(2**28 - 1)  # larger values are sent as this one
+
+PLACE_BITS = tl.constexpr(20)  # of an entry: a row's place among those of its source and expert; local expert above
+PLACE_MASK = tl.constexpr(2**20 - 1)
+
+DISPATCH = tl.constexpr(0)  # phases, as an abort word names them
+COMBINE = tl.constexpr(1)
+
+_PHASES: tuple[Literal["dispatch", "combine"], ...] = ("dispatch", "combine")
+_NOBODY = 255  # in place of the rank, in an abort word that names none
+_REGION_ALIGNMENT_BYTES = 256
+_WORD_BYTES = 8
+_SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: one float32 for 16 elements
+
+
+class Ranks(NamedTuple):
+    """The ranks and their experts: constants of a kernel."""
+
+    R: tl.constexpr
+    RANKS: tl.constexpr  # R rounded up to a power of two
+    RANK: tl.constexpr  # this one
+    STARTS: tl.constexpr  # R + 1 numbers, the first physical expert of each rank
+    L: tl.constexpr
+    EXPERTS: tl.constexpr  # L rounded up
+
+    @property
+    def header_stride(self) -> int:
+        """Words of one source's header."""
+        return self.L + HEADER_WORDS.value
+
+
+class Row(NamedTuple):
+    """The parts of a token's row: constants of a kernel."""
+
+    K: tl.constexpr
+    COLUMNS: tl.constexpr  # K rounded up to a power of two
+    VALUE_WORDS: tl.constexpr  # 32-bit words of values
+    G: tl.constexpr
+    GROUPS: tl.constexpr  # G, at least 1, rounded up
+    ENTRY: tl.constexpr  # int32 between two rows of ENTRIES, 2 * max_topk
+
+    @property
+    def ll_values(self) -> int:
+        """Where values begin in a row of LL words."""
+        return 2 * self.K
+
+    @property
+    def ll_scales(self) -> int:
+        """Where scales begin in a row of LL words."""
+        return 2 * self.K + self.VALUE_WORDS
+
+    @property
+    def ll_words(self) -> int:
+        """Words of a row of LL words: even, so that pairs of words are aligned."""
+        return 2 * self.K + self.VALUE_WORDS + (self.G + 1) // 2 * 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Regions:
+    """The regions of one slot on one rank: O(R * M * H) bytes.
+
+    Args:
+        num_ranks: R. max_experts: L. max_tokens: M. hidden: H. max_topk: the largest K.
+        itemsize: bytes of an element of the model's dtype. word_tokens: up to this T a rank sends rows as LL words.
+    """
+
+    num_ranks: int
+    max_experts: int
+    max_tokens: int
+    hidden: int
+    max_topk: int
+    itemsize: int
+    word_tokens: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each region, by its number."""
+        rows, row_bytes = self.num_ranks * self.max_tokens, self.hidden * self.itemsize
+        scale_bytes = max(self.hidden // _SCALE_SHARE, 16)
+        ll_words = (row_bytes + scale_bytes + 8 * self.max_topk) // 4 + 2
+        return (
+            self.num_ranks * (HEADER_WORDS.value + self.max_experts) * _WORD_BYTES,
+            rows * _WORD_BYTES,
+            rows * 8 * self.max_topk,
+            rows * row_bytes,
+            rows * scale_bytes,
+            self.num_ranks * self.word_tokens * ll_words * _WORD_BYTES,
+            self.num_ranks * _WORD_BYTES,
+            rows * row_bytes,
+        )
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The byte offset of each region, and last that of the next slot."""
+        sizes = (-(-size // _REGION_ALIGNMENT_BYTES) * _REGION_ALIGNMENT_BYTES for size in self.sizes)
+        return (0, *itertools.accumulate(sizes))
+
+
+@triton.jit
+def make_word(epoch, payload):
+    """A word of `epoch` int32 and `payload` int32, of any shape; epoch -1 and payload 5 give 0xFFFFFFFF00000005."""
+    return (epoch.to(tl.int64) << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def epoch_of(word):
+    """The epoch of a word, int32."""
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def payload_of(word):
+    """The payload of a word, int32: the lower half, whose sign comes back with it."""
+    return ((word << 32) >> 32).to(tl.int32)
+
+
+@triton.jit
+def pack_status(code, value):
+    """The payload of a status word. value: int32, sent as at most STATUS_MASK, as which a negative one is sent too."""
+    return code << STATUS_BITS | tl.minimum(value & 0x7FFFFFFF, STATUS_MASK)
+
+
+@triton.jit
+def code_of(status):
+    """The code of a status."""
+    return (status >> STATUS_BITS) & 7
+
+
+@triton.jit
+def value_of(status):
+    """The value of a status."""
+    return status & STATUS_MASK
+
+
+@triton.jit
+def pack_entry(expert, place):
+    """The entry of a token's row at a rank. expert: local there. place: among rows of its source and expert."""
+    return (expert << PLACE_BITS) | place
+
+
+@triton.jit
+def expert_of(entry):
+    """The local expert of an entry."""
+    return entry >> PLACE_BITS
+
+
+@triton.jit
+def place_of(entry):
+    """The place of an entry."""
+    return entry & PLACE_MASK
+
+
+@triton.jit
+def make_abort(epoch, suspect, phase):
+    """An abort word: `suspect` did not answer in a phase of a round. Example: rank 2, COMBINE has payload 259."""
+    return make_word(epoch, (suspect + 1 + 256 * phase).to(tl.int32))
+
+
+def host_word(epoch: int, payload: int) -> int:
+    """`make_word` of the host."""
+    return epoch << 32 | payload & 0xFFFFFFFF
+
+
+def host_abort(suspects: tuple[int, ...]) -> int:
+    """An abort word of the host's own, in no round's name; it names the first suspect, if there is one."""
+    return host_word(1, suspects[0] + 1 if suspects else _NOBODY)
+
+
+class Abort(NamedTuple):
+    """What an abort word says."""
+
+    round: int
+    phase: Literal["dispatch", "combine"]
+    suspects: tuple[int, ...]  # one rank, or none
+
+
+def read_abort(word: int) -> Abort | None:
+    """Unpack an abort word; None for one that names nothing, as of a round before the resumption."""
+    payload = word & 0xFFFFFFFF
+    if not payload:
+        return None
+    suspect = payload & 0xFF
+    return Abort((word >> 32) - 1, _PHASES[payload >> 8 & 1], () if suspect == _NOBODY else (suspect - 1,))

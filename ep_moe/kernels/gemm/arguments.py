@@ -1,0 +1,97 @@
+"""The arguments of the expert kernels, in groups that the kernels share.
+
+A constant of a group is wrapped: `TileShape(BLOCK_M=tl.constexpr(16), ...)`; the launcher's `constants` does that. An
+absent pointer is None, and then the code that reads it is not compiled. Numbers that vary at run time stay outside of
+the groups: inside of one, a 1 would be compiled into the kernel.
+
+Letters: L local experts, H hidden, I intermediate, Q row tiles of all experts, K columns that a GEMM reduces over,
+N columns of its result, W rows of its weights (2I if they are the gate and the up half, else N), G scale groups.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+
+class Operands(NamedTuple):
+    """What a GEMM reads."""
+
+    x: Any  # rows, K each
+    x_scale: Any  # float32, of the rows; [L] if it is one for each expert
+    w: Any  # [L, W, K]
+    w_scale: Any
+    bias: Any  # [L, W]
+
+
+class Stored(NamedTuple):
+    """What a GEMM, or a requantizing kernel, writes."""
+
+    data: Any  # rows, N each
+    scale: Any  # [G, rows] float32, if values are quantized in groups
+
+
+class ExpertScalars(NamedTuple):
+    """Numbers that every expert has of its own, [L] float32."""
+
+    static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
+    output_scale: Any  # multiplies the sums before the bias: of the up half if GATED
+    gate_output_scale: Any  # the same for the gate half
+    alpha: Any  # of the activation, in place of the numbers that all experts share
+    beta: Any
+    limit: Any
+
+
+class Rows(NamedTuple):
+    """Where the batch has the experts' rows: row i of expert e is row_start[e] + i, or row_index of that."""
+
+    row_start: Any  # [L] int32
+    num_tokens: Any  # [L] int32
+    row_index: Any  # [rows] int32
+
+
+class TileList(NamedTuple):
+    """The row tiles of all experts; `ep_moe.kernels.gemm.tile_list` makes them."""
+
+    tile_expert: Any  # [>= Q] int32
+    first_tile: Any  # [L] int32
+    num_tiles: Any  # [1] int32, Q
+    amax: Any  # [L] int32, zeros at first: the bits of the largest magnitude of each expert's rows; or None
+
+
+class TileShape(NamedTuple):
+    """The tiles of a GEMM."""
+
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    GROUP_M: tl.constexpr  # row tiles that cover all columns before the next ones
+    SWAP: tl.constexpr  # the weights are the left operand
+    EVEN_N: tl.constexpr  # BLOCK_N divides N
+    EVEN_K: tl.constexpr  # BLOCK_K divides K
+
+
+class Scales(NamedTuple):
+    """The scales of a GEMM's operands."""
+
+    WEIGHT: tl.constexpr  # "none", "tensor", "channel" or "block"
+    VECTOR: tl.constexpr  # blocks of a tile differ by row of the weight
+    GROUP_N: tl.constexpr  # rows of the weight in a block
+    GROUP_K: tl.constexpr  # columns in a block; the first GEMM requantizes in groups of as many
+    STATIC: tl.constexpr  # x has one scale for each expert, [L]
+
+
+class Epilogue(NamedTuple):
+    """What becomes of a tile's sums before they are stored."""
+
+    ACTIVATION: tl.constexpr  # the value of an `ActivationKind`
+    GATED: tl.constexpr  # the weights have a gate and an up half
+    LIMITED: tl.constexpr  # the activation clamps its input
+    REQUANTIZE: tl.constexpr  # "none", "group" or "static"
+
+
+class RowGroups(NamedTuple):
+    """The pieces in which a requantizing kernel walks over the intermediate."""
+
+    BLOCK_M: tl.constexpr
+    ROWS: tl.constexpr  # at a time; divides BLOCK_M
+    BLOCK: tl.constexpr  # columns at a time, a power of two

@@ -1,0 +1,70 @@
+"""What becomes of a tile's float32 sums: scales, bias, activation, rounding or requantization, and the store.
+
+Letters: L local experts, I intermediate, Q row tiles of all experts, N columns of a GEMM's result.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3, round_to
+
+
+@triton.jit
+def scale_sums(acc, x_scale_ptrs, w_scale_ptr, output_scale_ptr, expert, width, columns, row_mask, column_mask, SCALES):
+    """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
+    if SCALES.WEIGHT == "tensor" or SCALES.WEIGHT == "channel":
+        acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
+        if SCALES.WEIGHT == "channel":
+            scale_ptrs = w_scale_ptr + expert.to(tl.int64) * width + columns
+            acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0)[None, :]
+        else:
+            acc *= tl.load(w_scale_ptr + expert)
+    if output_scale_ptr is not None:
+        acc *= tl.load(output_scale_ptr + expert)
+    return acc
+
+
+@triton.jit
+def add_bias(acc, bias_ptrs, column_mask):
+    """Add a bias for each column."""
+    return acc + tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def of_expert(ptr, expert, shared):
+    """The expert's own number, or else the one that all experts share."""
+    if ptr is not None:
+        return tl.load(ptr + expert)
+    else:
+        return shared
+
+
+@triton.jit
+def store_tile(
+    sums, out, scalars, expert, row, row_mask, columns, column_mask, N, scale_stride, TILE, SCALES, EPILOGUE
+):
+    """Round or requantize a tile [BLOCK_M, BLOCK_N] float32 and store it at these rows [BLOCK_M].
+
+    "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. A `row_mask` of None stores all rows: those
+    of the intermediate beyond the expert's tokens are never read.
+    """
+    mask = column_mask[None, :]
+    if row_mask is not None:
+        mask = row_mask[:, None] & mask
+    ptrs = out.data + row.to(tl.int64)[:, None] * N + columns[None, :]
+    if EPILOGUE.REQUANTIZE == "group":
+        GROUPS: tl.constexpr = TILE.BLOCK_N // SCALES.GROUP_K
+        grouped = tl.reshape(sums, [TILE.BLOCK_M, GROUPS, SCALES.GROUP_K])
+        scale = e4m3_scale(absmax(grouped, 2))
+        values = tl.reshape(quantize_e4m3(grouped, scale[:, :, None]), [TILE.BLOCK_M, TILE.BLOCK_N])
+        group = tl.min(columns, 0) // SCALES.GROUP_K + tl.arange(0, GROUPS)
+        tl.store(
+            out.scale + group.to(tl.int64)[None, :] * scale_stride + row[:, None],
+            scale,
+            mask=tl.broadcast_to((group < tl.cdiv(N, SCALES.GROUP_K))[None, :], [TILE.BLOCK_M, GROUPS]),
+        )
+    elif EPILOGUE.REQUANTIZE == "static":
+        values = quantize_e4m3(sums, tl.load(scalars.static_scale + expert))
+    else:
+        values = round_to(sums, out.data.dtype.element_ty)
+    tl.store(ptrs, values, mask=mask)

@@ -1,0 +1,315 @@
+"""The layer: route, dispatch, experts, combine. It does not depend on the transport, experts, format or layout chosen.
+
+Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ep_moe.config import MoEConfig
+from ep_moe.experts import Experts, create_experts
+from ep_moe.fields import check_tensor
+from ep_moe.group import PeerLostError
+from ep_moe.layer import op
+from ep_moe.layer.backward import recorded, refuse_backward
+from ep_moe.layer.warmup import warm_up
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantized, get_scheme, quantize
+from ep_moe.routing import Routing, apply_weights_to_input, route, to_physical
+from ep_moe.transport import Transport
+from ep_moe.transport.layer_tag import LayerTag
+from ep_moe.weights import ExpertWeights
+
+
+class Phases(Protocol):
+    """An observer of a layer's phases (route, dispatch, experts, combine), such as a profiler."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context manager that is entered when the phase begins and left when it ends."""
+        ...
+
+
+class _Unobserved:
+    _nothing = contextlib.nullcontext()
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        del name
+        return self._nothing
+
+
+class ExpertParallelMoE(torch.nn.Module):
+    """One MoE layer whose experts are spread over the ranks of a transport.
+
+    Its weights are plain tensors, not parameters: a model's `to` and `state_dict` ignore them.
+
+    Args:
+        config: of the layer; the same on every rank.
+        weights: this rank's experts, in the order of `placement.local_experts(rank)` and in `config.scheme`.
+        transport: moves the tokens; one serves all layers of a model.
+        placement: logical to physical experts; by default the transport's.
+        experts: name of the implementation; "auto" chooses by device.
+        routing_bias: [E], for the routing methods that take one.
+        shared_experts: called with hidden_states [T, H] between dispatch_send and dispatch_recv; its output is added
+            in float32. Its backward is refused as the layer's; under torch.compile only if it is a module.
+        layer_index: the layer's number in its model, the same on every rank; by default layers of a transport are
+            numbered in the order of their construction. If ranks call different layers, or built a layer with another
+            intermediate size, activation or placement, the first such round raises a ValueError that names them.
+        phases: observer of the phases.
+
+    Errors: ValueError if config, weights and transport do not fit each other, or for a bad `layer_index`.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        transport: Transport,
+        *,
+        placement: Placement | None = None,
+        experts: str = "auto",
+        routing_bias: torch.Tensor | None = None,
+        shared_experts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        layer_index: int | None = None,
+        phases: Phases | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weights = weights
+        self.transport = transport
+        self.placement = transport.placement if placement is None else placement
+        self.scheme = get_scheme(config.scheme)
+        self.experts: Experts = create_experts(
+            experts, config.activation, weights.w13.values.device, scheme=self.scheme
+        )
+        self.routing_bias = routing_bias
+        self.shared_experts = shared_experts
+        self.phases: Phases = _Unobserved() if phases is None else phases
+        self._check()
+        number = transport.number_layer() if layer_index is None else layer_index
+        if type(number) is not int or number < 0:
+            raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
+        self.tag = LayerTag.of(number, config, self.placement)
+        # found once, for they are read in every call
+        self._how: dict[str, Any] = {"layout": config.layout, "scheme": self.scheme, "layer": self.tag}
+        self._weight_tensors = tuple(weights.tensors())
+        self._number = op.number_of(self)
+
+    def _check(self) -> None:
+        config, weights, transport = self.config, self.weights, self.transport
+        rank, kind = transport.rank, config.activation.kind
+        expected = {
+            "hidden": (transport.config.hidden, config.hidden),
+            "num_experts": (self.placement.num_experts, config.num_experts),
+            "num_local_experts": (weights.num_local_experts, self.placement.num_local_experts(rank)),
+            "first physical experts": (self.placement.starts, transport.placement.starts),
+            "scheme": (weights.scheme.name, self.scheme.name),
+            "rows of w13": (weights.w13.values.shape[1], config.intermediate * (2 if kind.gated else 1)),
+            "columns of w13": (weights.w13.values.shape[2], self.scheme.weight.row_values(config.hidden)),
+            "rows of w2": (weights.w2.values.shape[1], config.hidden),
+            "columns of w2": (weights.w2.values.shape[2], self.scheme.weight.row_values(config.intermediate)),
+            "dtype of w13": (weights.w13.values.dtype, self.scheme.weight.dtype or transport.config.dtype),
+        }
+        if self.routing_bias is not None:
+            expected["shape of routing_bias"] = (tuple(self.routing_bias.shape), (config.num_experts,))
+        if weights.w13_input_scale is not None:
+            expected["activation scales of w13_input_scale"] = ("tensor", self.scheme.payload.granularity)
+            expected["numbers in w13_input_scale"] = (weights.w13_input_scale.numel(), 1)
+        for name, (found, wanted) in expected.items():
+            if found != wanted:
+                raise ValueError(f"{name} ({found}) does not fit the layer on rank {rank}, which needs {wanted}")
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Send each token through the experts that the layer's routing chooses.
+
+        Args:
+            hidden_states: [T, H] in the transport's dtype, T <= max_tokens_per_rank and different on each rank at will.
+            router_logits: [T, E], any float dtype.
+            num_tokens: optional, one int32 on the device: how many of the T rows are tokens. The others are padding,
+                as a CUDA graph of fixed T has it: they go to no expert, and their rows of the result are zero.
+            max_num_tokens: optional bound, T <= max_num_tokens <= max_tokens_per_rank, on the rows that any rank
+                brings to this round; the same on all ranks, which is not compared.
+        Returns: [T, H] in the transport's dtype.
+        Errors: bad input on one rank raises ValueError on every rank, and the next call works; with a transport that
+        does not wait for its peers (`nvlink`), ranks that do not raise get NaN, and their `check` raises the error.
+        `PeerLostError` if a rank does not answer. Any other failure of this rank, such as out of memory, is raised
+        here; the other ranks get NaN for the tokens that they sent to it, and the next call works. RuntimeError once
+        the transport or its group is destroyed, and from the backward pass, which is not supported.
+        Collective: every rank calls it the same number of times, also with zero tokens. Under torch.compile it is one
+        operator, `ep_moe::layer`. `local` and `collective` read counts back to the host, `nvlink` does not and is safe
+        in CUDA graphs.
+        """
+        return self._call(hidden_states, (router_logits,), num_tokens, max_num_tokens)
+
+    def forward_routed(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """`forward` for tokens that are routed already; a rank may call this while others call `forward`.
+
+        Args:
+            topk_ids: [T, K] int32 or int64, logical, -1 none. topk_weights: [T, K] float32.
+            hidden_states, num_tokens, max_num_tokens: as of `forward`, and so are result and errors.
+        Collective.
+        """
+        return self._call(hidden_states, (topk_ids, topk_weights), num_tokens, max_num_tokens)
+
+    def warmup(self, *, num_topk: int | None = None, padded: bool = False) -> None:
+        """Compile and load the kernels of this layer's calls, so that none compiles while other ranks wait.
+
+        A layer with the same config and the same optional tensors as another one on its transport needs no warm-up of
+        its own. Rounds without tokens are run for each power of two up to max_tokens_per_rank.
+
+        Args:
+            num_topk: K of `forward_routed`, by default that of the routing config.
+            padded: also for calls with `num_tokens`.
+        Errors: ValueError without `num_topk` and routing config, or if it exceeds the transport's max_topk; on a GPU
+        those of `forward`. Collective, host sync; on a CPU, where nothing is compiled, it does nothing.
+        """
+        warm_up(self, num_topk=num_topk, padded=padded)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        router: tuple[torch.Tensor, ...],
+        num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
+    ) -> torch.Tensor:
+        """`forward` without autograd, for the operator. `router`: logits, or ids and weights. Collective."""
+        transport = self.transport
+        begun = transport.num_rounds
+        try:
+            with self.phases.phase("route"):
+                try:
+                    x, routing = self._prepare(hidden_states, router)
+                except ValueError as error:
+                    transport.refuse(error)
+            return self._exchange(hidden_states, x, routing, num_tokens, max_num_tokens)
+        except PeerLostError:
+            raise
+        except Exception:
+            if transport.num_rounds != begun:
+                transport.abandon()
+            else:
+                self._sit_out(router)
+            raise
+
+    def _call(
+        self,
+        hidden_states: torch.Tensor,
+        router: tuple[torch.Tensor, ...],
+        num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            trained = recorded(self._held()) if torch.is_grad_enabled() else None
+            router_, weights = router if len(router) == 2 else (*router, None)
+            return torch.ops.ep_moe.layer(
+                hidden_states,
+                router_,
+                weights,
+                num_tokens,
+                max_num_tokens,
+                trained[0] if trained else None,
+                self._number,
+            )
+        if not torch.is_grad_enabled():
+            return self.run(hidden_states, router, num_tokens, max_num_tokens)
+        run = functools.partial(self.run, hidden_states, router, num_tokens, max_num_tokens)
+        return refuse_backward(run, (hidden_states, *router, *self._held()))
+
+    def _held(self) -> tuple[Any, ...]:
+        """Everything that the result depends on besides a call's arguments: weights, bias, shared experts."""
+        shared = self.shared_experts.parameters() if isinstance(self.shared_experts, torch.nn.Module) else ()
+        return (*self._weight_tensors, self.routing_bias, *shared)
+
+    def _exchange(
+        self,
+        hidden_states: torch.Tensor,
+        x: torch.Tensor | Quantized,
+        routing: Routing,
+        num_tokens: torch.Tensor | None,
+        max_num_tokens: int | None,
+    ) -> torch.Tensor:
+        """Dispatch, experts, combine."""
+        transport, phase, shared_experts = self.transport, self.phases.phase, self.shared_experts
+        shared = out = None
+        how = {**self._how, "num_tokens": num_tokens, "max_num_tokens": max_num_tokens}
+        if shared_experts is None:
+            with phase("dispatch"):
+                dispatched = transport.dispatch(x, routing, **how)
+        else:
+            with phase("dispatch"):
+                transport.dispatch_send(x, routing, **how)
+            with phase("shared"):
+                shared = shared_experts(hidden_states)
+            with phase("dispatch"):
+                dispatched = transport.dispatch_recv()
+        with phase("experts"):
+            y = self.experts(dispatched.batch, self.weights)
+        with phase("combine"):
+            if num_tokens is not None:
+                out = hidden_states.new_zeros(hidden_states.shape)  # rows of padding are not written
+            return transport.combine(y, dispatched, shared=shared, out=out)
+
+    def _sit_out(self, router: tuple[torch.Tensor, ...]) -> None:
+        """Join the round without tokens after a failure on this rank, since the other ranks wait for it."""
+        if len(router) == 2:
+            num_topk = router[0].shape[1]
+        else:
+            assert self.config.routing is not None  # router_logits without a routing config were refused before
+            num_topk = self.config.routing.num_topk
+        self.transport.sit_out(num_topk=num_topk, scheme=self.scheme, layer=self.tag)
+
+    def _prepare(
+        self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor | Quantized, Routing]:
+        """Check the input and return the transport's: tokens, scaled by router weights or quantized as configured,
+        and the routing with physical ids."""
+        check_tensor(hidden_states, "hidden_states")
+        if hidden_states.dim() != 2:
+            raise ValueError(
+                f"hidden_states is {tuple(hidden_states.shape)} on rank {self.transport.rank}, "
+                "expected [num_tokens, hidden]"
+            )
+        routing = self._place(*router) if len(router) == 2 else self._route(hidden_states, router[0])
+        x: torch.Tensor | Quantized = hidden_states
+        if self.config.apply_router_weight_on_input:
+            x, routing = apply_weights_to_input(hidden_states, routing)
+        if self.weights.w13_input_scale is not None and not isinstance(x, Quantized):
+            x = quantize(x, self.scheme, static_scale=self.weights.w13_input_scale)
+        return x, routing
+
+    def _place(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
+        """The routing of the caller, with physical ids."""
+        routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+        if self.placement.is_identity and topk_ids.dtype == torch.int32:
+            return routing
+        return Routing(topk_ids=to_physical(topk_ids, self.placement), topk_weights=topk_weights)
+
+    def _route(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Routing:
+        """Route these tokens to physical experts."""
+        if self.config.routing is None:
+            raise ValueError("the layer has no routing config: call forward_routed, with topk_ids and topk_weights")
+        check_tensor(router_logits, "router_logits")
+        expected = (hidden_states.shape[0], self.config.num_experts)
+        if tuple(router_logits.shape) != expected:
+            raise ValueError(
+                f"router_logits is {tuple(router_logits.shape)}, expected [num_tokens, num_experts] {expected}"
+            )
+        return route(router_logits, self.config.routing, routing_bias=self.routing_bias, placement=self.placement)

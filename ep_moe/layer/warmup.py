@@ -1,0 +1,94 @@
+"""Compiling and loading the kernels of a layer's calls before other ranks wait for them.
+
+Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M max_tokens_per_rank.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_moe.local_moe import local_moe
+from ep_moe.routing import Routing, route, to_physical
+from ep_moe.transport.round_kind import RoundKind
+
+if TYPE_CHECKING:
+    from ep_moe.layer.moe import ExpertParallelMoE
+
+
+def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool) -> None:
+    """See `ExpertParallelMoE.warmup`. First what each rank compiles alone, then rounds, in which nothing is left."""
+    transport, routing = layer.transport, layer.config.routing
+    if num_topk is None:
+        if routing is None:
+            raise ValueError("num_topk is needed: the layer has no routing config that says it")
+        num_topk = routing.num_topk
+    if not 1 <= num_topk <= transport.config.max_topk:
+        raise ValueError(f"num_topk ({num_topk}) is not in [1, max_topk ({transport.config.max_topk})]")
+    if transport.device.type != "cuda":
+        return
+    sizes = row_counts(transport.config.max_tokens_per_rank)
+    with torch.no_grad():
+        compute_alone(layer, num_topk, sizes)
+        transport.warmup(round_kinds(layer, num_topk, padded=padded))
+        run_rounds(layer, num_topk, sizes, padded=padded)
+    transport.check()
+
+
+def row_counts(max_tokens: int) -> list[int]:
+    """The T that are run: powers of two up to M, and M. Local."""
+    powers = itertools.takewhile(lambda power: power < max_tokens, (1 << exponent for exponent in itertools.count()))
+    return [*powers, max_tokens]
+
+
+def round_kinds(layer: "ExpertParallelMoE", num_topk: int, *, padded: bool) -> list[RoundKind]:
+    """The rounds of the layer's calls, as far as a transport can compile them without their tensors. Local."""
+    if layer.weights.w13_input_scale is not None:  # the layer quantizes, and passes what only a round shows
+        return []
+    split = layer.shared_experts is not None
+    return [
+        RoundKind(
+            num_topk=num_topk,
+            scheme=layer.scheme.name,
+            layout=layer.config.layout,
+            counted=counted,
+            shared_dtype=layer.transport.config.dtype if split else None,
+            split_dispatch=split,
+        )
+        for counted in ((False, True) if padded else (False,))
+    ]
+
+
+def compute_alone(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
+    """Route, and compute this rank's experts for T tokens of which none has an expert. Local."""
+    config, placement = layer.config, layer.placement
+    for rows in sizes:
+        x, nobody = _tokens(layer, rows, num_topk)
+        # T * K / L rows of each expert, by which tiles are chosen, are what R ranks with T tokens each bring
+        local_moe(x, nobody, layer.weights, layer.experts, layout=config.layout)
+        for ids_dtype in (torch.int32, torch.int64):
+            to_physical(nobody.topk_ids.to(ids_dtype), placement)
+        if config.routing is None:
+            continue
+        for dtype in dict.fromkeys((torch.float32, x.dtype)):
+            logits = torch.zeros(rows, config.num_experts, dtype=dtype, device=x.device)
+            route(logits, config.routing, routing_bias=layer.routing_bias, placement=placement)
+
+
+def run_rounds(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int], *, padded: bool) -> None:
+    """Call the layer with T tokens of which none has an expert. Collective."""
+    for rows in sizes:
+        x, nobody = _tokens(layer, rows, num_topk)
+        counts: list[Any] = [None]
+        if padded:
+            counts.append(torch.full((1,), rows, dtype=torch.int32, device=x.device))
+        for num_tokens in counts:
+            layer.forward_routed(x, nobody.topk_ids, nobody.topk_weights, num_tokens=num_tokens)
+
+
+def _tokens(layer: "ExpertParallelMoE", rows: int, num_topk: int) -> tuple[torch.Tensor, Routing]:
+    config, device = layer.transport.config, layer.transport.device
+    ids = torch.full((rows, num_topk), -1, dtype=torch.int32, device=device)
+    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, num_topk, device=device))
+    return torch.zeros(rows, config.hidden, dtype=config.dtype, device=device), routing

@@ -1,0 +1,101 @@
+"""Launches the combine kernel. Runs on a CPU under TRITON_INTERPRET=1.
+
+There is no host sync, and launches do not depend on counts or ids: all of them may be captured in a CUDA graph.
+
+Letters: T tokens on this rank, H hidden.
+"""
+
+import torch
+import triton
+
+from ep_moe.config import ALIGNMENT, Layout
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.exchange.combine import Combining, Results, _combine_kernel
+from ep_moe.transport.one_sided.kernel_context import KernelContext
+from ep_moe.transport.one_sided.payload import aligned, aligned_rows, is_aligned
+from ep_moe.transport.one_sided.round_plan import RoundPlan
+from ep_moe.transport.one_sided.tuning import awaited_words, block_words, held_words
+
+
+class CombineLauncher:
+    """Launches the combines of one transport."""
+
+    def __init__(self, context: KernelContext) -> None:
+        self._context = context
+        self.unused = torch.empty(0, dtype=context.config.dtype, device=context.device)
+
+    def send(self, slot: int, plan: RoundPlan, y: torch.Tensor | None) -> None:
+        """Launch the sending half of a combine, which without `y` sends NaN. Local, no host sync."""
+        kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=None, send=True, receive=False)
+        results = Results(self.unused if y is None else aligned(y), self.unused, self.unused)
+        kernel((results,), (0, 0, self._context.timeout_ns))
+
+    def receive(
+        self,
+        slot: int,
+        plan: RoundPlan,
+        y: torch.Tensor | None = None,
+        *,
+        send: bool = False,
+        shared: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Launch the receiving half, or with `send` both halves; returns [T, H], which is `out` if that is given.
+
+        Local, no host sync.
+        """
+        context, unused = self._context, self.unused
+        shared = None if shared is None else aligned_rows(shared)
+        target = out
+        if out is None or not is_aligned(out):
+            hidden = context.config.hidden
+            target = torch.empty_strided(
+                (plan.num_tokens, hidden), (hidden, 1), dtype=context.config.dtype, device=context.device
+            )
+        assert target is not None
+        kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=shared, send=send, receive=True)
+        results = Results(unused if y is None else aligned(y), unused if shared is None else shared, target)
+        shared_stride = 0 if shared is None else shared.stride(0) // ALIGNMENT
+        kernel((results,), (shared_stride, target.stride(0) // ALIGNMENT, context.timeout_ns))
+        return target if out is None or target is out else out.copy_(target)
+
+    def kernel_of(
+        self, slot: int, plan: RoundPlan, *, poisoned: bool, shared: torch.Tensor | None, send: bool, receive: bool
+    ) -> RepeatedLaunch:
+        """The kernel of a combine or one half of it, for repeated launches."""
+        key = (slot, poisoned, None if shared is None else shared.dtype, send, receive)
+        kernel = plan.combines.get(key)
+        if kernel is None:
+            context = self._context
+            config, num_ranks = context.config, context.ranks.R
+            programs = context.tuning.combine(plan.num_tokens, num_ranks)
+            held = held_words(num_ranks, config.dtype.itemsize, programs.num_warps)
+            first_receiver = programs.senders * send
+            combining = Combining(
+                H=config.hidden,
+                K=plan.num_topk,
+                COLUMNS=triton.next_power_of_2(plan.num_topk),
+                SENT_BLOCK=block_words(config.hidden, programs.sent_block),
+                SUMMED_BLOCK=awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
+                ROWS_IN_FLIGHT=programs.rows_in_flight,
+                UNIT=ALIGNMENT,
+                SUMMED=plan.layout is Layout.FLAT,
+                POISONED=poisoned,
+                SHARED=shared is not None,
+            )
+            halves = context.halves(send=send, receive=receive)
+            kernel = plan.combines[key] = RepeatedLaunch(
+                _combine_kernel,
+                first_receiver + programs.receivers * receive,
+                fixed=(
+                    context.memory.links[slot],
+                    context.states.slots[slot],
+                    config.max_tokens_per_rank,
+                    programs.senders,
+                    first_receiver,
+                ),
+                constants={"ranks": context.ranks, "combining": combining, "halves": halves},
+                options={**context.options(programs.num_warps), "enable_fp_fusion": False},
+                device=context.device,
+            )
+        return kernel

@@ -1,0 +1,259 @@
+"""Launches the dispatch kernel, and what must run before it. Runs on a CPU under TRITON_INTERPRET=1.
+
+There is no host sync, and launches do not depend on counts or ids: all of them may be captured in a CUDA graph.
+
+Letters: T tokens on this rank, K top-k, R ranks, M max_tokens_per_rank, L local experts, P physical experts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ep_moe.config import Layout
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
+from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
+from ep_moe.kernels.exchange.dispatch_receive import Batch
+from ep_moe.kernels.exchange.dispatch_send import Tokens
+from ep_moe.layout import Batched, Compact, Flat
+from ep_moe.layout.base import ExpertBatch
+from ep_moe.layout.triton import as_words
+from ep_moe.quant import Quantized, as_bytes, quantize
+from ep_moe.routing import Routing
+from ep_moe.transport.layer_tag import NO_LAYER
+from ep_moe.transport.one_sided.kernel_context import KernelContext
+from ep_moe.transport.one_sided.payload import aligned, aligned_rows
+from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, RoundPlan, RoundPlans
+from ep_moe.transport.one_sided.tuning import WORD_TOKENS
+
+_BLOCK_EXPERTS = 32
+_SUMMED_BLOCKS = 64
+
+
+class RoundInputs(NamedTuple):
+    """What a rank brings to a round, as the dispatch kernel takes it."""
+
+    plan: RoundPlan
+    tokens: Tokens
+    strides: tuple[int, ...]  # of x, of its scales by token and by group, of ids, of weights
+    layer: tuple[int, int]  # `LayerTag.words`
+    refusal: int  # 1 sends the error flag
+
+
+class _Kept(NamedTuple):
+    """What the batches of one plan and slot share."""
+
+    pool: torch.Tensor  # [R * M, V]: the slot's received rows
+    make: Callable[..., ExpertBatch]  # from x and scale
+
+
+class DispatchLauncher:
+    """Launches the dispatches of one transport.
+
+    Args:
+        plans: of which a dispatch without rows to keep needs another.
+    """
+
+    def __init__(self, context: KernelContext, plans: RoundPlans) -> None:
+        self._context, self._plans = context, plans
+        device = context.device
+        self.unused = torch.zeros(4, dtype=torch.int32, device=device)  # for arguments that a launch does not need
+        self._unscaled = torch.zeros(4, device=device)
+        self.no_batch = Batch(self.unused, self._unscaled)
+
+    def send(
+        self,
+        slot: int,
+        plan: RoundPlan,
+        x: torch.Tensor | Quantized,
+        routing: Routing,
+        *,
+        num_tokens: torch.Tensor | None,
+        layer: tuple[int, int],
+    ) -> RoundInputs:
+        """Launch the sending half; returns what `receive` needs. Local, no host sync."""
+        inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer)
+        kernel = self.kernel_of(slot, inputs, send=True, receive=False)
+        kernel((inputs.tokens, self.no_batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
+        return inputs
+
+    def receive(self, slot: int, inputs: RoundInputs, *, send: bool = False) -> ExpertBatch:
+        """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
+        plan = inputs.plan
+        kernel = self.kernel_of(slot, inputs, send=send, receive=True)
+        kept, x, scale = self._allocate(plan, slot)
+        if kernel.loaded:
+            batch = Batch(x, self._unscaled if scale is None else scale)
+        else:  # in the dtypes that the kernel stores
+            batch = Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
+        kernel((inputs.tokens, batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
+        return kept.make(x=x, scale=scale)
+
+    def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
+        """Launch the receiving half of a dispatch whose rows are not needed, without allocating memory for x.
+
+        Returns the inputs with which the round continues. Local, no host sync.
+        """
+        plan = inputs.plan
+        if plan.layout is not Layout.FLAT:  # FLAT rows stay in the slot's memory
+            plan = self._plans.make(
+                plan.num_tokens,
+                plan.num_topk,
+                Layout.FLAT,
+                plan.scheme,
+                quantized=plan.scheme.payload.quantized and not plan.sending.QUANTIZE,
+                has_num_tokens=plan.sending.HAS_NUM_TOKENS,
+            )
+        inputs = inputs._replace(plan=plan)
+        self.receive(slot, inputs)
+        return inputs
+
+    def inputs_of(
+        self,
+        plan: RoundPlan,
+        x: torch.Tensor | Quantized,
+        routing: Routing,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        layer: tuple[int, int] = NO_LAYER.words,
+        refusal: int = 0,
+    ) -> RoundInputs:
+        """The inputs of a round as the kernel takes them. Local, no host sync.
+
+        Launches `quantize` if the dispatch kernel cannot quantize, and for large T the kernels that count ids by block.
+        """
+        unused, fused_quant = self.unused, plan.sending.QUANTIZE
+        ids, weights = routing.topk_ids, routing.topk_weights
+        count = unused if num_tokens is None else aligned(num_tokens)
+        if plan.in_place and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
+            values = x if fused_quant else x.view(torch.int32)  # type: ignore[union-attr]
+            return RoundInputs(plan, Tokens(values, unused, ids, weights, count, unused), plan.strides, layer, refusal)
+        if plan.scheme.payload.quantized and not isinstance(x, Quantized) and not fused_quant:
+            if num_tokens is not None:  # rows that are no tokens must not affect a scale that tokens share
+                x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
+            x = quantize(x, plan.scheme)
+        scale = unused
+        scale_strides: tuple[int, ...] = (0, 0)
+        if isinstance(x, Quantized):
+            values, scale = as_words(x.values), aligned(as_bytes(x.scale))
+            scale_strides = scale.stride()
+        else:
+            values = aligned_rows(x) if fused_quant else as_words(x)
+        values = values if fused_quant else aligned(values)
+        ids, weights = _aligned_columns(ids), _aligned_columns(weights)
+        block_counts = self._count_blocks(ids, count, plan) if plan.blocks else unused
+        strides = values.stride(0) // plan.sending.UNIT, *scale_strides, ids.stride(0), weights.stride(0)
+        return RoundInputs(plan, Tokens(values, scale, ids, weights, count, block_counts), strides, layer, refusal)
+
+    def _count_blocks(self, ids: torch.Tensor, count: torch.Tensor, plan: RoundPlan) -> torch.Tensor:
+        """Count the rows of every expert before each block of tokens, and in total. Two launches."""
+        num_physical = self._context.ranks.STARTS[-1]
+        counts = torch.empty(plan.blocks + 1, num_physical + 1, dtype=torch.int32, device=ids.device)
+        _count_block_kernel[(plan.blocks, triton.cdiv(num_physical, _BLOCK_EXPERTS))](
+            ids,
+            count,
+            counts,
+            plan.num_tokens,
+            num_physical,
+            ids.stride(0),
+            K=ids.shape[1],
+            TOKENS=BLOCK_TOKENS,
+            EXPERTS=_BLOCK_EXPERTS,
+            HAS_NUM_TOKENS=plan.sending.HAS_NUM_TOKENS,
+        )
+        _sum_blocks_kernel[(triton.cdiv(num_physical + 1, _BLOCK_EXPERTS),)](
+            counts, plan.blocks, num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS
+        )
+        return counts
+
+    def kernel_of(self, slot: int, inputs: RoundInputs, *, send: bool, receive: bool) -> RepeatedLaunch:
+        """The kernel of a dispatch or one half of it, for repeated launches."""
+        plan, key = inputs.plan, (slot, inputs.refusal, send, receive)
+        kernel = plan.dispatches.get(key)
+        if kernel is None:
+            context, programs = self._context, plan.programs
+            first_receiver = (plan.announcers + programs.senders) * send
+            kernel = plan.dispatches[key] = RepeatedLaunch(
+                _dispatch_kernel,
+                first_receiver + programs.receivers * receive,
+                fixed=(
+                    context.memory.links[slot],
+                    context.states.slots[slot],
+                    plan.num_tokens,
+                    plan.blocks,
+                    context.ranks.STARTS[-1],
+                    context.config.max_tokens_per_rank,
+                    WORD_TOKENS,
+                    plan.frame.height,
+                    plan.frame.alignment,
+                    plan.fingerprint,
+                    inputs.refusal,
+                    plan.announcers,
+                    plan.announcers,
+                    programs.senders,
+                    first_receiver,
+                ),
+                constants={
+                    "ranks": context.ranks,
+                    "row": plan.row,
+                    "sending": plan.sending,
+                    "receiving": plan.receiving,
+                    "halves": context.halves(send=send, receive=receive),
+                },
+                options=context.options(programs.num_warps),
+                device=context.device,
+            )
+        return kernel
+
+    def _allocate(self, plan: RoundPlan, slot: int) -> tuple[_Kept, torch.Tensor, torch.Tensor | None]:
+        """Allocate a batch's x and scale; in FLAT x is the slot's pool."""
+        kept, scale, device = plan.kept.get(slot), None, self._context.device
+        if kept is None:
+            kept = plan.kept[slot] = self._make_kept(slot, plan)
+        if plan.scale_dtype is not None:  # empty_strided takes half the time of torch.empty
+            scale = torch.empty_strided(plan.scale_shape, plan.scale_strides, dtype=plan.scale_dtype, device=device)
+        if plan.layout is Layout.FLAT:
+            return kept, kept.pool, scale
+        return kept, torch.empty_strided(plan.x_shape, plan.x_strides, dtype=plan.x_dtype, device=device), scale
+
+    def _make_kept(self, slot: int, plan: RoundPlan) -> _Kept:
+        """Views of the slot's memory, and values of the plan."""
+        context, own, index, k = self._context, self._context.states.slots[slot], plan.frame.row_index, plan.num_topk
+        num_local = plan.frame.num_local_experts
+        num_rows = context.ranks.R * context.config.max_tokens_per_rank
+        size = num_rows * plan.row.VALUE_WORDS * 4
+        fields: dict[str, Any] = {
+            "scheme": plan.scheme,
+            "dtype": context.config.dtype,
+            "expert_row_start": own.row_start_ptr[:num_local],
+            "expert_num_tokens": own.num_rows_ptr[:num_local],
+            "row_index": None if index is None else own.row_index_ptr[: index.shape[0]],
+            "expected_rows": plan.expected_rows,  # if the others bring as many tokens
+        }
+        if plan.layout is Layout.FLAT:
+            fields |= {
+                "local_topk_ids": own.local_ids_ptr[: num_rows * k].view(num_rows, k),
+                "topk_weights": own.pooled_weights_ptr[: num_rows * k].view(num_rows, k),
+                "token_to_row": own.token_to_row_ptr[: num_rows * k].view(num_rows, k),
+            }
+        classes: dict[Layout, type[ExpertBatch]] = {
+            Layout.BATCHED: Batched,
+            Layout.COMPACT: Compact,
+            Layout.FLAT: Flat,
+        }
+        pool = context.memory.values(slot)[:size].view(plan.x_dtype).view(num_rows, -1)
+        return _Kept(pool, functools.partial(classes[plan.layout], **fields))
+
+
+def _lie_side_by_side(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether all are contiguous and aligned."""
+    contiguous = x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
+    return contiguous and not (x.data_ptr() | ids.data_ptr() | weights.data_ptr()) % 16
+
+
+def _aligned_columns(rows: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, or an aligned copy with a column stride of 1."""
+    return aligned(rows if rows.stride(1) == 1 else rows.contiguous())

@@ -1,0 +1,44 @@
+"""What all launches of a transport's kernels share, on this rank."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ep_moe.config import TransportConfig
+from ep_moe.kernels.exchange.round_state import Halves
+from ep_moe.kernels.exchange.wire_layout import Ranks
+from ep_moe.transport.one_sided.memory import PeerMemory
+from ep_moe.transport.one_sided.occupancy import REGISTERS
+from ep_moe.transport.one_sided.slot_state import SlotStates
+from ep_moe.transport.one_sided.tuning import Tuning
+
+_EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
+
+
+def may_start_early(device: torch.device) -> bool:
+    """Whether kernels may start before the kernel before them has ended, and wait for it themselves."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class KernelContext:
+    """Sizes, memory and options of a transport's launches."""
+
+    config: TransportConfig
+    ranks: Ranks
+    device: torch.device
+    memory: PeerMemory
+    states: SlotStates
+    tuning: Tuning
+    timeout_ns: int
+    early: bool  # `may_start_early`
+
+    def halves(self, *, send: bool, receive: bool) -> Halves:
+        """The constants of a launch of one half or both."""
+        return Halves(send, receive, self.early)
+
+    def options(self, num_warps: int) -> dict[str, Any]:
+        """Options of the compiler."""
+        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": REGISTERS}
+        return {**options, "launch_pdl": True} if self.early else options

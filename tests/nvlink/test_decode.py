@@ -1,0 +1,37 @@
+"""Decode passes over nvlink, whose rounds take their number of tokens from the device, say what `collective` says."""
+
+import torch
+from test_decoding import make_config
+from transformers import AutoModelForCausalLM
+
+from ep_moe.config import GroupConfig
+from ep_moe.engines.transformers import GenerationOptions, shard_experts
+from ep_moe.engines.transformers.decoding import Decoder
+from ep_moe.group import EPGroup
+from ep_moe.launch import launch
+
+
+def tokens_by(name: str, group: EPGroup) -> torch.Tensor:
+    """New tokens of this rank by a transport; ranks differ in rows and lengths, and rank 1 ends early."""
+    torch.manual_seed(11)
+    config = make_config("qwen3_moe", num_hidden_layers=1, num_experts=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    shard_experts(model, group, transport=name, max_tokens_per_rank=16)
+    ids = torch.randint(3, 60, ((3, 1)[group.rank], 4), generator=torch.Generator().manual_seed(group.rank))
+    model.ep_moe.decoder = Decoder(model, graphs=False)
+    options = GenerationOptions(max_new_tokens=(5, 2)[group.rank])
+    found: torch.Tensor = model.ep_moe.decoder.generate(model, ids, None, options, lambda count: None)
+    model.ep_moe.destroy()
+    return found
+
+
+def compare_on_rank(group: EPGroup) -> list[list[list[int]]]:
+    torch.set_num_threads(1)
+    return [tokens_by(name, group).tolist() for name in ("nvlink", "collective")]
+
+
+def test_decode_passes_take_their_count_from_the_device() -> None:
+    found = launch(compare_on_rank, num_ranks=2, config=GroupConfig(timeout_secs=120), device="cpu")
+    for (by_nvlink, by_collective), rows, new_tokens in zip(found, (3, 1), (5, 2), strict=True):
+        assert by_nvlink == by_collective
+        assert [len(row) for row in by_nvlink] == [new_tokens] * rows

@@ -1,0 +1,193 @@
+"""The experts of one rank without a transport, against a dense loop over tokens that knows nothing of layouts."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import ActivationConfig, Layout
+from ep_moe.experts import Experts, create_experts
+from ep_moe.local_moe import local_moe
+from ep_moe.quant import StoredMatrix, dequantize_rows, dequantize_weight, get_scheme, quantize, quantize_weight
+from ep_moe.routing import Routing
+from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from ep_moe.weights import ExpertWeights
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 48, 32, 7, 3
+ACTIVATION = ActivationConfig(kind="silu")
+
+
+def whole_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 [E, 2I, H] and w2 [E, H, I], every expert different."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN), (NUM_EXPERTS, HIDDEN, INTERMEDIATE))
+    w13, w2 = (torch.randn(shape, generator=generator) / 5 for shape in shapes)
+    return w13, w2
+
+
+def local_weights(first: int, count: int, scheme: str, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+    """Experts [first, first + count)."""
+    w13, w2 = (w[first : first + count].to(dtype) for w in whole_weights())
+    if scheme == "none":
+        return ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w2))
+    chosen = get_scheme(scheme)
+    return ExpertWeights(w13=quantize_weight(w13, chosen), w2=quantize_weight(w2, chosen), scheme=chosen)
+
+
+def expected(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Each token's sum over the local experts among its ids, in float64, repeats counted as often as they stand."""
+    w13, w2 = (w.double() for w in whole_weights())
+    out = torch.zeros(x.shape[0], HIDDEN, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            if first <= expert < first + count:
+                gate, up = (w13[expert] @ x[token].double()).chunk(2)
+                out[token] += weight * (w2[expert] @ (gate * torch.sigmoid(gate) * up))
+    return out
+
+
+def tokens(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids of all experts with repeats and -1 among them, and weights."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(-1, NUM_EXPERTS, (count, NUM_TOPK), generator=generator)
+    if count > 3:
+        ids[0], ids[1] = torch.tensor([4, 4, 4]), torch.tensor([-1, -1, -1])
+        ids[2], ids[3] = torch.tensor([3, NUM_EXPERTS + 90, -7]), torch.tensor([5, 2, 5])
+    x = torch.randn(count, HIDDEN, generator=generator).to(dtype)
+    return x, ids, torch.rand(count, NUM_TOPK, generator=generator)
+
+
+def cpu_experts() -> Experts:
+    return create_experts("torch", ACTIVATION, torch.device("cpu"))
+
+
+SLICES = [pytest.param(0, NUM_EXPERTS, id="all"), pytest.param(2, 3, id="middle"), pytest.param(6, 1, id="last")]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(("first", "count"), SLICES)
+@pytest.mark.parametrize(("num_tokens", "ids_dtype"), [(0, torch.int32), (1, torch.int64), (21, torch.int32)])
+def test_against_a_loop_over_tokens(
+    first: int, count: int, layout: Layout, num_tokens: int, ids_dtype: torch.dtype
+) -> None:
+    x, ids, weights = tokens(num_tokens)
+    out = local_moe(
+        x,
+        Routing(topk_ids=ids.to(ids_dtype), topk_weights=weights),
+        local_weights(first, count, "none"),
+        cpu_experts(),
+        layout=layout,
+        local_expert_offset=first,
+        num_local_experts=count,
+        num_experts=NUM_EXPERTS,
+    )
+    assert out.shape == (num_tokens, HIDDEN)
+    found = expected(x, ids, weights, first, count)
+    idle = (found == 0).all(1)
+    assert torch.equal(out[idle], torch.zeros_like(out[idle]))
+    if bool((~idle).any()):
+        assert worst_row_error(out[~idle], found[~idle]) < ROW_ERROR_LIMITS["float32"]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_parts_of_all_ranks_add_up(layout: Layout) -> None:
+    x, ids, weights = tokens(30)
+    routing = Routing(topk_ids=ids, topk_weights=weights)
+    parts = [
+        local_moe(x, routing, local_weights(f, n, "none"), cpu_experts(), layout=layout, local_expert_offset=f)
+        for f, n in ((0, 3), (3, 3), (6, 1))
+    ]
+    assert worst_row_error(sum(parts)[2:], expected(x, ids, weights, 0, NUM_EXPERTS)[2:]) < ROW_ERROR_LIMITS["float32"]
+
+
+def test_quantized_tokens_are_taken_as_they_are() -> None:
+    """Quantized here or before, the bits are the same; and they are those of dequantized tokens and weights."""
+    x, ids, weights = tokens(20, torch.bfloat16)
+    stored, routing = local_weights(1, 5, "fp8_block", torch.bfloat16), Routing(topk_ids=ids, topk_weights=weights)
+    here = local_moe(x, routing, stored, cpu_experts(), local_expert_offset=1)
+    brought = quantize(x, stored.scheme)
+    out = torch.full((20, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    there = local_moe(brought, routing, stored, cpu_experts(), local_expert_offset=1, dtype=torch.bfloat16, out=out)
+    assert there is out
+    assert torch.equal(here, there)
+    plain = ExpertWeights(
+        w13=StoredMatrix(dequantize_weight(stored.w13, stored.scheme)),
+        w2=StoredMatrix(dequantize_weight(stored.w2, stored.scheme)),
+    )
+    real = dequantize_rows(brought.values, brought.scale, stored.scheme)
+    loose = local_moe(real, routing, plain, cpu_experts(), local_expert_offset=1).double()
+    rows = loose.abs().sum(1) > 0
+    assert worst_row_error(here[rows], loose[rows]) < 0.05  # the loose sum does not round between the GEMMs
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+def test_static_input_scale(experts: int) -> None:
+    """A scale that saturates shows that it is used; a rank without experts returns zeros."""
+    x, ids, weights = tokens(9)
+    stored, routing = local_weights(2, experts, "fp8_tensor"), Routing(topk_ids=ids, topk_weights=weights)
+    static = {"w13_input_scale": torch.tensor([1e-4]), "w2_input_scale": torch.full((experts,), 0.01)}
+    outs = [
+        local_moe(x, routing, w, cpu_experts(), local_expert_offset=2)
+        for w in (stored, dataclasses.replace(stored, **static))
+    ]
+    assert all(bool(out.isfinite().all()) for out in outs)
+    assert torch.equal(*outs) is (experts == 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_local_experts": 4}, "num_local_experts (4) is not that of the weights (3)"),
+        ({"local_expert_offset": -1}, "local experts [-1, 2) are not in [0, num_experts (None))"),
+        ({"local_expert_offset": 5, "num_experts": 7}, "local experts [5, 8) are not in [0, num_experts (7))"),
+        ({"dtype": torch.float16}, "x is torch.float32, dtype says torch.float16"),
+        ({"x": torch.zeros(4, HIDDEN)}, "topk_ids has 5 rows, x is (4, 48)"),
+        ({"x": quantize(torch.zeros(5, HIDDEN), get_scheme("fp8_block"))}, "dtype is needed with a Quantized x"),
+        ({"out": torch.zeros(4, HIDDEN)}, "out is (4, 48)"),
+    ],
+    ids=["num_local_experts", "negative", "beyond", "dtype", "rows", "quantized", "out"],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+    x, ids, weights = tokens(5)
+    routing = Routing(topk_ids=ids, topk_weights=weights)
+    arguments = {"x": x, "routing": routing, "weights": local_weights(0, 3, "none"), "experts": cpu_experts()} | change
+    with pytest.raises(ValueError) as caught:
+        local_moe(**arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_nothing_is_read_back_on_a_gpu(scheme: str, layout: Layout) -> None:
+    """Any host sync is an error here, and a captured call follows new ids."""
+    device, (x, ids, weights) = torch.device("cuda"), tokens(40, torch.bfloat16)
+    stored = local_weights(2, 4, scheme, torch.bfloat16)
+    parts = {name: getattr(stored, name) for name in ("w13", "w2")}
+    on_gpu = dataclasses.replace(stored, **{name: part.map(lambda t: t.to(device)) for name, part in parts.items()})
+    experts = create_experts("triton", ACTIVATION, device)
+    given, routing = x.to(device), Routing(topk_ids=ids.to(device), topk_weights=weights.to(device))
+
+    def call() -> torch.Tensor:
+        return local_moe(given, routing, on_gpu, experts, layout=layout, local_expert_offset=2, num_experts=NUM_EXPERTS)
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    shuffled = ids.flip(0)
+    routing.topk_ids.copy_(shuffled)
+    graph.replay()
+    there = Routing(topk_ids=shuffled, topk_weights=weights)
+    reference = local_moe(x, there, stored, cpu_experts(), local_expert_offset=2).double()
+    rows = reference.abs().sum(1) > 0
+    assert (
+        worst_row_error(out.cpu()[rows], reference[rows]) < ROW_ERROR_LIMITS["fp8" if scheme != "none" else "bfloat16"]
+    )
