@@ -25,6 +25,7 @@ from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.options import config_of, options_of
+from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
@@ -197,6 +198,24 @@ def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, 
 def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
     return evaluate(engine, config)
+
+
+@app.command("quantize")
+def quantize_command(
+    scheme: Annotated[str, typer.Option(help="Of the experts' weights; docs/formats.md lists the names.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, absent or empty.")],
+    model: Annotated[
+        str, typer.Option(help="An unquantized Hugging Face directory; empty is the one that ships.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Write a model with quantized experts, in the layouts of published checkpoints."""
+    with _one_line_errors():
+        result = quantize_model(model, scheme, str(out))
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        report.show_quantize(result)
 
 
 def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> dict[str, Any]:

@@ -206,6 +206,7 @@ CONFIGS = {
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
     "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),
     "bench report": (),
+    "quantize": (),
 }
 
 
@@ -215,7 +216,9 @@ def test_options_are_the_fields_of_configs() -> None:
     for words, command in found.items():
         options = {option.name: option for option in command.params}
         assert all(option.help and option.help.endswith(".") for option in options.values()), words
-        own = {"as_json": False} | {"run": {"config": None}, "bench report": options}.get(words, {})
+        own = {"as_json": False} | {"run": {"config": None}, "bench report": options, "quantize": options}.get(
+            words, {}
+        )
         named = [name for config in CONFIGS[words] for name in described(config)]
         assert set(options) - set(own) == set(options) & set(named) - set(own), words
         for config in CONFIGS[words][:-1]:  # all fields; a command leaves out the engine's that it does not need
@@ -236,12 +239,19 @@ def test_the_command_line_imports_no_job() -> None:
 
 
 READ = "float32, bfloat16, float16, and fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales are read"
+READ = (
+    "float32, bfloat16, float16, fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales, compressed-tens"
+)
 UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not one of qwen3_moe, ")} | {
     method: (
         {"model_type": "gpt_oss", "quantization_config": {"quant_method": method}},
-        f"weights are quantized on disk ({method!r}) with quant_method {method!r}; {READ}",
+        f"weights are quantized on disk ({method!r}){reason}; {READ}",
     )
-    for method in ("mxfp4", "gptq", "awq", "compressed-tensors")
+    for method, reason in (
+        ("bitnet", ""),
+        ("gptq", " with bits None"),
+        ("compressed-tensors", " with config_groups None"),
+    )
 }
 
 
@@ -280,6 +290,7 @@ def test_too_many_tokens_is_told_with_the_limit(small: str) -> None:
         pytest.param(["--dtype", "float32", "--nproc", "1"], 5e-6, id="float32-1"),
         pytest.param(["--dtype", "bfloat16", "--nproc", "3"], 5e-4, id="bfloat16-3"),
         pytest.param(["--quant", "fp8_block", "--nproc", "2"], 0.003 * HELDOUT_LOSS, id="fp8_block-2"),
+        pytest.param(["--quant", "int4_w4a8_g32_zp", "--nproc", "2"], 5e-3, id="int4_w4a8-2"),
     ],
 )
 def test_held_out_loss(options: list[str], limit: float) -> None:
@@ -289,6 +300,10 @@ def test_held_out_loss(options: list[str], limit: float) -> None:
     assert abs(report["whole_nats_per_byte"] - HELDOUT_LOSS) < 1e-3
     assert abs(report["nats_per_byte"] - report["whole_nats_per_byte"]) < limit
     assert math.isclose(report["difference"], report["nats_per_byte"] - report["whole_nats_per_byte"], abs_tol=1e-12)
+    assert ("--quant" in options) == ("rounded_nats_per_byte" in report)
+    if "--quant" in options:
+        assert abs(report["nats_per_byte"] - report["rounded_nats_per_byte"]) < 5e-4
+        assert report["rounded_nats_per_byte"] != report["whole_nats_per_byte"]
 
 
 def test_generate_spreads_prompts_and_keeps_their_order() -> None:

@@ -378,11 +378,16 @@ def test_fp8_that_is_no_expert_is_dequantized(
 @pytest.mark.parametrize(
     ("quantized", "fragments"),
     [
-        ({"quant_method": "mxfp4"}, ("'mxfp4'",)),
-        ({"quant_method": "awq", "bits": 4}, ("'awq'",)),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ("'compressed-tensors'",)),
+        ({"quant_method": "bitnet"}, ("'bitnet'", "mxfp4")),
+        ({"quant_method": ["fp8"]}, ("['fp8']",)),
+        ({"quant_method": "awq", "bits": 3}, ("'awq'", "bits 3")),
+        ({"quant_method": "awq", "bits": 4}, ("'awq'", "group_size None")),
+        ({"quant_method": "awq", "bits": 4, "group_size": 24}, ("(24)", "multiple of 16")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": 1}, ("'gptq'", "sym 1")),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ("'modelopt'", "quant_algo 'W4A8_AWQ'")),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ("config_groups None",)),
         (QUANTIZATION, ("'fp8'", "weight_block_size None")),
-        (QUANTIZATION | {"activation_scheme": "static"}, ("'fp8'", "activation_scheme 'static'")),
+        (QUANTIZATION | {"activation_scheme": "static", "weight_block_size": [16, 16]}, ("'fp8'", "scheme 'static'")),
         (QUANTIZATION | {"fmt": "e5m2"}, ("'fp8'", "fmt 'e5m2'")),
         (QUANTIZATION | {"weight_block_size": [128]}, ("'fp8'", "weight_block_size [128]")),
         (QUANTIZATION | {"weight_block_size": [100, 128]}, ("weight_block_size [100, 128]", "multiple of 16")),
@@ -534,7 +539,7 @@ def _unknown_activation(directory: Path) -> None:
 
 
 def _quantized_on_disk(directory: Path) -> None:
-    write_config(directory, "qwen3_moe", quantization_config={"quant_method": "gptq"})
+    write_config(directory, "qwen3_moe", quantization_config={"quant_method": "hqq"})
 
 
 def _no_safetensors(directory: Path) -> None:
@@ -561,7 +566,7 @@ def _no_config(directory: Path) -> None:
         (_too_many_experts, (".experts.4.", "num_experts is 4")),
         (_unknown_family, ("dbrx", "qwen3_moe", "mixtral")),
         (_unknown_activation, ("relu6", "silu")),
-        (_quantized_on_disk, ("gptq", "bfloat16")),
+        (_quantized_on_disk, ("hqq", "gptq", "bfloat16")),
         (_no_safetensors, ("neither model.safetensors nor",)),
         (_no_config, ("no config.json",)),
     ],

@@ -8,6 +8,7 @@ import torch
 from rich.progress import Progress
 
 from ep_moe.app.eval import EvalConfig
+from ep_moe.app.rounded import load_rounded
 from ep_moe.app.session import (
     Model,
     PhaseClock,
@@ -41,15 +42,25 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
         with clock.phase("expert_parallel"), group.guard("eval"):
             nats = _total_nats(model, mine, group.device, progress, session)
         expert_load, scheme = session.expert_load.cpu(), session.scheme
+        quantized = any(layer.scheme.weight.quantized for layer in session.layers)
         session.destroy()
         del model, session
-        whole_nats = 0.0
+        whole_nats, rounded_nats = 0.0, 0.0
         if config.whole:
             with clock.phase("whole_model"):
                 whole_nats = _total_nats(load_whole(group, engine), mine, group.device, progress)
+        if config.whole and quantized:
+            with clock.phase("rounded_model"):
+                rounded_nats = _total_nats(load_rounded(group, engine), mine, group.device, progress)
     group.wait_for_all("whole model")  # ranks differ in local work, and the next collective has a timeout
     parts = group.all_gather_object(
-        {"nats": nats, "whole_nats": whole_nats, "expert_load": expert_load, "secs": dict(clock.secs)}
+        {
+            "nats": nats,
+            "whole_nats": whole_nats,
+            "rounded_nats": rounded_nats,
+            "expert_load": expert_load,
+            "secs": dict(clock.secs),
+        }
     )
     predicted = sum(batch.numel() - batch.shape[0] for batch in batches)
     predicted_bytes = predicted * len(text) / tokens.numel()
@@ -69,6 +80,9 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
     if config.whole:
         whole_loss = sum(part["whole_nats"] for part in parts) / predicted_bytes
         report |= {"whole_nats_per_byte": whole_loss, "difference": loss - whole_loss}
+    if config.whole and quantized:
+        rounded_loss = sum(part["rounded_nats"] for part in parts) / predicted_bytes
+        report |= {"rounded_nats_per_byte": rounded_loss, "rounded_difference": loss - rounded_loss}
     return report
 
 

@@ -128,6 +128,25 @@ def show_eval(report: dict[str, Any]) -> None:
             f"{whole / report['nats_per_byte'] * report['bits_per_byte']:.5f}",
         )
         table.add_row("difference", f"{report['difference']:+.5f}", f"{report['difference'] / whole:+.4%}")
+    if "rounded_nats_per_byte" in report:
+        rounded = report["rounded_nats_per_byte"]
+        table.add_row(
+            f"whole, experts rounded as in {report['scheme']}",
+            f"{rounded:.5f}",
+            f"{rounded / report['nats_per_byte'] * report['bits_per_byte']:.5f}",
+        )
+        table.add_row(
+            "difference", f"{report['rounded_difference']:+.5f}", f"{report['rounded_difference'] / rounded:+.4%}"
+        )
     console.print(table)
     _show_load(console, report["expert_load"])
     _show_times(console, report["times"])
+
+
+def show_quantize(report: dict[str, Any]) -> None:
+    """Print the report of `ep-moe quantize`."""
+    before, after = report["expert_bytes_before"], report["expert_bytes_after"]
+    print(
+        f"{report['out']}: the experts of {report['layers']} layers in {report['scheme']}, {after / 1e6:.1f} MB "
+        f"instead of {before / 1e6:.1f} MB ({after / before:.0%}), {report['secs']:.1f} s"
+    )

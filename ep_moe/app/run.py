@@ -65,10 +65,11 @@ def _check_scheme(engine: EngineConfig, checkpoint: Checkpoint) -> None:
         schemes = [checkpoint.layer_scheme(layer) for layer in checkpoint.layers]
     else:
         schemes = [get_scheme(engine.scheme)]
-    quantized = next((scheme.name for scheme in schemes if scheme.payload.quantized), None)
+    quantized = next((scheme for scheme in schemes if scheme.weight.quantized), None)
     if quantized is not None:
+        what = "tokens that go to experts" if quantized.payload.quantized else "weights of experts"
         where = f" (of the experts in {checkpoint.directory})" if engine.scheme == "auto" else ""
         raise ValueError(
-            f"scheme {quantized!r}{where} rounds the tokens that go to experts, so no logit would equal that of the "
-            f"whole model: use --quant none, which dequantizes, or ep-moe eval, which compares losses"
+            f"scheme {quantized.name!r}{where} rounds the {what}, so no logit would equal that of the whole "
+            f"model: use --quant none, which dequantizes, or ep-moe eval, which compares losses"
         )

@@ -41,10 +41,11 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
 def load_whole(group: EPGroup, engine: EngineConfig) -> Model:
     """Load the whole model with transformers' own eager experts, as the reference for expert parallelism. Local.
 
-    Weights stored in fp8 are dequantized to the model's dtype by our own reader; other checkpoints transformers reads.
+    Weights that are quantized on disk are dequantized to the model's dtype by our own reader; transformers reads other
+    checkpoints.
     """
     checkpoint = open_model(engine)
-    if checkpoint.scheme is not None:
+    if checkpoint.method is not None:
         return loading.load_whole(checkpoint, engine.torch_dtype, group.device)
     transformers_logging.disable_progress_bar()  # the bars of several ranks would overwrite each other
     model: Model = AutoModelForCausalLM.from_pretrained(

@@ -108,7 +108,7 @@ class ExpertWeights:
 
         Args:
             directory: config.json and model.safetensors, or several files and model.safetensors.index.json; a family
-                of `ep_moe.weights.families.FAMILIES`, unquantized or with the fp8 of `ep_moe.weights.blocks`. Or the
+                of `ep_moe.weights.families.FAMILIES`, unquantized or as `ep_moe.weights.methods` reads it. Or the
                 `Checkpoint` of such a directory.
             placement: of the model's E logical experts; rank: the one whose experts are read.
             layers: the MoE layers to read, by their number in the checkpoint; all of them by default.

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES, MoEConfig
-from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
-from ep_moe.weights.blocks import pair_scales, read_numbers, read_scale, stored_scheme
+from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, with_block
 from ep_moe.weights.families import (
     ExpertTensor,
     Family,
@@ -26,7 +25,17 @@ from ep_moe.weights.families import (
     moe_config_of,
     read_config,
 )
-from ep_moe.weights.storage import StoredTensor, TensorReader, list_tensors
+from ep_moe.weights.methods import method_of
+from ep_moe.weights.quantized import (
+    AnyTensor,
+    Method,
+    QuantizedTensor,
+    collect,
+    read_matrix,
+    read_numbers,
+    read_order,
+)
+from ep_moe.weights.storage import TensorReader, list_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,19 +48,19 @@ class Checkpoint:
     directory: Path
     config: MoEConfig
     family: Family
-    tensors: Mapping[str, StoredTensor]  # those in fp8 have their scale attached
-    dtype: torch.dtype  # of config.json, for dequantized fp8 tensors
-    scheme: QuantScheme | None  # of fp8 tensors; None if there are none
+    tensors: Mapping[str, AnyTensor]  # those of a quantized weight are one
+    dtype: torch.dtype  # of config.json, for dequantized tensors
+    method: Method | None  # of quantized tensors; None if there are none
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
         """Read config.json and the headers of the safetensors files.
 
         Errors: ValueError as of `moe_config` and `list_tensors`, for weights in an unsupported quantization, and for
-        fp8 weights without their scale. Local.
+        quantized weights without their scale. Local.
         """
         raw, name = read_config(directory)
-        scheme, extra = stored_scheme(raw, name), extra_layers(raw, name)
+        method, extra = method_of(raw, name), extra_layers(raw, name)
         config, family = moe_config_of(raw, name), family_of(raw, name)
         tensors = {
             key: stored for key, stored in list_tensors(directory).items() if not extra or _layer_of(key) not in extra
@@ -60,16 +69,16 @@ class Checkpoint:
             directory=Path(directory),
             config=config,
             family=family,
-            tensors=pair_scales(tensors, scheme),
+            tensors=collect(tensors, method),
             dtype=dtype_of(raw, name),
-            scheme=scheme,
+            method=method,
         )
 
     @functools.cached_property
-    def _expert_tensors(self) -> dict[str, tuple[int, Form]]:
-        """Name of every expert tensor -> its layer and its form."""
+    def _expert_tensors(self) -> dict[str, tuple[int, tuple[Form, ...]]]:
+        """Name of every expert tensor -> its layer and the forms that have it."""
         patterns = [(_regex(tensor.name), form) for form in self.family.forms for tensor in form]
-        found = {}
+        found: dict[str, tuple[int, tuple[Form, ...]]] = {}
         for name in self.tensors:
             for pattern, form in patterns:
                 match = pattern.fullmatch(name)
@@ -81,7 +90,7 @@ class Checkpoint:
                         f"{name} in {self.tensors[name].file} is of expert {expert}, "
                         f"but num_experts is {self.config.num_experts}"
                     )
-                found[name] = int(match["layer"]), form
+                found[name] = int(match["layer"]), (*found.get(name, (0, ()))[1], form)
         return found
 
     @functools.cached_property
@@ -90,17 +99,23 @@ class Checkpoint:
 
         Errors: ValueError for a layer stored in two forms, which might differ; names a tensor of each.
         """
-        firsts: dict[int, tuple[str, Form]] = {}
-        for name, (layer, form) in self._expert_tensors.items():
-            other, found = firsts.setdefault(layer, (name, form))
-            if found != form:
+        firsts: dict[int, tuple[str, tuple[Form, ...]]] = {}
+        for name, (layer, forms) in self._expert_tensors.items():
+            other, found = firsts.setdefault(layer, (name, forms))
+            both = tuple(form for form in found if form in forms)
+            firsts[layer] = (other if both == found else name), both
+            if not both:
                 raise ValueError(
                     f"layer {layer} of {self.directory} has its experts in two forms: {other} in "
                     f"{self.tensors[other].file}, {name} in {self.tensors[name].file}"
                 )
-        return {layer: form for layer, (_, form) in sorted(firsts.items(), key=lambda entry: entry[0])}
+        return {layer: forms[0] for layer, (_, forms) in sorted(firsts.items(), key=lambda entry: entry[0])}
 
-    def find(self, tensor: ExpertTensor, layer: int, expert: int) -> StoredTensor:
+    def is_expert(self, name: str) -> bool:
+        """True for a tensor of experts, by its name in `tensors`. Local."""
+        return name in self._expert_tensors
+
+    def find(self, tensor: ExpertTensor, layer: int, expert: int) -> AnyTensor:
         """Return an expert's stored tensor; a stacked one is the same for every expert.
 
         Errors: ValueError names the tensor if it is missing or has a wrong shape or an unsupported format. Local.
@@ -112,8 +127,11 @@ class Checkpoint:
         expected = tensor.shape(self.config)
         if stored.shape != expected:
             raise ValueError(f"{name} in {stored.file} is {list(stored.shape)}, expected {list(expected)}")
-        blocks = stored.scale is not None and not (tensor.transposed or tensor.interleaved)
-        if stored.dtype not in DTYPES.values() and not blocks:
+        if isinstance(stored, QuantizedTensor):
+            blocks = stored.method.stored.granularity == "block"
+            if "bias" in tensor.field or tensor.transposed or (tensor.interleaved and blocks):
+                raise ValueError(f"{name} in {stored.file} is {stored.dtype}, which is not read in its place")
+        elif stored.dtype not in DTYPES.values():
             raise ValueError(f"{name} in {stored.file} is {stored.dtype}; {', '.join(DTYPES)} are read")
         return stored
 
@@ -122,34 +140,44 @@ class Checkpoint:
 
         Returns: their dtype on disk. Errors: ValueError as of `find`, or for several dtypes. Local.
         """
-        dtype: torch.dtype | None = None
+        first: AnyTensor | None = None
         for tensor in self.layers[layer]:
+            if self.method is not None and "bias" in tensor.field and isinstance(first, QuantizedTensor):
+                self.find(tensor, layer, 0)
+                continue
             for expert in range(1 if tensor.stacked else self.config.num_experts):
                 stored = self.find(tensor, layer, expert)
-                dtype = stored.dtype if dtype is None else dtype
-                if stored.dtype != dtype:
+                first = first or stored
+                if stored.dtype != first.dtype:
                     raise ValueError(
-                        f"{stored.name} in {stored.file} is {stored.dtype}, other experts of layer {layer} are {dtype}"
+                        f"{stored.name} in {stored.file} is {stored.dtype}, other experts of layer {layer} are "
+                        f"{first.dtype}"
                     )
-        assert dtype is not None
-        return dtype
+                if isinstance(stored, QuantizedTensor) and isinstance(first, QuantizedTensor):
+                    _check_same(stored, first)
+        assert first is not None
+        return first.dtype
 
     def layer_scheme(self, layer: int) -> QuantScheme:
         """The scheme in which `ExpertWeights` can hold a layer's experts as they are on disk.
 
         If gate and up are separate tensors and the last row of blocks of the gate is short, blocks of [gate; up] would
         span both. So blocks get gcd(block rows, I) rows, and scales are repeated: with I = 192, stored blocks of
-        128 x 128 become blocks of 64 x 128. Local.
+        128 x 128 become blocks of 64 x 128. Likewise a scale for each tensor becomes one for each channel. Local.
         """
         first = self.tensors[self.layers[layer][0].name.format(layer=layer, expert=0)]
-        if self.scheme is None or first.dtype != self.scheme.weight.dtype:
+        if not isinstance(first, QuantizedTensor):
             return SCHEMES["none"]
-        rows, columns = self.scheme.weight.block
-        if any(tensor.rows != "all" for tensor in self.layers[layer]):
-            rows = math.gcd(rows, self.config.intermediate)
-        return get_scheme(f"fp8_block_{rows}x{columns}")
+        scheme = first.method.scheme
+        if all(tensor.rows == "all" for tensor in self.layers[layer]):
+            return scheme
+        if scheme.weight.granularity == "block":
+            rows, columns = scheme.weight.block
+            return with_block(scheme, math.gcd(rows, self.config.intermediate), columns)
+        per_channel = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a16"}
+        return SCHEMES[per_channel[scheme.name]] if scheme.name in per_channel else scheme
 
-    def _parts(self, layer: int, field: str, expert: int) -> Iterator[tuple[ExpertTensor, StoredTensor]]:
+    def _parts(self, layer: int, field: str, expert: int) -> Iterator[tuple[ExpertTensor, AnyTensor]]:
         """The tensors that make up a field of one expert, and the stored part of that expert."""
         for tensor in self.layers[layer]:
             if tensor.field == field:
@@ -157,48 +185,99 @@ class Checkpoint:
                 yield tensor, stored.entry(expert) if tensor.stacked else stored
 
     def read_field(self, reader: TensorReader, layer: int, field: str, expert: int, out: torch.Tensor) -> None:
-        """Read a field of one expert, dequantized if it is fp8, converting to the dtype and device of `out`.
+        """Read a field of one expert, dequantized if it is quantized, converting to the dtype and device of `out`.
 
         Args:
             field: of `ExpertWeights`. out: [W, H] as [gate; up], [H, I], or a bias [W] or [H].
         Local; synchronizes with the device of `out`.
         """
         for tensor, stored in self._parts(layer, field, expert):
-            place = tensor.place(out)
-            read_numbers(reader, stored.reshaped(tuple(place.shape)), place, self.scheme)
+            read_numbers(reader, stored, tensor.place(out))
 
-    def read_blocks(self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix) -> None:
-        """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must be fp8.
+    def read_stored(self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix) -> None:
+        """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must quantize.
+
+        If the columns of w2 lie in another order than their groups (GPTQ's act-order), they are sorted, and with them
+        the rows of w13.
 
         Args:
             field: "w13" or "w2". out: [W, H] or [H, I] in that scheme.
-        Local; synchronizes with the device of `out`.
+        Errors: as of `read_matrix`; ValueError for global scales of gate and up that differ. Local; synchronizes with
+        the device of `out`.
         """
-        assert self.scheme is not None
-        assert out.scale is not None
-        repeat = self.scheme.weight.block[0] // self.layer_scheme(layer).weight.block[0]
-        for tensor, stored in self._parts(layer, field, expert):
-            assert stored.scale is not None
-            reader.read_into(stored, tensor.place(out.values))
-            read_scale(reader, stored.scale, tensor.place(out.scale), repeat)
+        device, scheme = out.values.device, self.layer_scheme(layer)
+        [(_, down)] = self._parts(layer, "w2", expert)
+        assert isinstance(down, QuantizedTensor)
+        order = read_order(reader, down, device)
+        for index, (tensor, stored) in enumerate(self._parts(layer, field, expert)):
+            assert isinstance(stored, QuantizedTensor)
+            matrix = read_matrix(reader, stored, device, order=order if field == "w2" else None)
+            for name, place in out.tensors.items():
+                part = getattr(matrix, name)
+                if name == "global_scale":
+                    if index and not torch.equal(place, part):
+                        raise ValueError(
+                            f"{stored.parts[name].name} in {stored.file} ({part.item()}) differs from that of the gate "
+                            f'({place.item()}): scheme="none" dequantizes'
+                        )
+                    place.copy_(part)
+                    continue
+                view = tensor.place(place) if place.dim() else place
+                if name == "scale" and stored.method.stored.granularity == "block":
+                    repeat = stored.method.stored.block[0] // scheme.weight.block[0]
+                    part = part.repeat_interleave(repeat, dim=0)[: view.shape[0]]
+                elif not part.dim() and view.dim():  # one for the tensor, now for each channel
+                    part = part.expand(view.shape)
+                elif field == "w13" and order is not None and view.dim():
+                    part = part[order]
+                view.copy_(part.reshape(view.shape))
+
+    def check_order(self, reader: TensorReader, layer: int) -> None:
+        """Raise ValueError, on every rank alike, if columns of w13 lie in another order than their groups. Local."""
+        for expert in range(self.config.num_experts):
+            for _, stored in self._parts(layer, "w13", expert):
+                if isinstance(stored, QuantizedTensor) and read_order(reader, stored, torch.device("cpu")) is not None:
+                    raise ValueError(
+                        f"{stored.parts['order'].name} in {stored.file} has columns in another order than their "
+                        'groups, and tokens have one order for all experts: scheme="none" dequantizes'
+                    )
+
+    def input_scales(self, reader: TensorReader, layer: int, field: str) -> torch.Tensor | None:
+        """The static activation scales [E] of a field of all experts, the larger of gate and up; None without. Local.
+
+        Errors: ValueError for one that is not positive.
+        """
+        scales = torch.zeros(self.config.num_experts)
+        for expert in range(self.config.num_experts):
+            for _, stored in self._parts(layer, field, expert):
+                part = stored.parts.get("input_scale") if isinstance(stored, QuantizedTensor) else None
+                if part is None:
+                    return None
+                scale = torch.empty(part.shape)
+                reader.read_into(part, scale)
+                if not bool(scale > 0):
+                    raise ValueError(f"{part.name} in {part.file} is {scale.item()}, not positive")
+                scales[expert] = max(scales[expert], scale.reshape(()))
+        return scales
 
     def dense(self, dtype: torch.dtype | None = None) -> "DenseTensors":
         """All tensors that are not experts, by their names in the transformers model.
 
         Args:
-            dtype: of dequantized fp8 tensors; by default that of config.json, else float32.
+            dtype: of dequantized tensors; by default that of config.json, else float32.
         Errors: ValueError for fp8 values that have no scale. Local.
         """
         dense = {}
         for name, stored in self.tensors.items():
             if name in self._expert_tensors:
                 continue
-            if stored.dtype.is_floating_point and stored.dtype.itemsize == 1 and stored.scale is None:
+            quantized = isinstance(stored, QuantizedTensor)
+            if stored.dtype.is_floating_point and stored.dtype.itemsize == 1 and not quantized:
                 raise ValueError(f"{name} in {stored.file} is {stored.dtype}, and config.json does not say how")
             for old, new in self.family.renames:
                 name = name.replace(old, new)
             dense[name] = stored
-        return DenseTensors(dense, dtype or self.dtype, self.scheme)
+        return DenseTensors(dense, dtype or self.dtype)
 
 
 class DenseTensors(Mapping[str, torch.Tensor]):
@@ -207,9 +286,9 @@ class DenseTensors(Mapping[str, torch.Tensor]):
     A context manager, which closes the last file at its end.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor], dtype: torch.dtype, scheme: QuantScheme | None) -> None:
+    def __init__(self, stored: Mapping[str, AnyTensor], dtype: torch.dtype) -> None:
         self.stored = stored
-        self._dtype, self._scheme = dtype, scheme
+        self._dtype = dtype
         self._reader = TensorReader()
 
     def __enter__(self) -> "DenseTensors":
@@ -220,8 +299,9 @@ class DenseTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype if stored.scale is None else self._dtype)
-        read_numbers(self._reader, stored, tensor, self._scheme)
+        dtype = self._dtype if isinstance(stored, QuantizedTensor) else stored.dtype
+        tensor = torch.empty(stored.shape, dtype=dtype)
+        read_numbers(self._reader, stored, tensor)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -229,6 +309,13 @@ class DenseTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+
+def _check_same(stored: QuantizedTensor, first: QuantizedTensor) -> None:
+    """Raise if two experts of a layer have scales of several dtypes."""
+    scheme, other = stored.method.scheme.name, first.method.scheme.name
+    if scheme != other:
+        raise ValueError(f"{stored.name} in {stored.file} is stored as {scheme}, {first.name} as {other}")
 
 
 def _layer_of(name: str) -> int | None:

@@ -130,6 +130,12 @@ GPT_OSS_FORM = (
     ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj", field="w2", transposed=True),
     ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj_bias", field="w2_bias"),
 )
+GPT_OSS_MXFP4_FORM = (
+    ExpertTensor(name="model.layers.{layer}.mlp.experts.gate_up_proj_blocks", field="w13", interleaved=True),
+    ExpertTensor(name="model.layers.{layer}.mlp.experts.gate_up_proj_bias", field="w13_bias", interleaved=True),
+    ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj_blocks", field="w2"),
+    ExpertTensor(name="model.layers.{layer}.mlp.experts.down_proj_bias", field="w2_bias"),
+)
 
 
 def _softmax_routing(config: Mapping[str, Any], name: str) -> RoutingConfig:
@@ -199,7 +205,7 @@ FAMILIES: dict[str, Family] = {
         intermediate="intermediate_size",
     ),
     "gpt_oss": Family(
-        forms=(GPT_OSS_FORM,),
+        forms=(GPT_OSS_MXFP4_FORM, GPT_OSS_FORM),
         routing=_renormalized_routing,
         activation=_clamped_swiglu,
         router="model.layers.{layer}.mlp.router.weight",

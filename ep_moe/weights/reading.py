@@ -63,6 +63,9 @@ def _read_layer(
     config, stored = checkpoint.config, checkpoint.layer_scheme(layer)
     width = config.intermediate * (2 if config.activation.kind.gated else 1)
     fields: dict[str, Any] = {"scheme": scheme}
+    if scheme == stored and stored.weight.quantized:
+        checkpoint.check_order(reader, layer)
+        fields |= _input_scales(checkpoint, reader, layer, experts, device)
     for field, shape in {"w13": (width, config.hidden), "w2": (config.hidden, config.intermediate)}.items():
         stack = StoredMatrix.empty((len(experts), *shape), scheme.weight, dtype, device)
         fields[field] = stack
@@ -72,7 +75,7 @@ def _read_layer(
             continue
         if scheme == stored:
             for position, expert in enumerate(experts):
-                checkpoint.read_blocks(reader, layer, field, expert, stack[position])
+                checkpoint.read_stored(reader, layer, field, expert, stack[position])
             continue
         matrix = torch.empty(shape, dtype=torch.float32 if stored.weight.quantized else dtype, device=device)
         for position, expert in enumerate(experts):
@@ -84,3 +87,14 @@ def _read_layer(
             for position, expert in enumerate(experts):
                 checkpoint.read_field(reader, layer, field, expert, fields[field][position])
     return fields
+
+
+def _input_scales(
+    checkpoint: Checkpoint, reader: TensorReader, layer: int, experts: tuple[int, ...], device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """Static activation scales of a layer, if the checkpoint has them. Tokens travel in one scale: the largest of all
+    experts, as vLLM has it."""
+    first, second = (checkpoint.input_scales(reader, layer, field) for field in ("w13", "w2"))
+    if first is None or second is None:
+        return {}
+    return {"w13_input_scale": first.amax().reshape(1).to(device), "w2_input_scale": second[list(experts)].to(device)}

@@ -50,17 +50,15 @@ class StoredTensor:
     offset: int  # of its first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
-    scale: "StoredTensor | None" = None  # multiplies its values block by block (`ep_moe.weights.blocks`)
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
-        """Entries [start, stop) of the first dimension, without the scale. Local."""
+        """Entries [start, stop) of the first dimension. Local."""
         offset = self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize
-        return dataclasses.replace(self, offset=offset, shape=(stop - start, *self.shape[1:]), scale=None)
+        return dataclasses.replace(self, offset=offset, shape=(stop - start, *self.shape[1:]))
 
     def entry(self, index: int) -> "StoredTensor":
-        """Entry `index` of the first dimension, with that of the scale. Local."""
-        scale = None if self.scale is None else self.scale.entry(index)
-        return dataclasses.replace(self.rows(index, index + 1), shape=self.shape[1:], scale=scale)
+        """Entry `index` of the first dimension. Local."""
+        return dataclasses.replace(self.rows(index, index + 1), shape=self.shape[1:])
 
     def reshaped(self, shape: tuple[int, ...]) -> "StoredTensor":
         """The same tensor with another shape. Errors: ValueError if the number of elements differs. Local."""
@@ -167,7 +165,7 @@ class TensorReader:
         self._path, self._file, self._portion = None, None, self._portion.new_empty(0)
 
     def read_into(self, stored: StoredTensor, out: torch.Tensor) -> None:
-        """Read a tensor's values, converting to the dtype and device of `out`, without applying its scale.
+        """Read a tensor's values, converting to the dtype and device of `out`.
 
         Args:
             stored: any shape. out: that shape, any strides.

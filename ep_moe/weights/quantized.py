@@ -1,0 +1,355 @@
+"""Weights that several tensors of a checkpoint store together: values, scales, zero points, and how they lie on disk.
+
+Letters: E stacked experts, N and K rows and columns of a weight, G scale groups of a row, P numbers of one int32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ep_moe.config import DTYPES
+from ep_moe.quant import QuantScheme, StoredMatrix, TensorFormat, dequantize_weight, get_scheme, pack_nibbles
+from ep_moe.weights import storage
+from ep_moe.weights.packing import numbers_per_int32, unpack_awq, unpack_columns, unpack_rows
+from ep_moe.weights.storage import StoredTensor, TensorReader
+
+Packing = Literal["plain", "int32", "gptq", "gptq_v2", "awq"]
+FLOATS = tuple(DTYPES.values())
+SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)  # all convert to float32 without rounding
+SCALE_NAMES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # behind the name of a scheme
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """How a checkpoint stores its quantized weights. The weight X.weight has a tensor for each part, by suffix of X.
+
+    Args:
+        name: in errors.
+        scheme: that of layers with such weights. Integers with 16-bit scales get the dtype of the scales on disk.
+        disk: the format on disk, if it differs from `scheme.weight`.
+        packing: "plain" as `StoredMatrix` has them; "int32" [N, K / P], of compressed-tensors; "gptq" [K / P, N] and
+            zero points minus 1 [G, N / P], "gptq_v2" without that 1; "awq" [K, N / 8].
+        values: suffix of the tensors with values; one of another dtype than the packing's is not quantized.
+        weight: suffix of the weight's name.
+        parts: suffix of each needed part, of those of `StoredMatrix`.
+        order: suffix of the group of each column, if it may be there: columns in another order than groups.
+        input_scale: suffix of static activation scales.
+        dropped: suffixes of tensors that say nothing more.
+        middle_zero: zero points are stored, but all are the middle of the range.
+    """
+
+    name: str
+    scheme: QuantScheme
+    disk: TensorFormat | None = None
+    packing: Packing = "plain"
+    values: str = ".weight"
+    weight: str = ".weight"
+    parts: Mapping[str, str]
+    order: str | None = None
+    input_scale: str | None = None
+    dropped: tuple[str, ...] = ()
+    middle_zero: bool = False
+
+    @property
+    def stored(self) -> TensorFormat:
+        """The format on disk."""
+        return self.disk or self.scheme.weight
+
+    @property
+    def bits(self) -> int:
+        """Of an integer in an int32."""
+        return 8 // self.stored.packed
+
+    @property
+    def values_dtype(self) -> torch.dtype | None:
+        """Of the values on disk."""
+        return self.stored.dtype if self.packing == "plain" else torch.int32
+
+    def for_scale(self, dtype: torch.dtype) -> "Method":
+        """The method for tensors whose scales have that dtype."""
+        if self.scheme.weight.family != "integer" or dtype not in SCALE_NAMES or self.stored.scale_dtype == dtype:
+            return self
+        return dataclasses.replace(self, scheme=get_scheme(f"{self.scheme.name}{SCALE_NAMES[dtype]}"))
+
+    def weight_shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., N, K] for values of that shape on disk."""
+        per = numbers_per_int32(self.bits)
+        if self.packing == "plain":
+            if self.values == "_blocks":  # [E, N, G, 16]
+                values = (*values[:-2], math.prod(values[-2:]))
+            return (*values[:-1], self.stored.row_width(values[-1]))
+        rows, columns = values
+        if self.packing == "int32":
+            return rows, columns * per
+        return (columns * per, rows) if self.packing == "awq" else (columns, rows * per)
+
+    def part_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The shapes on disk that each part of a weight [..., N, K] may have.
+
+        Errors: ValueError for groups that do not divide K, and rows that do not fill an int32.
+        """
+        scale, per = self.stored.scale_shape(shape), numbers_per_int32(self.bits)
+        rows = shape[-2]
+        one = shape[:-2]
+        found: dict[str, tuple[tuple[int, ...], ...]] = {
+            "global_scale": (one, (*one, 1)),
+            "order": (shape[-1:],),
+            "input_scale": ((), (1,)),
+        }
+        grouped = self.stored.granularity in ("group", "block")
+        groups = scale[-1] if grouped else 1
+        if self.packing in ("plain", "int32"):
+            found["scale"] = (scale,) if grouped else (scale, (*scale, 1))
+            found["zero"] = ((math.ceil(rows / per), groups),)
+            return found
+        if rows % per:
+            raise ValueError(f"an int32 holds {per} zero points, {rows} rows have some over")
+        return found | {"scale": ((groups, rows),), "zero": ((groups, rows // per),)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedTensor:
+    """A weight [..., N, K] that several tensors store. `dtype`, `file` and `stored_name` are those of its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    method: Method
+    parts: Mapping[str, StoredTensor]  # those of `StoredMatrix`, "order" and "input_scale"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values on disk."""
+        return self.parts["values"].dtype
+
+    @property
+    def file(self) -> Path:
+        """Of the values."""
+        return self.parts["values"].file
+
+    def entry(self, index: int) -> "QuantizedTensor":
+        """Entry `index` of the first dimension of stacked weights. Local."""
+        parts = {name: part.entry(index) for name, part in self.parts.items()}
+        return dataclasses.replace(self, shape=self.shape[1:], parts=parts)
+
+
+AnyTensor = StoredTensor | QuantizedTensor
+
+
+def collect(tensors: Mapping[str, StoredTensor], method: Method | None) -> dict[str, AnyTensor]:
+    """Put the tensors of each quantized weight together, by the weight's name; all other tensors stay.
+
+    Errors: ValueError names a part that is missing or has a wrong shape or an unsupported dtype. Local.
+    """
+    if method is None:
+        return dict(tensors)
+    found: dict[str, AnyTensor] = {}
+    used: set[str] = {name for name in tensors if name.endswith((".k_scale", ".v_scale"))}  # of a quantized cache
+    for name, values in tensors.items():
+        if name.endswith(method.values) and values.dtype == method.values_dtype and len(values.shape) > 1:
+            base = name.removesuffix(method.values)
+            weight = _put_together(base, values, tensors, method)
+            found[weight.name] = weight
+            used |= {name, *(part.name for part in weight.parts.values())}
+            used |= {f"{base}{suffix}" for suffix in (*method.dropped, method.order, method.input_scale) if suffix}
+        elif name.endswith(method.values) and values.dtype == method.values_dtype:
+            raise ValueError(f"{name} in {values.file} is {list(values.shape)} {values.dtype}, which is no matrix")
+    return found | {name: stored for name, stored in tensors.items() if name not in used}
+
+
+def _put_together(
+    base: str, values: StoredTensor, tensors: Mapping[str, StoredTensor], method: Method
+) -> QuantizedTensor:
+    parts = {"values": values}
+    for part, suffix in method.parts.items():
+        stored = tensors.get(f"{base}{suffix}")
+        if stored is None:
+            raise ValueError(f"{values.name} in {values.file} is {values.dtype}, but {base}{suffix} is missing")
+        parts[part] = stored
+    for part, optional in (("order", method.order), ("input_scale", method.input_scale)):
+        if optional is not None and f"{base}{optional}" in tensors:
+            parts[part] = tensors[f"{base}{optional}"]
+    method = method.for_scale(parts["scale"].dtype)
+    dtypes = {
+        "scale": _scale_dtypes(method.stored),
+        "zero": (torch.int32,),
+        "global_scale": (torch.float32,),
+        "order": (torch.int32, torch.int64),
+        "input_scale": FLOATS,
+    }
+    try:
+        shape = method.weight_shape(values.shape)
+        shapes = method.part_shapes(shape)
+    except ValueError as error:
+        raise ValueError(f"{values.name} in {values.file} is {list(values.shape)}: {error}") from None
+    for part, stored in parts.items():
+        if part != "values" and (stored.shape not in shapes[part] or stored.dtype not in dtypes[part]):
+            needed = " or ".join(str(list(size)) for size in shapes[part])
+            raise ValueError(
+                f"{stored.name} in {stored.file} is {list(stored.shape)} {stored.dtype}; {method.name} values "
+                f"{list(values.shape)} of a weight {list(shape)} need {needed} of "
+                f"{', '.join(str(dtype) for dtype in dtypes[part])}"
+            )
+    return QuantizedTensor(name=f"{base}{method.weight}", shape=shape, method=method, parts=parts)
+
+
+def _scale_dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
+    if stored.scale_dtype == torch.float8_e8m0fnu:
+        return torch.uint8, torch.float8_e8m0fnu
+    if stored.family == "scaled":
+        return SCALE_DTYPES
+    return FLOATS if stored.family == "integer" else (stored.scale_dtype,)
+
+
+def _rows_of(part: StoredTensor, start: int, stop: int, tile_rows: int, num_rows: int) -> StoredTensor:
+    """The rows of a part that rows [start, stop) of a weight of `num_rows` need; a part without rows is whole."""
+    if not part.shape or part.shape[0] != math.ceil(num_rows / tile_rows):
+        return part
+    return part.rows(start // tile_rows, math.ceil(stop / tile_rows))
+
+
+def _read(reader: TensorReader, part: StoredTensor, device: torch.device) -> torch.Tensor:
+    return _filled(reader, part, torch.empty(part.shape, dtype=part.dtype, device=device))
+
+
+def _filled(reader: TensorReader, part: StoredTensor, out: torch.Tensor) -> torch.Tensor:
+    reader.read_into(part, out)
+    return out
+
+
+def read_order(reader: TensorReader, weight: QuantizedTensor, device: torch.device) -> torch.Tensor | None:
+    """The columns [K] of a weight [N, K] in the order of their groups; None if they lie in that order.
+
+    Errors: ValueError for groups of another size than the config's. Local; synchronizes with `device`.
+    """
+    part, stored = weight.parts.get("order"), weight.method.stored
+    if part is None or stored.granularity != "group":
+        return None
+    groups = _read(reader, part, device).long()
+    expected = torch.arange(weight.shape[-1], device=device) // stored.block[1]
+    if torch.equal(groups, expected):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], expected):
+        raise ValueError(f"{part.name} in {part.file} does not have {stored.block[1]} columns in each group")
+    return order
+
+
+def read_matrix(
+    reader: TensorReader,
+    weight: QuantizedTensor,
+    device: torch.device,
+    *,
+    rows: tuple[int, int] | None = None,
+    order: torch.Tensor | None = None,
+) -> StoredMatrix:
+    """Read a weight [N, K] as `weight.method.stored` describes it.
+
+    Args:
+        rows: only these, [start, stop), both multiples of the rows that share a scale; in packing "plain" alone.
+        order: that of `read_order`: columns are returned in it.
+    Errors: ValueError for a negative scale, or zero points that are not what the config says. Local; synchronizes with
+        `device`.
+    """
+    method, (num_rows, _) = weight.method, weight.shape
+    stored, scale_part, values_part = method.stored, weight.parts["scale"], weight.parts["values"]
+    values_part = values_part.reshaped((values_part.shape[0], math.prod(values_part.shape[1:])))
+    start, stop = (0, num_rows) if rows is None else rows
+    tile_rows = stored.tile(*weight.shape)[0]
+    values = _read(reader, _rows_of(values_part, start, stop, 1, num_rows) if rows else values_part, device)
+    wanted = _rows_of(scale_part, start, stop, tile_rows, num_rows) if rows else scale_part
+    scale = _read(reader, wanted, device)
+    if method.packing == "plain":
+        zero = None
+    else:
+        values, scale, zero = _unpacked(reader, weight, values, scale, device)
+    if order is not None:
+        values = values[:, order]
+    if method.packing != "plain":
+        values = pack_nibbles(values) if stored.packed == 2 else values
+        values = (values ^ 128).view(torch.int8) if stored.dtype == torch.int8 else values
+    shape = stored.scale_shape((stop - start, weight.shape[-1]))
+    if stored.scale_dtype.itemsize == 1:
+        scale = scale.view(stored.scale_dtype).reshape(shape)
+    else:
+        scale = scale.to(stored.scale_dtype).reshape(shape)
+    if stored.scale_dtype != torch.float8_e8m0fnu and bool((scale.float() < 0).any()):
+        raise ValueError(f"{scale_part.name} in {scale_part.file} has negative scales")
+    global_part = weight.parts.get("global_scale")
+    global_scale = None
+    if global_part is not None:
+        global_scale = _read(reader, global_part, device).reshape(())
+        if not bool(global_scale > 0):
+            raise ValueError(f"{global_part.name} in {global_part.file} is {global_scale.item()}, not positive")
+    return StoredMatrix(
+        values,
+        scale=scale,
+        zero=None if zero is None else zero.reshape(shape),
+        global_scale=global_scale,
+    )
+
+
+def _unpacked(
+    reader: TensorReader, weight: QuantizedTensor, values: torch.Tensor, scale: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Values [N, K], scales [N, G] and zero points [N, G] of integers in int32, one in each byte."""
+    method, num_rows = weight.method, weight.shape[0]
+    zero_part = weight.parts.get("zero")
+    packed_zero = None if zero_part is None else _read(reader, zero_part, device)
+    zero: torch.Tensor | None = None
+    if method.packing == "int32":
+        if packed_zero is not None:
+            zero = unpack_rows(packed_zero, method.bits)[:num_rows]
+        return unpack_columns(values, method.bits), scale, zero
+    if method.packing == "awq":
+        zero = None if packed_zero is None else unpack_awq(packed_zero).t()
+        return unpack_awq(values).t(), scale.t(), zero
+    assert zero_part is not None
+    assert packed_zero is not None
+    zero = unpack_columns(packed_zero, method.bits).t()
+    if method.packing == "gptq":
+        zero = zero + 1
+        if method.bits == 8 and bool((zero == 0).any()):
+            raise ValueError(f"{zero_part.name} in {zero_part.file} has the zero point 256, which is no byte")
+    if method.middle_zero:
+        if not bool((zero == 2 ** (method.bits - 1)).all()):
+            raise ValueError(
+                f"{zero_part.name} in {zero_part.file} has zero points other than {2 ** (method.bits - 1)}, but the "
+                "config says that weights are symmetric"
+            )
+        zero = None
+    return unpack_rows(values, method.bits).t(), scale.t(), zero
+
+
+def read_numbers(reader: TensorReader, weight: AnyTensor, out: torch.Tensor) -> None:
+    """Read a tensor into `out`, dequantized if it is quantized, converted to the dtype of `out`.
+
+    Args:
+        weight: [N, K] if it is quantized, else any shape. out: that shape, or one with as many elements.
+    Extra memory: a portion, or one row of blocks, of stored values and of dequantized values; the whole if they are
+        integers in int32, or if `out` has another shape.
+    Errors: as of `TensorReader.read_into` and `read_matrix`. Local; synchronizes with the device of `out`.
+    """
+    if isinstance(weight, StoredTensor):
+        reader.read_into(weight.reshaped(tuple(out.shape)), out)
+        return
+    if tuple(out.shape) != weight.shape:
+        whole = torch.empty(weight.shape, dtype=out.dtype, device=out.device)
+        read_numbers(reader, weight, whole)
+        out.copy_(whole.reshape(out.shape))
+        return
+    method, disk = weight.method, QuantScheme(name=weight.method.name, weight=weight.method.stored)
+    num_rows, columns = weight.shape
+    if method.packing != "plain":
+        order = read_order(reader, weight, out.device)
+        real = dequantize_weight(read_matrix(reader, weight, out.device, order=order), disk)
+        out.copy_(real if order is None else torch.empty_like(real).index_copy_(1, order, real))
+        return
+    tile_rows = method.stored.tile(*weight.shape)[0]
+    step = max(storage.PORTION_BYTES // (columns * tile_rows * torch.float32.itemsize), 1) * tile_rows
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        out[start:stop] = dequantize_weight(read_matrix(reader, weight, out.device, rows=(start, stop)), disk)

@@ -1,0 +1,565 @@
+"""Checkpoints of every quantization, written here from the published layouts, bit by bit, and read back."""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ep_moe.placement import Placement
+from ep_moe.quant import dequantize_weight, quantize_weight
+from ep_moe.weights import Checkpoint, ExpertWeights
+
+HIDDEN, INTERMEDIATE, EXPERTS, GROUP = 96, 64, 3, 32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+DENSE = "model.layers.0.self_attn.q_proj"
+Tensors = dict[str, torch.Tensor]
+Written = tuple[Tensors, torch.Tensor]  # the tensors of a weight by suffix, and the weight [N, K] float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout on disk.
+
+    `write` makes a weight of N rows and K columns at random; `scheme` is the one that is read, `config` the content of
+    quantization_config.
+    """
+
+    config: dict[str, Any]
+    scheme: str
+    write: Callable[[int, int, torch.Generator], Written]
+    values: str = ".weight"
+
+
+def bits_in_words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Codes [A, B] as int32 [A, B * bits / 32]; in each word place i, from the lowest bits, holds code order[i]."""
+    per = 32 // bits
+    words = np.zeros((codes.shape[0], codes.shape[1] // per), np.int64)
+    for place in range(per):
+        chosen = codes[:, (place if order is None else order[place]) :: per]
+        words |= chosen.astype(np.int64) << (bits * place)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+def integers(bits: int, group: int, scale_dtype: torch.dtype, rows: int, columns: int, random: torch.Generator) -> Any:
+    """Codes and zero points at random, scales, and the weight (q - z) * s, group after group."""
+    groups = columns // group
+    codes = torch.randint(0, 2**bits, (rows, columns), generator=random).numpy()
+    zeros = torch.randint(1, 2**bits, (rows, groups), generator=random).numpy()
+    scales = (torch.rand(rows, groups, generator=random) + 0.1).to(scale_dtype)
+
+    def weight(zero: np.ndarray) -> torch.Tensor:
+        shifted = torch.from_numpy(codes - zero.repeat(group, axis=1)).float()
+        return shifted * scales.float().repeat_interleave(group, 1)
+
+    return codes, zeros, scales, weight
+
+
+def gptq(bits: int, group: int, *, points: bool, version: int) -> Callable[[int, int, torch.Generator], Written]:
+    """qweight [K/8, N] with 8 rows in a word; qzeros [K/g, N/8], minus 1 in version 1; scales [K/g, N] float16."""
+
+    def write(rows: int, columns: int, random: torch.Generator) -> Written:
+        codes, zeros, scales, weight = integers(bits, min(group, columns), F16, rows, columns, random)
+        zeros = zeros if points else np.full_like(zeros, 2 ** (bits - 1))
+        tensors = {
+            ".qweight": bits_in_words(codes, bits).t().contiguous(),
+            ".qzeros": bits_in_words(zeros.T - (version == 1), bits),
+            ".scales": scales.t().contiguous(),
+            ".g_idx": torch.arange(columns, dtype=torch.int32) // min(group, columns),
+        }
+        return tensors, weight(zeros)
+
+    return write
+
+
+def awq(rows: int, columns: int, random: torch.Generator) -> Written:
+    """qweight [K, N/8] and qzeros [K/g, N/8] with the columns 0, 2, 4, 6, 1, 3, 5, 7 of eight in a word; float16."""
+    codes, zeros, scales, weight = integers(4, GROUP, F16, rows, columns, random)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        ".qweight": bits_in_words(codes.T, 4, order),
+        ".qzeros": bits_in_words(zeros.T, 4, order),
+        ".scales": scales.t().contiguous(),
+    }
+    return tensors, weight(zeros)
+
+
+def packed(
+    bits: int, group: int, scale_dtype: torch.dtype, *, points: bool
+) -> Callable[[int, int, torch.Generator], Written]:
+    """weight_packed int32 [N, K/8] of values + 8, weight_scale [N, K/g], weight_zero_point + 8 packed along N."""
+
+    def write(rows: int, columns: int, random: torch.Generator) -> Written:
+        codes, zeros, scales, weight = integers(bits, min(group, columns), scale_dtype, rows, columns, random)
+        zeros = zeros if points else np.full_like(zeros, 2 ** (bits - 1))
+        tensors = {
+            ".weight_packed": bits_in_words(codes, bits),
+            ".weight_scale": scales,
+            ".weight_shape": torch.tensor([rows, columns]),
+        }
+        if points:
+            tensors[".weight_zero_point"] = bits_in_words(zeros.T, bits).t().contiguous()
+        return tensors, weight(zeros)
+
+    return write
+
+
+def plain(dtype: torch.dtype, per: str, *, static: bool = False) -> Callable[[int, int, torch.Generator], Written]:
+    """weight in int8 or e4m3, weight_scale [N, 1], [1] or [ceil(N/16), ceil(K/32)]."""
+
+    def write(rows: int, columns: int, random: torch.Generator) -> Written:
+        values = (torch.randn(rows, columns, generator=random) * 40).round().clamp(-128, 127).to(dtype)
+        tiles = {"channel": (rows, 1), "tensor": (1, 1), "block": (-(-rows // 16), columns // 32)}[per]
+        scale = torch.rand(tiles, generator=random) + 0.1
+        spread = scale.repeat_interleave(-(-rows // tiles[0]), 0).repeat_interleave(columns // tiles[1], 1)
+        tensors = {".weight": values, ".weight_scale": scale.reshape(1) if per == "tensor" else scale}
+        if static:
+            tensors[".input_scale"] = torch.rand(1, generator=random) / 50 + 0.01
+        return tensors, values.float() * spread[:rows]
+
+    return write
+
+
+def nibbles(codes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy((codes[:, 0::2] + 16 * codes[:, 1::2]).astype(np.uint8))
+
+
+def nvfp4(*, divisor: bool) -> Callable[[int, int, torch.Generator], Written]:
+    """e2m1, the first low, an e4m3 scale for 16, and a float32 that multiplies (modelopt) or divides."""
+
+    def write(rows: int, columns: int, random: torch.Generator) -> Written:
+        codes = torch.randint(0, 16, (rows, columns), generator=random).numpy()
+        scale = (torch.rand(rows, columns // 16, generator=random) * 100).to(torch.float8_e4m3fn)
+        second = torch.tensor(37.3 if divisor else 0.0123)
+        group = torch.from_numpy(E2M1[codes].astype(np.float32)) * scale.float().repeat_interleave(16, 1)
+        names = (".weight_packed", ".weight_global_scale") if divisor else (".weight", ".weight_scale_2")
+        tensors = {names[0]: nibbles(codes), ".weight_scale": scale, names[1]: second.reshape(1) if divisor else second}
+        tensors[".input_global_scale" if divisor else ".input_scale"] = torch.ones(1)
+        return tensors, group / second if divisor else group * second
+
+    return write
+
+
+def microscaled(values: str, *, four_bits: bool) -> Callable[[int, int, torch.Generator], Written]:
+    """e2m1 or e4m3 with a byte for 32, which means 2^(byte - 127)."""
+
+    def write(rows: int, columns: int, random: torch.Generator) -> Written:
+        bytes_ = torch.randint(110, 135, (rows, columns // 32), generator=random).to(torch.uint8)
+        spread = (2.0 ** (bytes_.float() - 127)).repeat_interleave(32, 1)
+        if four_bits:
+            codes = torch.randint(0, 16, (rows, columns), generator=random).numpy()
+            real = torch.from_numpy(E2M1[codes].astype(np.float32))
+            return {values: nibbles(codes), ".weight_scale": bytes_}, real * spread
+        stored = torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn)
+        return {values: stored, ".weight_scale": bytes_}, stored.float() * spread
+
+    return write
+
+
+def compressed(form: str, weights: dict[str, Any], tokens: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group | {"input_activations": tokens}},
+        "ignore": ["lm_head"],
+    }
+
+
+TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float"}
+FP8_TOKEN = FP8 | TOKEN
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MX = {"type": "float", "strategy": "group", "group_size": 32}
+
+LAYOUTS = {
+    "gptq": Layout(
+        config=GPTQ | {"checkpoint_format": "gptq"},
+        scheme="int4_w4a16_g32_zp_f16",
+        write=gptq(4, GROUP, points=True, version=1),
+        values=".qweight",
+    ),
+    "gptq_v2": Layout(
+        config=GPTQ | {"checkpoint_format": "gptq_v2"},
+        scheme="int4_w4a16_g32_zp_f16",
+        write=gptq(4, GROUP, points=True, version=2),
+        values=".qweight",
+    ),
+    "gptq_symmetric_channel": Layout(
+        config=GPTQ | {"sym": True, "group_size": -1},
+        scheme="int4_w4a16_f16",
+        write=gptq(4, 10**6, points=False, version=1),
+        values=".qweight",
+    ),
+    "gptq_int8": Layout(
+        config=GPTQ | {"bits": 8, "sym": True},
+        scheme="int8_w8a16_g32",
+        write=gptq(8, GROUP, points=False, version=1),
+        values=".qweight",
+    ),
+    "awq": Layout(
+        config={"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        scheme="int4_w4a16_g32_zp_f16",
+        write=awq,
+        values=".qweight",
+    ),
+    "pack_quantized": Layout(
+        config=compressed("pack-quantized", INT4),
+        scheme="int4_w4a16_g32",
+        write=packed(4, GROUP, BF16, points=False),
+        values=".weight_packed",
+    ),
+    "pack_quantized_zero_points": Layout(
+        config=compressed("pack-quantized", INT4 | {"symmetric": False}),
+        scheme="int4_w4a16_g32_zp",
+        write=packed(4, GROUP, BF16, points=True),
+        values=".weight_packed",
+    ),
+    "pack_quantized_fp8_tokens": Layout(
+        config=compressed("pack-quantized", INT4 | {"strategy": "channel", "group_size": None}, FP8_TOKEN),
+        scheme="int4_w4a8_f32",
+        write=packed(4, 10**6, F32, points=False),
+        values=".weight_packed",
+    ),
+    "pack_quantized_int8": Layout(
+        config=compressed("pack-quantized", INT8),
+        scheme="int8_w8a16",
+        write=packed(8, 10**6, BF16, points=False),
+        values=".weight_packed",
+    ),
+    "pack_quantized_int8_zero_points": Layout(
+        config=compressed("pack-quantized", INT4 | {"num_bits": 8, "symmetric": False}),
+        scheme="int8_w8a16_g32_zp",
+        write=packed(8, GROUP, BF16, points=True),
+        values=".weight_packed",
+    ),
+    "int8_token": Layout(
+        config=compressed("int-quantized", INT8, INT8 | TOKEN),
+        scheme="int8_token",
+        write=plain(torch.int8, "channel"),
+    ),
+    "fp8_dynamic": Layout(
+        config=compressed("float-quantized", FP8 | {"strategy": "channel"}, FP8_TOKEN),
+        scheme="fp8_token",
+        write=plain(torch.float8_e4m3fn, "channel"),
+    ),
+    "fp8_tensor_for_tokens": Layout(
+        config=compressed("float-quantized", FP8 | {"strategy": "tensor"}, FP8_TOKEN),
+        scheme="fp8_token",
+        write=plain(torch.float8_e4m3fn, "tensor"),
+    ),
+    "fp8_static": Layout(
+        config=compressed(
+            "float-quantized", FP8 | {"strategy": "tensor"}, FP8 | {"strategy": "tensor", "dynamic": False}
+        ),
+        scheme="fp8_tensor_channel",
+        write=plain(torch.float8_e4m3fn, "tensor", static=True),
+    ),
+    "fp8_weights_alone": Layout(
+        config=compressed("naive-quantized", FP8 | {"strategy": "channel"}),
+        scheme="fp8_w8a16",
+        write=plain(torch.float8_e4m3fn, "channel"),
+    ),
+    "fp8_blocks": Layout(
+        config=compressed(
+            "float-quantized",
+            FP8 | {"strategy": "block", "block_structure": [16, 32]},
+            FP8 | {"strategy": "group", "group_size": 32, "dynamic": True},
+        ),
+        scheme="fp8_block_16x32",
+        write=plain(torch.float8_e4m3fn, "block"),
+    ),
+    "nvfp4_compressed": Layout(
+        config=compressed("nvfp4-pack-quantized", FP4, FP4 | {"dynamic": "local"}),
+        scheme="nvfp4_divisor",
+        write=nvfp4(divisor=True),
+        values=".weight_packed",
+    ),
+    "nvfp4_weights_alone": Layout(
+        config=compressed("nvfp4-pack-quantized", FP4),
+        scheme="nvfp4_w4a16_divisor",
+        write=nvfp4(divisor=True),
+        values=".weight_packed",
+    ),
+    "nvfp4_modelopt": Layout(
+        config={"quant_method": "modelopt", "quant_algo": "NVFP4"}, scheme="nvfp4", write=nvfp4(divisor=False)
+    ),
+    "fp8_modelopt": Layout(
+        config={"quant_method": "modelopt", "quant_algo": "FP8"},
+        scheme="fp8_tensor_channel",
+        write=plain(torch.float8_e4m3fn, "tensor", static=True),
+    ),
+    "mxfp4_compressed": Layout(
+        config=compressed("mxfp4-pack-quantized", MX | {"num_bits": 4}),
+        scheme="mxfp4_w4a16",
+        write=microscaled(".weight_packed", four_bits=True),
+        values=".weight_packed",
+    ),
+    "mxfp8_compressed": Layout(
+        config=compressed(
+            "mxfp8-quantized", MX | {"num_bits": 8}, FP8 | {"strategy": "group", "dynamic": True, "group_size": 32}
+        ),
+        scheme="mxfp8",
+        write=microscaled(".weight", four_bits=False),
+    ),
+}
+
+
+def base(expert: int, part: str, layer: int = 0) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+
+
+def write_config(directory: Path, quantized: dict[str, Any], **changes: Any) -> None:
+    config = {"model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE}
+    config |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantized} | changes))
+
+
+@functools.cache
+def make(name: str) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint, and the real weights by module."""
+    layout = LAYOUTS[name]
+    random, tensors, real = torch.Generator().manual_seed(5), {}, {}
+    modules = {DENSE: (64, HIDDEN)}
+    for expert in range(EXPERTS):
+        modules |= {base(expert, part): (INTERMEDIATE, HIDDEN) for part in ("gate", "up")}
+        modules[base(expert, "down")] = HIDDEN, INTERMEDIATE
+    for name, (rows, columns) in modules.items():
+        written, real[name] = layout.write(rows, columns, random)
+        tensors |= {f"{name}{suffix}": tensor for suffix, tensor in written.items()}
+    tensors["model.norm.weight"] = torch.ones(HIDDEN)
+    return tensors, real
+
+
+def write(directory: Path, name: str) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    tensors, real = (dict(found) for found in make(name))
+    save_file(tensors, directory / "model.safetensors")
+    write_config(directory, LAYOUTS[name].config)
+    return tensors, real
+
+
+def layer_of(real: dict[str, torch.Tensor], expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([real[base(expert, "gate")], real[base(expert, "up")]]), real[base(expert, "down")]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_are_held_as_they_are_on_disk(tmp_path: Path, name: str) -> None:
+    """The same real numbers, bit for bit; nothing is dequantized unless the caller says so."""
+    tensors, real = write(tmp_path, name)
+    placement = Placement.round_robin(EXPERTS, 2)
+    found = ExpertWeights.from_pretrained(tmp_path, placement, 0)[0]
+    assert found.scheme.name == LAYOUTS[name].scheme
+    none = ExpertWeights.from_pretrained(tmp_path, placement, 0, scheme="none", dtype=F32)[0]
+    other = ExpertWeights.from_pretrained(tmp_path, placement, 0, scheme="fp8_block_16x16")[0]
+    for position, expert in enumerate((0, 2)):
+        for part, expected in zip(("w13", "w2"), layer_of(real, expert), strict=True):
+            held = getattr(found, part)[position]
+            assert {key: (tuple(t.shape), t.dtype) for key, t in held.tensors.items()} == found.scheme.weight.parts(
+                tuple(expected.shape), BF16
+            )
+            assert torch.equal(dequantize_weight(held, found.scheme), expected)
+            assert torch.equal(getattr(none, part).values[position], expected)
+            again = quantize_weight(expected, other.scheme)
+            assert torch.equal(
+                dequantize_weight(getattr(other, part)[position], other.scheme), dequantize_weight(again, other.scheme)
+            )
+    if "static" in name or "fp8_modelopt" in name:
+        inputs = {key: value for key, value in tensors.items() if key.endswith(".input_scale") and DENSE not in key}
+        first = max(value for key, value in inputs.items() if "down" not in key)
+        assert found.w13_input_scale is not None
+        assert found.w2_input_scale is not None
+        assert torch.equal(found.w13_input_scale, first)
+        assert found.w2_input_scale.tolist() == [inputs[f"{base(e, 'down')}.input_scale"].item() for e in (0, 2)]
+        assert other.w13_input_scale is None
+    else:
+        assert found.w13_input_scale is None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_no_expert_is_dequantized(tmp_path: Path, name: str) -> None:
+    _, real = write(tmp_path, name)
+    dense = dict(Checkpoint.open(tmp_path).dense(F32).items())
+    assert dense.keys() == {f"{DENSE}.weight", "model.norm.weight"}
+    assert torch.equal(dense[f"{DENSE}.weight"], real[DENSE])
+
+
+@pytest.mark.parametrize("name", ["gptq", "pack_quantized"])
+def test_columns_of_w2_in_another_order(tmp_path: Path, name: str) -> None:
+    """Act-order: column k belongs to group g_idx[k]. The rows of w13 take the order of w2's columns, so that the
+    product is the same; columns of w13 in another order are refused, but dequantized on demand."""
+    tensors, real = write(tmp_path, name)
+    suffix = {"gptq": ".g_idx", "pack_quantized": ".weight_g_idx"}[name]
+    random = torch.Generator().manual_seed(1)
+
+    def shuffle(module: str) -> torch.Tensor:
+        """The weight with its columns shuffled, each with its group."""
+        weight = real[module]
+        order = torch.randperm(weight.shape[1], generator=random)
+        tensors[f"{module}{suffix}"] = (order // GROUP).int()
+        values = f"{module}{LAYOUTS[name].values}"
+        eight = torch.stack([(tensors[values] >> (4 * place)) & 15 for place in range(8)], -1)
+        codes = eight.movedim(-1, 1).flatten(0, 1).t() if name == "gptq" else eight.flatten(1)
+        words = bits_in_words(codes[:, order].numpy(), 4)
+        tensors[values] = words.t().contiguous() if name == "gptq" else words
+        real[module] = weight[:, order]
+        return order
+
+    for expert in range(EXPERTS):
+        shuffle(base(expert, "down"))
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)[0]
+    plain_ = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none", dtype=F32)[0]
+    for expert in range(EXPERTS):
+        w13, w2 = layer_of(real, expert)
+        assert torch.equal(plain_.w2.values[expert], w2)
+        assert torch.equal(plain_.w13.values[expert], w13)
+        held13, held2 = (dequantize_weight(m[expert], found.scheme) for m in (found.w13, found.w2))
+        order = tensors[f"{base(expert, 'down')}{suffix}"].long().argsort(stable=True)
+        assert torch.equal(held2, w2[:, order])
+        gate, up = w13.chunk(2)
+        assert torch.equal(held13, torch.cat([gate[order], up[order]]))
+    shuffle(base(1, "up"))
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in range(2):
+        with pytest.raises(ValueError, match=rf"{base(1, 'up')}.*another order.*scheme=\"none\""):
+            ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 2), rank)
+    plain_ = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none", dtype=F32)[0]
+    assert torch.equal(plain_.w13.values[1], layer_of(real, 1)[0])
+    tensors[f"{base(1, 'down')}{suffix}"] = torch.zeros(INTERMEDIATE, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{base(1, 'down')}.*does not have 32 columns in each group"):
+        ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none")
+
+
+BROKEN = base(2, "up")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "damage", "words"),
+    [
+        ("gptq", ".scales", None, (".scales is missing",)),
+        ("gptq", ".scales", lambda t: t[:, :32].contiguous(), ("[3, 32]", "[3, 64]")),
+        ("gptq", ".scales", lambda t: t.int(), ("int32", "float16")),
+        ("gptq", ".scales", lambda t: -t, ("negative scales",)),
+        ("gptq", ".qzeros", lambda t: t[:2].contiguous(), ("[2, 8]", "[3, 8]")),
+        ("gptq", ".qweight", lambda t: t[:8].contiguous(), ("[2, 8]", "[64, 64]")),
+        ("gptq", ".qweight", lambda t: t[:9].contiguous(), ("groups of 32", "72")),
+        ("gptq_symmetric_channel", ".qzeros", lambda t: t * 0, ("zero points other than 8", "symmetric")),
+        ("gptq_int8", ".qzeros", lambda t: t * 0 - 1, ("256",)),
+        ("awq", ".qzeros", None, (".qzeros is missing",)),
+        ("awq", ".qweight", lambda t: t[:, :-1].contiguous(), ("[96, 7]", "[3, 64]", "[3, 56]")),
+        ("pack_quantized", ".weight_packed", lambda t: t[:, :-1].contiguous(), ("groups of 32", "88")),
+        ("pack_quantized", ".weight_scale", lambda t: t.half(), ("int4_w4a16_g32_f16", "int4_w4a16_g32")),
+        ("pack_quantized_zero_points", ".weight_zero_point", lambda t: t.t().contiguous(), ("[3, 8]", "[8, 3]")),
+        ("fp8_static", ".input_scale", lambda t: t * 0, ("input_scale", "not positive")),
+        ("nvfp4_compressed", ".weight_scale", lambda t: t.float(), ("torch.float32", "float8_e4m3fn")),
+        ("nvfp4_compressed", ".weight_global_scale", lambda t: t * 2, ("differs from that of the gate", "37.")),
+        ("nvfp4_modelopt", ".weight_scale_2", lambda t: t * 0, ("not positive",)),
+        ("mxfp4_compressed", ".weight_scale", lambda t: t[:, :2].contiguous(), ("[64, 2]", "[64, 3]")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_damage_is_named(tmp_path: Path, name: str, suffix: str, damage: Any, words: tuple[str, ...]) -> None:
+    tensors, _ = write(tmp_path, name)
+    key = f"{BROKEN}{suffix}"
+    changed = tensors.pop(key)
+    if damage is not None:
+        tensors[key] = damage(changed)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as caught:
+        ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)
+    assert [word for word in (BROKEN, *words) if word not in str(caught.value)] == []
+
+
+def changed(name: str, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(LAYOUTS[name].config)
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return config
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (changed("gptq", ("bits",), 3), ("'gptq'", "bits 3")),
+        (changed("gptq", ("group_size",), "32"), ("group_size '32'",)),
+        (changed("gptq", ("checkpoint_format",), "marlin"), ("checkpoint_format 'marlin'",)),
+        (changed("awq", ("version",), "gemv"), ("version 'gemv'",)),
+        (changed("pack_quantized", ("config_groups",), {}), ("config_groups {}",)),
+        (changed("pack_quantized", ("config_groups", "group_1"), {"weights": FP8}), ("2 formats",)),
+        (changed("pack_quantized", ("format",), "marlin-24"), ("format 'marlin-24'",)),
+        (changed("pack_quantized", (*WEIGHTS, "num_bits"), 3), ("num_bits 3",)),
+        (changed("pack_quantized", (*WEIGHTS, "strategy"), "attn_head"), ("strategy 'attn_head'",)),
+        (changed("pack_quantized", (*WEIGHTS[:2], "input_activations"), FP4), ("input_activations",)),
+        (changed("pack_quantized", (*WEIGHTS[:2], "weights"), 3), ("config_groups",)),
+        (changed("int8_token", (*WEIGHTS, "symmetric"), False), ("symmetric False",)),
+        (changed("nvfp4_compressed", (*WEIGHTS, "group_size"), 32), ("group_size 32",)),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path: Path, config: dict[str, Any], words: tuple[str, ...]) -> None:
+    write(tmp_path, "gptq")
+    write_config(tmp_path, config)
+    with pytest.raises(ValueError) as caught:
+        Checkpoint.open(tmp_path)
+    assert [word for word in ("config.json", *words) if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(96, 64), (2880, 32)])
+def test_gpt_oss_as_published(tmp_path: Path, hidden: int, intermediate: int) -> None:
+    """Blocks [E, rows, G, 16], the rows of w13 gate and up in turn, biases likewise."""
+    random, name = torch.Generator().manual_seed(3), "model.layers.0.mlp.experts"
+    tensors: Tensors = {"model.norm.weight": torch.ones(hidden).bfloat16()}
+    real: dict[str, torch.Tensor] = {}
+    for part, rows, columns in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+        written = [microscaled("", four_bits=True)(rows, columns, random) for _ in range(EXPERTS)]
+        tensors[f"{name}.{part}_blocks"] = torch.stack([w[0][""] for w in written]).reshape(EXPERTS, rows, -1, 16)
+        tensors[f"{name}.{part}_scales"] = torch.stack([w[0][".weight_scale"] for w in written])
+        tensors[f"{name}.{part}_bias"] = torch.randn(EXPERTS, rows, generator=random).bfloat16()
+        real[part] = torch.stack([w[1] for w in written])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "gpt_oss", "hidden_size": hidden, "intermediate_size": intermediate}
+    config |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 2), 1)[0]
+    none = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 2), 1, scheme="none", dtype=F32)[0]
+    a8 = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 2), 1, scheme="mxfp4_w4a8")[0]
+    w13 = torch.cat([real["gate_up_proj"][2, 0::2], real["gate_up_proj"][2, 1::2]])
+    bias = tensors[f"{name}.gate_up_proj_bias"][2]
+    assert found.scheme.name == "mxfp4_w4a16"
+    assert torch.equal(dequantize_weight(found.w13, found.scheme)[0], w13)
+    assert torch.equal(dequantize_weight(found.w2, found.scheme)[0], real["down_proj"][2])
+    assert torch.equal(dequantize_weight(a8.w13, a8.scheme)[0], w13)
+    assert torch.equal(none.w13.values[0], w13)
+    assert torch.equal(none.w2.values[0], real["down_proj"][2])
+    assert found.w13_bias is not None
+    assert found.w2_bias is not None
+    assert torch.equal(found.w13_bias[0], torch.cat([bias[0::2], bias[1::2]]))
+    assert torch.equal(found.w2_bias[0], tensors[f"{name}.down_proj_bias"][2])
+
+
+def test_scales_of_gate_and_up_are_a_channels(tmp_path: Path) -> None:
+    """A rank holds [gate; up] in one matrix, so a scale for each of the two becomes one for each row."""
+    tensors, _ = write(tmp_path, "fp8_static")
+    found = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)[0]
+    assert found.w13.scale is not None
+    scales = [tensors[f"{base(1, part)}.weight_scale"].item() for part in ("gate", "up")]
+    assert found.w13.scale[1].tolist() == [scales[0]] * INTERMEDIATE + [scales[1]] * INTERMEDIATE
+    assert math.isclose(found.w13.scale[1, 0].item(), scales[0])
