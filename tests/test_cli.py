@@ -217,7 +217,7 @@ def test_options_are_the_fields_of_configs() -> None:
     for words, command in found.items():
         options = {option.name: option for option in command.params}
         assert all(option.help and option.help.endswith(".") for option in options.values()), words
-        own = {"as_json": False} | {"run": {"config": None}, "quantize": options, "bench report": options}.get(
+        own = {"as_json": False} | {"run": {"config": None}, "bench report": options, "quantize": options}.get(
             words, {}
         )
         named = [name for config in CONFIGS[words] for name in described(config)]

@@ -31,6 +31,8 @@ ALONE = {
 }
 
 # words in names that meant nothing to a reader: `test_retired_names_stay_retired` says what took their place
+MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
+
 RETIRED = ("news", "patience", "impatient", "spoilt", "guilty", "quantis", "homes", "unplanned", "wordy")
 # whole names whose words have one meaning elsewhere, and what took their place
 RETIRED_NAMES = {
@@ -156,3 +158,36 @@ def test_every_folder_is_packaged() -> None:
     packages = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in files()}
     assert folders | {"ep_moe.configs"} == set(packages)
+
+
+def wide_signatures(source: str) -> list[str]:
+    """Functions with more parameters than a reader can hold, `self` aside; commands take what their options are."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any(".command(" in decorator for decorator in decorators):
+            continue
+        given = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len(given) - (given[:1] in (["self"], ["cls"]))
+        limit = MOST_KERNEL_PARAMETERS if any(text.startswith("triton.jit") for text in decorators) else MOST_PARAMETERS
+        if count > limit:
+            found.append(f"{node.name} takes {count} parameters, the limit is {limit}")
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_signatures_are_short(path: Path) -> None:
+    assert wide_signatures(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("head", "count", "limit"),
+    [("", 11, 10), ("@triton.jit\n", 31, 30), ("@triton.jit(do_not_specialize=['a0'])\n", 31, 30)],
+)
+def test_the_signature_rule_sees(head: str, count: int, limit: int) -> None:
+    for number in (limit, count):
+        names = ", ".join(f"a{index}" for index in range(number))
+        found = wide_signatures(f"{head}def f({names}): ...")
+        assert len(found) == (number > limit), found

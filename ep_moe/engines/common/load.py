@@ -30,7 +30,7 @@ class ExpertLoad:
         self._counts[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
     def add_times(self, layer: int, topk_ids: torch.Tensor, times: torch.Tensor) -> None:
-        """`add` in one launch: ids [T, K] of a router, all in [0, E], each `times` [T * K] int64. Local, no host sync."""
+        """`add` in one launch: ids [T, K] of a router, all in [0, E], each `times` [T * K] int64. Local."""
         self._counts[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
 
     def reset(self) -> None:
