@@ -373,7 +373,7 @@ def test_dtype_and_scheme(dtype: torch.dtype, scheme: str, limit: float) -> None
     assert model.dtype == dtype
     [call] = warmed.call_args_list  # the layers are alike
     assert call.args[0] in model.ep_moe.layers
-    assert call.kwargs == {"num_topk": 2}
+    assert call.kwargs == {"num_topk": 2, "padded": False}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     x, ids, weights = expert_inputs()
     expected = load_whole(directory).model.layers[1].mlp.experts(x, ids, weights)
