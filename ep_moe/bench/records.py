@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 
+from ep_moe.config import from_mapping
 from ep_moe.fields import Field, check_fields
 from ep_moe.weights.json_files import parse_object
 
@@ -44,7 +45,7 @@ class Record:
         sweep: True for an exploratory row, which reports leave out.
         shapes: sizes of the work. setup: implementations by name and other choices.
         figures: by a name that ends in its unit or in one of PURE_NUMBERS. baselines: figures of baselines of this run.
-    A bench of FLAT_ROWS has exactly its names of shapes and setup.
+    A row of a bench in FLAT_ROWS has exactly the names of shapes and setup that are listed there.
     Errors: ValueError names the wrong value.
     """
 
@@ -101,12 +102,7 @@ class Record:
     @classmethod
     def from_line(cls, line: str, source: str) -> "Record":
         """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
-        content = _unflatten(parse_object(line.encode(), source), source)
-        _check_names(content, required=FIELDS, source=source)
-        try:
-            return cls(**content)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        return from_mapping(cls, _unflatten(parse_object(line.encode(), source), source), source)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
@@ -179,7 +175,7 @@ def _check_figures(what: str, figures: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowsFile:
-    """Where the rows of a measurement go, and what they say of it. Errors: ValueError for a wrong path or commit."""
+    """The file that measured rows go to, and what they state. Errors: ValueError for a wrong path or commit."""
 
     append: Annotated[Path | None, Field(help="Add the measured rows to this .jsonl file; needs --commit")] = None
     commit: Annotated[str, Field(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append")] = (
