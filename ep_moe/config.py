@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 
-from ep_moe.fields import Field, check_fields, field_types, require, typed
+from ep_moe.fields import Field, check_fields, check_keys, field_types, require, typed
 from ep_moe.quant import SCHEMES, get_scheme
 
 if sys.version_info >= (3, 11):
@@ -382,16 +382,10 @@ def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: s
 
     Errors: ValueError names `source` and the key that is unknown, missing, not of the annotated type or out of range.
     """
-    fields = {field.name: field for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(fields))
-    require(not unknown, f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(fields)}")
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    require(not missing, f"{source}: missing key {', '.join(missing)}")
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config_type)  # type: ignore[arg-type]
+    needed = {field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING}
     wanted = field_types(config_type)
+    check_keys(values, wanted, source, optional=set(wanted) - needed)
     given = {name: typed(value, wanted[name], f"{source}: {name}") for name, value in values.items()}
     try:
         return config_type(**given)

@@ -164,6 +164,14 @@ def check_fields(config: Any) -> None:
             field.check(name, getattr(config, name))
 
 
+def check_keys(found: Collection[str], known: Collection[str], source: str, *, optional: Collection[str] = ()) -> None:
+    """Raise ValueError that names `source` and the keys that are unknown, or missing and not optional. Local."""
+    unknown = sorted(set(found) - set(known))
+    missing = [key for key in known if key not in found and key not in optional]
+    require(not unknown, f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
+    require(not missing, f"{source}: missing key {', '.join(missing)}")
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with the message unless the condition holds. Local."""
     if not condition:

@@ -7,14 +7,14 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
 from ep_moe.config import from_mapping
-from ep_moe.fields import Field, check_fields
+from ep_moe.fields import Field, check_fields, check_keys
 from ep_moe.weights.json_files import parse_object
 
 UNITS = ("_us", "_ms", "_gbs", "tflops", "_bytes", "tokens_per_sec", "_secs")  # how a figure's name ends, by its unit
@@ -74,13 +74,13 @@ class Record:
             raise ValueError(f"date ({self.date!r}) is not an ISO 8601 date and time") from None
         if zone is None:
             raise ValueError(f"date ({self.date!r}) has no time zone")
-        _check_words("versions", self.versions, (str, type(None)))
+        _check_types("versions", self.versions, (str, type(None)))
         for part in ("shapes", "setup"):
-            _check_words(part, getattr(self, part), (str, int, float, bool))
+            _check_types(part, getattr(self, part), (str, int, float, bool))
         for part, figures in {"figures": self.figures, **_prefixed("baselines.", self.baselines)}.items():
             _check_figures(part, figures)
         for part, names in FLAT_ROWS.get(self.bench, {}).items():
-            _check_names(getattr(self, part), required=names, source=part)
+            check_keys(getattr(self, part), names, part)
 
     @property
     def configuration(self) -> str:
@@ -118,14 +118,14 @@ def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
-    """Restore the parts of a row that was written flat; other content unchanged. Errors: as `_check_names`."""
+    """Restore the parts of a row that was written flat; other content unchanged. Errors: as `check_keys`."""
     parts = FLAT_ROWS.get(content["bench"]) if isinstance(content.get("bench"), str) else None
     if parts is None:
         return content
     common = [name for name in FIELDS if name not in PARTS]
     known = [*common, *(name for names in parts.values() for name in names)]
     figures = {name: value for name, value in content.items() if name not in known and _has_unit(name)}
-    _check_names(content, required=known, optional=figures, source=source)
+    check_keys(set(content) - set(figures), known, source)
     nested = {part: {name: content[name] for name in names} for part, names in parts.items()}
     return {name: content[name] for name in common} | nested | {"figures": figures}
 
@@ -138,26 +138,14 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 
-def _check_names(
-    content: Mapping[str, Any], *, required: Sequence[str], optional: Iterable[str] = (), source: str
-) -> None:
-    """Raise ValueError that names `source` and the keys that are unknown or missing, if any."""
-    unknown = sorted(set(content) - {*required, *optional})
-    missing = [name for name in required if name not in content]
-    if unknown:
-        raise ValueError(f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(required)}")
-    if missing:
-        raise ValueError(f"{source}: missing key {', '.join(missing)}")
-
-
 def check_commit(commit: str) -> None:
     """Raise ValueError unless `commit` is 7 to 40 hex digits. Local."""
     if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
         raise ValueError(f"commit ({commit!r}) is not 7 to 40 hex digits, as `git rev-parse HEAD` prints them")
 
 
-def _check_words(what: str, words: Mapping[str, Any], types: tuple[type, ...]) -> None:
-    for name, value in words.items():
+def _check_types(what: str, values: Mapping[str, Any], types: tuple[type, ...]) -> None:
+    for name, value in values.items():
         if not isinstance(value, types):
             raise ValueError(f"{what}.{name} ({value!r}) is not one of {', '.join(kind.__name__ for kind in types)}")
 
