@@ -98,7 +98,8 @@ def _static_scale(amax: float, scheme: QuantScheme, shape: tuple[int, ...], **op
 def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float, *, travels: bool) -> torch.Tensor:
     """Rows [n, .] in float32 as the next GEMM gets them: quantized and dequantized, or rounded to the model's dtype.
 
-    travels: True for tokens that are sent, in the payload's format; False for the intermediate between the GEMMs.
+    Args:
+        travels: True for tokens that are sent, in the payload's format; False for the intermediate between the GEMMs.
     """
     stored = scheme.payload if travels else scheme.activation
     if not stored.quantized:

@@ -1,7 +1,7 @@
 """The schemes by name.
 
-A name without "w8" or "w4" says the format of tokens and weights alike; "int4_w4a16" has weights of 4 bits and tokens
-of 16 bits, in the model's own dtype.
+Without "w8" or "w4" in the name, tokens and weights have values of the same dtype; "int4_w4a16" has weights of 4 bits
+and tokens of 16 bits, in the model's own dtype.
 """
 
 import dataclasses

@@ -204,7 +204,7 @@ def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tup
 
 
 def _eight_bits(element: str, weights: Config, strategy: Any, bits: Any, token_strategy: Any) -> str | None:
-    """The scheme of weights of 8 bits that lie plain on disk; None for a combination that is not read."""
+    """The scheme of 8-bit weights that are stored unpacked; None for a combination that is not read."""
     same = bits == ("float" if element == "fp8" else "int", 8)
     if strategy == "block" and (bits is None or (same and token_strategy == "group")):
         rows, columns = _sizes(weights, "block_structure")

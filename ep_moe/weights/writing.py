@@ -98,7 +98,7 @@ def _arguments(stored: TensorFormat) -> Config:
 
 
 def stored_parts(matrix: StoredMatrix, stored: TensorFormat, config: Config) -> dict[str, torch.Tensor]:
-    """The tensors of a weight [N, K] on disk by their suffix, as `quantization_config` says. Local."""
+    """The tensors of a weight [N, K] on disk by their suffix, as `quantization_config` describes them. Local."""
     method = method_of({"quantization_config": config}, "config")
     assert method is not None
     assert matrix.scale is not None
