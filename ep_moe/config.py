@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 
-from ep_moe.fields import Field, check_fields, field_types, typed
+from ep_moe.fields import Field, check_fields, check_keys, field_types, require, typed
 from ep_moe.quant import SCHEMES, get_scheme
 
 if sys.version_info >= (3, 11):
@@ -65,11 +65,6 @@ class ActivationKind(str, enum.Enum):
         return self in (ActivationKind.SILU, ActivationKind.GELU, ActivationKind.SWIGLU)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationConfig:
     """Activation between the expert GEMMs.
@@ -86,7 +81,7 @@ class ActivationConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         plain = self.alpha == 1.0 and self.beta == 0.0 and self.limit is None
-        _require(
+        require(
             plain or self.kind is ActivationKind.SWIGLU,
             f"alpha ({self.alpha}), beta ({self.beta}) and limit ({self.limit}) belong to 'swiglu', "
             f"not to '{self.kind.value}'",
@@ -114,24 +109,24 @@ class RoutingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(
+        require(
             1 <= self.topk_group <= self.num_group,
             f"topk_group ({self.topk_group}) must be in [1, num_group ({self.num_group})]",
         )
-        _require(
+        require(
             self.num_group == 1 or self.method is RoutingMethod.DEEPSEEK_V3,
             f"num_group ({self.num_group}) needs routing method 2, got {self.method.value}",
         )
         scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
-        _require(
+        require(
             scales or self.routed_scaling_factor == 1.0,
             f"routed_scaling_factor ({self.routed_scaling_factor}) needs method 2 or 7, got {self.method.value}",
         )
-        _require(
+        require(
             self.norm_topk_prob or self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.SIGMOID_RENORM),
             f"norm_topk_prob=False needs routing method 2 or 6, got {self.method.value}",
         )
-        _require(
+        require(
             self.num_topk == 1 or self.method is not RoutingMethod.LLAMA4,
             f"routing method 3 takes num_topk 1, got {self.num_topk}",
         )
@@ -161,17 +156,22 @@ class MoEConfig:
     scheme: str = "none"
     layout: Layout = Layout.COMPACT
 
+    @property
+    def w13_rows(self) -> int:
+        """W, the rows of an expert's first matrix: 2I if the activation is gated, else I."""
+        return self.intermediate * (2 if self.activation.kind.gated else 1)
+
     def __post_init__(self) -> None:
         check_fields(self)
         get_scheme(self.scheme)
         if self.routing is not None:
             k = self.routing.num_topk
-            _require(k <= self.num_experts, f"num_topk ({k}) exceeds num_experts ({self.num_experts})")
-            _require(
+            require(k <= self.num_experts, f"num_topk ({k}) exceeds num_experts ({self.num_experts})")
+            require(
                 self.num_experts % self.routing.num_group == 0,
                 f"num_experts ({self.num_experts}) is not a multiple of num_group ({self.routing.num_group})",
             )
-            _require(
+            require(
                 k == 1 or not self.apply_router_weight_on_input,
                 f"apply_router_weight_on_input needs num_topk 1, got {k}",
             )
@@ -185,8 +185,8 @@ class TransportConfig:
         hidden: H of the tokens.
         max_tokens_per_rank: M, the most tokens that one rank may dispatch in a round.
         dtype: the model's dtype: of tokens that are not quantized, of expert outputs and of the combine wire.
-        num_slots: slots, that is rounds that may be open at once. They share the thread blocks that can wait on the
-            GPU at a time, so 1 is fastest.
+        num_slots: the most rounds that may be open at once. They share the thread blocks that fit on the GPU, so 1 is
+            fastest.
         row_alignment: every expert of a COMPACT batch starts at a multiple of this many rows.
         max_topk: the largest K of any round.
         on_peer_loss: "raise" makes every later call raise `PeerLostError`; "mask" continues without the lost ranks and
@@ -206,9 +206,9 @@ class TransportConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
-        _require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
-        _require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
+        require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
+        require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
+        require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,11 +225,11 @@ class GroupConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(
+        require(
             self.timeout_secs >= 4 * self.heartbeat_secs,
             f"timeout_secs ({self.timeout_secs}) must be at least four heartbeats ({4 * self.heartbeat_secs})",
         )
-        _require(
+        require(
             self.timeout_secs <= MAX_TIMEOUT_SECS,
             f"timeout_secs ({self.timeout_secs}) must be at most {MAX_TIMEOUT_SECS:g}",
         )
@@ -240,8 +240,8 @@ class EngineConfig:
     """How a whole model runs expert-parallel; the options that every command shares.
 
     Under torchrun the environment determines `nproc`. `scheme` is "auto" as the checkpoint stores experts, "none" in
-    `dtype`, or a name that `ep_moe.quant.get_scheme` knows, into which they are quantized on load. The rooms of
-    `transport`, `experts` and `placement` know their names.
+    `dtype`, or a name that `ep_moe.quant.get_scheme` knows, into which they are quantized on load. `transport`,
+    `experts` and `placement` are names that `create_transport`, `create_experts` and `create_placement` check.
     """
 
     model: Annotated[str, Field(help="A Hugging Face directory; empty is the model that ships with ep-moe")] = ""
@@ -255,7 +255,8 @@ class EngineConfig:
     scheme: Annotated[
         str,
         Field(
-            help=f"Of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}", option="--quant"
+            help=f"Scheme of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}",
+            option="--quant",
         ),
     ] = "auto"
     transport: Annotated[str, Field(help="Token exchange")] = "auto"
@@ -267,10 +268,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require(
+        require(
             not self.model or Path(self.model).is_dir(), f"model ({self.model!r}) is not a directory of this machine"
         )
-        _require(
+        require(
             not self.model or (Path(self.model) / "config.json").is_file(),
             f"model ({self.model!r}) has no config.json, so it is not a Hugging Face checkpoint directory",
         )
@@ -329,21 +330,21 @@ class LaunchEnv:
 
         world_size = number("WORLD_SIZE")
         rank = number("RANK")
-        _require(0 <= rank < world_size, f"RANK ({rank}) is not in [0, WORLD_SIZE ({world_size}))")
+        require(0 <= rank < world_size, f"RANK ({rank}) is not in [0, WORLD_SIZE ({world_size}))")
         local_world_size = number("LOCAL_WORLD_SIZE", world_size)
-        _require(
+        require(
             1 <= local_world_size <= world_size,
             f"LOCAL_WORLD_SIZE ({local_world_size}) is not in [1, WORLD_SIZE ({world_size})]",
         )
         local_rank = number("LOCAL_RANK", rank % local_world_size)
-        _require(
+        require(
             0 <= local_rank < local_world_size,
             f"LOCAL_RANK ({local_rank}) is not in [0, LOCAL_WORLD_SIZE ({local_world_size}))",
         )
         restart_count = number("TORCHELASTIC_RESTART_COUNT", 0)
-        _require(restart_count >= 0, f"TORCHELASTIC_RESTART_COUNT ({restart_count}) must not be negative")
+        require(restart_count >= 0, f"TORCHELASTIC_RESTART_COUNT ({restart_count}) must not be negative")
         master_port = number("MASTER_PORT")
-        _require(0 <= master_port <= 65535, f"MASTER_PORT ({master_port}) is not in [0, 65535]")
+        require(0 <= master_port <= 65535, f"MASTER_PORT ({master_port}) is not in [0, 65535]")
         return cls(
             rank=rank,
             world_size=world_size,
@@ -372,7 +373,7 @@ def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     Errors: ValueError if it names no directory.
     """
     text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
-    _require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
+    require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
     return Path(text) if text else None
 
 
@@ -381,16 +382,10 @@ def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: s
 
     Errors: ValueError names `source` and the key that is unknown, missing, not of the annotated type or out of range.
     """
-    fields = {field.name: field for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(fields))
-    _require(not unknown, f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(fields)}")
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    _require(not missing, f"{source}: missing key {', '.join(missing)}")
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config_type)  # type: ignore[arg-type]
+    needed = {field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING}
     wanted = field_types(config_type)
+    check_keys(values, wanted, source, optional=set(wanted) - needed)
     given = {name: typed(value, wanted[name], f"{source}: {name}") for name, value in values.items()}
     try:
         return config_type(**given)
@@ -410,5 +405,5 @@ def read_toml(config_type: type[Config], path: str | Path, table: str) -> Config
             raise ValueError(f"{path}: nested too deep to be read") from None
         except ValueError as error:  # not TOML, or not UTF-8
             raise ValueError(f"{path}: {error}") from None
-    _require(isinstance(content.get(table), dict), f"{path}: no table [{table}]")
+    require(isinstance(content.get(table), dict), f"{path}: no table [{table}]")
     return from_mapping(config_type, content[table], f"{path} [{table}]")

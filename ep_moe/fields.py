@@ -47,25 +47,25 @@ class Field:
         return f"{self.help}{': ' if self.choices else ''}{', '.join(self.choices)}."
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError with the value and its limit unless a field may have it; None has none. Local."""
+        """Raise ValueError with the value and its limit unless the field may have it; None always fits. Local."""
         if isinstance(value, tuple):
             self._check_elements(name, value)
             return
         if value is None:
             return
         at_least, step = self.at_least, self.multiple_of
-        _require(at_least is None or value >= at_least, f"{name} ({shown(value)}) must be at least {at_least}")
-        _require(not self.positive or value > 0, f"{name} ({shown(value)}) must be positive")
+        require(at_least is None or value >= at_least, f"{name} ({shown(value)}) must be at least {at_least}")
+        require(not self.positive or value > 0, f"{name} ({shown(value)}) must be positive")
         if step is not None:
-            _require(value > 0 and value % step == 0, f"{name} ({value}) must be a positive multiple of {step}")
+            require(value > 0 and value % step == 0, f"{name} ({value}) must be a positive multiple of {step}")
         if self.choices:
-            _require(value in self.choices, f"{name} ({shown(value)}) is not one of {', '.join(self.choices)}")
+            require(value in self.choices, f"{name} ({shown(value)}) is not one of {', '.join(self.choices)}")
 
     def _check_elements(self, name: str, values: tuple[Any, ...]) -> None:
         if self.at_least is not None:
             fits = bool(values) and min(values) >= self.at_least
-            _require(fits, f"{name} ({shown(values)}) must be one or more numbers of at least {self.at_least}")
-        _require(bool(values), f"{name} (()) must be one or more")
+            require(fits, f"{name} ({shown(values)}) must be one or more numbers of at least {self.at_least}")
+        require(bool(values), f"{name} (()) must have one or more elements")
         for value in values:
             self.check(name, value)
 
@@ -74,7 +74,7 @@ _NO_LIMITS = Field()
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: its repr, truncated if long."""
+    """The repr of a value, truncated if long, for errors."""
     try:
         text = repr(value)
     except RecursionError:
@@ -83,7 +83,7 @@ def shown(value: Any) -> str:
 
 
 def check_tensor(value: Any, name: str) -> None:
-    """Raise ValueError for a value that is not a dense tensor of this rank: other types, sparse and distributed ones.
+    """Raise ValueError unless a value is a dense tensor of this rank alone, neither sparse nor distributed.
 
     Local, no host sync.
     """
@@ -108,21 +108,21 @@ def typed(value: Any, wanted: Any, name: str) -> Any:
         [wanted] = set(arguments) - {type(None)}
         return None if value is None else typed(value, wanted, name)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        _require(isinstance(value, list | tuple), f"{name} ({shown(value)}) is not a list")
+        require(isinstance(value, list | tuple), f"{name} ({shown(value)}) is not a list")
         return tuple(typed(element, arguments[0], f"{name}[{index}]") for index, element in enumerate(value))
-    _require(isinstance(wanted, type), f"{name} ({shown(value)}) cannot be set from a file")
+    require(isinstance(wanted, type), f"{name} ({shown(value)}) cannot be set from a file")
     if wanted in _PLAIN:
         fitting, what = _PLAIN[wanted]
         fits = isinstance(value, fitting) and (wanted is bool or not isinstance(value, bool))
-        _require(fits, f"{name} ({shown(value)}) is not {what}")
+        require(fits, f"{name} ({shown(value)}) is not {what}")
         return _finite(value, name) if wanted is float else int(value) if wanted is int else value
     if issubclass(wanted, enum.Enum):
         named = isinstance(value, str | int) and not isinstance(value, bool)
-        _require(named, f"{name} ({shown(value)}) is not a name or number")
+        require(named, f"{name} ({shown(value)}) is not a name or number")
         allowed = [member.value for member in wanted]
-        _require(value in allowed, f"{name} ({shown(value)}) is not one of {', '.join(map(str, allowed))}")
+        require(value in allowed, f"{name} ({shown(value)}) is not one of {', '.join(map(str, allowed))}")
         return wanted(value)
-    _require(isinstance(value, wanted), f"{name} ({shown(value)}) is no {wanted.__module__}.{wanted.__qualname__}")
+    require(isinstance(value, wanted), f"{name} ({shown(value)}) is no {wanted.__module__}.{wanted.__qualname__}")
     return value
 
 
@@ -131,7 +131,7 @@ def _finite(value: Any, name: str) -> float:
         number = float(value)
     except OverflowError:  # an integer beyond the largest float
         number = math.inf
-    _require(math.isfinite(number), f"{name} ({shown(value)}) must be finite")
+    require(math.isfinite(number), f"{name} ({shown(value)}) must be finite")
     return number
 
 
@@ -164,6 +164,15 @@ def check_fields(config: Any) -> None:
             field.check(name, getattr(config, name))
 
 
-def _require(condition: bool, message: str) -> None:
+def check_keys(found: Collection[str], known: Collection[str], source: str, *, optional: Collection[str] = ()) -> None:
+    """Raise ValueError that names `source` and the keys that are unknown, or missing and not optional. Local."""
+    unknown = sorted(set(found) - set(known))
+    missing = [key for key in known if key not in found and key not in optional]
+    require(not unknown, f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
+    require(not missing, f"{source}: missing key {', '.join(missing)}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds. Local."""
     if not condition:
         raise ValueError(message)

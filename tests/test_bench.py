@@ -1196,7 +1196,7 @@ WRONG = {
     "scheme": (["experts", "--quant", "auto"], "scheme ('auto') is not one of none"),
     "layer-scheme": (["layer", "--quant", "auto"], "scheme ('auto') is not one of none"),
     "graph": (["layer", "--graph", "--device", "cpu"], "a CUDA graph needs a GPU for each rank"),
-    "one-rank": (["model", "--nproc", "1"], "nproc (1): expert parallelism of one rank is none"),
+    "one-rank": (["model", "--nproc", "1"], "nproc (1): expert parallelism needs at least 2 ranks"),
     "odd-ranks": (["model", "--nproc", "3"], "nproc (3) does not divide the 128 experts of qwen3-30b"),
     "repeats": (["layer", "--repeats", "0"], "repeats (0) must be at least 1"),
     "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
@@ -1211,7 +1211,7 @@ WRONG = {
     "suite": (["transport", "--suite", "huge"], "suite ('huge') is not one of standard"),
     "beside-suite": (
         ["transport", "--suite", "standard", "--hidden", "64"],
-        "hidden (64) is what suite 'standard' says; leave it out",
+        "hidden (64) is set by suite 'standard'; leave it out",
     ),
     "one_rank": (
         ["transport", "--routing", "one_rank", "--num-experts", "31", "--nproc", "4"],

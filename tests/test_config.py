@@ -230,7 +230,7 @@ class Limited:
         ({"share": 0}, "share (0.0) must be positive"),
         ({"name": "c"}, "name ('c') is not one of a, b"),
         ({"names": ["a", "c"]}, "names ('c') is not one of a, b"),
-        ({"names": []}, "names (()) must be one or more"),
+        ({"names": []}, "names (()) must have one or more elements"),
         ({"counts": []}, "counts (()) must be one or more numbers of at least 1"),
         ({"counts": [2, 0]}, "counts ((2, 0)) must be one or more numbers of at least 1"),
         ({"counts": [2, "3"]}, "counts[1] ('3') is not an integer"),

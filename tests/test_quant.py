@@ -619,7 +619,7 @@ def _fp4(scale: torch.Tensor, global_scale: torch.Tensor) -> StoredMatrix:
         (lambda: quantize(FP8.values, SCHEMES["fp8_token"]), ("float8_e4m3fn", "float32")),
         (lambda: quantize(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
         (lambda: quantize(X, SCHEMES["fp8_block"], static_scale=torch.ones(1)), ("'fp8_block'", "static_scale")),
-        (lambda: quantize(X, SCHEMES["fp8_tensor"], static_scale=torch.ones(2)), ("(2,)", "1 number")),
+        (lambda: quantize(X, SCHEMES["fp8_tensor"], static_scale=torch.ones(2)), ("(2,)", "1 element")),
         (lambda: quantize_weight(X, SCHEMES["none"]), ("'none'",)),
         (lambda: quantize_weight(X[0], SCHEMES["fp8_token"]), ("(144,)", "2 dimensions")),
         (lambda: quantize_weight(X.int(), SCHEMES["fp8_token"]), ("torch.int32", "float32")),

@@ -25,7 +25,7 @@ EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 CHECKED_TOKENS = 64  # per rank, input of each MoE block of `bench model` in its check
 LEAST_MAX_TOKENS = 8  # max_tokens_per_rank of a point with fewer tokens
 SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
-SPREADS_DENSE_SINCE = (5, 19)  # transformers: from then on its expert parallelism also spreads the other layers
+SPREADS_DENSE_SINCE = (5, 19)  # of transformers: its expert parallelism also spreads attention and head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ class ModelBenchConfig:
         sizes = MODEL_PRESETS[self.preset]
         experts, heads = sizes["num_experts"], sizes["num_key_value_heads"]
         if num_ranks == 1:
-            raise ValueError("nproc (1): expert parallelism of one rank is none, use at least 2")
+            raise ValueError("nproc (1): expert parallelism needs at least 2 ranks")
         if experts % num_ranks:
             raise ValueError(
                 f"nproc ({num_ranks}) does not divide the {experts} experts of {self.preset}, which transformers "
@@ -141,9 +141,10 @@ class ModelBenchConfig:
 
 
 def spreads_dense() -> bool:
-    """True if the installed transformers spreads attention and head too; known without its import, of seconds. Local.
+    """True if the installed transformers spreads attention and head too, from SPREADS_DENSE_SINCE on. Local.
 
-    Until then its expert parallelism is a flag that replicates everything but the experts, from then on a size.
+    Older versions replicate everything but the experts, and take a flag in place of a size. The version is read from
+    the package's metadata, since importing transformers takes seconds.
     """
     version = re.findall(r"\d+", importlib.metadata.version("transformers"))
     return tuple(map(int, version[:2])) >= SPREADS_DENSE_SINCE
@@ -243,7 +244,7 @@ class TransportBenchConfig:
         for field in dataclasses.fields(self) if self.suite else ():
             value, ours = getattr(self, field.name), ("suite", "transport", "seed", "warmup", "repeats")
             if field.name not in ours and value != field.default:
-                raise ValueError(f"{field.name} ({value}) is what suite {self.suite!r} says; leave it out")
+                raise ValueError(f"{field.name} ({value}) is set by suite {self.suite!r}; leave it out")
         _ = self.points  # each checks its sizes
 
     @property

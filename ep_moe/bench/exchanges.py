@@ -4,7 +4,6 @@ A pair is a dispatch and the combine that follows it. Letters: T tokens per rank
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -104,13 +103,13 @@ def all_to_all(
 
 def capture_many(call: Callable[[], torch.Tensor], device: torch.device, *, count: int) -> Captured:
     """Capture `count` calls, one after another, into one CUDA graph. Errors and notes: as `capture`."""
-    return capture(functools.partial(_repeat, call, count), device)
 
+    def calls() -> torch.Tensor:
+        for _ in range(count - 1):
+            call()
+        return call()
 
-def _repeat(call: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
-    for _ in range(count - 1):
-        call()
-    return call()
+    return capture(calls, device)
 
 
 def time_replays(graph: Captured, group: EPGroup, *, count: int, warmup: int, repeats: int) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 from ep_moe.bench import harness
 from ep_moe.bench.configs import SEED_STRIDE, ExpertsBenchConfig
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
-from ep_moe.bench.harness import OURS, Contender, Row, words
+from ep_moe.bench.harness import OURS, Contender, Row, field_values
 from ep_moe.bench.oracle import Expert, RandomExperts, expected_output
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
@@ -87,15 +87,15 @@ class _ExpertsBench:
                 "preset": config.preset,
                 "rows_per_expert": rows,
                 "num_local_experts": config.num_local_experts,
-                **words(moe, "hidden", "intermediate"),
+                **field_values(moe, "hidden", "intermediate"),
             },
             setup={
-                **words(self._engine, "dtype", "scheme"),
+                **field_values(self._engine, "dtype", "scheme"),
                 "experts": harness.implementation_name(self._experts, EXPERTS),
-                **words(self._engine, "layout"),
+                **field_values(self._engine, "layout"),
                 "activation": moe.activation.kind.value,
                 "bias": self._bias,
-                **words(config, "seed", "warmup", "repeats"),
+                **field_values(config, "seed", "warmup", "repeats"),
             },
             figures=checked.errors[OURS],
             baselines={name: found for name, found in checked.errors.items() if name != OURS},

@@ -20,7 +20,7 @@ class System:
 
     model: Any  # a transformers model; its mixins are more than a type checker can follow
     prompts: torch.Tensor
-    decode_graphs: bool | None = None  # if it is ours
+    decode_graphs: bool | None = None  # of an ep_moe model: decode by CUDA graphs; None leaves the choice to it
 
 
 class _FirstToken(StoppingCriteria):

@@ -17,7 +17,10 @@ from ep_moe.quant import QuantScheme, StoredMatrix, dequantize_weight, get_schem
 from ep_moe.weights import ExpertWeights
 
 DTYPE = torch.bfloat16  # the only dtype of torch's grouped kernels
-CAPABILITIES = (9, 10)  # major compute capabilities with these kernels; on others torch loops over experts on the host
+CAPABILITIES = (
+    9,
+    10,
+)  # major compute capabilities with these kernels; elsewhere torch loops over experts on the host
 
 
 def has_grouped_gemm(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: results are checked before anything is timed, rows and reports are made, progress told.
+"""Shared by all benchmarks: checks of results before anything is timed, rows and reports, progress on stderr.
 
 Letters: N rows of an output, H hidden, n checked rows.
 """
@@ -29,8 +29,8 @@ class Contender:
 
     Args:
         call: computes the output. rows: the rows [N, H] of the tokens in it.
-        sample: [n] int64, rows that are checked. expected: makes them, [n, H] float32.
-        limit: of the worst row error, a relative L2 error.
+        sample: [n] int64, rows that are checked. expected: computes what they should be, [n, H] float32.
+        limit: the largest allowed error of a row, a relative L2 error.
     """
 
     call: Callable[[], torch.Tensor]
@@ -147,7 +147,7 @@ def measure_all(
     }
 
 
-def words(source: object, *names: str) -> dict[str, Any]:
+def field_values(source: object, *names: str) -> dict[str, Any]:
     """Values of a config by name, members of an enum by value. Local."""
     values = {name: getattr(source, name) for name in names}
     return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}

@@ -11,7 +11,7 @@ import torch
 from ep_moe.bench import harness
 from ep_moe.bench.configs import LayerBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
-from ep_moe.bench.harness import GATHERED, OURS, PHASES, Contender, Row, words
+from ep_moe.bench.harness import GATHERED, OURS, PHASES, Contender, Row, field_values
 from ep_moe.bench.oracle import RandomExperts, expected_output
 from ep_moe.bench.timing import Captured, PhaseTimes, slowest, time_calls, time_phases
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
@@ -104,7 +104,7 @@ class _LayerBench:
             shapes={
                 "preset": self._config.preset,
                 "tokens_per_rank": num_tokens,
-                **words(self._config.sizes, "hidden", "intermediate", "num_experts"),
+                **field_values(self._config.sizes, "hidden", "intermediate", "num_experts"),
                 "num_topk": self._routing.num_topk,
             },
             setup=self._setup(layer),
@@ -186,12 +186,12 @@ class _LayerBench:
 
     def _setup(self, layer: ExpertParallelMoE) -> dict[str, int | str | bool]:
         return {
-            **words(self._engine, "dtype", "scheme"),
+            **field_values(self._engine, "dtype", "scheme"),
             "transport": harness.implementation_name(layer.transport, TRANSPORTS),
             "experts": harness.implementation_name(layer.experts, EXPERTS),
-            **words(self._engine, "layout", "placement"),
+            **field_values(self._engine, "layout", "placement"),
             "routing_method": RoutingMethod(self._routing.method).name.lower(),
-            **words(self._config, "routing", "seed"),
+            **field_values(self._config, "routing", "seed"),
             "nodes": self._nodes,
-            **words(self._config, "graph", "warmup", "repeats"),
+            **field_values(self._config, "graph", "warmup", "repeats"),
         }

@@ -54,7 +54,7 @@ def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConf
     config.check_ranks(group.num_ranks)
     if group.device.type == "cpu" and torch.cuda.device_count():
         raise RuntimeError(
-            "transformers' expert parallelism takes GPUs where it sees any: CUDA_VISIBLE_DEVICES= keeps it on the CPU"
+            "transformers' expert parallelism uses GPUs if it sees any: set CUDA_VISIBLE_DEVICES= to keep it on the CPU"
         )
     transformers_logging.set_verbosity_error()  # else it reports every weight as missing, as they are filled later
     transformers_logging.disable_progress_bar()
@@ -84,9 +84,9 @@ class _ModelBench:
         row = harness.make_row(
             harness.broken_limits(errors, {name: self._limits(name) for name in errors}),
             shapes={
-                **harness.words(config, "preset", "layers"),
+                **harness.field_values(config, "preset", "layers"),
                 "sequences_per_rank": config.batch,
-                **harness.words(config, "prompt_tokens", "new_tokens"),
+                **harness.field_values(config, "prompt_tokens", "new_tokens"),
                 "hidden": sizes.hidden_size,
                 "intermediate": sizes.moe_intermediate_size,
                 "num_experts": sizes.num_experts,
@@ -96,12 +96,12 @@ class _ModelBench:
                 "dtype": self._engine.dtype,
                 "transport": harness.implementation_name(session.transport, TRANSPORTS),
                 "experts": harness.implementation_name(session.layers[0].experts, EXPERTS),
-                **harness.words(self._engine, "layout", "placement"),
+                **harness.field_values(self._engine, "layout", "placement"),
                 "baseline_experts": config.baseline_experts,
                 "baseline_dense": "tensor_parallel" if _has_spread_dense(systems[OWN].model) else "replicated",
                 "seed": config.seed,
                 "nodes": harness.num_nodes(group),
-                **harness.words(config, "hook", "repeats"),
+                **harness.field_values(config, "hook", "repeats"),
                 "graph": session.decoder is not None,
             },
             figures=errors[OURS],
@@ -206,8 +206,8 @@ class _ModelBench:
         """The first step's logits of each system against transformers' own, row by row, and the share of equal tokens.
 
         In bfloat16 some expert choices flip, and texts differ from the first different token on: these figures then
-        show that the models have the same weights, not how exact they are. A median is that of the rank where it is
-        largest, so that one wrong rank shows among many.
+        show that the models have the same weights, not how exact they are. The median reported is the largest of all
+        ranks' medians, so that one wrong rank is detected.
 
         Returns: figures by name of each system but transformers' own. Collective.
         """

@@ -17,7 +17,7 @@ from ep_moe.quant import QuantScheme, StoredMatrix, dequantize, dequantize_weigh
 from ep_moe.weights import ExpertWeights
 
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
-INNER_AMAX = 32.0  # of the activation's output; under a static scale larger values saturate, in the oracle too
+INNER_AMAX = 32.0  # of the activation's output; with a static scale, larger values saturate, in the oracle too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class RandomExperts:
     def __init__(self, config: MoEConfig, dtype: torch.dtype, device: torch.device, *, bias: bool, seed: int) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._bias, self._seed = bias, seed
-        self._width = config.intermediate * (2 if config.activation.kind.gated else 1)
+        self._width = config.w13_rows
 
     def expert(self, index: int) -> Expert:
         """Make logical expert `index`. Local."""
@@ -96,7 +96,11 @@ def _static_scale(amax: float, scheme: QuantScheme, shape: tuple[int, ...], **op
 
 
 def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: float, *, travels: bool) -> torch.Tensor:
-    """Rows [n, .] in float32 as their reader sees them: quantized and back, or rounded to the model's dtype."""
+    """Rows [n, .] in float32 as the next GEMM gets them: quantized and dequantized, or rounded to the model's dtype.
+
+    Args:
+        travels: True for tokens that are sent, in the payload's format; False for the intermediate between the GEMMs.
+    """
     stored = scheme.payload if travels else scheme.activation
     if not stored.quantized:
         return x.to(dtype).float()

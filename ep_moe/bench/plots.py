@@ -142,7 +142,7 @@ def plot_experts(axes: Any, rows: Sequence[Record]) -> int:
 
 
 def plot_transport(axes: Any, rows: Sequence[Record]) -> int:
-    """Latency of a pair against tokens: most ranks, uniform routing, COMPACT or BATCHED. Returns the height in bars.
+    """Latency of a pair against tokens: on the most ranks, uniform routing, COMPACT or BATCHED; returns the height.
 
     A line joins rows that differ only in tokens and layout, the first row for each number of tokens; lines of a single
     point are left out if there are others.

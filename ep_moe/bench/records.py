@@ -7,13 +7,14 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
-from ep_moe.fields import Field, check_fields
+from ep_moe.config import from_mapping
+from ep_moe.fields import Field, check_fields, check_keys
 from ep_moe.weights.json_files import parse_object
 
 UNITS = ("_us", "_ms", "_gbs", "tflops", "_bytes", "tokens_per_sec", "_secs")  # how a figure's name ends, by its unit
@@ -44,7 +45,7 @@ class Record:
         sweep: True for an exploratory row, which reports leave out.
         shapes: sizes of the work. setup: implementations by name and other choices.
         figures: by a name that ends in its unit or in one of PURE_NUMBERS. baselines: figures of baselines of this run.
-    A bench of FLAT_ROWS has exactly its names of shapes and setup.
+    A row of a bench in FLAT_ROWS has exactly the names of shapes and setup that are listed there.
     Errors: ValueError names the wrong value.
     """
 
@@ -73,13 +74,13 @@ class Record:
             raise ValueError(f"date ({self.date!r}) is not an ISO 8601 date and time") from None
         if zone is None:
             raise ValueError(f"date ({self.date!r}) has no time zone")
-        _check_words("versions", self.versions, (str, type(None)))
+        _check_types("versions", self.versions, (str, type(None)))
         for part in ("shapes", "setup"):
-            _check_words(part, getattr(self, part), (str, int, float, bool))
+            _check_types(part, getattr(self, part), (str, int, float, bool))
         for part, figures in {"figures": self.figures, **_prefixed("baselines.", self.baselines)}.items():
             _check_figures(part, figures)
         for part, names in FLAT_ROWS.get(self.bench, {}).items():
-            _check_names(getattr(self, part), required=names, source=part)
+            check_keys(getattr(self, part), names, part)
 
     @property
     def configuration(self) -> str:
@@ -101,12 +102,7 @@ class Record:
     @classmethod
     def from_line(cls, line: str, source: str) -> "Record":
         """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
-        content = _unflatten(parse_object(line.encode(), source), source)
-        _check_names(content, required=FIELDS, source=source)
-        try:
-            return cls(**content)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        return from_mapping(cls, _unflatten(parse_object(line.encode(), source), source), source)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
@@ -122,14 +118,14 @@ def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
-    """Restore the parts of a row that was written flat; other content unchanged. Errors: as `_check_names`."""
+    """Restore the parts of a row that was written flat; other content unchanged. Errors: as `check_keys`."""
     parts = FLAT_ROWS.get(content["bench"]) if isinstance(content.get("bench"), str) else None
     if parts is None:
         return content
     common = [name for name in FIELDS if name not in PARTS]
     known = [*common, *(name for names in parts.values() for name in names)]
     figures = {name: value for name, value in content.items() if name not in known and _has_unit(name)}
-    _check_names(content, required=known, optional=figures, source=source)
+    check_keys(set(content) - set(figures), known, source)
     nested = {part: {name: content[name] for name in names} for part, names in parts.items()}
     return {name: content[name] for name in common} | nested | {"figures": figures}
 
@@ -142,26 +138,14 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 
-def _check_names(
-    content: Mapping[str, Any], *, required: Sequence[str], optional: Iterable[str] = (), source: str
-) -> None:
-    """Raise ValueError that names `source` and the keys that are unknown or missing, if any."""
-    unknown = sorted(set(content) - {*required, *optional})
-    missing = [name for name in required if name not in content]
-    if unknown:
-        raise ValueError(f"{source}: unknown key {', '.join(unknown)}; known: {', '.join(required)}")
-    if missing:
-        raise ValueError(f"{source}: missing key {', '.join(missing)}")
-
-
 def check_commit(commit: str) -> None:
     """Raise ValueError unless `commit` is 7 to 40 hex digits. Local."""
     if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
         raise ValueError(f"commit ({commit!r}) is not 7 to 40 hex digits, as `git rev-parse HEAD` prints them")
 
 
-def _check_words(what: str, words: Mapping[str, Any], types: tuple[type, ...]) -> None:
-    for name, value in words.items():
+def _check_types(what: str, values: Mapping[str, Any], types: tuple[type, ...]) -> None:
+    for name, value in values.items():
         if not isinstance(value, types):
             raise ValueError(f"{what}.{name} ({value!r}) is not one of {', '.join(kind.__name__ for kind in types)}")
 
@@ -179,7 +163,7 @@ def _check_figures(what: str, figures: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowsFile:
-    """Where the rows of a measurement go, and what they say of it. Errors: ValueError for a wrong path or commit."""
+    """The file that measured rows go to, and what they state. Errors: ValueError for a wrong path or commit."""
 
     append: Annotated[Path | None, Field(help="Add the measured rows to this .jsonl file; needs --commit")] = None
     commit: Annotated[str, Field(help="Commit that is measured, as `git rev-parse HEAD` prints it; needs --append")] = (

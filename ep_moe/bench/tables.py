@@ -1,5 +1,6 @@
 """Tables of figures: of a report on standard output, and in Markdown."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,8 @@ def show_rows(report: Mapping[str, Any]) -> None:
         console.print(Text(f"all results checked ({how})", style="bold green"))
         return
     console.print(Text("NOT OK: a result is wrong, it was not timed", style="bold red"))
-    for bound in (bound for row in report["rows"] for bound in row["broken"]):
-        console.print(Text(bound, style="red"), soft_wrap=True)
+    for broken in itertools.chain.from_iterable(row["broken"] for row in report["rows"]):
+        console.print(Text(broken, style="red"), soft_wrap=True)
 
 
 def show_figure(name: str, value: float | None) -> str:

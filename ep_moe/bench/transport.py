@@ -62,6 +62,7 @@ class _TransportBench:
     def __init__(self, group: EPGroup, engine: EngineConfig, config: TransportBenchConfig) -> None:
         self._group, self._engine, self._config = group, engine, config
         self._dtype = engine.torch_dtype
+        self._run = {"warmup": config.warmup, "repeats": config.repeats}
         self._nodes = harness.num_nodes(group)
         self._seen: set[tuple[str, TransportPoint]] = set()
 
@@ -95,14 +96,14 @@ class _TransportBench:
         figures = {"wire_bytes": self._wire_bytes(sent, point)}
         row = harness.make_row(
             broken,
-            shapes=harness.words(point, "tokens", "hidden", "num_topk", "num_experts"),
+            shapes=harness.field_values(point, "tokens", "hidden", "num_topk", "num_experts"),
             setup={
                 "transport": chosen,
-                **harness.words(point, "layout", "payload"),
+                **harness.field_values(point, "layout", "payload"),
                 "dtype": self._engine.dtype,
-                **harness.words(point, "graph", "routing", "num_sms"),
+                **harness.field_values(point, "graph", "routing", "num_sms"),
                 "nodes": self._nodes,
-                **harness.words(config, "seed", "warmup", "repeats"),
+                **harness.field_values(config, "seed", "warmup", "repeats"),
             },
             figures=figures,
             baselines={},
@@ -176,11 +177,10 @@ class _TransportBench:
     def _time(self, exchange: Exchange, graph: Captured | None, point: TransportPoint) -> dict[str, float]:
         """Microseconds of a pair and of its halves, on the slowest rank. Collective."""
         group, count = self._group, self._num_pairs(point)
-        run = {"warmup": self._config.warmup, "repeats": self._config.repeats}
         if graph is None:
-            samples = time_eager(exchange, group, count=count, **run)
+            samples = time_eager(exchange, group, count=count, **self._run)
         else:
-            samples = {"sum": time_replays(graph, group, count=count, **run)}
+            samples = {"sum": time_replays(graph, group, count=count, **self._run)}
             samples |= self._time_kernels(exchange, graph, count)
         return {f"{name}_us": timing.median_us for name, timing in slowest(group, samples, whole="sum").items()}
 
@@ -201,16 +201,15 @@ class _TransportBench:
     def _time_baseline(self, exchange: Exchange, point: TransportPoint) -> dict[str, float]:
         """Figures of a baseline, timed in the same way as our pair. Collective."""
         group, count = self._group, self._num_pairs(point)
-        run = {"warmup": self._config.warmup, "repeats": self._config.repeats}
         samples: dict[str, list[float]] = {}
         if point.graph:
             # a baseline's halves are independent, so each has its own graph
             calls: dict[str, Any] = {"sum": exchange.pair, "dispatch": exchange.dispatch, "combine": exchange.combine}
             for name, call in calls.items():
                 graph = capture_many(call, group.device, count=count)
-                samples[name] = time_replays(graph, group, count=count, **run)
+                samples[name] = time_replays(graph, group, count=count, **self._run)
         else:
-            samples = time_eager(exchange, group, count=count, **run)
+            samples = time_eager(exchange, group, count=count, **self._run)
         timings = slowest(group, samples, whole="sum")
         return {f"{name}_us": timings[name].median_us for name in (*HALVES, "sum")}
 

@@ -24,8 +24,8 @@ class TensorFormat:
     Real value = (stored value - zero) * scale, and that times or divided by the global scale.
 
     Args:
-        family: the rule that relates values to scales: "none" leaves the model's own dtype; "scaled" and "micro" are
-            modules of `ep_moe.quant`; "integer" stores unsigned integers of 8 / `packed` bits, whose zero is the middle
+        family: the rule that relates values to scales, by the name of a module of `ep_moe.quant`; "none" leaves the
+            model's own dtype; "integer" stores unsigned integers of 8 / `packed` bits, whose zero is the middle
             of their range (8 of 4 bits, 128 of 8) unless zero points are stored.
         dtype: of the stored values; None in the family "none".
         packed: elements of a row in one stored value, the first in its lowest bits.
@@ -73,7 +73,7 @@ class TensorFormat:
     def row_values(self, width: int) -> int:
         """V, the stored values of a row of `width` elements. Errors: ValueError if `packed` does not divide `width`."""
         if width % self.packed:
-            raise ValueError(f"a stored value holds {self.packed} elements, a row of {width} has one over")
+            raise ValueError(f"width ({width}) is not a multiple of the {self.packed} elements of a stored value")
         return width // self.packed
 
     def row_width(self, num_values: int) -> int:

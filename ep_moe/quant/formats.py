@@ -1,4 +1,4 @@
-"""The public functions on tensors: they check their arguments and call the scheme's family.
+"""The public functions on tensors: each checks its arguments and calls the module of the format's family.
 
 Plain torch, the reference for all kernels; on a GPU activations are quantized by a kernel, bitwise equal. No host sync,
 safe in CUDA graphs.
@@ -31,7 +31,8 @@ def _require_floats(name: str, tensor: torch.Tensor, stored: TensorFormat, schem
         raise ValueError(f"{name} ({tensor.dtype}) must be float32, bfloat16 or float16")
     if tensor.dim() and tensor.shape[-1] % stored.packed:
         raise ValueError(
-            f"scheme '{scheme.name}' stores {stored.packed} elements in one, a row of {tensor.shape[-1]} has one over"
+            f"scheme '{scheme.name}' stores {stored.packed} elements in one value, which does not divide the "
+            f"{tensor.shape[-1]} elements of a row of {name}"
         )
 
 
@@ -59,7 +60,7 @@ def _check_rows(x: torch.Tensor, stored: TensorFormat, scheme: QuantScheme, stat
             f"scheme '{scheme.name}' scales activations per {stored.granularity} and takes no static_scale"
         )
     if static_scale is not None and static_scale.numel() != 1:
-        raise ValueError(f"static_scale {tuple(static_scale.shape)} must hold 1 number")
+        raise ValueError(f"static_scale {tuple(static_scale.shape)} must have 1 element")
 
 
 def _quantize_rows(

@@ -1,10 +1,10 @@
-"""Weights as unsigned integers of 4 or 8 bits, with a scale, and on request a zero point, for each group or channel.
+"""Weights as unsigned integers of 4 or 8 bits, with a scale, and optionally a zero point, for each group or channel.
 
 Real value = (stored - zero) * scale. Two integers of 4 bits share a byte, the first of a row in the low four bits.
 Without stored zero points zero is the middle of the range (8, or 128), and with b bits
     scale = 2 * max(|x|) / (2^b - 1),  stored = clamp(round(x / scale) + 2^(b - 1), 0, 2^b - 1)
 as in GPTQ, AWQ and compressed-tensors, so that the largest magnitude of a group is half a step off if it is positive.
-With zero points, one for each scale, in one byte each, unpacked, since GPTQ's reach 16:
+With stored zero points, one for each scale (a byte each, not packed, since GPTQ's reach 16):
     low = min(x, 0), high = max(x, 0), scale = (high - low) / (2^b - 1), zero = round(-low / scale)
 The scale is rounded to its dtype before values are computed with it, and lies between 1e-11 and the dtype's largest
 number; float16's smallest is 2^-24. A group that has a NaN or an infinity gets the scale NaN. Rounding is to nearest,

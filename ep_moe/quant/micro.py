@@ -9,7 +9,7 @@ where 8 is the exponent of 448. floor(log2(.)) is read from the bits of amax, wh
 2^-127, also that of a group of zeros. A group whose amax is NaN or infinite gets the scale NaN.
 
 "mxfp4", section 5.1 there: the same with values e2m1 (below) and 2, the exponent of 6, in place of 8; magnitudes above
-6 * scale saturate. gpt-oss stores its experts so; the scheme multiplies them with 16-bit or with MXFP8 tokens.
+6 * scale saturate. gpt-oss stores its experts so; tokens are in 16 bits or in MXFP8.
 
 "nvfp4", after NVIDIA's description of its Blackwell format: groups of 16, values e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a
 sign), two in a byte, the first in the low four bits, scale e4m3, and a global scale s in float32 that multiplies:
@@ -85,7 +85,7 @@ def _spread(scale: torch.Tensor, group: int, width: int) -> torch.Tensor:
 
 
 def _e8m0_scale(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
-    """The group scale of MX. Example: amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121, for e4m3, whose largest is 2^8."""
+    """The group scale of MXFP8 and MXFP4. Example: for e4m3, amax 7 = 1.75 * 2^2 gives 2^(2 - 8), byte 121."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
     byte = torch.where(exponent == 0xFF, exponent, (exponent - max_exponent).clamp(min=0))
     return byte.to(torch.uint8).view(torch.float8_e8m0fnu)

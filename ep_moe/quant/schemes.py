@@ -1,7 +1,7 @@
 """The schemes by name.
 
-A name without "w8" or "w4" is one of tokens and weights alike; "int4_w4a16" has weights of 4 bits and tokens of 16, in
-the model's own dtype.
+Without "w8" or "w4" in the name, tokens and weights have values of the same dtype; "int4_w4a16" has weights of 4 bits
+and tokens of 16 bits, in the model's own dtype.
 """
 
 import dataclasses
@@ -21,7 +21,9 @@ _PATTERNS = (
     "int8_block_<n>x<k>",
     "fp8_w8a16_block_<n>x<k>",
     "int8_w8a16_g<k>",
-    "int4_w4a16[_g<k>][_zp][_f16|_f32], and so int4_w4a8 and int8_w8a16_zp",
+    "int4_w4a16[_g<k>][_zp][_f16|_f32]",
+    "int4_w4a8[_g<k>][_zp][_f16|_f32]",
+    "int8_w8a16[_g<k>]_zp[_f16|_f32]",
 )
 
 
@@ -107,6 +109,9 @@ def get_scheme(name: str) -> QuantScheme:
 def with_block(scheme: QuantScheme, rows: int, columns: int) -> QuantScheme:
     """The scheme with weight blocks of other sizes. Example: "int8_block" with (64, 128) is "int8_block_64x128". Local.
 
-    Errors: as of `get_scheme`.
+    Errors: as of `get_scheme`; ValueError for a scheme with other scales, such as "fp8_block_ue8m0".
     """
-    return get_scheme(f"{scheme.name.partition('_block')[0]}_block_{rows}x{columns}")
+    found = get_scheme(f"{scheme.name.partition('_block')[0]}_block_{rows}x{columns}")
+    if found.weight != dataclasses.replace(scheme.weight, block=(rows, columns)):
+        raise ValueError(f"scheme {scheme.name!r} has no form with blocks of {rows}x{columns}")
+    return found

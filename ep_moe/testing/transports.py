@@ -1,9 +1,10 @@
-"""Checks that every transport must pass, ours and others': run them on every rank of a group.
+"""Checks that every transport must pass, those of ep_moe and of other packages: run them on every rank of a group.
 
 Letters: T tokens on a rank, K top-k, H hidden.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,9 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
     case = TransportCase(name="refusals", tokens=(5,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
     for culprit in sorted({0, group.num_ranks - 1}):
-        for message, bad in [*_bad_inputs(case, culprit, group), *_no_inputs(case, culprit, group)]:
-            brought = bad if group.rank == culprit else _Brought.of(case, group)
-            error = _refused_round(transport, case, brought, group)
+        for message, bad in [*_bad_inputs(case, culprit, group), *_wrong_types(case, culprit, group)]:
+            arguments = bad if group.rank == culprit else _Arguments.of(case, group)
+            error = _refused_round(transport, case, arguments, group)
             assert message in error, f"rank {group.rank}: {error!r}, expected {message!r}"
             check_round(transport, case, group.device)
         if group.rank == culprit:
@@ -43,7 +44,7 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
                 assert str(raised) == "of my own", str(raised)
             transport.check()  # does not raise it again
         else:
-            error = _refused_round(transport, case, _Brought.of(case, group), group)
+            error = _refused_round(transport, case, _Arguments.of(case, group), group)
             words = f"rank {culprit} refused its input"
             assert words in error, f"rank {group.rank}: {error!r}, expected {words!r}"
         check_round(transport, case, group.device)
@@ -51,8 +52,8 @@ def check_refusals(make: TransportFactory, group: EPGroup) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Brought:
-    """The arguments of a rank's dispatch, right or wrong."""
+class _Arguments:
+    """The arguments of a rank's dispatch, valid or not."""
 
     x: Any
     routing: Any
@@ -63,46 +64,46 @@ class _Brought:
     layout: Any = Layout.COMPACT
 
     @classmethod
-    def of(cls, case: TransportCase, group: EPGroup) -> "_Brought":
+    def of(cls, case: TransportCase, group: EPGroup) -> "_Arguments":
         inputs = case.inputs(group.rank).to(group.device)
         assert isinstance(inputs.x, torch.Tensor)
         return cls(x=inputs.x, routing=inputs.routing)
 
 
-def _refused_round(transport: Transport, case: TransportCase, brought: _Brought, group: EPGroup) -> str:
+def _refused_round(transport: Transport, case: TransportCase, arguments: _Arguments, group: EPGroup) -> str:
     """Run a round that some rank refuses; returns the message raised by the dispatch, or by `check` after NaN results.
 
     Errors: AssertionError if nothing was raised, or twice.
     """
-    said, wrong = "", ""
+    message, wrong = "", ""
     try:
         dispatched = transport.dispatch(
-            brought.x,
-            brought.routing,
-            layout=brought.layout,
-            scheme=brought.scheme,
-            num_tokens=brought.num_tokens,
-            max_num_tokens=brought.max_num_tokens,
-            layer=brought.layer,
+            arguments.x,
+            arguments.routing,
+            layout=arguments.layout,
+            scheme=arguments.scheme,
+            num_tokens=arguments.num_tokens,
+            max_num_tokens=arguments.max_num_tokens,
+            layer=arguments.layer,
         )
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     else:
         y = compute_experts(dispatched.batch, case.make_placement().starts[group.rank])
-        result = transport.combine(y, dispatched, out=torch.ones_like(brought.x))
+        result = transport.combine(y, dispatched, out=torch.ones_like(arguments.x))
         if not bool(result.isnan().all()):
-            wrong = f"rank {group.rank} got numbers from a round that is off"
+            wrong = f"rank {group.rank} got numbers from a refused round"
         try:
             transport.check()
         except ValueError as error:
-            said = str(error)
+            message = str(error)
     transport.check()  # an error is raised only once
     assert not wrong, wrong
-    assert said, f"rank {group.rank} took what a rank had to refuse"
-    return said
+    assert message, f"rank {group.rank} accepted a round that a rank had to refuse"
+    return message
 
 
-def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
+def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Arguments]]:
     """Bad inputs of the culprit, each with the words that must be in this rank's error."""
     inputs = case.inputs(culprit).to(group.device)
     x, ids, weights = inputs.x, inputs.routing.topk_ids, inputs.routing.topk_weights
@@ -116,26 +117,26 @@ def _bad_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple
     bad = [
         (
             f"num_tokens (10) exceeds max_tokens_per_rank (5) on rank {culprit}",
-            _Brought(x=torch.cat([x, x]), routing=twice),
+            _Arguments(x=torch.cat([x, x]), routing=twice),
         ),
         (
             f"topk_ids has 2 ids outside [-1, num_experts (8)) on rank {culprit}, such as 8",
-            _Brought(x=x, routing=bad_routing),
+            _Arguments(x=x, routing=bad_routing),
         ),
-        (refused, _Brought(x=x.double(), routing=inputs.routing)),
-        (too_many, _Brought(x=x, routing=inputs.routing, num_tokens=nine)),
+        (refused, _Arguments(x=x.double(), routing=inputs.routing)),
+        (too_many, _Arguments(x=x, routing=inputs.routing, num_tokens=nine)),
     ]
     if group.num_ranks > 1:
         fewer = Routing(topk_ids=ids[:, :1].contiguous(), topk_weights=weights[:, :1].contiguous())
         token_scales = get_scheme("fp8_token")
-        bad.append(("ranks disagree on the payload", _Brought(x=x, routing=fewer)))
-        bad.append(("ranks disagree on the payload", _Brought(x=x, routing=inputs.routing, scheme=token_scales)))
+        bad.append(("ranks disagree on the payload", _Arguments(x=x, routing=fewer)))
+        bad.append(("ranks disagree on the payload", _Arguments(x=x, routing=inputs.routing, scheme=token_scales)))
     return bad
 
 
-def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Brought]]:
-    """The same with arguments of a wrong type, which must be refused like a tensor of a wrong shape."""
-    good = _Brought.of(case, group)
+def _wrong_types(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[str, _Arguments]]:
+    """Arguments of a wrong type, which must be refused like a tensor of a wrong shape; else as `_bad_inputs`."""
+    good = _Arguments.of(case, group)
     changes: list[tuple[str, dict[str, Any]]] = [
         ("x is a NoneType (None), not a tensor", {"x": None}),
         ("x is a list (", {"x": good.x.tolist()}),
@@ -152,9 +153,9 @@ def _no_inputs(case: TransportCase, culprit: int, group: EPGroup) -> list[tuple[
         ("layout ('compact') is not one of", {"layout": "compact"}),
         ("scheme ('none') is not a QuantScheme", {"scheme": "none"}),
     ]
-    told = f"rank {culprit} refused its input"
-    mine = group.rank == culprit
-    return [(words if mine else told, dataclasses.replace(good, **change)) for words, change in changes]
+    if group.rank != culprit:
+        changes = [(f"rank {culprit} refused its input", change) for _, change in changes]
+    return [(words, dataclasses.replace(good, **change)) for words, change in changes]
 
 
 def _with_bad_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ def check_layers(make: TransportFactory, group: EPGroup) -> None:
     """
     case = TransportCase(name="layers", tokens=(5,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
-    brought, last = _Brought.of(case, group), group.num_ranks - 1
+    arguments, last = _Arguments.of(case, group), group.num_ranks - 1
     config = MoEConfig(hidden=case.hidden, intermediate=32, num_experts=case.num_experts)
     wide = dataclasses.replace(config, intermediate=48)
     other = dataclasses.replace(config, activation=ActivationConfig(kind=ActivationKind.GELU))
@@ -184,11 +185,11 @@ def check_layers(make: TransportFactory, group: EPGroup) -> None:
     ]
     for tag, words in odd if group.num_ranks > 1 else ():
         mine = group.rank == last
-        said = _refused_round(transport, case, dataclasses.replace(brought, layer=tag if mine else usual), group)
+        message = _refused_round(transport, case, dataclasses.replace(arguments, layer=tag if mine else usual), group)
         found = words if mine else words.replace("(48 and 32)", "(32 and 48)")
-        assert found in said, f"rank {group.rank}: {said!r}, expected {found!r}"
-        assert f"rank {last}" in said, f"rank {group.rank}: {said!r}, expected rank {last}"
-        assert f"rank {group.rank}" in said, f"rank {group.rank}: {said!r}, expected rank {group.rank}"
+        assert found in message, f"rank {group.rank}: {message!r}, expected {found!r}"
+        assert f"rank {last}" in message, f"rank {group.rank}: {message!r}, expected rank {last}"
+        assert f"rank {group.rank}" in message, f"rank {group.rank}: {message!r}, expected rank {group.rank}"
         check_round(transport, case, group.device)
     transport.destroy()
 
@@ -226,13 +227,15 @@ def check_destroyed(make: TransportFactory, group: EPGroup) -> None:
     case = TransportCase(name="destroyed", tokens=(2,) * group.num_ranks)
     transport = make(group, case.make_placement(), case.config)
     check_round(transport, case, group.device)
-    brought, scheme = _Brought.of(case, group), get_scheme("none")
-    dispatched = transport.dispatch(brought.x, brought.routing, layout=case.layout, scheme=scheme)
+    arguments, scheme = _Arguments.of(case, group), get_scheme("none")
+    dispatched = transport.dispatch(arguments.x, arguments.routing, layout=case.layout, scheme=scheme)
     y = compute_experts(dispatched.batch, transport.placement.starts[group.rank])
     group.barrier()
     transport.destroy()
     calls: dict[str, Callable[[], object]] = {
-        "dispatch_send": lambda: transport.dispatch_send(brought.x, brought.routing, layout=case.layout, scheme=scheme),
+        "dispatch_send": lambda: transport.dispatch_send(
+            arguments.x, arguments.routing, layout=case.layout, scheme=scheme
+        ),
         "dispatch_recv": transport.dispatch_recv,
         "combine": lambda: transport.combine(y, dispatched),
         "combine_recv": lambda: transport.combine_recv(dispatched),
@@ -280,8 +283,8 @@ def check_slots(make: TransportFactory, group: EPGroup) -> None:
     placement, scheme = cases[0].make_placement(), get_scheme("none")
     transport = make(group, placement, cases[1].config)
     inputs = [case.inputs(group.rank).to(group.device) for case in cases]
-    for slot, brought in enumerate(inputs):
-        transport.dispatch_send(brought.x, brought.routing, layout=Layout.COMPACT, scheme=scheme, slot=slot)
+    for slot, arguments in enumerate(inputs):
+        transport.dispatch_send(arguments.x, arguments.routing, layout=Layout.COMPACT, scheme=scheme, slot=slot)
     try:
         transport.dispatch_send(inputs[0].x, inputs[0].routing, layout=Layout.COMPACT, scheme=scheme, slot=1)
     except RuntimeError as error:
@@ -329,7 +332,7 @@ def check_abandon(make: TransportFactory, group: EPGroup) -> None:
 
 
 def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
-    """Run every case and the checks of refusals, layers, slots, abandoned rounds, counts and halves on this rank.
+    """Run every case and every check of this module on this rank.
 
     Args:
         make: builds the transport from (group, placement, config), as `ep_moe.transport.create_transport` does.
@@ -340,14 +343,17 @@ def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
     checks: dict[str, Callable[[], None]] = {
         case.name: _case_check(make, group, case) for case in transport_cases(group.num_ranks)
     }
-    checks["refusals"] = lambda: check_refusals(make, group)
-    checks["slots"] = lambda: check_slots(make, group)
-    checks["abandon"] = lambda: check_abandon(make, group)
-    checks["num_tokens"] = lambda: check_num_tokens(make, group)
-    checks["halves"] = lambda: check_halves(make, group)
-    checks["layers"] = lambda: check_layers(make, group)
-    checks["sit_out"] = lambda: check_sit_out(make, group)
-    checks["destroyed"] = lambda: check_destroyed(make, group)
+    more = {
+        "refusals": check_refusals,
+        "slots": check_slots,
+        "abandon": check_abandon,
+        "num_tokens": check_num_tokens,
+        "halves": check_halves,
+        "layers": check_layers,
+        "sit_out": check_sit_out,
+        "destroyed": check_destroyed,
+    }
+    checks |= {name: functools.partial(check, make, group) for name, check in more.items()}
     outcomes = {}
     for name, check in checks.items():
         try:

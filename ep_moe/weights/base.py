@@ -17,7 +17,7 @@ from ep_moe.weights.reading import read_experts
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PerExpert:
-    """Numbers that each expert has of its own, [L] float32; None is as if there were none.
+    """Constants of each expert, [L] float32; None leaves one out.
 
     Args:
         alpha, beta, limit: of the activation "swiglu", in place of `ActivationConfig`'s; a limit of infinity is none.
@@ -122,7 +122,7 @@ class ExpertWeights:
         Errors: ValueError that names tensor and file if a tensor is missing, has a wrong shape, is truncated, has an
         unsupported format or is in two files; for an index that names an absent file, an unknown model_type or layer,
         a directory without safetensors, and a placement of another number of experts. An error in any expert of the
-        chosen layers is raised on every rank, but for one that only the numbers of a quantized weight show: a negative
+        chosen layers is raised on every rank, except for those that only a quantized weight's data show: a negative
         scale, zero points or global scales that contradict the config.
         Local; synchronizes with `device`.
         """

@@ -31,8 +31,8 @@ from ep_moe.weights.quantized import (
     Method,
     QuantizedTensor,
     collect,
+    read_dequantized,
     read_matrix,
-    read_numbers,
     read_order,
 )
 from ep_moe.weights.storage import TensorReader, list_tensors
@@ -130,7 +130,7 @@ class Checkpoint:
         if isinstance(stored, QuantizedTensor):
             blocks = stored.method.stored.granularity == "block"
             if "bias" in tensor.field or tensor.transposed or (tensor.interleaved and blocks):
-                raise ValueError(f"{name} in {stored.file} is {stored.dtype}, which is not read in its place")
+                raise ValueError(f"{name} in {stored.file} is {stored.dtype}, which is not supported for this tensor")
         elif stored.dtype not in DTYPES.values():
             raise ValueError(f"{name} in {stored.file} is {stored.dtype}; {', '.join(DTYPES)} are read")
         return stored
@@ -192,7 +192,7 @@ class Checkpoint:
         Local; synchronizes with the device of `out`.
         """
         for tensor, stored in self._parts(layer, field, expert):
-            read_numbers(reader, stored, tensor.place(out))
+            read_dequantized(reader, stored, tensor.place(out))
 
     def read_stored(self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix) -> None:
         """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must quantize.
@@ -273,7 +273,9 @@ class Checkpoint:
                 continue
             quantized = isinstance(stored, QuantizedTensor)
             if stored.dtype.is_floating_point and stored.dtype.itemsize == 1 and not quantized:
-                raise ValueError(f"{name} in {stored.file} is {stored.dtype}, and config.json does not say how")
+                raise ValueError(
+                    f"{name} in {stored.file} is {stored.dtype}, and config.json names no quantization for it"
+                )
             for old, new in self.family.renames:
                 name = name.replace(old, new)
             dense[name] = stored
@@ -301,7 +303,7 @@ class DenseTensors(Mapping[str, torch.Tensor]):
         stored = self.stored[name]
         dtype = self._dtype if isinstance(stored, QuantizedTensor) else stored.dtype
         tensor = torch.empty(stored.shape, dtype=dtype)
-        read_numbers(self._reader, stored, tensor)
+        read_dequantized(self._reader, stored, tensor)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -43,8 +43,9 @@ class ExpertTensor:
 
     def shape(self, config: MoEConfig) -> tuple[int, ...]:
         """The shape in the checkpoint."""
-        halves = 2 if self.rows == "all" and config.activation.kind.gated else 1
-        rows = halves * config.intermediate if self.field in ("w13", "w13_bias") else config.hidden
+        rows = config.hidden
+        if self.field in ("w13", "w13_bias"):
+            rows = config.w13_rows if self.rows == "all" else config.intermediate
         columns = {"w13": (config.hidden,), "w2": (config.intermediate,)}.get(self.field, ())
         shape = (*columns, rows) if self.transposed else (rows, *columns)
         return (config.num_experts, *shape) if self.stacked else shape

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a checkpoint says of its weights, as a `Method`; a function for each quant_method.
+"""Reads the `quantization_config` of a checkpoint as a `Method`; one function for each quant_method.
 
 Sources: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md ("fp8"); compressed-tensors' QuantizationConfig;
 GPTQModel's and AutoAWQ's quantize_config.json; modelopt's hf_quant_config.json; openai/gpt-oss-120b ("mxfp4").
@@ -19,7 +19,7 @@ BLOCK_FP8 = "fp8 e4m3 with weight_block_size [n, k] and dynamic activation scale
 
 
 class _UnreadError(ValueError):
-    """The config says something that is not read: key and value."""
+    """The config has an option that is not supported; the message is its key and value."""
 
     def __init__(self, config: Config, key: str) -> None:
         super().__init__(f"{key} {shown(config.get(key))}")
@@ -125,7 +125,7 @@ def _compressed_tensors(config: Config) -> Method:
     groups = config.get("config_groups")
     if not (isinstance(groups, Mapping) and groups):
         raise _UnreadError(config, "config_groups")
-    different = list({repr(_numbers(group)): group for group in groups.values()}.values())
+    different = list({repr(_without_targets(group)): group for group in groups.values()}.values())
     if len(different) != 1:
         raise ValueError(f"config_groups with {len(different)} formats")
     [group] = different
@@ -161,15 +161,15 @@ def _compressed_tensors(config: Config) -> Method:
     )
 
 
-def _numbers(group: Any) -> Any:
-    """What a group of compressed-tensors says of numbers: all but the modules that it is for."""
+def _without_targets(group: Any) -> Any:
+    """A config group of compressed-tensors without the modules that it applies to."""
     return {key: value for key, value in group.items() if key != "targets"} if isinstance(group, Mapping) else group
 
 
 def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tuple[QuantScheme, QuantScheme]:
     """The scheme of a layer, and one whose weights are as on disk."""
     strategy, token_strategy = weights.get("strategy"), None if tokens is None else tokens.get("strategy")
-    element = "fp4" if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") else f"{weights['type']}"
+    element = weights["type"]
     if tokens is not None:
         _require(tokens, num_bits=(4, 8), type=("int", "float"), symmetric=(True, None))
     bits = None if tokens is None else (tokens["type"], tokens["num_bits"])
@@ -204,7 +204,7 @@ def _compressed_scheme(weights: Config, tokens: Config | None, form: Any) -> tup
 
 
 def _eight_bits(element: str, weights: Config, strategy: Any, bits: Any, token_strategy: Any) -> str | None:
-    """The scheme of weights of 8 bits that lie plain on disk; None for a combination that is not read."""
+    """The scheme of 8-bit weights that are stored unpacked; None for a combination that is not read."""
     same = bits == ("float" if element == "fp8" else "int", 8)
     if strategy == "block" and (bits is None or (same and token_strategy == "group")):
         rows, columns = _sizes(weights, "block_structure")

@@ -1,9 +1,9 @@
 """Integers of 4 and 8 bits packed in int32, as GPTQ, AWQ and compressed-tensors store them, and back.
 
-In all of them the first number is in the lowest bits. compressed-tensors packs the columns of a row; GPTQ packs the
+In all of them the first element is in the lowest bits. compressed-tensors packs the columns of a row; GPTQ packs the
 rows of the transposed weight, AWQ its columns, in another order within each int32. compressed-tensors stores signed
-numbers plus half their range, so all three hold unsigned ones.
-Letters: N and K rows and columns of a weight, P numbers of one int32 (8 of 4 bits, 4 of 8 bits).
+integers plus half their range, so all three hold unsigned ones.
+Letters: N and K rows and columns of a weight, P elements of one int32 (8 of 4 bits, 4 of 8 bits).
 """
 
 import torch
@@ -12,7 +12,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of 8 is nibble AWQ_ORDER[j]
 AWQ_BITS = 4
 
 
-def numbers_per_int32(bits: int) -> int:
+def elements_per_int32(bits: int) -> int:
     """P. Example: 8 for 4 bits."""
     return 32 // bits
 
@@ -36,7 +36,7 @@ def unpack_awq(packed: torch.Tensor) -> torch.Tensor:
 
 def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `unpack_columns`; a row whose last int32 is not full is filled with zeros. Local."""
-    missing = -codes.shape[-1] % numbers_per_int32(bits)
+    missing = -codes.shape[-1] % elements_per_int32(bits)
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     if bits == AWQ_BITS:
         padded = padded[..., 0::2] | (padded[..., 1::2] << 4)

@@ -1,6 +1,6 @@
 """Weights that several tensors of a checkpoint store together: values, scales, zero points, and how they lie on disk.
 
-Letters: E stacked experts, N and K rows and columns of a weight, G scale groups of a row, P numbers of one int32.
+Letters: E stacked experts, N and K rows and columns of a weight, G scale groups of a row, P elements of one int32.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from ep_moe.config import DTYPES
 from ep_moe.quant import QuantScheme, StoredMatrix, TensorFormat, dequantize_weight, get_scheme, pack_nibbles
 from ep_moe.weights import storage
-from ep_moe.weights.packing import numbers_per_int32, unpack_awq, unpack_columns, unpack_rows
+from ep_moe.weights.packing import elements_per_int32, unpack_awq, unpack_columns, unpack_rows
 from ep_moe.weights.storage import StoredTensor, TensorReader
 
 Packing = Literal["plain", "int32", "gptq", "gptq_v2", "awq"]
@@ -38,8 +38,8 @@ class Method:
         parts: suffix of each needed part, of those of `StoredMatrix`.
         order: suffix of the group of each column, if it may be there: columns in another order than groups.
         input_scale: suffix of static activation scales.
-        dropped: suffixes of tensors that say nothing more.
-        middle_zero: zero points are stored, but all are the middle of the range.
+        dropped: suffixes of tensors that are not needed and not read.
+        middle_zero: zero points are stored, and every one must be the middle of the range.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Method:
 
     def weight_shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """[..., N, K] for values of that shape on disk."""
-        per = numbers_per_int32(self.bits)
+        per = elements_per_int32(self.bits)
         if self.packing == "plain":
             if self.values == "_blocks":  # [E, N, G, 16]
                 values = (*values[:-2], math.prod(values[-2:]))
@@ -92,7 +92,7 @@ class Method:
 
         Errors: ValueError for groups that do not divide K, and rows that do not fill an int32.
         """
-        scale, per = self.stored.scale_shape(shape), numbers_per_int32(self.bits)
+        scale, per = self.stored.scale_shape(shape), elements_per_int32(self.bits)
         rows = shape[-2]
         one = shape[:-2]
         found: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -107,13 +107,13 @@ class Method:
             found["zero"] = ((math.ceil(rows / per), groups),)
             return found
         if rows % per:
-            raise ValueError(f"an int32 holds {per} zero points, {rows} rows have some over")
+            raise ValueError(f"rows ({rows}) are not a multiple of the {per} zero points of an int32")
         return found | {"scale": ((groups, rows),), "zero": ((groups, rows // per),)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTensor:
-    """A weight [..., N, K] that several tensors store. `dtype`, `file` and `stored_name` are those of its values."""
+    """A weight [..., N, K] that several tensors store. `dtype` and `file` are those of its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -140,7 +140,7 @@ AnyTensor = StoredTensor | QuantizedTensor
 
 
 def collect(tensors: Mapping[str, StoredTensor], method: Method | None) -> dict[str, AnyTensor]:
-    """Put the tensors of each quantized weight together, by the weight's name; all other tensors stay.
+    """Group the tensors of each quantized weight, by the weight's name; all other tensors stay.
 
     Errors: ValueError names a part that is missing or has a wrong shape or an unsupported dtype. Local.
     """
@@ -212,10 +212,7 @@ def _rows_of(part: StoredTensor, start: int, stop: int, tile_rows: int, num_rows
 
 
 def _read(reader: TensorReader, part: StoredTensor, device: torch.device) -> torch.Tensor:
-    return _filled(reader, part, torch.empty(part.shape, dtype=part.dtype, device=device))
-
-
-def _filled(reader: TensorReader, part: StoredTensor, out: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(part.shape, dtype=part.dtype, device=device)
     reader.read_into(part, out)
     return out
 
@@ -324,12 +321,12 @@ def _unpacked(
     return unpack_rows(values, method.bits).t(), scale.t(), zero
 
 
-def read_numbers(reader: TensorReader, weight: AnyTensor, out: torch.Tensor) -> None:
+def read_dequantized(reader: TensorReader, weight: AnyTensor, out: torch.Tensor) -> None:
     """Read a tensor into `out`, dequantized if it is quantized, converted to the dtype of `out`.
 
     Args:
         weight: [N, K] if it is quantized, else any shape. out: that shape, or one with as many elements.
-    Extra memory: a portion, or one row of blocks, of stored values and of dequantized values; the whole if they are
+    Extra memory: a portion, or one row of blocks, of stored values and of dequantized values; the whole weight if it is
         integers in int32, or if `out` has another shape.
     Errors: as of `TensorReader.read_into` and `read_matrix`. Local; synchronizes with the device of `out`.
     """
@@ -338,7 +335,7 @@ def read_numbers(reader: TensorReader, weight: AnyTensor, out: torch.Tensor) -> 
         return
     if tuple(out.shape) != weight.shape:
         whole = torch.empty(weight.shape, dtype=out.dtype, device=out.device)
-        read_numbers(reader, weight, whole)
+        read_dequantized(reader, weight, whole)
         out.copy_(whole.reshape(out.shape))
         return
     method, disk = weight.method, QuantScheme(name=weight.method.name, weight=weight.method.stored)

@@ -61,7 +61,7 @@ def _read_layer(
     device: torch.device | str,
 ) -> dict[str, Any]:
     config, stored = checkpoint.config, checkpoint.layer_scheme(layer)
-    width = config.intermediate * (2 if config.activation.kind.gated else 1)
+    width = config.w13_rows
     fields: dict[str, Any] = {"scheme": scheme}
     if scheme == stored and stored.weight.quantized:
         checkpoint.check_order(reader, layer)
@@ -92,8 +92,8 @@ def _read_layer(
 def _input_scales(
     checkpoint: Checkpoint, reader: TensorReader, layer: int, experts: tuple[int, ...], device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """Static activation scales of a layer, if the checkpoint has them. Tokens travel in one scale: the largest of all
-    experts, as vLLM has it."""
+    """Static activation scales of a layer, if the checkpoint has them. All tokens have one scale, the largest of all
+    experts, as in vLLM."""
     first, second = (checkpoint.input_scales(reader, layer, field) for field in ("w13", "w2"))
     if first is None or second is None:
         return {}

@@ -1,7 +1,7 @@
 """Writing a checkpoint whose experts are quantized, in the layouts that `ep_moe.weights.methods` reads.
 
-Blocks of fp8 are DeepSeek's, MXFP4 of gpt-oss its own, NVFP4 with a multiplier modelopt's, all others
-compressed-tensors'.
+fp8 in blocks has DeepSeek's layout, gpt-oss in MXFP4 its own, NVFP4 with a multiplier modelopt's; all other schemes
+have that of compressed-tensors.
 Letters: I intermediate, H hidden, N and K rows and columns of a weight.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ep_moe.weights.checkpoint import Checkpoint
 from ep_moe.weights.families import ExpertTensor, read_config
 from ep_moe.weights.methods import method_of
 from ep_moe.weights.packing import pack_columns, pack_rows
+from ep_moe.weights.quantized import AnyTensor
 from ep_moe.weights.storage import INDEX_FILE, StoredTensor, TensorReader
 
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -31,8 +32,8 @@ def quantization_config(scheme: QuantScheme, *, gpt_oss: bool, ignored: list[str
     """The `quantization_config` of a checkpoint with experts in `scheme`.
 
     Args:
-        gpt_oss: of that family. ignored: modules that are not quantized.
-    Errors: ValueError for a scheme that no layout says, and for gpt-oss other than in MXFP4. Local.
+        gpt_oss: True for that model family. ignored: modules that are not quantized.
+    Errors: ValueError for a scheme without a layout on disk, and for gpt-oss in another scheme than MXFP4. Local.
     """
     weight = scheme.weight
     if gpt_oss:
@@ -97,7 +98,7 @@ def _arguments(stored: TensorFormat) -> Config:
 
 
 def stored_parts(matrix: StoredMatrix, stored: TensorFormat, config: Config) -> dict[str, torch.Tensor]:
-    """The tensors of a weight [N, K] on disk by their suffix, as `quantization_config` says. Local."""
+    """The tensors of a weight [N, K] on disk by their suffix, as `quantization_config` describes them. Local."""
     method = method_of({"quantization_config": config}, "config")
     assert method is not None
     assert matrix.scale is not None
@@ -177,7 +178,7 @@ def write_quantized(checkpoint: Checkpoint, scheme: QuantScheme, directory: Path
         return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
     with TensorReader() as reader:
-        write(_dense(reader, dense), 1)
+        write(_read_all(reader, dense), 1)
         for number, layer in enumerate(checkpoint.layers):
             after += write(dict(_experts(checkpoint, reader, layer, scheme, config)), number + 2)
     before = sum(
@@ -194,9 +195,10 @@ def write_quantized(checkpoint: Checkpoint, scheme: QuantScheme, directory: Path
     return Written(layers=len(checkpoint.layers), bytes_before=before, bytes_after=after)
 
 
-def _dense(reader: TensorReader, dense: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _read_all(reader: TensorReader, tensors: Mapping[str, AnyTensor]) -> dict[str, torch.Tensor]:
+    """The tensors of an unquantized checkpoint, in their dtype on disk."""
     found = {}
-    for name, stored in dense.items():
+    for name, stored in tensors.items():
         assert isinstance(stored, StoredTensor)
         found[name] = torch.empty(stored.shape, dtype=stored.dtype)
         reader.read_into(stored, found[name])
@@ -208,10 +210,9 @@ def _experts(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a layer's experts by name. Gate and up share a global scale, as engines expect."""
     moe, form = checkpoint.config, checkpoint.family.forms[0]
-    width = moe.intermediate * (2 if moe.activation.kind.gated else 1)
     stacked: dict[str, list[torch.Tensor]] = {}
     for expert in range(moe.num_experts):
-        for field, shape in {"w13": (width, moe.hidden), "w2": (moe.hidden, moe.intermediate)}.items():
+        for field, shape in {"w13": (moe.w13_rows, moe.hidden), "w2": (moe.hidden, moe.intermediate)}.items():
             matrix = torch.empty(shape)
             checkpoint.read_field(reader, layer, field, expert, matrix)
             apart = scheme.weight.granularity in ("block", "tensor")
@@ -234,11 +235,7 @@ def _experts(
     for tensor in form:
         if "bias" in tensor.field:
             name = tensor.name.format(layer=layer)
-            stored = checkpoint.tensors[name]
-            assert isinstance(stored, StoredTensor)
-            value = torch.empty(stored.shape, dtype=stored.dtype)
-            reader.read_into(stored, value)
-            yield name, value
+            yield from _read_all(reader, {name: checkpoint.tensors[name]}).items()
 
 
 def _rows(matrix: StoredMatrix, tensor: ExpertTensor) -> StoredMatrix:
