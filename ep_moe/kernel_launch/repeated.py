@@ -80,7 +80,7 @@ class RepeatedLaunch:
             arguments = (*self._fixed, *tensors, *numbers)
             self._run = DriverLaunch(compiled, self._grid, arguments, num_last=num_last, device=self._device)
         except LaunchMismatchError as error:
-            _log.info("launches take the longer way through Triton: %s", error)
+            _log.info("launches go through Triton's launcher, which is slower: %s", error)
             sizes = [len(group) for group in tensors]
             constants = self._constants_in_order(len(self._fixed) + len(sizes) + len(numbers))
 
@@ -111,4 +111,4 @@ class RepeatedLaunch:
 
 
 def _no_stream(device: int | None) -> int:
-    raise RuntimeError("nothing is loaded yet")
+    raise RuntimeError("the kernel is not loaded yet")
