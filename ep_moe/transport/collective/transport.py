@@ -174,6 +174,7 @@ class CollectiveTransport(Transport):
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`."""
+        self._group.check_open()
         state = self._slots.expect(slot, "dispatch_recv")
         assert state is not None
         self._wait(state.work, "dispatch", state.round)
@@ -218,6 +219,7 @@ class CollectiveTransport(Transport):
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Transport.combine_recv`."""
+        self._group.check_open()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
