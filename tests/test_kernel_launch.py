@@ -118,7 +118,8 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     import triton
     import triton.language as tl
 
-    from ep_moe.kernel_launch.repeated import RepeatedLaunch, as_constants
+    from ep_moe.kernel_launch.constants import as_constants
+    from ep_moe.kernel_launch.repeated import RepeatedLaunch
 
     @triton.jit
     def kernel(x_ptr: Any, sizes: tl.constexpr) -> None:

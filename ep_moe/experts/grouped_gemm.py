@@ -21,7 +21,7 @@ from ep_moe.weights import ExpertWeights
 
 
 class Between(enum.Enum):
-    """What happens to the intermediate between the GEMMs; `fused` is done by the first GEMM, else by kernels more."""
+    """How the intermediate is stored between the GEMMs; `fused` is done by the first GEMM, else by further kernels."""
 
     ROUND = "none"  # to the model's dtype
     GROUP = "group"  # requantized in groups that lie within a tile
@@ -53,7 +53,7 @@ class Between(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CallShape:
-    """All that the launches of a call follow from, besides addresses; calls of equal shapes share their preparation.
+    """The properties of a call that determine its launches, besides addresses; calls of equal shapes share them.
 
     Args:
         device: of the tensors. scheme: of tokens and weights. dtype: the model's.

@@ -1,6 +1,6 @@
 """The experts as kernels: the tile list, the first GEMM with its epilogue, requantization, the second GEMM.
 
-What the launches of a call are follows from its `CallShape` and is found once; a call allocates the intermediates and
+The launches of a call follow from its `CallShape` and are prepared once; a call allocates the intermediates and
 launches. No host sync, and launches do not depend on the counts: a call can be captured in a CUDA graph and replayed
 with other counts. Runs on a CPU under TRITON_INTERPRET=1.
 
@@ -141,7 +141,7 @@ class KernelExperts:
         return y if out is None or y is out else out.copy_(y)
 
     def prepare(self, batch: ExpertBatch, weights: ExpertWeights) -> PreparedCall:
-        """The launches of calls like this one, found once for each shape. Local."""
+        """The launches of calls like this one, prepared once for each shape. Local."""
         shape = CallShape.of(batch, weights, self.activation)
         found = self._prepared.get(shape)
         if found is None:

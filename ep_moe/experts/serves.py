@@ -1,4 +1,4 @@
-"""What each backend of expert kernels computes, declared where no kernel has to be imported to read it."""
+"""What each backend of expert kernels computes, declared in a module that imports no kernels."""
 
 import dataclasses
 

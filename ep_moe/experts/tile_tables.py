@@ -57,7 +57,7 @@ class TileTable:
     rows: tuple[tuple[int, ExpertTiles], ...]
 
     def choose(self, expected_rows: int) -> ExpertTiles:
-        """The tiles for experts that have so many tokens on average. Local."""
+        """The tiles for experts that have `expected_rows` tokens on average. Local."""
         return next((tiles for most, tiles in self.rows if expected_rows <= most), self.rows[-1][1])
 
 

@@ -1,1 +1,1 @@
-"""Launches of a compiled kernel that is launched many times: `repeated`, and `cuda_driver`, what it calls."""
+"""Kernels that are launched many times: `repeated`, through `cuda_driver`, with constants in groups (`constants`)."""

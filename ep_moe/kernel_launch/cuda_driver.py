@@ -97,7 +97,7 @@ class DriverLaunch:
         try:
             self._launch, fits = cuda_driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
         except (AttributeError, RuntimeError) as error:
-            raise LaunchMismatchError(f"the CUDA driver cannot say what a kernel takes: {error}") from None
+            raise LaunchMismatchError(f"the CUDA driver does not report a kernel's parameters: {error}") from None
         metadata = compiled.metadata
         if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:
             raise LaunchMismatchError(f"the kernel takes other arguments than {flat}")

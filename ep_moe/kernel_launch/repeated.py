@@ -1,30 +1,18 @@
-"""A kernel that is launched repeatedly, with the arguments that its launches share, and its constants in groups."""
+"""A kernel that is launched repeatedly, with the arguments that its launches share."""
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
 
 Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one inner tuple for each tuple that the kernel takes
-Group = TypeVar("Group", bound=tuple[Any, ...])
 _log = logging.getLogger(__name__)
-
-
-def as_constants(group: Group, kernel: Any) -> Group:
-    """A NamedTuple of plain values as a kernel takes it as one `tl.constexpr` argument.
-
-    The compiler needs each field as a constexpr, or attributes of the group would be run-time numbers; the interpreter
-    needs plain values.
-    """
-    if not isinstance(kernel, JITFunction):
-        return group
-    return type(group)(*map(tl.constexpr, group))
 
 
 class RepeatedLaunch:
@@ -80,7 +68,7 @@ class RepeatedLaunch:
             arguments = (*self._fixed, *tensors, *numbers)
             self._run = DriverLaunch(compiled, self._grid, arguments, num_last=num_last, device=self._device)
         except LaunchMismatchError as error:
-            _log.info("launches take the longer way through Triton: %s", error)
+            _log.info("launches go through Triton's launcher, which is slower: %s", error)
             sizes = [len(group) for group in tensors]
             constants = self._constants_in_order(len(self._fixed) + len(sizes) + len(numbers))
 
@@ -111,4 +99,4 @@ class RepeatedLaunch:
 
 
 def _no_stream(device: int | None) -> int:
-    raise RuntimeError("nothing is loaded yet")
+    raise RuntimeError("the kernel is not loaded yet")

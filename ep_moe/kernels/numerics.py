@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-E4M3_MAX = tl.constexpr(448.0)  # as in ep_moe.quant.scaled, also INT8_MAX and MIN_AMAX
+E4M3_MAX = tl.constexpr(448.0)  # with INT8_MAX and MIN_AMAX as LARGEST and MIN_AMAX of ep_moe.quant.scaled
 INT8_MAX = tl.constexpr(127.0)
 MIN_AMAX = tl.constexpr(1e-10)
 INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)

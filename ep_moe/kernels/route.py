@@ -1,7 +1,7 @@
 """Routing: from a token's logits to its experts and their weights, as `ep_moe.routing.reference` computes them.
 
 One program of one warp has one token, with the scores of all experts in registers, in rows of one group each. Scores
-are compared as integers in the same order, so that NaN, zeros of both signs and infinities need no further thought; the
+are compared as integers in the same order, so that NaN, zeros of both signs and infinities need no special cases; the
 lowest of equal experts is found by a second reduction. Both are one instruction across the warp on Hopper.
 
 Letters: T tokens on this rank, E experts, K top-k.
@@ -21,7 +21,7 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 class Scores(NamedTuple):
-    """What routing reads."""
+    """The tensors that routing reads."""
 
     logits_ptr: Any  # [T, E] float32, bfloat16 or float16, rows `logits_stride` apart
     bias_ptr: Any  # [E] of the same dtypes, if BIAS
@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What routing writes."""
+    """The tensors that routing writes."""
 
     ids_ptr: Any  # [T, K] int32
     weights_ptr: Any  # [T, K] float32
@@ -200,10 +200,10 @@ def _map_ids_kernel(
     column_stride,
     K: tl.constexpr,
     E: tl.constexpr,  # 0 if all ids stay
-    ADDED: tl.constexpr,  # physical experts without E
+    ADDED: tl.constexpr,  # P - E
     BLOCK: tl.constexpr,
 ):
-    """Turn logical ids into physical ones: -1 and other negative ids stay, and those from E on stay beyond all experts.
+    """Turn logical ids into physical ones: negative ids stay; an id from E on grows by P - E, and so stays invalid.
 
     Example: 3 experts at positions 0, 1 and 3 of 4, and ids -1, 2 and 3 give -1, 3 and 4.
     """

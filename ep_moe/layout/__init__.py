@@ -139,11 +139,11 @@ def weighted_sum(
     Errors: ValueError for another shape or device.
     Local, on the current stream; no host sync on a GPU.
     """
-    home = (token_to_row.shape[0], y.shape[-1])
+    shape_of_result = (token_to_row.shape[0], y.shape[-1])
     for name, tensor, shape in (
         ("topk_weights", topk_weights, tuple(token_to_row.shape)),
-        ("shared", shared, home),
-        ("out", out, home),
+        ("shared", shared, shape_of_result),
+        ("out", out, shape_of_result),
     ):
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.device != y.device):
             raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}, needed is {shape} on {y.device}")

@@ -94,12 +94,12 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
     given = x.values if isinstance(x, Quantized) else x
     if given.shape[0] != num_tokens:
         raise ValueError(f"x has {given.shape[0]} tokens, topk_ids {num_tokens}")
-    weighed: torch.Tensor | Quantized
+    weighted: torch.Tensor | Quantized
     if isinstance(x, Quantized):
-        weighed = dataclasses.replace(x, scale=x.scale * routing.topk_weights)
+        weighted = dataclasses.replace(x, scale=x.scale * routing.topk_weights)
     else:
-        weighed = x * routing.topk_weights.to(x.dtype)
-    return weighed, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
+        weighted = x * routing.topk_weights.to(x.dtype)
+    return weighted, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
 
 
 __all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "route", "to_physical"]

@@ -45,8 +45,8 @@ def _kernel_of(
 ) -> RepeatedLaunch:
     """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
-    It keeps its arguments in memory of its own: threads do not share one. Pointers need no alignment but `alignment`:
-    the kernel is not specialized by theirs.
+    It keeps its arguments in its own memory, so that threads do not share one. Pointers need only `alignment`: the
+    kernel is not specialized by theirs.
     """
     del thread, logits_dtype  # Triton reads dtypes off the arguments of the first call
     method = config.method
@@ -76,7 +76,7 @@ def _kernel_of(
 
 
 def _programs_for(count: int) -> int:
-    """The next power of two: so few grids have launches, and a program without a token ends at once."""
+    """The next power of two, so that few grids occur; a program without a token ends at once."""
     return 1 << (count - 1).bit_length()
 
 

@@ -20,7 +20,7 @@ def _digest(value: object, bits: int) -> int:
     return (checksum ^ checksum >> bits) & ((1 << bits) - 1)
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """The int32 with the bits of a number in [0, 2^32)."""
     return word - (1 << 32) if word >> 31 else word
 
@@ -43,7 +43,7 @@ class LayerTag:
             self.number << _ACTIVATION_BITS | self.activation,
             self.size << _PLACEMENT_BITS | self.placement,
         )
-        object.__setattr__(self, "words", (_signed(layer), _signed(settings)))
+        object.__setattr__(self, "words", (signed_word(layer), signed_word(settings)))
 
     @classmethod
     def of(cls, number: int, config: MoEConfig, placement: Placement) -> "LayerTag":

@@ -1,4 +1,4 @@
-"""What selects the compiled kernels of a round, for a transport that compiles them beforehand."""
+"""The key of a round's compiled kernels, for a transport that compiles them beforehand."""
 
 import dataclasses
 

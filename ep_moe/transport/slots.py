@@ -78,8 +78,7 @@ class Slots(Generic[State]):
         self._destroyed = True
 
     def _entry(self, slot: int) -> _Slot[State]:
-        if self._destroyed:
-            self.check_open()
+        self.check_open()
         if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
             raise ValueError(f"slot ({slot!r}) is not in [0, num_slots ({len(self._slots)}))")
         return self._slots[slot]

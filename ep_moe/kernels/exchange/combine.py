@@ -63,10 +63,10 @@ from ep_moe.kernels.numerics import round_to
 
 
 class Results(NamedTuple):
-    """What a combine sends and fills."""
+    """The tensors that a combine reads and writes."""
 
-    y_ptr: Any  # [rows, H], or [R * M, H] where SUMMED: the experts' output, in the model's dtype
-    shared_ptr: Any  # [T, H], rows `shared_stride` units of UNIT apart, where SHARED
+    y_ptr: Any  # [rows, H], or [R * M, H] if SUMMED: the experts' output, in the model's dtype
+    shared_ptr: Any  # [T, H], rows `shared_stride` units of UNIT apart, if SHARED
     out_ptr: Any  # [T, H] in the model's dtype, rows `out_stride` units apart, out
 
 
@@ -95,7 +95,7 @@ def _clean(total, dtype: tl.constexpr):
 def _rows_of_item(i, tokens, rows_per_rank, ranks: tl.constexpr, BLOCKS: tl.constexpr):
     """Return an item's source rank, its token, and the token's pool row, -1 if the source has fewer tokens."""
     token = i // (ranks.R * BLOCKS)
-    source = (ranks.RANK + 1 + i // BLOCKS) % ranks.R  # this rank's own come last, for they take no time on the wire
+    source = (ranks.RANK + 1 + i // BLOCKS) % ranks.R  # this rank's own come last: they need no time on the wire
     pool_row = tl.where(token < pick(tokens, source, ranks.RANKS), source * rows_per_rank + token, -1)
     return source, token, pool_row
 
@@ -200,13 +200,13 @@ def _sum_rows(
     items = num_tokens * BLOCKS
     dest_rank_mask = tl.load(own.dest_rank_mask_ptr + receiver // BLOCKS, mask=receiver < items, other=0)
     for i in range(receiver, items, receivers):
-        next_i = i + receivers  # whose ranks are read while this item's rows are awaited
+        next_i = i + receivers  # whose ranks are read while this item's rows arrive
         next_dest_rank_mask = tl.load(own.dest_rank_mask_ptr + next_i // BLOCKS, mask=next_i < items, other=0)
         token = (i // BLOCKS) + tl.zeros([], tl.int64)
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         inside = column < H
         sent_by = (rank < R) & (((dest_rank_mask >> (rank & 31)) & 1) > 0)
-        last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # polled while waiting, not to read all in vain
+        last = tl.minimum(i % BLOCKS * BLOCK + BLOCK, H) - 1  # only this one is polled, to read less
         start, polls = clock(), tl.zeros([], tl.int64)
         waiting = alive
         while waiting > 0:
@@ -234,7 +234,7 @@ def _sum_rows(
                     pause()
                     probe_ptr = returned_ptr + (rank * rows_per_rank + token) * H + last
                     late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
-                    # a rank's last column may come before its others: what ends a wait counts without a late one too
+                    # an abort or timeout counts even if no last column is missing
                     found = tl.max(tl.where(late, LATE, 0) | trouble(links, start, polls, timeout_ns), 0)
                     late_rank = tl.max(tl.where(late, rank, -1), 0)
                     suspect = tl.where(late_rank >= 0, late_rank, suspect)

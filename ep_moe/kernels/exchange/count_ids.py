@@ -1,4 +1,4 @@
-"""How many rows each expert gets from the tokens before each block of tokens, where there are many tokens.
+"""Counts of the rows that each expert gets from the tokens before each block of tokens, for dispatches of many tokens.
 
 Letters: T tokens on this rank, K top-k, P physical experts, B blocks of tokens.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["max_tokens", "num_physical", "ids_stride"])
 def _count_block_kernel(
     ids_ptr,  # [T, K] int32 or int64, rows `ids_stride` apart
-    num_tokens_ptr,  # [1] int32, where HAS_NUM_TOKENS
+    num_tokens_ptr,  # [1] int32, if HAS_NUM_TOKENS
     counts_ptr,  # [B + 1, P + 1] int32, out: rows of each expert in a block of tokens; last, bad ids
     max_tokens,
     num_physical,

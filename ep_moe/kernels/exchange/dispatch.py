@@ -57,15 +57,15 @@ from ep_moe.kernels.exchange.waits import wait_for_launch
 def _dispatch_kernel(
     links,  # `peers.Links`
     own,  # `round_state.SlotState`
-    max_tokens,  # T, the most where HAS_NUM_TOKENS
+    max_tokens,  # T, the most if HAS_NUM_TOKENS
     num_blocks,  # B
     num_physical,  # P
     max_tokens_per_rank,  # M
     word_tokens,
     height,  # C
-    alignment,  # of an expert's first row where not BATCHED
+    alignment,  # of an expert's first row if not BATCHED
     fingerprint,  # of the payload's format
-    refusal,  # 1 where the host has refused this rank's input
+    refusal,  # 1 if the host has refused this rank's input
     announcers,
     first_sender,
     senders,
@@ -77,7 +77,7 @@ def _dispatch_kernel(
     scale_group_stride,
     ids_stride,
     weights_stride,
-    layer,  # this round's, two words of 32 bits that ranks compare
+    layer,  # `layer` and `settings`: `LayerTag.words` of the round, which ranks compare
     settings,
     timeout_ns,
     ranks: tl.constexpr,  # `wire_layout.Ranks`

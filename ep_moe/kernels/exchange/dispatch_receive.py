@@ -61,9 +61,9 @@ WARP = tl.constexpr(32)  # threads
 
 
 class Batch(NamedTuple):
-    """What a dispatch fills, beside what a slot keeps."""
+    """The tensors of a batch that a dispatch fills; the others are the slot's (`SlotState`)."""
 
-    out_ptr: Any  # 32-bit words of the batch's values; where POOLED, the region of received rows itself
+    out_ptr: Any  # 32-bit words of the batch's values; if POOLED, the region of received rows itself
     out_scale_ptr: Any  # [experts, G, C]
 
 
@@ -96,7 +96,7 @@ def _write_token(
     GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     POOLED: tl.constexpr,
-    COPY: tl.constexpr,  # of values, which where POOLED may lie where they are to be
+    COPY: tl.constexpr,  # copy the values if POOLED; else they are always copied
 ):
     """Write a block of a token to all of its rows, and note the rows.
 
@@ -169,7 +169,7 @@ def _take_ll(
         weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
         values = tl.load(row_ptr + row.ll_values + word, mask=word < row.VALUE_WORDS, other=0, volatile=True)
         entry = tl.where(column < K, payload_of(entries), -1)
-        needed = tl.max(entry, 0) >= 0  # where no expert here wants the token, its entry alone has come
+        needed = tl.max(entry, 0) >= 0  # if no expert here needs the token, only its entry was sent
         late = (column < K) & ((epoch_of(entries) != epoch) | (epoch_of(weights) != epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
         scale = tl.zeros([SPREAD_GROUPS], batch.out_scale_ptr.dtype.element_ty)
@@ -246,7 +246,7 @@ def _take_row(
         if row.G > 0:
             scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty) + pool_row * row.G
             scale = tl.load(scale_ptr + group, mask=group < row.G)
-        tl.debug_barrier()  # the long loads are issued first: what is computed of the entry would hold them up
+        tl.debug_barrier()  # issues the long loads first: arithmetic on the entry would delay them
         entry_ptr = region(base, links, ENTRIES, tl.int32) + pool_row * row.ENTRY
         entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
         weight = tl.load(entry_ptr + K + column, mask=column < K, other=0).to(tl.float32, bitcast=True)

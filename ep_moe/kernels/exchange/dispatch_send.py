@@ -31,14 +31,14 @@ from ep_moe.kernels.numerics import (
 
 
 class Tokens(NamedTuple):
-    """What a rank brings to a round."""
+    """The input of a rank to a round."""
 
     x_ptr: Any  # [T, H] to be quantized, else 32-bit words, rows `Strides.x` units of UNIT elements or words apart
-    scale_ptr: Any  # [T, G] where it is quantized already, any strides
+    scale_ptr: Any  # [T, G] if x is quantized already, any strides
     ids_ptr: Any  # [T, K] int32 or int64
     weights_ptr: Any  # [T, K] float32
-    num_tokens_ptr: Any  # [1] int32, where HAS_NUM_TOKENS
-    block_counts_ptr: Any  # [B + 1, P + 1] int32 of `_sum_blocks_kernel`, where IDS_COUNTED
+    num_tokens_ptr: Any  # [1] int32, if HAS_NUM_TOKENS
+    block_counts_ptr: Any  # [B + 1, P + 1] int32 of `_sum_blocks_kernel`, if IDS_COUNTED
 
 
 class Strides(NamedTuple):
@@ -54,17 +54,17 @@ class Strides(NamedTuple):
 class Sending(NamedTuple):
     """Constants of the sending half."""
 
-    H: tl.constexpr  # elements of a row of x where QUANTIZE, else its words
-    GROUP: tl.constexpr  # elements that share a scale, where QUANTIZE
+    H: tl.constexpr  # elements of a row of x if QUANTIZE, else its words
+    GROUP: tl.constexpr  # elements that share a scale, if QUANTIZE
     QUANTIZE: tl.constexpr  # by the sender: "", "e4m3", "e4m3_power_of_two" or "int8"
     UNIT: tl.constexpr  # elements, or words, that the lengths of rows of x are multiples of
     ROW_WORDS: tl.constexpr  # of a row's values, rounded up
     LL_BLOCK: tl.constexpr  # 32-bit words of a token that one program sends at a time as LL words
-    LL_GROUPS: tl.constexpr  # scales of those, where QUANTIZE, else of a row
+    LL_GROUPS: tl.constexpr  # scales of those words if QUANTIZE, else of a row
     TOKENS_PER_FENCE: tl.constexpr  # tokens between two fences
-    TOKENS: tl.constexpr  # of a block where IDS_COUNTED, else all, rounded up
+    TOKENS: tl.constexpr  # of a block if IDS_COUNTED, else all, rounded up
     EXPERT_BLOCK: tl.constexpr  # experts whose rows an announcer counts at a time
-    HAS_NUM_TOKENS: tl.constexpr  # the device says how many tokens there are
+    HAS_NUM_TOKENS: tl.constexpr  # the number of tokens is read from the device
     IDS_COUNTED: tl.constexpr  # block by block, by kernels before this one
     SEND_LL: tl.constexpr  # this rank may send LL words
     SEND_ROWS: tl.constexpr  # and rows
@@ -105,12 +105,12 @@ def _load_payload(
     token,
     block,
     x_stride,
-    GROUPS: tl.constexpr,  # of one block where quantized here
+    GROUPS: tl.constexpr,  # of one block if QUANTIZE
     WORDS: tl.constexpr,  # of one block
     row: tl.constexpr,
     sending: tl.constexpr,
 ):
-    """Begin to load one block of a token: 32-bit words [WORDS], or elements [GROUPS, GROUP] where QUANTIZE."""
+    """Begin to load one block of a token: 32-bit words [WORDS], or elements [GROUPS, GROUP] if QUANTIZE."""
     row_ptr = tokens.x_ptr + token * x_stride * sending.UNIT
     if sending.QUANTIZE == "":
         word = block * WORDS + tl.arange(0, WORDS)
@@ -128,7 +128,7 @@ def _make_payload(
     tokens,
     token,
     strides,
-    GROUPS: tl.constexpr,  # of one block where quantized here, else of a row
+    GROUPS: tl.constexpr,  # of one block if QUANTIZE, else of a row
     WORDS: tl.constexpr,
     G: tl.constexpr,
     QUANTIZE: tl.constexpr,

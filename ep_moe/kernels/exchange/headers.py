@@ -1,4 +1,4 @@
-"""The headers of a dispatch: what a rank announces to all others, and what a receiver concludes from all headers.
+"""The headers of a dispatch: a rank sends its own to all ranks, and a receiver judges the round by all headers.
 
 Letters: T tokens on this rank, K top-k, R ranks, L the most experts that a rank owns.
 """
@@ -98,7 +98,7 @@ def announce(
         code = tl.where(refusal > 0, REFUSED, code)
         status = make_word(round_.epoch, pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens)))
         fingerprint = round_.fingerprint
-        if code == BAD_IDS:  # there is no payload: its place takes one of the ids
+        if code == BAD_IDS:  # there is no payload: the format's word carries one of the ids
             fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, row.K, sending.TOKENS)
         for r in tl.static_range(ranks.R):
             if round_.enabled & is_active(round_.active, r):
@@ -108,16 +108,16 @@ def announce(
                 put_word(to, LAYER, make_word(round_.epoch, round_.layer), None)
                 put_word(to, SETTINGS, make_word(round_.epoch, round_.settings), None)
         tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
-        tl.store(own.state_ptr + SENT, round_.epoch)  # also where it is skipped: a settlement must not begin with it
+        tl.store(own.state_ptr + SENT, round_.epoch)  # also if it is skipped: ranks must not resume with this round
 
 
 @triton.jit
 def judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
     """Return a round's verdict (FINE, or why it fails), the rank that caused it, and the int64 that describes it.
 
-    This rank's own mistake comes first: its host has raised it already. The number of a mismatch has a bit for each
-    rank with another format; that of bad ids is one of them above their count; that of another layer is the
-    other rank's `settings` above its `layer`.
+    This rank's own mistake comes first: its host has raised it already. The int64 is, for MISMATCH, a bit for each rank
+    with another format; for BAD_IDS, one of the ids above their count; for OTHER_LAYER, the other rank's `settings`
+    above its `layer`; else the value of the status.
     """
     RANK: tl.constexpr = ranks.RANK
     RANKS: tl.constexpr = ranks.RANKS

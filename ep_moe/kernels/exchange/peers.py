@@ -1,7 +1,7 @@
 """Memory of the group, which peers write to: how a rank reaches it, and the only stores to other ranks.
 
 What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `fence`. Here
-every rank's memory is mapped, and they are plain stores and atomics; another memory has others.
+every rank's memory is mapped, and these are plain stores and atomics; another kind of memory replaces them.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ def target(base, links, name: tl.constexpr, first, dtype: tl.constexpr):
 def put_rows(to, index, values, mask):
     """Store `values` at elements `index` from a `target` on, in its dtype.
 
-    Plain stores, of which others learn by a `signal` behind a `fence`, or by a sentinel that they replace.
+    Plain stores, announced by a `signal` after a `fence`, or by the sentinel that they overwrite.
     """
     tl.store(to + index, values, mask=mask)
 

@@ -1,4 +1,4 @@
-"""What a slot keeps on its rank, which no peer sees: its state, verdicts on rounds, what the batch's fields refer to.
+"""The memory of a slot that no peer sees: its state, verdicts on rounds, and tensors that the batch's fields refer to.
 
 Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, K top-k.
 """
@@ -18,12 +18,12 @@ BEGUN = tl.constexpr(1)  # the last round whose dispatch was received: a combine
 OWN_TOKENS = tl.constexpr(2)
 VERDICT = tl.constexpr(3)  # of this round: FINE, or why there is nothing to combine
 SOURCE_TOKENS = tl.constexpr(4)  # [R], R at most 32
-RESUME = tl.constexpr(40)  # the first round that is exchanged again after a loss, 0 where none is to come
+RESUME = tl.constexpr(40)  # the first round that is exchanged again after a loss, 0 if there is none
 ACTIVE = tl.constexpr(41)  # a bit for each rank that takes part
-SENT = tl.constexpr(42)  # the last round whose dispatch was sent, or would have been were it not off: the host reads it
-RUNS = tl.constexpr(43)  # what programs of this round's combine have added up to (`begin_combine`): 0 after a dispatch
-SENT_ONCE = tl.constexpr(1 << 14)  # those of a whole launch that sends; also the most programs of a launch
-RECEIVED_ONCE = tl.constexpr(1 << 29)  # those of one that receives
+SENT = tl.constexpr(42)  # the last round whose dispatch was sent, or skipped: the host reads it
+RUNS = tl.constexpr(43)  # the sum that programs of this round's combine add to (`begin_combine`): 0 after a dispatch
+SENT_ONCE = tl.constexpr(1 << 14)  # the part of a whole launch that sends; also the most programs of a launch
+RECEIVED_ONCE = tl.constexpr(1 << 29)  # the part of one that receives
 
 # verdicts on a round, beside the codes of `wire_layout`
 MISMATCH = tl.constexpr(4)  # another format
@@ -33,17 +33,17 @@ OTHER_LAYER = tl.constexpr(7)  # another layer, or one of other settings
 
 
 class SlotState(NamedTuple):
-    """What a slot keeps on its rank."""
+    """The memory of a slot on its own rank."""
 
     state_ptr: Any  # int32 words, see above
-    dest_rank_mask_ptr: Any  # [M] int32: a bit for each rank that a token went to
-    rows_ptr: Any  # [R * M, K] int32: the batch's rows of a pool row, those that it has first, then -1
-    weights_ptr: Any  # [R * M, K] float32, theirs
+    dest_rank_mask_ptr: Any  # [M] int32: a bit for each rank that the token was sent to
+    rows_ptr: Any  # [R * M, K] int32: the rows of the batch that a pool row has, then -1
+    weights_ptr: Any  # [R * M, K] float32, of the same rows
     num_rows_ptr: Any  # [L] int32, the batch's
     row_start_ptr: Any  # [L] int32, the batch's
     rows_seen_ptr: Any  # [L] int64: rows of each expert in all rounds
     waited_ptr: Any  # [2, R] int64: nanoseconds that each rank was waited for, in this round and in all
-    token_to_row_ptr: Any  # [R * M, K] int32, what a FLAT batch says of a pool's rows, as the next three
+    token_to_row_ptr: Any  # [R * M, K] int32, a field of FLAT batches, as the next three
     local_ids_ptr: Any  # [R * M, K] int32
     pooled_weights_ptr: Any  # [R * M, K] float32
     row_index_ptr: Any  # [R * M * min(K, L)] int32
@@ -55,11 +55,11 @@ class Halves(NamedTuple):
 
     SEND: tl.constexpr
     RECEIVE: tl.constexpr
-    PDL: tl.constexpr  # it may start before the launch before it has ended
+    PDL: tl.constexpr  # it may start before the preceding launch has ended
 
 
 class Round(NamedTuple):
-    """What a program of a dispatch knows of its round."""
+    """A round, as the programs of its dispatch see it."""
 
     epoch: Any
     active: Any  # a bit for each rank that takes part
@@ -114,7 +114,7 @@ def begin_combine(links, own, epoch, SEND: tl.constexpr, RECEIVE: tl.constexpr):
         complete = (runs & (2 * SENT_ONCE - 1)) >= SENT_ONCE
     else:
         complete = runs >= RECEIVED_ONCE
-    found = tl.max((abort != 0).to(tl.int32) + 2 * complete.to(tl.int32), 0)  # now all warps have looked
+    found = tl.max((abort != 0).to(tl.int32) + 2 * complete.to(tl.int32), 0)  # all warps have read both words here
     repeated = found >= 2
     part = tl.where(tl.program_id(0) == 0, SENT_ONCE - tl.num_programs(0) + 1, 1)
     tl.atomic_add(own.state_ptr + RUNS, part * UNIT, mask=found < 2, sem="relaxed", scope="gpu")
@@ -142,7 +142,7 @@ def report(report_ptr, epoch, verdict, source, value, own_value):
 
 
 class Report(NamedTuple):
-    """What the first word of a report says."""
+    """The fields of a report's first word."""
 
     epoch: int
     verdict: int

@@ -25,7 +25,7 @@ LATE = tl.constexpr(1)  # results of one poll, added up
 OVER = tl.constexpr(2)
 TIMED_OUT = tl.constexpr(4)
 SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # the host's word is read in one of these plus one polls
-SPREAD = tl.constexpr(256)  # elements that are spread over all threads of a program, of 8 warps at most
+SPREAD = tl.constexpr(256)  # elements, at least one for each thread of a program of at most 8 warps
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def clock():
 
 @triton.jit
 def wait_for_launch(PDL: tl.constexpr):
-    """Wait until the kernel before this one has ended, where this one may start early (programmatic dependent launch).
+    """Wait until the kernel before this one has ended, if this one may start early (programmatic dependent launch).
 
     Rule: nothing is read and nothing published before this.
     """
@@ -79,7 +79,7 @@ def timed_out(start, polls, timeout_ns):
 
 @triton.jit
 def trouble(links, start, polls, timeout_ns):
-    """What may end a wait, as one warp sees it: OVER if this rank's abort word is set, TIMED_OUT, both or 0.
+    """Why a wait may end, as one warp sees it: OVER if this rank's abort word is set, TIMED_OUT, both or 0.
 
     The abort word in host memory is read in few polls, since that is slow, and copied to the one on the device unless
     that is set: the next poll finds it.
@@ -116,7 +116,7 @@ def wait_for_words(
     links,
     timeout_ns,
     phase,
-    waited_ptr,  # [R] int64, out where `measure`: nanoseconds until the words of each rank were there
+    waited_ptr,  # [R] int64, out if `measure`: nanoseconds until the words of each rank arrived
     measure,
     R: tl.constexpr,
 ):

@@ -1,6 +1,6 @@
-"""What ranks send each other in the one-sided exchange: regions of memory, headers, rows, words and their bit fields.
+"""The wire format of the one-sided exchange: regions of memory, headers, rows, words and their bit fields.
 
-Every offset, width and bit field of it stands here, with the functions that pack and unpack it: jit functions for
+Every offset, width and bit field stands here, with the functions that pack and unpack it: jit functions for
 kernels, plain ones for the host. A rank's memory for one slot has a region for each thing that peers write there:
 
 | region | shape | written by |
@@ -44,7 +44,7 @@ LAYER = tl.constexpr(2)
 SETTINGS = tl.constexpr(3)
 HEADER_WORDS = tl.constexpr(4)
 
-# codes of a status word, above STATUS_BITS of a value
+# codes of a status word, above the STATUS_BITS bits of a value
 FINE = tl.constexpr(0)  # the value is the number of tokens
 REFUSED = tl.constexpr(1)  # the caller's input is bad
 TOO_MANY = tl.constexpr(2)  # tokens, above the limit
@@ -168,7 +168,7 @@ def payload_of(word):
 
 @triton.jit
 def pack_status(code, value):
-    """The payload of a status word. value: int32, sent as at most STATUS_MASK, as which a negative one is sent too."""
+    """The payload of a status word. value: int32, at most STATUS_MASK is sent; a negative one becomes STATUS_MASK."""
     return code << STATUS_BITS | tl.minimum(value & 0x7FFFFFFF, STATUS_MASK)
 
 
@@ -214,12 +214,12 @@ def host_word(epoch: int, payload: int) -> int:
 
 
 def host_abort(suspects: tuple[int, ...]) -> int:
-    """An abort word of the host's own, in no round's name; it names the first suspect, if there is one."""
+    """An abort word that the host writes, for no particular round; it names the first suspect, if there is one."""
     return host_word(1, suspects[0] + 1 if suspects else _NOBODY)
 
 
 class Abort(NamedTuple):
-    """What an abort word says."""
+    """The fields of an abort word."""
 
     round: int
     phase: Literal["dispatch", "combine"]
@@ -227,7 +227,7 @@ class Abort(NamedTuple):
 
 
 def read_abort(word: int) -> Abort | None:
-    """Unpack an abort word; None for one that names nothing, as of a round before the resumption."""
+    """Unpack an abort word; None for one without payload, which names nothing."""
     payload = word & 0xFFFFFFFF
     if not payload:
         return None

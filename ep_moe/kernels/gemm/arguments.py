@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 class Operands(NamedTuple):
-    """What a GEMM reads."""
+    """The tensors that a GEMM reads."""
 
     x: Any  # rows, K each
     x_scale: Any  # float32, of the rows; [L] if it is one for each expert
@@ -24,14 +24,14 @@ class Operands(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a GEMM, or a requantizing kernel, writes."""
+    """The tensors that a GEMM, or a requantizing kernel, writes."""
 
     data: Any  # rows, N each
     scale: Any  # [G, rows] float32, if values are quantized in groups
 
 
 class ExpertScalars(NamedTuple):
-    """Numbers that every expert has of its own, [L] float32."""
+    """Factors and limits of each expert, [L] float32."""
 
     static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
     output_scale: Any  # multiplies the sums before the bias: of the up half if GATED
@@ -81,7 +81,7 @@ class Scales(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What becomes of a tile's sums before they are stored."""
+    """The operations on a tile's sums before they are stored."""
 
     ACTIVATION: tl.constexpr  # the value of an `ActivationKind`
     GATED: tl.constexpr  # the weights have a gate and an up half
@@ -90,7 +90,7 @@ class Epilogue(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """The pieces in which a requantizing kernel walks over the intermediate."""
+    """The pieces of the intermediate that a requantizing kernel takes at a time."""
 
     BLOCK_M: tl.constexpr
     ROWS: tl.constexpr  # at a time; divides BLOCK_M

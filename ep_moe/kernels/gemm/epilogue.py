@@ -1,4 +1,4 @@
-"""What becomes of a tile's float32 sums: scales, bias, activation, rounding or requantization, and the store.
+"""The epilogue of both GEMMs, on a tile's float32 sums: scales, bias, activation, rounding or requantization, store.
 
 Letters: L local experts, I intermediate, Q row tiles of all experts, N columns of a GEMM's result.
 """

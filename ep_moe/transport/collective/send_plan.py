@@ -14,7 +14,7 @@ INT32 = torch.iinfo(torch.int32)
 
 
 class Header(NamedTuple):
-    """What a rank tells another before it sends rows: int64 words, as `_write_header_kernel` writes them too."""
+    """The message of a rank to another before its rows: int64 words, which `_write_header_kernel` writes on GPUs."""
 
     rows: Any  # for the receiver
     num_tokens: int  # of the sender

@@ -3,7 +3,7 @@
 Letters: T tokens on this rank, K top-k, H hidden, R ranks, N received rows, P physical experts.
 
 A round is three all-to-alls: headers (counts, error flags), the rows of tokens, and the result rows back to their
-source ranks. Headers tell all ranks of bad input before any payload is sent: all raise, and the next round works.
+source ranks. Headers report bad input to all ranks before any payload is sent: all raise, and the next round works.
 """
 
 import contextlib
@@ -150,8 +150,8 @@ class CollectiveTransport(Transport):
         self._raise_refusals(received, round_)
         self._compare_layers(received, layer, round_)
         self._compare_formats(received, row_format, round_)
-        send_counts, recv_counts = (tuple(header.rows for header in told) for told in (sent, received))
-        with self._telling():
+        send_counts, recv_counts = (tuple(header.rows for header in side) for side in (sent, received))
+        with self._reporting():
             outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
             incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
         work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
@@ -174,6 +174,7 @@ class CollectiveTransport(Transport):
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`."""
+        self._group.check_open()
         state = self._slots.expect(slot, "dispatch_recv")
         assert state is not None
         self._wait(state.work, "dispatch", state.round)
@@ -218,6 +219,7 @@ class CollectiveTransport(Transport):
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Transport.combine_recv`."""
+        self._group.check_open()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
@@ -257,7 +259,7 @@ class CollectiveTransport(Transport):
         if call != "combine_recv":
             shape = (self.config.hidden,)
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
-            with self._telling():
+            with self._reporting():
                 outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
                 incoming = torch.empty((sum(state.send_counts), *shape), **like)
             work = self._all_to_all(incoming, outgoing, state.send_counts, state.recv_counts)
@@ -274,7 +276,7 @@ class CollectiveTransport(Transport):
         self._slots.destroy()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         """Report an error inside to the other ranks: they wait for rows that this rank announced and cannot send."""
         try:
             yield
@@ -286,7 +288,7 @@ class CollectiveTransport(Transport):
         """Send headers[0], receive into headers[1]; return both as lists, by rank. One host sync."""
         ones = (1,) * self.num_ranks
         self._wait(self._all_to_all(headers[1], headers[0], ones, ones), "dispatch", round_)
-        return [[Header(*words) for words in told] for told in headers.tolist()]
+        return [[Header(*words) for words in by_rank] for by_rank in headers.tolist()]
 
     def _raise_refusals(self, received: list[Header], round_: int) -> None:
         """Raise the error of a refused round on every rank: this rank's own first, then another's with its rank."""

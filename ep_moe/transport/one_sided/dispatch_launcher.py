@@ -1,4 +1,4 @@
-"""Launches the dispatch kernel, and what must run before it. Runs on a CPU under TRITON_INTERPRET=1.
+"""Launches the dispatch kernel, and the kernels that must run before it. Runs on a CPU under TRITON_INTERPRET=1.
 
 There is no host sync, and launches do not depend on counts or ids: all of them may be captured in a CUDA graph.
 
@@ -34,17 +34,17 @@ _SUMMED_BLOCKS = 64
 
 
 class RoundInputs(NamedTuple):
-    """What a rank brings to a round, as the dispatch kernel takes it."""
+    """The input of a rank to a round, as the dispatch kernel takes it."""
 
     plan: RoundPlan
     tokens: Tokens
-    strides: tuple[int, ...]  # of x, of its scales by token and by group, of ids, of weights
+    strides: tuple[int, ...]  # of x, of its scales by token and by group, of ids and of weights
     layer: tuple[int, int]  # `LayerTag.words`
     refusal: int  # 1 sends the error flag
 
 
 class _Kept(NamedTuple):
-    """What the batches of one plan and slot share."""
+    """The pool and the constructor that batches of one plan and slot share."""
 
     pool: torch.Tensor  # [R * M, V]: the slot's received rows
     make: Callable[..., ExpertBatch]  # from x and scale
@@ -54,7 +54,7 @@ class DispatchLauncher:
     """Launches the dispatches of one transport.
 
     Args:
-        plans: of which a dispatch without rows to keep needs another.
+        plans: of the transport's rounds; `discard` makes one that needs no memory for x.
     """
 
     def __init__(self, context: KernelContext, plans: RoundPlans) -> None:
@@ -74,7 +74,7 @@ class DispatchLauncher:
         num_tokens: torch.Tensor | None,
         layer: tuple[int, int],
     ) -> RoundInputs:
-        """Launch the sending half; returns what `receive` needs. Local, no host sync."""
+        """Launch the sending half; returns the inputs for `receive`. Local, no host sync."""
         inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer)
         kernel = self.kernel_of(slot, inputs, send=True, receive=False)
         kernel((inputs.tokens, self.no_batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
@@ -128,7 +128,7 @@ class DispatchLauncher:
         unused, fused_quant = self.unused, plan.sending.QUANTIZE
         ids, weights = routing.topk_ids, routing.topk_weights
         count = unused if num_tokens is None else aligned(num_tokens)
-        if plan.in_place and _lie_side_by_side(x, ids, weights):  # type: ignore[arg-type]
+        if plan.in_place and _are_dense(x, ids, weights):  # type: ignore[arg-type]
             values = x if fused_quant else x.view(torch.int32)  # type: ignore[union-attr]
             return RoundInputs(plan, Tokens(values, unused, ids, weights, count, unused), plan.strides, layer, refusal)
         if plan.scheme.payload.quantized and not isinstance(x, Quantized) and not fused_quant:
@@ -248,7 +248,7 @@ class DispatchLauncher:
         return _Kept(pool, functools.partial(classes[plan.layout], **fields))
 
 
-def _lie_side_by_side(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+def _are_dense(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether all are contiguous and aligned."""
     contiguous = x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
     return contiguous and not (x.data_ptr() | ids.data_ptr() | weights.data_ptr()) % 16

@@ -24,7 +24,7 @@ from ep_moe.transport.one_sided.memory import PeerMemory
 from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.watchdog import Watchdog
 
-# of timeout under the interpreter, which has no timer: more polls than it makes, so that the watchdog times out first
+# the interpreter has no timer: a kernel makes fewer polls than this, so that the watchdog times out first
 _POLLS_PER_SEC = 1000
 REST_SECS = 10.0  # for all launched kernels to end, in addition to two timeouts
 _POLL_SECS = 1e-3
@@ -37,7 +37,7 @@ class Faults:
 
     Attributes:
         timeout_ns: how long a kernel waits, in nanoseconds, or in polls under the interpreter.
-        waiting: measures a launch that waits, by phase and round (`Watchdog.waiting`); on a GPU kernels do so.
+        waiting: enforces the timeout of a launch, by phase and round (`Watchdog.waiting`); on a GPU kernels do so.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Faults:
         """Wait for all launches, then raise their errors: PeerLostError first, then that of a refused round."""
         if not self._rest():
             limit = 2 * self._group.config.timeout_secs + REST_SECS
-            raise RuntimeError(f"what rank {self._group.rank} has launched did not end within {limit:g} s")
+            raise RuntimeError(f"kernels that rank {self._group.rank} has launched did not end within {limit:g} s")
         self._read_report()
         self._note_loss(int(self._memory.abort[0]))  # a refused round may occupy the report
         self.look(settle=True)
@@ -110,9 +110,9 @@ class Faults:
     def set_active(self, wanted: tuple[bool, ...]) -> None:
         """Continue with only these ranks. Errors: ValueError if ranks ask for different ones. Collective, host sync."""
         if self._members is None:
-            raise ValueError("active ranks can be set where on_peer_loss is 'mask', here it is 'raise'")
+            raise ValueError("set_active_ranks needs on_peer_loss 'mask', this transport has 'raise'")
         if not self._rest():
-            raise RuntimeError(f"what rank {self._group.rank} has launched has not ended")
+            raise RuntimeError(f"kernels that rank {self._group.rank} has launched have not ended")
         self._settle(wanted)
 
     def destroy(self) -> bool:
@@ -127,7 +127,7 @@ class Faults:
         try:
             self._rested = self._rest()
         except RuntimeError as error:
-            _log.warning("what rank %d has launched ended with an error: %s", self._group.rank, error)
+            _log.warning("kernels that rank %d has launched ended with an error: %s", self._group.rank, error)
         return self._rested
 
     def _read_report(self) -> None:
@@ -142,7 +142,7 @@ class Faults:
             return
         error = self._explain(epoch - 1, verdict, source, value, own_value)
         if error is not None:
-            _log.warning("a round is off: %s", error)
+            _log.warning("a round failed: %s", error)
             self._refusal = self._refusal or error
 
     def _explain(self, round_: int, verdict: int, source: int, value: int, own_value: int) -> Exception | None:
@@ -177,7 +177,7 @@ class Faults:
         return None if own else ValueError(f"rank {source} refused its input in round {round_}; its own error says why")
 
     def _note_loss(self, word: int) -> None:
-        """Record the loss that an abort word tells."""
+        """Record the loss that an abort word names."""
         abort = read_abort(word)
         if abort is None or self._lost is not None:
             return
@@ -190,7 +190,7 @@ class Faults:
         self._lost = self._group.failure or self._group.blame(ranks, abort.phase, abort.round, reason)
 
     def _settle(self, wanted: tuple[bool, ...] | None = None) -> None:
-        """Agree with the others on the active ranks, until all of these have met with reset memory."""
+        """Agree with the others on the active ranks, until all of these have reset their memory and met."""
         members = self._members
         assert members is not None
         missing: tuple[int, ...] = ()
@@ -230,7 +230,7 @@ class Faults:
                 torch.cuda.synchronize(self._group.device)  # it is idle: only the resets are waited for
             self._suspects.clear()
             self._watchdog.restart()
-        _log.warning("rank %d goes on with the active ranks %s", self._group.rank, active)
+        _log.warning("rank %d continues with the active ranks %s", self._group.rank, active)
 
     def _is_capturing(self) -> bool:
         return self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

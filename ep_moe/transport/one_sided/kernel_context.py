@@ -1,4 +1,4 @@
-"""What all launches of a transport's kernels share, on this rank."""
+"""Sizes, memory and options that all launches of a transport's kernels share, on this rank."""
 
 import dataclasses
 from typing import Any

@@ -1,6 +1,6 @@
 """The memory of the one-sided exchange that peers write to: torch symmetric memory, or files in the interpreter.
 
-What a slot keeps for its own rank alone is in `slot_state`.
+Memory of a slot that no peer sees is in `slot_state`.
 """
 
 from collections.abc import Sequence

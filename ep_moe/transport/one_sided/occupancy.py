@@ -142,7 +142,7 @@ class OpenRounds:
             return
         self._warned = True
         _log.warning(
-            "%s: rounds are open on other streams, whose %d programs that wait, and %d more now, may stand on all SMs "
+            "%s: rounds are open on other streams, whose %d waiting programs, and %d more now, may occupy all SMs "
             "(%d fit, %d leave one empty). Ranks that begin them in different orders may wait for each other: begin "
             "them in one order on all ranks, or set num_sms to at most %d",
             self._device,

@@ -1,4 +1,4 @@
-"""The payload of a round, as the kernels see it.
+"""The payload of a round, as the dispatch kernel sends it.
 
 Letters: H hidden, K top-k, G scale groups.
 """
@@ -11,6 +11,7 @@ import triton
 from ep_moe.config import ALIGNMENT
 from ep_moe.quant import QuantScheme
 from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.layer_tag import signed_word
 
 _FUSED_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
@@ -27,8 +28,7 @@ class Payload:
     @property
     def fingerprint(self) -> int:
         """`RowFormat.fingerprint` as int32, for ranks to compare."""
-        bits = RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk).fingerprint
-        return bits - 2**32 if bits >= 2**31 else bits
+        return signed_word(RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk).fingerprint)
 
     @property
     def may_be_ll(self) -> bool:

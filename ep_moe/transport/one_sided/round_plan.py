@@ -58,14 +58,14 @@ class RoundPlan:
     scale_dtype: torch.dtype | None  # None if the payload has no scales
     output_shape: tuple[int, ...]  # of the experts' output
     in_place: bool  # contiguous inputs are sent as they are: nothing runs before the dispatch kernel
-    strides: tuple[int, ...]  # of these, see `RoundInputs`
+    strides: tuple[int, ...]  # of inputs sent in place, see `RoundInputs`
     expected_rows: int
     row: Row
     sending: Sending
     receiving: Receiving
     dispatches: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
     combines: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
-    kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, what batches share
+    kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, fields that batches share
 
 
 def plan_key(

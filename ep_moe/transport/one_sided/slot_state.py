@@ -1,4 +1,4 @@
-"""What the slots of a transport keep on this rank alone, for kernels and for the host.
+"""The memory of a transport's slots that no peer sees, for kernels and for the host.
 
 Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns.
 """

@@ -151,7 +151,7 @@ class NvlinkTransport(Transport):
         self._slots.check_open()
         wanted = tuple(bool(there) for there in mask)
         if len(wanted) != self.num_ranks or not any(wanted):
-            raise ValueError(f"active ranks ({wanted}) are not some of {self.num_ranks} ranks")
+            raise ValueError(f"active ranks {wanted} are not a mask of {self.num_ranks} ranks with at least one True")
         for slot in range(self.config.num_slots):
             self._slots.expect(slot, "dispatch_send")
         self._faults.set_active(wanted)
@@ -317,7 +317,7 @@ class NvlinkTransport(Transport):
     def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
         """See `Transport.refuse`. On the other ranks the round gives NaN, and `check` raises.
 
-        `num_tokens`: the token count that the header tells them.
+        `num_tokens`: this rank's token count in the header.
         """
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")

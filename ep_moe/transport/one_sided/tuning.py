@@ -11,7 +11,7 @@ from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 16  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
 _HELD_BYTES = 256  # of a thread's registers, for rows that are accumulated
-MANY = 2**30  # programs, if nothing limits them
+MANY = 2**30  # of programs or words, if nothing limits them
 SELF_COUNTED_TOKENS = 256  # up to this T every program of a dispatch reads all ids itself
 
 
@@ -97,7 +97,7 @@ class Tuning:
         return max((self.num_sms - taken) // parts, 1) if self.num_sms else MANY
 
 
-def block_words(row_words: int, most: int = 2**30) -> int:
+def block_words(row_words: int, most: int = MANY) -> int:
     """Words, or columns, of a row that a program moves at a time: a power of two, at most `most`."""
     return min(triton.next_power_of_2(row_words), most)
 

@@ -1,7 +1,7 @@
 """The thread that ends the waits of a rank's kernels as soon as a rank is known to be lost.
 
 A wait in a kernel ends by itself after the whole timeout. The group often knows earlier that a rank is lost: then the
-thread writes an abort word to host memory, which kernels poll, and all that wait give up. It makes no CUDA calls, which
+thread writes an abort word to host memory, which kernels poll, and all waits end. It makes no CUDA calls, which
 could block on these very kernels. Under the interpreter, which has no timer, the thread enforces the timeout too.
 """
 
@@ -50,7 +50,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        """Measure a wait that runs in this thread, for its timeout; on a GPU kernels do so themselves. Local."""
+        """Enforce the timeout of a wait in this block; on a GPU kernels enforce it themselves. Local."""
         self._wait = (phase, round, time.monotonic())
         try:
             with self._group.waiting(phase, round):
@@ -113,6 +113,6 @@ def _run(owner: "weakref.ref[Watchdog]", stop: threading.Event, period_secs: flo
         try:
             watchdog.look()
         except RuntimeError as error:  # of the store or the device: kernels still time out by themselves
-            _log.warning("the watch over waits of kernels has ended: %s", error)
+            _log.warning("the watchdog of kernels has ended: %s", error)
             return
         del watchdog
