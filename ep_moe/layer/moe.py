@@ -179,7 +179,7 @@ class ExpertParallelMoE(torch.nn.Module):
             num_topk: K of `forward_routed`, by default that of the routing config.
             padded: compile for calls with `num_tokens` too.
         Errors: ValueError if neither `num_topk` nor a routing config is given, or if K exceeds the transport's
-        max_topk; on a GPU also those of `forward`. Collective, host sync; on a CPU, where nothing is compiled, it does nothing.
+        max_topk; on a GPU also those of `forward`. Collective, host sync; on a CPU it does nothing.
         """
         warm_up(self, num_topk=num_topk, padded=padded)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool) -> None:
-    """See `ExpertParallelMoE.warmup`. Kernels are compiled without other ranks first, so that the rounds compile none."""
+    """See `ExpertParallelMoE.warmup`. What needs no other rank is compiled first, before the rounds."""
     transport, routing = layer.transport, layer.config.routing
     if num_topk is None:
         if routing is None:

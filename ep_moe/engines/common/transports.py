@@ -38,9 +38,9 @@ class SharedTransport:
 class SharedTransports:
     """Transports that are shared by all layers with the same sizes, also by those of later models.
 
-    A transport lives until the process ends or another process group takes the name of its process group. It cannot be closed
-    with its last layer: ranks garbage-collect a model at different times, so that one rank would use the old transport
-    and another a new one.
+    A transport lives until the process ends or another process group takes the name of its process group. It cannot be
+    closed with its last layer: ranks garbage-collect a model at different times, so that one rank would use the old
+    transport and another a new one.
 
     Args:
         transport: name of their implementation.
