@@ -62,7 +62,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
         del model, session, layer
         with clock.phase("whole_model"):
             whole = _trace(load_whole(group, engine), prompt_ids, new_tokens, windows, progress)
-    group.wait_for_all("whole model")  # ranks differ in local work, and the next collective has a timeout
+    group.wait_for_all("whole model")  # local work takes different times, and the next collective has a timeout
     parts = group.all_gather_object(
         {
             "rank": group.rank,

@@ -17,7 +17,7 @@ SHARED_FOLDER = "/dev/shm"
 ALIGNMENT_BYTES = 1024  # of a buffer's size
 
 
-def _open_for_us_alone(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open a new file that only its owner may read and write, whatever the umask."""
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # a umask may have removed a permission that the other ranks need
@@ -31,16 +31,14 @@ def why_unreachable(group: EPGroup) -> str:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
-    told = group.all_gather_object((group.node, mine, sorted(visible)))
+    told = group.all_gather_object((group.node, mine))
     reasons = [_why_not(group, rank, *place, mine=mine, visible=visible) for rank, place in enumerate(told)]
     found = group.all_gather_object(next((reason for reason in reasons if reason), ""))
     return next((reason for reason in found if reason), "")
 
 
-def _why_not(
-    group: EPGroup, rank: int, node: int, theirs: str, seen: list[str], *, mine: str, visible: dict[str, int]
-) -> str:
-    del seen
+def _why_not(group: EPGroup, rank: int, node: int, theirs: str, *, mine: str, visible: dict[str, int]) -> str:
+    """The reason why this rank cannot map the memory of another; `theirs` and `mine` are UUIDs of GPUs. Local."""
     pair = f"rank {group.rank} and rank {rank}"
     if node != group.node:
         return f"{pair} are on different machines"
@@ -95,7 +93,7 @@ class SymmetricBuffer:
         path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
         error = ""
         try:
-            with open(path, "xb", opener=_open_for_us_alone) as file:
+            with open(path, "xb", opener=_open_private) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as cause:
             error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"
