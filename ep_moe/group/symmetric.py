@@ -31,14 +31,16 @@ def why_unreachable(group: EPGroup) -> str:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
-    told = group.all_gather_object((group.node, mine))
+    told = group.all_gather_object((group.node, mine, sorted(visible)))
     reasons = [_why_not(group, rank, *place, mine=mine, visible=visible) for rank, place in enumerate(told)]
     found = group.all_gather_object(next((reason for reason in reasons if reason), ""))
     return next((reason for reason in found if reason), "")
 
 
-def _why_not(group: EPGroup, rank: int, node: int, theirs: str, *, mine: str, visible: dict[str, int]) -> str:
-    """The reason why this rank cannot map the memory of another; `theirs` and `mine` are UUIDs of GPUs. Local."""
+def _why_not(
+    group: EPGroup, rank: int, node: int, theirs: str, seen: list[str], *, mine: str, visible: dict[str, int]
+) -> str:
+    del seen
     pair = f"rank {group.rank} and rank {rank}"
     if node != group.node:
         return f"{pair} are on different machines"
