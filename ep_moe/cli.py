@@ -1,7 +1,7 @@
-"""The command line: ep-moe run | generate | eval | bench layer | transport | model | experts | report.
+"""The command line: ep-moe run | generate | eval | quantize | bench layer | transport | model | experts | report.
 
-Results go to standard output, progress and errors to standard error. A job is named by a dotted name, as only its ranks
-need what it imports, such as transformers, which takes seconds.
+Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
+the ranks import transformers, which takes seconds.
 
 Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
 """
@@ -48,7 +48,7 @@ app = typer.Typer(
 )
 
 bench_app = typer.Typer(
-    help="Measure, each result checked first, beside a baseline of the same run.", no_args_is_help=True
+    help="Check each result, then measure it beside a baseline of the same run.", no_args_is_help=True
 )
 app.add_typer(bench_app, name="bench")
 
@@ -56,7 +56,7 @@ _ENGINE = EngineConfig()
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 
-# implementations, whose names the config does not know
+# names of implementations, which the config does not know
 _CHOICES = {"transport": ("auto", *TRANSPORTS), "experts": ("auto", *EXPERTS), "placement": tuple(PLACEMENTS)}
 _NAMED = {
     name: dataclasses.replace(described(EngineConfig)[name][1], choices=choices) for name, choices in _CHOICES.items()
@@ -74,8 +74,8 @@ def _job(
     """Make a command of a function (engine, config, ...) -> report: its configs' options, the engine's, and --json.
 
     Args:
-        show: prints the report. defaults: of the engine. leave_out: its fields without an option.
-        fields: replace its fields' help and limits.
+        show: prints the report. defaults: those of the engine. leave_out: its fields without an option.
+        fields: replace the help and limits of its fields.
     An error becomes one line on standard error and an exit code.
     """
     keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
@@ -144,14 +144,14 @@ def _engine(given: dict[str, Any], defaults: EngineConfig, fields: Mapping[str, 
     env = LaunchEnv.from_environ()
     if env is not None and env.local_world_size != given["nproc"]:
         raise ValueError(
-            f"nproc ({given['nproc']}) is not the number of ranks that are on this machine already "
+            f"nproc ({given['nproc']}) is not the number of ranks that run on this machine already "
             f"({env.local_world_size}, by RANK and LOCAL_WORLD_SIZE in the environment); leave it out"
         )
     return dataclasses.replace(defaults, **given)
 
 
 def _as_written(report: dict[str, Any]) -> dict[str, Any]:
-    """A report with its rows, if it is a benchmark's, as they are written to files."""
+    """The report; rows of a benchmark in the form that files have."""
     if "bench" not in report:
         return report
     return report | {"rows": [flatten(report["bench"], row) for row in report["rows"]]}
@@ -171,7 +171,7 @@ def _for_json(value: Any) -> Any:
 def run_command(
     engine: EngineConfig,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with a table 'run'; the shipped one if none.")
+        Path | None, typer.Option(help="A TOML file with a table 'run'; by default the shipped one.")
     ] = None,
 ) -> dict[str, Any]:
     """Generate with the experts spread over ranks and compare every token and logit with the whole model.
@@ -202,11 +202,9 @@ def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
 
 @app.command("quantize")
 def quantize_command(
-    scheme: Annotated[str, typer.Option(help="Of the experts' weights; docs/formats.md lists the names.")],
+    scheme: Annotated[str, typer.Option(help="Scheme of the experts' weights; docs/formats.md lists the names.")],
     out: Annotated[Path, typer.Option(help="Directory to write, absent or empty.")],
-    model: Annotated[
-        str, typer.Option(help="An unquantized Hugging Face directory; empty is the one that ships.")
-    ] = "",
+    model: Annotated[str, typer.Option(help="An unquantized Hugging Face directory; empty is the shipped model.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write a model with quantized experts, in the layouts of published checkpoints."""
@@ -219,14 +217,14 @@ def quantize_command(
 
 
 def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> dict[str, Any]:
-    """Run a benchmark on ranks and, if `file` has a path, append its rows to it if all results are right.
+    """Run a benchmark on ranks; if `file` has a path and all results are right, append its rows to it.
 
-    Reasons why the rows could not be written are raised before the run. Returns the report.
+    An unwritable file is refused before the run. Returns the report.
     """
     if file.append is None:
         return on_ranks(target, engine, config)
     if not file.sweep and _is_interpreted():
-        raise ValueError("append under TRITON_INTERPRET needs --sweep: what is interpreted has no speed that counts")
+        raise ValueError("append under TRITON_INTERPRET needs --sweep: times of interpreted kernels are not benchmarks")
     if is_first_rank():
         check_writable(file.append)
     report = on_ranks(target, engine, config)
@@ -340,11 +338,13 @@ def bench_report_command(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the page differs.")] = False,
     plots: Annotated[bool, typer.Option(help="Draw the plots; needs matplotlib.")] = True,
 ) -> None:
-    """Make BENCHMARKS.md, beside the directory, and its plots from the measured rows."""
+    """Make BENCHMARKS.md, next to the directory, and its plots from the measured rows."""
     with _one_line_errors():
         report = make_report(directory, check=check, plots=plots and not check)
         if not report["ok"]:
-            raise RuntimeError(f"{report['page']} is not what the rows make; write it by: ep-moe bench report")
+            raise RuntimeError(
+                f"{report['page']} differs from the page made from the rows; write it with: ep-moe bench report"
+            )
     for path in report["written"] or [f"{report['page']} is up to date"]:
         typer.echo(path)
 

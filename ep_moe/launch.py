@@ -1,7 +1,7 @@
 """Starts ranks on this machine, reports the first failure and ends the other ranks.
 
-The launcher serves the store that the ranks join through, so that it outlives any rank, and writes deaths to it for the
-survivors. Ranks are forked by a server that has torch loaded, so that a second launch takes 0.1 s.
+The launcher serves the store through which the ranks join, so that the store outlives any rank, and writes deaths to it
+for the surviving ranks. Ranks are forked by a server that has torch loaded, so that a second launch takes 0.1 s.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, STILL_THERE, EPGroup, PeerLostError, serve_store
 
-# The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process without a
-# name. After an error the watchdog sleeps for four times the last setting, and the process cannot end meanwhile.
+# The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process without
+# naming one. After an error the watchdog sleeps for four times the last setting, and the process cannot end meanwhile.
 NCCL_DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -108,10 +108,10 @@ def run_rank(
 
     Args:
         target: a function, or its dotted name "package.module:function".
-        config, device: as `EPGroup.from_env`.
-    Returns: what `target` returns.
-    Errors: what `target` raises, after telling the other ranks and writing a line "rank 1: ValueError: ..." to stderr;
-    PeerLostError if a lost rank caused it. Collective.
+        config, device: as in `EPGroup.from_env`.
+    Returns: the result of `target`.
+    Errors: those of `target`, after reporting them to the other ranks and writing a line "rank 1: ValueError: ..." to
+    stderr; PeerLostError if a lost rank caused it. Collective.
     """
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -144,15 +144,15 @@ def launch(
 ) -> list[Any]:
     """Start ranks on this machine, call `target(group, *args)` in each and return their results.
 
-    Ranks write to stderr only; they ignore SIGINT, and end with the launcher whatever ends it. Each gets its share of
-    the cores as torch threads, unless OMP_NUM_THREADS is set. A script whose own function is the target calls this
+    Ranks write to stderr only; they ignore SIGINT, and end when the launcher ends for any reason. Each gets its share
+    of the cores as torch threads, unless OMP_NUM_THREADS is set. A script whose own function is the target calls this
     below `if __name__ == "__main__"`, as with multiprocessing.
 
     Args:
         target: a function, or its dotted name "package.module:function", which only the ranks import.
         target, args: pickled; so are results: move CUDA tensors to the CPU before returning them.
         num_ranks: processes; a single rank also runs in a process of its own.
-        config, device: as `EPGroup.connect`.
+        config, device: as in `EPGroup.connect`.
         env: environment variables of the ranks, added to this process's own; set before `target`'s module is imported,
             unless that module is the script itself or preloaded.
         preload: names of modules that the fork server imports once, so that the ranks need not. They see this
@@ -174,7 +174,7 @@ def launch(
             ranks.start((target, args, config, device), dict(os.environ) | dict(env or {}), num_ranks, preload)
             return ranks.collect()
         finally:
-            # about a second at most
+            # for about a second at most
             with _held_back(signal.SIGINT, signal.SIGTERM):
                 ranks.end()
 
@@ -183,7 +183,7 @@ def start_server(preload: Sequence[str] = ()) -> None:
     """Start the server that forks ranks ahead of the first launch; it imports in the background.
 
     Args:
-        preload: as of `launch`; without effect if the server runs already.
+        preload: as in `launch`; without effect if the server is running already.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
     resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT
@@ -237,7 +237,7 @@ class _Ranks:
             except (EOFError, ConnectionError) as error:
                 names = ", ".join(preload) or "none"
                 raise RuntimeError(
-                    f"the server that forks ranks has ended, its last words are on stderr (modules to preload: {names})"
+                    f"the server that forks ranks has ended, its error is on stderr (modules to preload: {names})"
                 ) from error
             sender.close()
             stderr.close()
@@ -273,7 +273,7 @@ class _Ranks:
         return set(range(len(self._pipes))) - set(self._results) - set(self._failures)
 
     def _still_there(self) -> set[int]:
-        """Ranks that the others reported as stopped or stuck: they will not end by themselves."""
+        """Ranks that the others reported as lost but whose processes may still run: they will not end by themselves."""
         reports = [failure.lost for failure in self._failures.values() if failure.lost is not None]
         return {rank for lost in reports if lost.reason.startswith(STILL_THERE) for rank in lost.ranks}
 

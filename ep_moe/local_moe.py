@@ -35,14 +35,13 @@ def local_moe(
     rank's part of the sum; over all ranks the parts add up to the layer's output.
 
     Args:
-        x: [T, H] in the model's dtype, quantized here if the scheme of `weights` does, or `Quantized` already.
-        routing: ids of all E experts, [T, K]. Those outside [local_expert_offset, local_expert_offset +
-            num_local_experts), -1 and ids that do not exist among them, are other ranks' and are left out, as in
-            FlashInfer.
+        x: [T, H] in the model's dtype, quantized here if the scheme of `weights` quantizes tokens; or `Quantized`.
+        routing: ids of all E experts, [T, K]. Ids outside [local_expert_offset, local_expert_offset +
+            num_local_experts), including -1 and ids of no expert, are ignored, as in FlashInfer.
         weights: of the L local experts. experts: the implementation that computes them.
         num_local_experts: L, by default that of `weights`.
-        num_experts: E, by default L; tiles are chosen by T * K / E rows of each expert.
-        dtype: the model's, by default that of x, which a `Quantized` x does not tell.
+        num_experts: E, by default L; tiles are chosen for T * K / E rows per expert.
+        dtype: the model's; by default that of x, and required if x is `Quantized`.
         out: optional result, [T, H] in the model's dtype.
     Returns: `out`, or [T, H] in the model's dtype; a token without a local expert is zero.
     Errors: ValueError, with the value and the limit, for arguments that do not fit each other.
@@ -53,7 +52,7 @@ def local_moe(
     num_rows, num_topk = routing.topk_ids.shape
     model_dtype = x.dtype if isinstance(x, torch.Tensor) else dtype
     if model_dtype is None:
-        raise ValueError("dtype is needed with a Quantized x, which does not tell the model's")
+        raise ValueError("dtype is needed if x is Quantized, which does not contain the model's dtype")
     if dtype not in (None, model_dtype):
         raise ValueError(f"x is {model_dtype}, dtype says {dtype}")
     if num_local != weights.num_local_experts:
@@ -79,7 +78,7 @@ def local_moe(
         num_local_experts=num_local,
         capacity=num_rows,
     )
-    # the bound that packing assumes, all of a token's experts here, would choose tiles for too many rows
+    # packing assumes that all of a token's experts are local, which would choose tiles for too many rows
     expected_rows = max(math.ceil(num_rows * num_topk / max(num_total, 1)), 1)
     batch = dataclasses.replace(packed.batch, expected_rows=expected_rows)
     if isinstance(batch, Flat):

@@ -1062,7 +1062,7 @@ def test_the_page_and_its_drift(name: str, tmp_path: Path) -> None:
     append_records(folder / "layer.jsonl", [make_record(date="2026-12-25T10:00:00+00:00")])
     done = CliRunner().invoke(app, check)
     assert done.exit_code == 1
-    assert "is not what the rows make" in done.stderr
+    assert "differs from the page made from the rows" in done.stderr
     assert page.read_text() == text
     with open(folder / "layer.jsonl", "a") as file:
         file.write("{}\n")

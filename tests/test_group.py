@@ -305,7 +305,7 @@ def refuse_bad_places(group: EPGroup, folder: str) -> list[str]:
 def test_bad_places_are_refused(tmp_path: Path) -> None:
     [said] = launch(refuse_bad_places, str(tmp_path), num_ranks=1, config=CONFIG, device="cpu")
     expected = ["ValueError: .*FileStore.*TCPStore", r"ValueError: .*device \(mps\).*cpu:gloo"]
-    expected.append("RuntimeError: .*cuda:99 was asked for")
+    expected.append("RuntimeError: .*cuda:99 was requested")
     assert len(said) == len(expected)
     for message, pattern in zip(said, expected, strict=True):
         assert re.match(pattern, message), message
@@ -400,7 +400,7 @@ def test_where_a_store_listens(
     if listener is None:
         assert expected is None
         assert [record.getMessage() for record in caplog.records] == [
-            f"{host} is no address of this machine: the store listens on every interface, port 0"
+            f"{host} is not an address of this machine: the store listens on every interface, port 0"
         ]
         return
     with listener:

@@ -143,7 +143,7 @@ def test_static_input_scale(experts: int) -> None:
         ({"local_expert_offset": 5, "num_experts": 7}, "local experts [5, 8) are not in [0, num_experts (7))"),
         ({"dtype": torch.float16}, "x is torch.float32, dtype says torch.float16"),
         ({"x": torch.zeros(4, HIDDEN)}, "topk_ids has 5 rows, x is (4, 48)"),
-        ({"x": quantize(torch.zeros(5, HIDDEN), get_scheme("fp8_block"))}, "dtype is needed with a Quantized x"),
+        ({"x": quantize(torch.zeros(5, HIDDEN), get_scheme("fp8_block"))}, "dtype is needed if x is Quantized"),
         ({"out": torch.zeros(4, HIDDEN)}, "out is (4, 48)"),
     ],
     ids=["num_local_experts", "negative", "beyond", "dtype", "rows", "quantized", "out"],

@@ -427,7 +427,7 @@ def test_old_buffers_are_passed_over(tmp_path: Path) -> None:
 
 def test_bad_options() -> None:
     group = EPGroup.single("cpu")
-    with pytest.raises(ValueError, match=r"4 experts on 2 ranks, needed are 4 on 1"):
+    with pytest.raises(ValueError, match=r"4 experts on 2 ranks, expected 4 experts on 1 ranks"):
         from_pretrained(directory_of("mixtral"), group, placement=Placement.linear(4, 2))
     with pytest.raises(ValueError, match="sideways"):
         from_pretrained(directory_of("mixtral"), group, layout="sideways")

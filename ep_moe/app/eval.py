@@ -17,8 +17,8 @@ from ep_moe.fields import Field, check_fields
 class EvalConfig:
     """Text and batches of `ep-moe eval`.
 
-    The whole model is transformers' own with its eager experts, unquantized, in the same dtype, and if the scheme
-    quantizes once more, with experts rounded as it says; every rank loads it in full.
+    The whole model is that of transformers with eager experts, unquantized, in the same dtype. If the scheme
+    quantizes, a whole model with experts rounded to the scheme is evaluated too. Every rank loads these in full.
     """
 
     text: Annotated[str, Field(help="A UTF-8 file; empty is the held-out text that ships")] = ""

@@ -52,7 +52,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
         if config.whole and quantized:
             with clock.phase("rounded_model"):
                 rounded_nats = _total_nats(load_rounded(group, engine), mine, group.device, progress)
-    group.wait_for_all("whole model")  # ranks differ in local work, and the next collective has a timeout
+    group.wait_for_all("whole model")  # local work takes different times, and the next collective has a timeout
     parts = group.all_gather_object(
         {
             "nats": nats,
@@ -105,7 +105,7 @@ def _total_nats(
     progress: Progress,
     session: Session | None = None,
 ) -> float:
-    """Sum of -log p over all predicted tokens of this rank, in float64. A rank without a batch joins idle."""
+    """Sum of -log p over all predicted tokens of this rank, in float64. A rank without a batch is idle."""
     task = start_task(progress, "whole model" if session is None else "expert-parallel", len(batches))
     total = 0.0
     with torch.inference_mode():

@@ -12,9 +12,9 @@ from ep_moe.fields import Field, check_fields
 class GenerateConfig:
     """Prompts and sampling of `ep-moe generate`.
 
-    Rank r takes prompts r, r + R, ... of R ranks, with decode graphs many at a time, else one. A model's end-of-text
-    token ends one earlier. Above temperature 0 tokens are sampled from logits / temperature; prompt i samples with
-    seed + i on any rank.
+    Rank r of R ranks takes prompts r, r + R, ..., several at a time with decode graphs, else one by one. A sequence
+    ends early at the model's end-of-text token. Above temperature 0 tokens are sampled from logits / temperature;
+    prompt i samples with seed + i on any rank.
     """
 
     prompts: Annotated[tuple[str, ...], Field(help="Texts to continue; - reads one from standard input")]
@@ -26,9 +26,7 @@ class GenerateConfig:
     seed: Annotated[int, Field(help="Seed of the sampling")] = 0
     decode_graphs: Annotated[
         bool | None,
-        Field(
-            help="Decode by CUDA graphs, by default on GPUs with transport nvlink; a line says why if it is impossible"
-        ),
+        Field(help="Decode by CUDA graphs, by default on GPUs with transport nvlink; a log line says if it cannot"),
     ] = None
 
     def __post_init__(self) -> None:

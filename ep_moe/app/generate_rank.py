@@ -11,7 +11,7 @@ from ep_moe.engines.transformers import GenerationOptions, generate
 from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
 from ep_moe.group import EPGroup
 
-MOST_ROWS = 64  # prompts that a rank continues together with decode graphs; without, it is one at a time
+MOST_ROWS = 64  # prompts in one batch of a rank with decode graphs; without graphs a batch is one prompt
 
 
 def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:

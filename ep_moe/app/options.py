@@ -1,4 +1,4 @@
-"""Options of the command line made from the fields of configs, which say their type, default, help and limits once."""
+"""Options of the command line, derived from the fields of configs: their types, defaults, help and limits."""
 
 import dataclasses
 import inspect
@@ -27,7 +27,7 @@ def options_of(
     A tuple is an option that may be repeated; a bool that is False by default has no option to turn it off.
 
     Args:
-        defaults: a config with other defaults than the fields'. leave_out: fields without an option.
+        defaults: a config whose values replace the fields' defaults. leave_out: fields without an option.
         instead: replaces the `Field` of some fields.
     Local.
     """
@@ -37,15 +37,15 @@ def options_of(
     ):
         if name in leave_out:
             continue
-        said = instead.get(name, own)
+        described_as = instead.get(name, own)
         default = field.default if defaults is None else getattr(defaults, name)
         if typing.get_origin(wanted) is tuple:
             wanted = list[typing.get_args(wanted)[0]]  # type: ignore[misc]
             default = list(default) if isinstance(default, tuple) else default
-        info: Any = typer.Argument(help=said.text)
+        info: Any = typer.Argument(help=described_as.text)
         if default is not dataclasses.MISSING:
             flag = [f"--{name.replace('_', '-')}"] if default is False else []
-            info = typer.Option(*([said.option] if said.option else flag), help=said.text)
+            info = typer.Option(*([described_as.option] if described_as.option else flag), help=described_as.text)
         else:
             default = inspect.Parameter.empty
         keyword = inspect.Parameter.KEYWORD_ONLY

@@ -1,6 +1,6 @@
-"""The whole model with its experts' weights quantized and dequantized, and tokens rounded where the scheme says so.
+"""The whole model with its experts' weights quantized and dequantized, and tokens rounded if the scheme quantizes them.
 
-What expert parallelism in a scheme is compared with: nothing is sent, packed or laid out here.
+It is the reference for expert parallelism in a scheme: nothing is sent, packed or laid out here.
 Letters: T tokens, K top-k, E experts, H hidden.
 """
 
@@ -49,7 +49,7 @@ def _forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The forward of a transformers experts module, one expert after the other in float32; `real` are [E, ., .]."""
+    """The forward of a transformers experts module, one expert after the other, in float32; `real`: w13, w2."""
     scheme, dtype = weights.scheme, hidden_states.dtype
     shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
     x = hidden_states.float()
@@ -57,7 +57,7 @@ def _forward(
         x = dequantize(quantize(hidden_states, scheme, static_scale=weights.w13_input_scale))
     out = torch.zeros_like(x)
     for expert in top_k_index.unique().tolist():
-        tokens, slot = torch.where(top_k_index == expert)
+        tokens, choice = torch.where(top_k_index == expert)
         biases = [None if bias is None else bias[expert].float() for bias in (weights.w13_bias, weights.w2_bias)]
         inner = apply_activation(linear(x[tokens], real[0][expert], biases[0]), activation)
         if scheme.activation.quantized:
@@ -66,5 +66,5 @@ def _forward(
         else:
             inner = inner.to(dtype).float()
         y = linear(inner, real[1][expert], biases[1]).to(dtype).float()
-        out.index_add_(0, tokens, y * top_k_weights[tokens, slot, None].float())
+        out.index_add_(0, tokens, y * top_k_weights[tokens, choice, None].float())
     return out.to(dtype).reshape(shape)

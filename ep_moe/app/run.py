@@ -1,8 +1,8 @@
 """`ep-moe run`: generate with the experts spread over ranks, and check that the whole model gives the same.
 
-The whole model is transformers' own, with its eager experts, loaded in full by every rank for its own prompts. Weights
-stored in fp8 are dequantized in both models: a scheme would also round the tokens that are sent to the experts, and no
-logit would be equal.
+The whole model is that of transformers with eager experts, loaded in full by every rank for its own prompts. Schemes
+that quantize are refused, since rounding makes logits differ: with "none", weights that are quantized on disk are
+dequantized in both models.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class RunConfig:
         prompts: rank r takes prompt r modulo their number.
         new_tokens: tokens that each rank generates, rank r entry r modulo their number.
         teacher_tokens: held-out tokens, over all ranks, on which the logits are compared too.
-        window: most held-out tokens in one forward pass.
+        window: largest number of held-out tokens in one forward pass.
         max_logit_diff: the largest difference of a logit that counts as equal; positive and finite.
     """
 
@@ -40,7 +40,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if any(not prompt for prompt in self.prompts):
-            raise ValueError(f"prompts ({self.prompts}) has an empty one")
+            raise ValueError(f"prompts ({self.prompts}) must not contain an empty text")
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "RunConfig":

@@ -1,4 +1,4 @@
-"""Worker entry point of `ep-moe run`: generate with a rank's share of the experts, then with the whole model, compare.
+"""Worker entry point of `ep-moe run`: generate expert-parallel, then with the whole model, and compare.
 
 Letters: T tokens, V vocabulary.
 """
@@ -13,7 +13,6 @@ from transformers import StoppingCriteriaList
 
 from ep_moe.app.run import RunConfig
 from ep_moe.app.session import (
-    FinishRank,
     Model,
     PhaseClock,
     load_expert_parallel,
@@ -25,7 +24,8 @@ from ep_moe.app.session import (
 from ep_moe.app.start import model_dir
 from ep_moe.app.text import shipped_heldout
 from ep_moe.config import EngineConfig
-from ep_moe.engines.transformers import Session
+from ep_moe.engines.transformers import GenerationOptions, Session
+from ep_moe.engines.transformers.decoding import FinishRows
 from ep_moe.group import EPGroup
 
 LAYER_PHASES = ("route", "dispatch", "experts", "combine")
@@ -62,7 +62,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
         del model, session, layer
         with clock.phase("whole_model"):
             whole = _trace(load_whole(group, engine), prompt_ids, new_tokens, windows, progress)
-    group.wait_for_all("whole model")  # ranks differ in local work, and the next collective has a timeout
+    group.wait_for_all("whole model")  # local work takes different times, and the next collective has a timeout
     parts = group.all_gather_object(
         {
             "rank": group.rank,
@@ -105,12 +105,8 @@ def _trace(
     task = start_task(progress, f"{label}: generate", new_tokens)
     options: dict[str, Any] = {"max_new_tokens": new_tokens}
     if session is not None:
-        finish = FinishRank(
-            session,
-            prompt_tokens=prompt_ids.shape[1],
-            new_tokens=new_tokens,
-            on_step=functools.partial(progress.advance, task),
-        )
+        on_step = functools.partial(progress.advance, task)
+        finish = FinishRows(session, GenerationOptions(max_new_tokens=new_tokens), prompt_ids.shape[1], on_step)
         options["stopping_criteria"] = StoppingCriteriaList([finish])
     with timer.phase("generate"), torch.inference_mode():
         generated = model.generate(

@@ -1,15 +1,15 @@
-"""Shared by the ranks of `run`, `generate` and `eval`: loading the model, progress bars, times of phases."""
+"""Functions for the ranks of `run`, `generate` and `eval`: loading the model, progress bars, times of phases."""
 
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ep_moe.app.start import model_dir, open_model
@@ -80,34 +80,6 @@ class PhaseClock:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             self.secs[name] += time.perf_counter() - start
-
-
-class FinishRank(StoppingCriteria):
-    """Stops a rank after its number of new tokens or at an end token; from then on the rank sends no tokens."""
-
-    def __init__(
-        self,
-        session: Session,
-        *,
-        prompt_tokens: int,
-        new_tokens: int,
-        end_ids: tuple[int, ...] = (),
-        on_step: Callable[[], None] | None = None,
-    ) -> None:
-        self._session = session
-        self._prompt_tokens, self._new_tokens, self._end_ids = prompt_tokens, new_tokens, end_ids
-        self._on_step = on_step
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Tell transformers which rows are done; a rank generates one row at a time."""
-        del scores, kwargs
-        made = input_ids.shape[1] - self._prompt_tokens
-        done = made >= self._new_tokens or int(input_ids[0, -1]) in self._end_ids
-        if done:
-            self._session.idle = True
-        if self._on_step is not None:
-            self._on_step()
-        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
 
 
 def progress_bar(group: EPGroup) -> Progress:

@@ -1,6 +1,6 @@
 """Steps of `run`, `generate` and `eval` before ranks start: check the model, pick a device, start the ranks.
 
-Nothing here imports transformers, which takes long: the server that forks the ranks imports it, once.
+This module does not import transformers, which takes seconds: the server that forks the ranks imports it, once.
 """
 
 from pathlib import Path

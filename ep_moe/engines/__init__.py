@@ -1,4 +1,4 @@
-"""Integrations of ep_moe into engines, a folder each, which alone imports its engine; `common` is what all of them use.
+"""Integrations of ep_moe into engines. Each has a folder, which alone imports its engine; all share `common`.
 
 Nothing registers itself with an engine when it is imported: the functions that a user calls do.
 """

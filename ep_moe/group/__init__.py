@@ -1,8 +1,8 @@
 """A group of ranks: their ids and devices, and which of them is to blame when a wait times out.
 
-R ranks. A thread of each rank writes heartbeats to a store and reads those of the others: they tell which rank died,
-hangs or never arrived, where a backend reports at best a broken connection. The first rank that finds a failure writes
-it to the store and all others adopt it, so that survivors never blame each other.
+A thread of each rank writes heartbeats to a store and reads those of the others. They show which rank died, hangs or
+never arrived, while a backend reports at best a broken connection. The first rank that finds a failure writes it to the
+store and all others adopt it, so that surviving ranks never blame each other.
 """
 
 from ep_moe.group.base import DEFAULT_CONFIG, EPGroup

@@ -21,7 +21,7 @@ DEFAULT_CONFIG = GroupConfig()
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """Where a rank stands in its group and on its machine."""
+    """The index of a rank in its group and on its machine."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -38,8 +38,8 @@ class EPGroup:
 
     Attributes:
         rank, num_ranks: within the group.
-        local_rank, local_num_ranks, node: within this machine, and its index.
-        device: where this rank's tensors live.
+        local_rank, local_num_ranks: within this machine. node: index of this machine.
+        device: of this rank's tensors.
         backend: "nccl" or "gloo".
         process_group: for torch.distributed; None in a group made by `single`.
         config: the deadlines.
@@ -132,12 +132,12 @@ class EPGroup:
         config: GroupConfig = DEFAULT_CONFIG,
         device: torch.device | str | None = None,
     ) -> "EPGroup":
-        """A group over any subset of an existing torch.distributed world, which the caller still has to destroy.
+        """A group over any subset of an existing torch.distributed world, which the caller destroys afterwards.
 
         Args:
             process_group: with a gloo or NCCL backend; its ranks become the group's.
-            store: a TCPStore, prefixed or not, that all its ranks share and that outlives them. Each group uses keys of
-                its own, also several groups over the same ranks.
+            store: a TCPStore, prefixed or not, that all its ranks share and that outlives them. Each group uses its own
+                keys; several groups may have the same ranks.
             device: by default the current CUDA device if the process group has NCCL, else the CPU.
         Errors: ValueError for an unsupported store or device; PeerLostError as `connect`. Collective among the ranks of
         `process_group`.
@@ -230,7 +230,7 @@ class EPGroup:
 
     @contextlib.contextmanager
     def waiting(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        """Tell the other ranks that this one waits in the block, by a wait that has a timeout of its own. Local.
+        """Tell the other ranks that this one waits in the block, where the caller has a timeout of its own. Local.
 
         Args:
             phase, round: as in `wait`.

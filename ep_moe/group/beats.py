@@ -13,7 +13,7 @@ class Beat:
     local_rank: int
     left: bool
     progress: dict[str, int]  # phase -> last round that it waited in
-    place: str  # phase and round that it waits in or last waited in, for messages
+    place: str  # phase and round in which it waits or last waited, for messages
     sequence: int  # collectives that it has enqueued on the process group
 
     def has_reached(self, phase: str, count: int) -> bool:
@@ -22,7 +22,8 @@ class Beat:
 
 
 class Peer:
-    """The last heartbeat of one rank. Only time in which we polled counts as its silence: a stall of ours does not."""
+    """The last heartbeat of one rank. Only time in which we polled counts as its silence, so that a stall of ours does
+    not."""
 
     __slots__ = ("beat", "raw", "sequence_secs", "silent_secs")
 

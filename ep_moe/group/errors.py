@@ -2,7 +2,7 @@
 
 from typing import Any
 
-STILL_THERE = ("stopped answering", "did not arrive")  # reasons of ranks whose processes may not have ended
+STILL_THERE = ("stopped answering", "did not arrive")  # how a reason begins if the process may still run
 
 
 class PeerLostError(RuntimeError):
@@ -12,7 +12,7 @@ class PeerLostError(RuntimeError):
         ranks: group ranks to blame; empty if the store or the network is to blame.
         phase: operation that the reporting rank was waiting in, or had last waited in; may be empty.
         round: of that phase, None if it is not counted.
-        reason: the predicate of the message, "stopped answering: no heartbeat for 5.0 s (timeout 5 s)".
+        reason: the message without its subject, such as "stopped answering: no heartbeat for 5.0 s (timeout 5 s)".
     """
 
     def __init__(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> None:  # noqa: A002

@@ -23,7 +23,7 @@ def pick_device(device: torch.device | str | None, local_rank: int, local_num_ra
             return picked
         index = local_rank if picked.index is None else picked.index
         if index >= torch.cuda.device_count():
-            raise RuntimeError(f"device cuda:{index} was asked for, this machine has {torch.cuda.device_count()} GPUs")
+            raise RuntimeError(f"device cuda:{index} was requested, this machine has {torch.cuda.device_count()} GPUs")
         return torch.device("cuda", index)
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_num_ranks:
         return torch.device("cuda", local_rank)

@@ -28,7 +28,7 @@ class Decision:
 
     active: tuple[bool, ...]  # [R]
     resume: tuple[int, ...]  # [S] int32: rounds of an earlier epoch count as failed on every rank
-    as_wanted: bool  # whether it follows `wanted`, less ranks that are lost
+    as_wanted: bool  # whether `active` is `wanted` without lost ranks
     error: str  # set if ranks want different active ranks, else ""
 
 

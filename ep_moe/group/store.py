@@ -21,11 +21,12 @@ _log = logging.getLogger(__name__)
 def serve_store(host: str, port: int, timeout_secs: float) -> dist.TCPStore:
     """Serve a store at `host`, and connect to it.
 
-    If `host` is no address of this machine (but that of a gateway or a container's host, say), the store listens on
-    every interface and logs a warning.
+    If `host` is not an address of this machine (for example that of a gateway or of a container's host), the store
+    listens on every interface and logs a warning.
 
     Args:
-        host: name or address by which every rank reaches this one. port: 0 picks a free one. timeout_secs: of waits.
+        host: name or address by which every rank reaches this one. port: 0 picks a free one.
+        timeout_secs: of the store's own waits.
     Errors: RuntimeError for a port that is in use or not allowed, and those of `TCPStore`. Local.
     """
     listener = listen(host, port)
@@ -57,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket | None:
                 raise RuntimeError(f"the store cannot listen at {host}, port {port}: {error}") from None
             undo.pop_all()
             return listener
-    _log.warning("%s is no address of this machine: the store listens on every interface, port %d", host, port)
+    _log.warning("%s is not an address of this machine: the store listens on every interface, port %d", host, port)
     return None
 
 

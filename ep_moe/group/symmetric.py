@@ -17,7 +17,7 @@ SHARED_FOLDER = "/dev/shm"
 ALIGNMENT_BYTES = 1024  # of a buffer's size
 
 
-def _open_for_us_alone(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open a new file that only its owner may read and write, whatever the umask."""
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # a umask may have removed a permission that the other ranks need
@@ -95,7 +95,7 @@ class SymmetricBuffer:
         path = os.path.join(SHARED_FOLDER, f"ep_moe_{uuid.uuid4().hex}")
         error = ""
         try:
-            with open(path, "xb", opener=_open_for_us_alone) as file:
+            with open(path, "xb", opener=_open_private) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as cause:
             error = f"{SHARED_FOLDER} has no room for {num_bytes} bytes on rank {group.rank}: {cause}"

@@ -1,4 +1,4 @@
-"""How a rank waits for the others: in slices or by polling, so that it can check the group for a failure meanwhile."""
+"""The waits of a rank for the others: in slices or by polling, so that it also checks the group for a failure."""
 
 import contextlib
 import datetime
@@ -19,7 +19,7 @@ POINT_TO_POINT = (12, 13, 14)  # c10d OpType SEND, RECV, RECVANYSOURCE
 
 
 class Waits:
-    """The waits of a rank in a group with heartbeats: each completes, or names the rank that it waits for in vain."""
+    """The waits of a rank in a group with heartbeats: each completes, or raises an error that names the lost rank."""
 
     def __init__(self, watch: Watch, *, backend: str, device: torch.device, config: GroupConfig) -> None:
         self._watch = watch
@@ -93,7 +93,7 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, phase: str, round: int) -> Iterator[None]:  # noqa: A002
-        """Publish a wait that other code makes and bounds by a timeout, as `EPGroup.waiting`."""
+        """Publish a wait of other code, which has its own timeout, as `EPGroup.waiting`."""
         before = self._watch.enter(phase, round, round)
         try:
             yield
@@ -126,7 +126,7 @@ class Waits:
                 if whole:
                     raise
                 if work.is_completed():
-                    work.wait()  # it completed just after the slice, or this raises its error
+                    work.wait()  # returns if it completed just after the slice, else raises its error
                     return
             self.check()
             if time.monotonic() > deadline:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Watch:
     """The heartbeats of a group. Only its thread uses its store connection, which serves one thread at a time.
 
-    Other threads read `failure` and leave proposals; they wait for this thread, never for the store.
+    Other threads read `failure` and set the proposal; they wait for this thread, never for the store.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watch:
         self._proposal: PeerLostError | None = None
         self._deaths: dict[int, str] = {}  # rank -> how it died, for ranks that the launcher saw die before they left
         self._turns = 0
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._left = False
         self._stop = False
         self._wake = threading.Event()
@@ -94,7 +94,7 @@ class Watch:
         return tuple(rank for rank, peer in enumerate(self._peers) if peer.beat is not None and peer.beat.left)
 
     def beats(self) -> list[Beat]:
-        """The last heartbeat of every rank; after `meet`."""
+        """The last heartbeat of every rank; complete only after `meet`."""
         return [peer.beat for peer in self._peers if peer.beat is not None]
 
     def where(self) -> tuple[str, int | None]:
@@ -134,7 +134,7 @@ class Watch:
         raise self.failure.copy()
 
     def blame(self, phase: str, round: int | None, count: int) -> PeerLostError:  # noqa: A002
-        """Find the ranks that a wait of timeout_secs was in vain for, and publish them as lost."""
+        """Find the ranks for which a wait has timed out, and publish them as lost."""
         if not self._take_turn():
             return self._fail(self._unanswered(phase, round))
         limit = self._config.timeout_secs
@@ -184,7 +184,7 @@ class Watch:
         return None if self.failure is None else self.failure.copy()
 
     def _unanswered(self, phase: str, round: int | None) -> PeerLostError:  # noqa: A002
-        age = time.monotonic() - self._looked_at
+        age = time.monotonic() - self._polled_at
         return PeerLostError((), phase, round, f"the launcher's store has not answered for {age:.1f} s")
 
     def publish(self, ranks: tuple[int, ...], phase: str, round: int | None, reason: str) -> PeerLostError:  # noqa: A002
@@ -215,7 +215,7 @@ class Watch:
         self._process_group = None
 
     def _take_turn(self) -> bool:
-        """Let the thread write and read once from now on; False if the store does not answer."""
+        """Wait until the thread has written and read once more; False if the store does not answer."""
         with self._turned:
             wanted = self._turns + 2  # the current turn may have read already
             self._wake.set()
@@ -231,7 +231,7 @@ class Watch:
             for rank, peer in enumerate(self._peers)
             if rank != self._rank and peer.beat is not None and not peer.beat.left and peer.silent_secs > secs
         }
-        # on an overloaded machine all ranks may be silent; the lost one has been so for longest
+        # on an overloaded machine all ranks may be silent; the lost one has been silent for longest
         return tuple(rank for rank, age in ages.items() if age > 0.75 * max(ages.values()))
 
     def _behind(self, phase: str, count: int) -> tuple[int, ...]:
@@ -276,8 +276,8 @@ class Watch:
         deaths = json.loads(self._base.get(DEATHS_KEY))
         *beats, failure = self._store.multi_get(self._keys)
         now = time.monotonic()
-        elapsed = min(now - self._looked_at, 2 * self._config.heartbeat_secs)
-        self._looked_at = now
+        elapsed = min(now - self._polled_at, 2 * self._config.heartbeat_secs)
+        self._polled_at = now
         for peer, raw in zip(self._peers, beats, strict=True):
             peer.update(raw, elapsed)
         proposal = self._proposal

@@ -1,4 +1,4 @@
-"""The refusal of a backward pass: a loss must not train on missing gradients."""
+"""The refusal of a backward pass, so that no training continues with missing gradients."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -47,11 +47,11 @@ class ExpertParallelMoE(torch.nn.Module):
     Its weights are plain tensors, not parameters: a model's `to` and `state_dict` ignore them.
 
     Args:
-        config: of the layer; the same on every rank.
+        config: sizes, routing, activation and scheme of the layer; the same on every rank.
         weights: this rank's experts, in the order of `placement.local_experts(rank)` and in `config.scheme`.
         transport: moves the tokens; one serves all layers of a model.
         placement: logical to physical experts; by default the transport's.
-        experts: name of the implementation; "auto" chooses by device.
+        experts: name of the experts implementation; "auto" chooses by device.
         routing_bias: [E], for the routing methods that take one.
         shared_experts: called with hidden_states [T, H] between dispatch_send and dispatch_recv; its output is added
             in float32. Its backward is refused as the layer's; under torch.compile only if it is a module.
@@ -93,8 +93,8 @@ class ExpertParallelMoE(torch.nn.Module):
         if type(number) is not int or number < 0:
             raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
         self.tag = LayerTag.of(number, config, self.placement)
-        # found once, for they are read in every call
-        self._how: dict[str, Any] = {"layout": config.layout, "scheme": self.scheme, "layer": self.tag}
+        # built once, since every call reads them
+        self._dispatch_options: dict[str, Any] = {"layout": config.layout, "scheme": self.scheme, "layer": self.tag}
         self._weight_tensors = tuple(weights.tensors())
         self._number = op.number_of(self)
 
@@ -116,8 +116,8 @@ class ExpertParallelMoE(torch.nn.Module):
         if self.routing_bias is not None:
             expected["shape of routing_bias"] = (tuple(self.routing_bias.shape), (config.num_experts,))
         if weights.w13_input_scale is not None:
-            expected["activation scales of w13_input_scale"] = ("tensor", self.scheme.payload.granularity)
-            expected["numbers in w13_input_scale"] = (weights.w13_input_scale.numel(), 1)
+            expected["granularity of w13_input_scale"] = ("tensor", self.scheme.payload.granularity)
+            expected["elements of w13_input_scale"] = (weights.w13_input_scale.numel(), 1)
         for name, (found, wanted) in expected.items():
             if found != wanted:
                 raise ValueError(f"{name} ({found}) does not fit the layer on rank {rank}, which needs {wanted}")
@@ -133,12 +133,12 @@ class ExpertParallelMoE(torch.nn.Module):
         """Send each token through the experts that the layer's routing chooses.
 
         Args:
-            hidden_states: [T, H] in the transport's dtype, T <= max_tokens_per_rank and different on each rank at will.
+            hidden_states: [T, H] in the transport's dtype, T <= max_tokens_per_rank; T may differ between ranks.
             router_logits: [T, E], any float dtype.
-            num_tokens: optional, one int32 on the device: how many of the T rows are tokens. The others are padding,
-                as a CUDA graph of fixed T has it: they go to no expert, and their rows of the result are zero.
+            num_tokens: optional, [1] int32 on the device: the first `num_tokens` rows are tokens. The others are
+                padding, for CUDA graphs of fixed T: they go to no expert, and their rows of the result are zero.
             max_num_tokens: optional bound, T <= max_num_tokens <= max_tokens_per_rank, on the rows that any rank
-                brings to this round; the same on all ranks, which is not compared.
+                brings to this round. It must be the same on all ranks; ranks do not compare it.
         Returns: [T, H] in the transport's dtype.
         Errors: bad input on one rank raises ValueError on every rank, and the next call works; with a transport that
         does not wait for its peers (`nvlink`), ranks that do not raise get NaN, and their `check` raises the error.
@@ -160,12 +160,12 @@ class ExpertParallelMoE(torch.nn.Module):
         num_tokens: torch.Tensor | None = None,
         max_num_tokens: int | None = None,
     ) -> torch.Tensor:
-        """`forward` for tokens that are routed already; a rank may call this while others call `forward`.
+        """`forward` for tokens that are already routed; a rank may call this while others call `forward`.
 
         Args:
             topk_ids: [T, K] int32 or int64, logical, -1 none. topk_weights: [T, K] float32.
-            hidden_states, num_tokens, max_num_tokens: as of `forward`, and so are result and errors.
-        Collective.
+            hidden_states, num_tokens, max_num_tokens: as in `forward`.
+        Returns and errors: as in `forward`. Collective.
         """
         return self._call(hidden_states, (topk_ids, topk_weights), num_tokens, max_num_tokens)
 
@@ -177,9 +177,9 @@ class ExpertParallelMoE(torch.nn.Module):
 
         Args:
             num_topk: K of `forward_routed`, by default that of the routing config.
-            padded: also for calls with `num_tokens`.
-        Errors: ValueError without `num_topk` and routing config, or if it exceeds the transport's max_topk; on a GPU
-        those of `forward`. Collective, host sync; on a CPU, where nothing is compiled, it does nothing.
+            padded: compile for calls with `num_tokens` too.
+        Errors: ValueError if neither `num_topk` nor a routing config is given, or if K exceeds the transport's
+        max_topk; on a GPU also those of `forward`. Collective, host sync; on a CPU it does nothing.
         """
         warm_up(self, num_topk=num_topk, padded=padded)
 
@@ -249,13 +249,13 @@ class ExpertParallelMoE(torch.nn.Module):
         """Dispatch, experts, combine."""
         transport, phase, shared_experts = self.transport, self.phases.phase, self.shared_experts
         shared = out = None
-        how = {**self._how, "num_tokens": num_tokens, "max_num_tokens": max_num_tokens}
+        options = {**self._dispatch_options, "num_tokens": num_tokens, "max_num_tokens": max_num_tokens}
         if shared_experts is None:
             with phase("dispatch"):
-                dispatched = transport.dispatch(x, routing, **how)
+                dispatched = transport.dispatch(x, routing, **options)
         else:
             with phase("dispatch"):
-                transport.dispatch_send(x, routing, **how)
+                transport.dispatch_send(x, routing, **options)
             with phase("shared"):
                 shared = shared_experts(hidden_states)
             with phase("dispatch"):
@@ -279,7 +279,7 @@ class ExpertParallelMoE(torch.nn.Module):
     def _prepare(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor | Quantized, Routing]:
-        """Check the input and return the transport's: tokens, scaled by router weights or quantized as configured,
+        """Check the input; return the tokens for the transport, scaled by router weights or quantized as configured,
         and the routing with physical ids."""
         check_tensor(hidden_states, "hidden_states")
         if hidden_states.dim() != 2:

@@ -1,7 +1,7 @@
-"""The layer as an operator of torch, which torch.compile puts into its graphs without looking inside.
+"""The layer as a custom operator of torch, which torch.compile puts into its graphs without tracing into it.
 
-Ranks wait for each other in it, so a call may be neither left out nor moved before another one: the operator has an
-ordered effect. Eager calls do without it, since calling an operator takes longer than all the layer's own Python.
+Ranks wait for each other in a call, so a compiler may neither drop a call nor reorder two calls: the operator has an
+ordered effect. Eager calls bypass the operator, since its dispatch takes longer than all the layer's own Python.
 
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
@@ -18,7 +18,7 @@ from ep_moe.layer.backward import NO_BACKWARD
 
 
 class Runnable(Protocol):
-    """A layer as the operator calls it."""
+    """The layer, as far as the operator calls it."""
 
     def run(
         self,
@@ -31,7 +31,7 @@ class Runnable(Protocol):
         ...
 
 
-# an operator takes tensors and plain values: a number stands for a layer, which lives as long as its owner keeps it
+# an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
 _LAYERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -56,9 +56,9 @@ def layer_op(
     """`ExpertParallelMoE.forward`, or `forward_routed` if there are `topk_weights`.
 
     Args:
-        router: router_logits, or topk_ids. layer: of `number_of`.
+        router: router_logits, or topk_ids. layer: a number that `number_of` returned.
         trained: a weight whose gradient autograd would record, so that backward is refused; it is not read here.
-    Errors: as of the layer; RuntimeError if the layer no longer exists. Collective.
+    Errors: those of the layer; RuntimeError if the layer no longer exists. Collective.
     """
     del trained
     found: Runnable | None = _LAYERS.get(layer)
@@ -71,7 +71,7 @@ def layer_op(
 
 @layer_op.register_fake
 def _layer_fake(hidden_states: torch.Tensor, *others: Any) -> torch.Tensor:
-    """Only the result's shape: what is wrong with the input, the call itself tells all ranks."""
+    """The result's shape. It checks nothing: the real call raises errors in the input on all ranks."""
     del others
     return hidden_states.new_empty(hidden_states.shape)
 
@@ -94,7 +94,7 @@ def _note_shapes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """torch.compile traces this along with the forward pass, which is allowed: only running it is an error."""
+    """torch.compile traces this with the forward pass, so tracing must work: only running it is an error."""
     needed = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
     return tuple(no_backward_op(gradient, shape) if need else None for shape, need in needed)
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool) -> None:
-    """See `ExpertParallelMoE.warmup`. First what each rank compiles alone, then rounds, in which nothing is left."""
+    """See `ExpertParallelMoE.warmup`. What needs no other rank is compiled first, before the rounds."""
     transport, routing = layer.transport, layer.config.routing
     if num_topk is None:
         if routing is None:
-            raise ValueError("num_topk is needed: the layer has no routing config that says it")
+            raise ValueError("num_topk is needed: the layer has no routing config, which would contain it")
         num_topk = routing.num_topk
     if not 1 <= num_topk <= transport.config.max_topk:
         raise ValueError(f"num_topk ({num_topk}) is not in [1, max_topk ({transport.config.max_topk})]")
@@ -44,7 +44,7 @@ def row_counts(max_tokens: int) -> list[int]:
 
 def round_kinds(layer: "ExpertParallelMoE", num_topk: int, *, padded: bool) -> list[RoundKind]:
     """The rounds of the layer's calls, as far as a transport can compile them without their tensors. Local."""
-    if layer.weights.w13_input_scale is not None:  # the layer quantizes, and passes what only a round shows
+    if layer.weights.w13_input_scale is not None:  # the layer itself quantizes; only `run_rounds` compiles this case
         return []
     split = layer.shared_experts is not None
     return [
@@ -61,11 +61,11 @@ def round_kinds(layer: "ExpertParallelMoE", num_topk: int, *, padded: bool) -> l
 
 
 def compute_alone(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
-    """Route, and compute this rank's experts for T tokens of which none has an expert. Local."""
+    """Route T tokens, and compute this rank's experts for T tokens of which none has an expert. Local."""
     config, placement = layer.config, layer.placement
     for rows in sizes:
         x, nobody = _tokens(layer, rows, num_topk)
-        # T * K / L rows of each expert, by which tiles are chosen, are what R ranks with T tokens each bring
+        # `local_moe` chooses tiles for T * K / L rows per expert, as many as R ranks with T tokens each send
         local_moe(x, nobody, layer.weights, layer.experts, layout=config.layout)
         for ids_dtype in (torch.int32, torch.int64):
             to_physical(nobody.topk_ids.to(ids_dtype), placement)

@@ -1,1 +1,1 @@
-"""What every engine needs, without importing one: shared transports, weights in our order, load, agreement of ranks."""
+"""Code shared by engines, which imports none: transports, weights in our order, expert load, agreement of ranks."""

@@ -6,7 +6,7 @@ from ep_moe.group import EPGroup, PeerLostError
 class Agreement:
     """A context in which an error on one rank is an error on all: ranks without one raise that of the first that has.
 
-    Ranks leave the context together; the wait at its end has no timeout, only a rank that dies or leaves ends it.
+    Ranks leave the context together. The wait at its end has no timeout; it fails only if a rank dies or leaves.
     Ranks without an error raise ValueError for a ValueError, else RuntimeError.
 
     Args:

@@ -17,16 +17,16 @@ def placement_of(placement: str | Placement, num_experts: int, group: EPGroup) -
     if placement.num_ranks != group.num_ranks or placement.num_experts != num_experts:
         raise ValueError(
             f"the placement is of {placement.num_experts} experts on {placement.num_ranks} ranks, "
-            f"needed are {num_experts} on {group.num_ranks}"
+            f"expected {num_experts} experts on {group.num_ranks} ranks"
         )
     return placement
 
 
 def warm_up(layers: Iterable[ExpertParallelMoE], num_topk: int, *, padded: bool = False) -> None:
-    """Compile the kernels of all layers, one of those that are alike, so that no prompt waits for it. Collective.
+    """Compile the kernels of all layers, once for layers that use the same kernels. Collective.
 
     Args:
-        num_topk: K. padded: also for calls with `num_tokens`.
+        num_topk: K. padded: compile for calls with `num_tokens` too.
     """
     alike = {(layer.config, *(tensor is None for tensor in layer.weights.optional)): layer for layer in layers}
     for layer in alike.values():

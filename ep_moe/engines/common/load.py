@@ -1,4 +1,4 @@
-"""How often this rank's tokens choose each expert, counted on the device.
+"""Expert load: how often this rank's tokens choose each expert, counted on the device.
 
 Letters: T tokens on this rank, K top-k, E logical experts.
 """
@@ -30,7 +30,7 @@ class ExpertLoad:
         self._counts[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
     def add_times(self, layer: int, topk_ids: torch.Tensor, times: torch.Tensor) -> None:
-        """`add` in one launch: ids [T, K] of a router, all in [0, E], each `times` [T * K] int64. Local."""
+        """`add` in one launch, for ids [T, K] that are all in [0, E]; id i counts `times[i]`, [T * K] int64. Local."""
         self._counts[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
 
     def reset(self) -> None:

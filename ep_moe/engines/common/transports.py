@@ -1,4 +1,4 @@
-"""Transports that layers share, since buffers grow with the number of transports and not with that of layers.
+"""Transports that layers share: buffers then grow with the number of transports, not with the number of layers.
 
 Letters: K top-k, E experts of all ranks.
 """
@@ -38,12 +38,12 @@ class SharedTransport:
 class SharedTransports:
     """Transports that are shared by all layers with the same sizes, also by those of later models.
 
-    A transport lives until the process ends or another process group takes the name of its own. It cannot be closed
-    with its last layer: ranks garbage-collect a model at different times, so that one rank would use the old transport
-    and another a new one.
+    A transport lives until the process ends or another process group takes the name of its process group. It cannot be
+    closed with its last layer: ranks garbage-collect a model at different times, so that one rank would use the old
+    transport and another a new one.
 
     Args:
-        transport: of all, by name.
+        transport: name of their implementation.
     """
 
     def __init__(self, transport: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights of engines in ep_moe's order, and quantized.
+"""Weights of engines: reordered to ep_moe's row order, and quantized.
 
 Letters: L local experts, H hidden, I intermediate.
 """

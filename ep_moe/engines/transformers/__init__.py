@@ -4,7 +4,7 @@
     model = from_pretrained(directory, group)
     generate(model, prompts, GenerationOptions(max_new_tokens=64))  # or model.generate(..., synced_gpus=True)
 
-`register()` makes "ep_moe" known to transformers, which models that transformers itself loads need. Inference only.
+`register()` registers "ep_moe" with transformers, for models that transformers itself loads. Inference only.
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M max_tokens_per_rank.
 """
 
@@ -58,19 +58,20 @@ def from_pretrained(
         directory: a Hugging Face checkpoint of a family in `ep_moe.weights.FAMILIES`.
         group: the ranks; the model is on `group.device`.
         dtype: of weights and activations; by default that of config.json, else float32. Weights other than the
-            experts are dequantized to it if they are fp8 on disk.
+            experts are dequantized to it if they are quantized on disk.
         transport, experts: implementations by name. placement: by name, or a `Placement` over R ranks.
-        scheme: of experts and payload, a name of `ep_moe.quant.SCHEMES`; by default that of the checkpoint, and "none"
-            dequantizes it.
-        layout: of the received tokens, for the experts.
+        scheme: of experts and payload, a name that `ep_moe.quant.get_scheme` knows; by default the checkpoint's own;
+            "none" dequantizes the experts.
+        layout: of the expert batch.
         max_tokens_per_rank: M, the most tokens that one rank brings to a forward pass; a longer prompt is an error
             on every rank. Buffers grow with it.
-        attn_implementation: that of transformers.
+        attn_implementation: passed to transformers.
     Returns: the model in evaluation mode, without gradients, with `model.ep_moe`, a `Session`. Every rank must call
-        it equally often, with its own tokens; in `generate`, `synced_gpus=True` ensures that. Every rank calls its
-        `save_pretrained` too: rank 0 gathers the experts, a layer at a time, and writes; experts in a scheme other
-        than "none" are refused (see `ep_moe.engines.transformers.saving`). `state_dict` does not contain the experts.
-    Errors: ValueError for a checkpoint that cannot be read, as of `ExpertWeights.from_pretrained`, and for missing or
+        the model equally often, with its own tokens; in `model.generate`, `synced_gpus=True` ensures that. Every rank
+        also calls `model.save_pretrained`: rank 0 gathers the experts, a layer at a time, and writes them; experts in
+        a scheme other than "none" are refused (see `ep_moe.engines.transformers.saving`). `state_dict` does not contain
+        the experts.
+    Errors: ValueError for a checkpoint that cannot be read, as in `ExpertWeights.from_pretrained`, and for missing or
         unexpected tensors. Collective.
     """
     checkpoint = Checkpoint.open(directory)
@@ -113,13 +114,13 @@ def shard_experts(
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
 ) -> PreTrainedModel:
-    """Shard the experts of a model that every rank has loaded whole: keep this rank's, free the others.
+    """Shard the experts of a model that every rank has loaded whole: keep this rank's experts, free the others.
 
     It supports every architecture whose experts module takes an experts implementation of transformers, except those
     that `ep_moe.engines.transformers.architectures` refuses.
 
-    Args: as of `from_pretrained`; model: on `group.device`, changed in place.
-    Returns: the model. Its `save_pretrained` is that of `from_pretrained`.
+    Args: model: on `group.device`, changed in place. All others: as in `from_pretrained`.
+    Returns: the model. Its `save_pretrained` works as after `from_pretrained`.
     Errors: ValueError, which names the cause, for unsupported experts, for a model on another device, and for one that
         is sharded already; an error on one rank is raised on all, and the model is left unchanged. Collective.
     """

@@ -29,7 +29,7 @@ NUM_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfStep:
-    """An architecture whose ranks call different layers, depending on their input.
+    """An architecture in which ranks call different layers, depending on their input.
 
     Args:
         model: name of the class that holds the part.
@@ -52,7 +52,7 @@ OUT_OF_STEP = (
     ),
 )
 EXPERTS_OUT_OF_STEP = ("Ernie4_5_VLMoeMoeExperts", "Dots3NoteExperts", "DiffusionGemmaTextExperts")
-_MARK = "_ep_moe_asks"  # marks a method that `refuse_to_be_ignored` has wrapped
+_MARK = "_ep_moe_checks"  # marks a method that `refuse_unsupported_models` has wrapped
 KEPT_IN_STEP = "Ernie4_5_VLMoeMoeBlock"  # always calls text_moe first, then vision_moe if there are vision tokens
 
 
@@ -87,7 +87,7 @@ def check_in_step(model: torch.nn.Module, num_ranks: int) -> None:
 
 
 def check_hook_in_step(experts: ExpertsModule) -> None:
-    """Refuse experts of `EXPERTS_OUT_OF_STEP`; for hooks of ranks with different batches. ValueError. Local."""
+    """Refuse experts of `EXPERTS_OUT_OF_STEP`, for hooks of ranks with different batches. Errors: ValueError. Local."""
     name = type(experts).__name__
     if name in EXPERTS_OUT_OF_STEP:
         raise ValueError(
@@ -128,7 +128,7 @@ def _call_the_rest(block: torch.nn.Module, inputs: Any, output: Any, *, num_topk
 def check_takes_experts(model: PreTrainedModel) -> None:
     """Refuse a model whose experts do not support experts implementations.
 
-    By transformers' own rule: a model passes if any of its modules, or the source of its class, supports them.
+    The rule is that of transformers: a model passes if any of its modules, or the source of its class, supports them.
 
     Errors: ValueError names the class. Local.
     """
@@ -145,11 +145,11 @@ def check_takes_experts(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_to_be_ignored(name: str) -> None:
-    """Make transformers call `check_takes_experts` for models that are set to implementation `name`.
+def refuse_unsupported_models(name: str) -> None:
+    """Make transformers call `check_takes_experts` for models that use implementation `name`.
 
-    That is after a model is built, and when its implementation is set later. transformers silently ignores unsupported
-    implementations and has no hook for this, so two of its methods are wrapped, once. Local.
+    It is called after a model is built, and when its implementation is set later. transformers silently ignores
+    unsupported implementations and has no hook for this, so two of its methods are wrapped, once. Local.
     """
     post_init, correct = PreTrainedModel.post_init, PreTrainedModel.get_correct_experts_implementation
     if hasattr(post_init, _MARK):

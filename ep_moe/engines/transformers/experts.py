@@ -16,11 +16,11 @@ from ep_moe.experts import apply_activation
 from ep_moe.quant import StoredMatrix
 from ep_moe.weights import ExpertWeights
 
-ExpertsModule = Any  # a torch.nn.Module with these flags and the parameters that they describe
+ExpertsModule = Any  # a torch.nn.Module with `FLAGS` and the parameters that these describe
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-SHARDED = "_ep_moe_sharded"  # attributes set on experts modules: a `ShardedExperts`, and a `LocalExperts`
-LOCAL = "_ep_moe_local"
-ALPHA_NAMES, LIMIT_NAMES = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # of an experts module's attributes
+SHARDED = "_ep_moe_sharded"  # attribute of an experts module: its `ShardedExperts`
+LOCAL = "_ep_moe_local"  # the same for its `LocalExperts`
+ALPHA_NAMES, LIMIT_NAMES = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # attributes of an experts module
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -51,7 +51,7 @@ def _gated_candidates(module: ExpertsModule) -> Iterator[ActivationConfig]:
 
 
 def _number(module: ExpertsModule, names: Sequence[str], default: Any) -> Any:
-    """The first of these attributes that is a number; whether the module uses it is found by running its code."""
+    """The first of these attributes that is a number; `activation_of` finds out whether the module uses it."""
     values = (getattr(module, name, None) for name in names)
     return next((float(value) for value in values if isinstance(value, int | float)), default)
 
@@ -95,8 +95,8 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     """Read the parameters of an experts module.
 
     Args:
-        module: its flags has_gate, has_bias, is_transposed and is_concatenated are supported.
-        experts: copies of these, in this order; None takes all, as views of parameters that are in our memory order.
+        module: any values of `FLAGS` are supported.
+        experts: those to copy, in this order; None takes all, as views of the parameters that are in our memory order.
     Errors: ValueError names the unsupported flag or parameter. Local.
     """
     name = type(module).__name__
@@ -107,7 +107,7 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     def parameter(key: str) -> torch.Tensor:
         tensor = getattr(module, key)
         if hasattr(tensor, "to_local"):
-            raise ValueError(f"{key} of {name} is a DTensor; only what lies whole on this rank can be computed here")
+            raise ValueError(f"{key} of {name} is a DTensor; it must be a tensor that is whole on this rank")
         if tensor.dtype not in DTYPES.values():
             raise ValueError(f"{key} of {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
         tensor = tensor.detach()
@@ -133,7 +133,7 @@ def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, to
 
     Args:
         module: only its flags are used.
-        weights: of any of its experts, unquantized.
+        weights: of some or all of its experts, unquantized.
     Returns: name -> [number of experts in `weights`, ...]. Local.
     """
 

@@ -20,7 +20,7 @@ from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
 
-NAME = "ep_moe"  # our name in transformers
+NAME = "ep_moe"  # the name under which transformers knows our implementations
 DecodeExperts = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, tokens, ids, weights
 MAX_TOKENS_PER_RANK = 4096  # the default M
 
@@ -31,7 +31,7 @@ class HookConfig:
 
     Args:
         transport, experts: implementations by name.
-        layout: of the received tokens, for the experts.
+        layout: of the expert batch.
         max_tokens_per_rank: M of the expert-parallel hooks; experts of a single process take any number of tokens.
     """
 
@@ -42,7 +42,7 @@ class HookConfig:
 
 
 def without_backward(module: ExpertsModule, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """`refuse_backward` that includes the module's parameters, which are read without a graph. Local."""
+    """`refuse_backward` for `inputs` and the module's parameters. Local."""
     return refuse_backward(run, (*inputs, *module.parameters(recurse=False)))
 
 
@@ -54,8 +54,8 @@ class ModuleLayer:
 
     Args:
         module: the module; the layer is valid as long as `serves` is true for it.
-        weights: the module's. transport: of the layer; its placement gives the number of experts.
-        config: the implementation and the layout; routing is done by transformers.
+        weights: those of the module. transport: that of the layer; its placement gives the number of experts.
+        config: the experts implementation and the layout; transformers does the routing.
         index: the layer's number, which ranks compare in each round.
     Errors: ValueError for an unsupported activation, and for weights that do not fit the transport.
     """
@@ -134,11 +134,12 @@ class Session:
         transport: moves the tokens of all layers.
         layers: the `ExpertParallelMoE` of each MoE layer, in order.
         load: counts the experts that this rank's tokens choose.
-        idle: set it to True to make this rank take part in every forward pass without sending tokens; its MoE layers
-            then return zeros. For a rank that has finished while others still generate.
+        idle: if True, this rank takes part in every forward pass without sending tokens, and its MoE layers return
+            zeros; for a rank that has finished while others still generate.
         experts: name of the layers' experts implementation.
         decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
-        why_no_graphs: the reason why there is none, "" until it is needed.
+        why_no_graphs: the reason why there is no decoder, "" until one is needed.
+        decode_experts: a function that experts modules call in place of their layers, set by `decoding`.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Session:
 
     @contextlib.contextmanager
     def sitting_out(self, idle: bool = True) -> Iterator[None]:
-        """`idle` has this value in the block, and its value of before after it. Local."""
+        """Set `idle` in the block, and restore it afterwards. Local."""
         before, self.idle = self.idle, idle
         try:
             yield
@@ -178,7 +179,7 @@ class Session:
             self.idle = before
 
     @contextlib.contextmanager
-    def decoding(self, experts: "DecodeExperts") -> Iterator[None]:
+    def decoding(self, experts: DecodeExperts) -> Iterator[None]:
         """In the block, experts modules call this function in place of their layers. Local."""
         self.decode_experts = experts
         try:

@@ -55,7 +55,7 @@ def install(
 ) -> PreTrainedModel:
     """Replace each experts module by a layer. Until the first layer is made, an error leaves the model unchanged.
 
-    Layers are made one by one, and each frees more memory than the next one needs. Collective.
+    Layers are made one by one: each frees its module's parameters before the next needs memory. Collective.
     """
     before = model.get_experts_implementation()
     num_topk = num_topk_of(model.config)
@@ -93,7 +93,7 @@ def _make_layers(parts: Mapping[str, Part], exchange: Transport, experts: str) -
             raise ValueError(f"{name} ({type(part.module).__name__}) keeps experts_implementation {used!r}")
         layers.append(ExpertParallelMoE(part.config, part.weights(), exchange, experts=experts, layer_index=index))
         drop_parameters(part.module)
-        if hasattr(part.module, LOCAL):  # it holds the parameters too
+        if hasattr(part.module, LOCAL):  # a `LocalExperts` keeps the parameters alive too
             delattr(part.module, LOCAL)
     return tuple(layers)
 

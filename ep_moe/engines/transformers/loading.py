@@ -1,4 +1,4 @@
-"""Loading a transformers model from a checkpoint directory without allocating its experts, or whole from fp8.
+"""Loading a transformers model from a checkpoint directory without its experts, or whole from a quantized checkpoint.
 
 transformers' own loader allocates every tensor that it does not find, so it cannot skip the experts. For fp8 it infers
 block sizes from the numbers of rows and scales, which is wrong if the last block is short, and on a CPU the loaded
@@ -42,7 +42,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
         drop_parameters(module)
         module._is_hf_initialized = True  # so that transformers does not initialize its parameters
     if (directory / "generation_config.json").is_file():
-        read_object(directory / "generation_config.json")  # for a better error than transformers' if it is no object
+        read_object(directory / "generation_config.json")  # its error is clearer than that of transformers
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 
@@ -64,7 +64,7 @@ def load_dense(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.dev
         for leaf in module._non_persistent_buffers_set & module._buffers.keys():
             buffer = module._buffers[leaf]
             module._buffers[leaf] = None if buffer is None else torch.empty_like(buffer, device=device)
-    model.initialize_weights()  # computes those buffers, which alone are not marked as initialized
+    model.initialize_weights()  # computes only those buffers: all else is marked as initialized
     model.requires_grad_(False)
 
 
@@ -82,12 +82,12 @@ def layers_of(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def load_whole(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """Load a whole model with transformers' own eager experts, dequantized if it is fp8 on disk.
+    """Load a whole model with transformers' own eager experts, dequantized if it is quantized on disk.
 
     Args:
         dtype: of parameters; by default that of config.json, else float32.
     Returns: the model in evaluation mode, without gradients.
-    Errors: as of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronizes with
+    Errors: those of `build_skeleton`, `load_dense` and `ExpertWeights.from_pretrained`. Local; synchronizes with
         `device`.
     """
     model = build_skeleton(checkpoint.directory, dtype, None)

@@ -1,4 +1,4 @@
-"""Our transport in transformers' own expert parallelism.
+"""Our transport as an implementation of transformers' own expert parallelism.
 
 transformers shards experts over a device mesh and calls a hook for each experts module: `EPImplementation` from 5.23
 on, a tensor-parallel style in 5.17 and 5.18; the releases in between have no hook for other implementations.
@@ -44,7 +44,7 @@ class MeshExperts:
         self._experts, self._config = experts, config
         self._expert_group, self._batch_group = expert_group, batch_group
         self._transports = transports
-        self._index = transports.number_module()  # now, since ranks may first call modules in different orders
+        self._index = transports.number_module()  # here, since ranks may first call modules in different orders
         self._shared: SharedTransport | None = None
         self._layer: ModuleLayer | None = None
 
@@ -167,8 +167,8 @@ def parallel_config(config: PreTrainedConfig, num_ranks: int) -> DistributedConf
         return DistributedConfig(tp_size=num_ranks, ep_size=num_ranks, ep_implementation=NAME)
     if not _has_parallel_styles():
         raise RuntimeError(
-            f"transformers {transformers.__version__} lets nobody else exchange its experts' tokens: use 5.17, 5.18 or "
-            f"5.23, or ep_moe.engines.transformers.from_pretrained, which works with any"
+            f"transformers {transformers.__version__} has no hook for other implementations of expert parallelism: use "
+            f"5.17, 5.18 or 5.23, or ep_moe.engines.transformers.from_pretrained, which works with any"
         )
     plan: Any = config.base_model_ep_plan
     if not plan:

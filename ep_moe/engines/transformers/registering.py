@@ -1,4 +1,4 @@
-"""Registration of "ep_moe" with transformers, when one of our functions is called and not before."""
+"""Registration of "ep_moe" with transformers, done by the functions that need it and not at import."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ep_moe.config import Layout
-from ep_moe.engines.transformers.architectures import refuse_to_be_ignored
+from ep_moe.engines.transformers.architectures import refuse_unsupported_models
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule
 from ep_moe.engines.transformers.hooks import MAX_TOKENS_PER_RANK, NAME, HookConfig, LocalExperts, without_backward
 from ep_moe.engines.transformers.parallel import parallel_config, register_parallelism
@@ -24,24 +24,24 @@ def register(
     """Register "ep_moe" with transformers, as an `experts_implementation` and for its expert parallelism.
 
     Call it before a model is made that names "ep_moe", and again for other options; `from_pretrained`, `shard_experts`
-    and `distributed_config` call it if nobody has. A model with transposed or interleaved experts, such as gpt-oss,
-    works but is slow: its weights are copied into our order in each call; `from_pretrained` and `shard_experts` copy
-    them once. From then on, setting "ep_moe" on a model with experts that supports no implementation, such as Llama 4,
-    is a ValueError; transformers itself would ignore it.
+    and `distributed_config` call it if it was not called before. A model with transposed or interleaved experts, such
+    as gpt-oss, works but is slow: its weights are copied into our order in each call; `from_pretrained` and
+    `shard_experts` copy them once. After `register`, setting "ep_moe" on a model with experts that supports no
+    implementation, such as Llama 4, is a ValueError; transformers itself would ignore it.
 
-    Args: as of `from_pretrained`, for models that transformers itself loads; `transport` and `max_tokens_per_rank`
-        are those of its expert parallelism, see `distributed_config`. Local.
+    Args: as in `from_pretrained`, for models that transformers itself loads; `transport` and `max_tokens_per_rank`
+        apply to its expert parallelism only, see `distributed_config`. Local.
     """
     config = HookConfig(
         transport=transport, experts=experts, layout=Layout(layout), max_tokens_per_rank=max_tokens_per_rank
     )
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_function(config))
     register_parallelism(config)
-    refuse_to_be_ignored(NAME)
+    refuse_unsupported_models(NAME)
 
 
 def ensure_registered() -> None:
-    """`register`, unless somebody has called it. Local."""
+    """Call `register` unless "ep_moe" is registered already. Local."""
     if NAME not in ALL_EXPERTS_FUNCTIONS:
         register()
 

@@ -46,7 +46,7 @@ def save_pretrained(
 
     Every rank calls it: rank 0 gathers the experts layer by layer and writes each layer to separate files before the
     next. It needs memory for one layer's experts besides the model, twice that if transformers converts them. The
-    directory is complete or is left without weights. If some ranks do not call it, those that do wait until one of
+    directory ends up complete, or without weights. If some ranks do not call it, those that do wait until one of
     them reaches another timeout, such as that of the next forward pass.
 
     Args:
@@ -54,8 +54,8 @@ def save_pretrained(
         save_directory, max_shard_size, save_original_format: those of transformers; weights that the directory already
             has are replaced. is_main_process: must not be False on rank 0.
         others: transformers' other options; only their defaults are accepted.
-    Errors: ValueError on every rank for quantized experts, since transformers would load them in the model's dtype,
-        rounding errors included; for another option; for a directory that is a file. RuntimeError on the other ranks
+    Errors: ValueError on every rank for quantized experts, which would be written in the model's dtype with their
+        rounding errors; for another option; for a directory that is a file. RuntimeError on the other ranks
         if rank 0 cannot write. Collective.
     """
     sharded = {name: getattr(module, SHARDED) for name, module in modules.items()}
@@ -176,7 +176,7 @@ class _Writer:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add_dense(self, model: PreTrainedModel, save_original_format: bool) -> None:
-        """Let transformers write the configs and all weights that are not experts."""
+        """Make transformers write the configs and all weights that are not experts."""
         vars(model)["should_save_on_this_rank"] = lambda is_main_process: True  # its own checks for global rank 0
         try:
             type(model).save_pretrained(

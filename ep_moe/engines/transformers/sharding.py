@@ -45,7 +45,7 @@ def plan_shards(
 ) -> Plan:
     """Check everything that `shard_experts` refuses, and copy this rank's experts of the first module only.
 
-    Args and errors: as of `shard_experts`. The model is not changed. Local.
+    Args and errors: as in `shard_experts`. The model is not changed. Local.
     """
     if is_sharded(model):
         raise ValueError(f"the experts of {type(model).__name__} are spread over ranks already")

@@ -1,5 +1,5 @@
-"""Text from a model whose experts are spread over ranks: by decode graphs where they can be captured, else by
-transformers' own loop."""
+"""Text generation with a model whose experts are spread over ranks: by CUDA graphs if decode passes can be captured,
+else by transformers' own loop."""
 
 import logging
 from collections.abc import Callable
@@ -31,26 +31,26 @@ def generate(
     decode_graphs: bool | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Continue this rank's prompts, in step with the other ranks, which may have others of another number and length.
+    """Continue this rank's prompts, in step with the other ranks, whose prompts may differ in number and length.
 
         ids = tokenizer(texts, padding_side="left", padding=True, return_tensors="pt").to(model.device)
         new = generate(model, ids.input_ids, GenerationOptions(max_new_tokens=64), attention_mask=ids.attention_mask)
 
-    With decode graphs the prefill runs as ever; each decode pass is one replay of a CUDA graph, captured at its first
+    With decode graphs the prefill runs eagerly; each decode pass is one replay of a CUDA graph, captured at its first
     use for a bucket of rows and capacity. The host waits for the first token, and then for every 16th. Sampling
     depends on seed, position and logits alone. The graphs read the parameters that the model had when they were
-    captured: `model.ep_moe.decoder.drop_graphs()` forgets them.
+    captured: call `model.ep_moe.decoder.drop_graphs()` after replacing parameters.
 
     Args:
         model: of `from_pretrained` or `shard_experts`.
         prompts: [B, P] int64, B may be 0. A prompt longer than the transport's max_tokens_per_rank is an error on every
             rank; more rows than fit into it are prefilled in several passes.
-        options: of the generation; its end tokens are not taken from the model, see `end_ids_of`.
+        options: of the generation; `end_ids_of(model)` returns the end tokens that the model itself declares.
         attention_mask: [B, P], 0 for padding, which is on the left.
-        decode_graphs: None for CUDA graphs on GPUs with transport "nvlink"; True also says in a log line why it falls
-            back to transformers' own loop; False for that loop, which samples other tokens. The same on all ranks.
-        on_step: called with the number of new tokens of each row, when they are complete.
-    Returns: [B, max_new_tokens] int64 on the CPU, -1 behind the end of a sequence.
+        decode_graphs: None for CUDA graphs on GPUs with transport "nvlink"; True also logs a warning if it falls back
+            to transformers' own loop; False for that loop, which samples other tokens. The same on all ranks.
+        on_step: called after one or more passes with the number of new tokens per row.
+    Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
     Errors: ValueError for bad prompts, on every rank; PeerLostError if a rank is lost, before any of its NaN becomes a
     token. Collective.
     """
@@ -62,7 +62,7 @@ def generate(
 
 
 def decoder_of(model: Model, decode_graphs: bool | None) -> Decoder | None:
-    """The decoder that `generate` uses, made at its first use; None for transformers' own loop. Local."""
+    """The decoder that `generate` uses, created on first use; None for transformers' own loop. Local."""
     session: Session = model.ep_moe
     if decode_graphs is False:
         return None
@@ -94,7 +94,7 @@ def why_not_fixed(model: Model) -> str:
     """The reason why a model has no decode pass of fixed shapes, "" if it has. Local."""
     name, text = type(model).__name__, model.config.get_text_config()
     if not getattr(model, "_can_compile_fullgraph", False):
-        return f"transformers does not say of {name} that it runs without host decisions"
+        return f"transformers does not declare that {name} runs without host decisions"
     if any(type(module).__name__ == KEPT_IN_STEP for module in model.modules()):
         return f"{name} decides on the host which experts it calls"
     if text._attn_implementation not in _MASKED_ATTENTION:
@@ -110,8 +110,12 @@ def why_not_fixed(model: Model) -> str:
     return ""
 
 
-class _FinishRows(StoppingCriteria):
-    """Ends a rank's rows after their number of new tokens or at an end token; then the rank sends no tokens."""
+class FinishRows(StoppingCriteria):
+    """Ends a rank's rows at `options.max_new_tokens` or an end token; once all have ended, the rank sends no tokens.
+
+    Args:
+        num_columns: prompt tokens of each row. on_step: called with 1 after each token.
+    """
 
     def __init__(
         self, session: Session, options: GenerationOptions, num_columns: int, on_step: Callable[[int], None]
@@ -140,7 +144,7 @@ def _by_transformers(
     options: GenerationOptions,
     on_step: Callable[[int], None],
 ) -> torch.Tensor:
-    """`generate` by transformers' loop with its dynamic cache; a rank without rows steps along with one of no use."""
+    """`generate` by transformers' loop with its dynamic cache; a rank without rows takes part with a dummy row."""
     session: Session = model.ep_moe
     spare = not prompts.shape[0] or not options.max_new_tokens
     if not spare:
@@ -155,7 +159,7 @@ def _by_transformers(
             ids,
             attention_mask=torch.ones_like(ids) if mask is None or spare else mask,
             max_new_tokens=1 if spare else options.max_new_tokens,
-            stopping_criteria=StoppingCriteriaList([_FinishRows(session, options, ids.shape[1], on_step)]),
+            stopping_criteria=StoppingCriteriaList([FinishRows(session, options, ids.shape[1], on_step)]),
             eos_token_id=list(options.end_ids) or None,
             pad_token_id=options.end_ids[0] if options.end_ids else 0,
             synced_gpus=torch.distributed.is_initialized(),
@@ -170,4 +174,13 @@ def _by_transformers(
     )
 
 
-__all__ = ["Decoder", "GenerationOptions", "decoder_of", "end_ids_of", "generate", "why_no_graphs", "why_not_fixed"]
+__all__ = [
+    "Decoder",
+    "FinishRows",
+    "GenerationOptions",
+    "decoder_of",
+    "end_ids_of",
+    "generate",
+    "why_no_graphs",
+    "why_not_fixed",
+]

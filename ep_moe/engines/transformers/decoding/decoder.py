@@ -1,4 +1,4 @@
-"""Generation by passes of fixed shapes: a prefill as ever, then decode passes, each captured once as a CUDA graph.
+"""Generation by passes of fixed shapes: an eager prefill, then decode passes, each captured once as a CUDA graph.
 
 A pass computes one token for each row of a bucket (1, 2, 4, ... rows) with a cache of a bucketed capacity. Tokens,
 positions and the rows that want another token stay on the device, so that the host only launches; it reads the tokens
@@ -25,14 +25,13 @@ from ep_moe.transport import Transport
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
 LEAST_CAPACITY = 64
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
-_COLUMNS = 6  # of the ranks' requests
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a pass is captured for: rows of its bucket, capacity, and whether it samples."""
+    """The key of a captured pass: rows of its bucket, capacity, and whether it samples."""
 
     rows: int
     capacity: int
@@ -41,26 +40,26 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """A rank's wishes for a generation, which all ranks learn; a refused one has none."""
+    """What one rank needs for a generation, sent to all ranks; if it is refused, the other fields are not set."""
 
     refused: bool = False
     rows: int = 0
     prefills: int = 0  # forward passes for its prompts
     new_tokens: int = 0
     ends: bool = False  # end tokens may end it earlier
-    cold: bool = False  # its pass has not been captured
+    cold: bool = False  # its pass is to be captured and has not been
 
-    def numbers(self) -> list[int]:
+    def to_ints(self) -> list[int]:
         """The fields as integers, in order."""
         return [int(value) for value in dataclasses.astuple(self)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderMemory:
-    """Bytes that a decoder holds on this rank, next to the model's own transport.
+    """Bytes that a decoder holds on this rank, besides the model's own transport.
 
     Args:
-        peer_bytes: of its transport, which peers map; 0 for a transport that maps none. cache_bytes: keys and values.
+        peer_bytes: memory of its transport that peers map, 0 if they map none. cache_bytes: keys and values.
     """
 
     peer_bytes: int
@@ -73,14 +72,14 @@ def bucket_of(number: int, least: int = 1) -> int:
 
 
 def new_pool() -> Any:
-    """Memory that graphs share: they are never replayed at the same time. Local."""
+    """A memory pool for graphs, which can share it because they are never replayed at the same time. Local."""
     return torch.cuda.graph_pool_handle()
 
 
 def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
     """Capture a call, which is not run, as a CUDA graph; returns its replay. Local, host sync.
 
-    Errors: RuntimeError for a call that cannot be captured, one that waits on the host for example.
+    Errors: RuntimeError for a call that cannot be captured, for example one with a host sync.
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -89,17 +88,17 @@ def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
             call()
     except RuntimeError as error:
         raise RuntimeError(
-            f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without: {error}"
+            f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without graphs: {error}"
         ) from error
     return graph.replay
 
 
 class _PassExperts:
-    """The experts of one pass for its live rows; other rows are sent nowhere, and their results are zero.
+    """Computes experts for the live rows of one pass; other rows go to no expert, and their results are zero.
 
     Args:
-        live: [B] bool. num_tokens: [1] int32, cuts off the rows behind the last live one; ids of none are for those
-            before it.
+        live: [B] bool. num_tokens: [1] int32, number of rows up to the last live one; rows among them that are not live
+            get ids -1.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class _PassExperts:
     ) -> None:
         self._session, self._layers = session, layers
         self._live, self._num_tokens = live[:, None], num_tokens
-        self._counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers: each launch of a pass costs time
+        self._counted: dict[int, torch.Tensor] = {}  # by K, made once for all layers to save launches
 
     def __call__(self, index: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute x [B, H] in layer `index`. Collective, no host sync with a transport that has none."""
@@ -122,11 +121,11 @@ class _PassExperts:
 class Decoder:
     """Generates with one model, on all ranks in step. Made by `ep_moe.engines.transformers.generate`.
 
-    It has a transport of its own for the decode passes, as small as the largest bucket of any rank: that of the model
-    has room for prompts, and the memory of a batch, and so of a graph, grows with M.
+    It has its own transport for the decode passes, sized for the largest bucket of any rank: the model's transport is
+    sized for prompts, and the memory of a batch, and so of a graph, grows with M.
 
     Args:
-        model: of `from_pretrained` or `shard_experts`; it is not kept.
+        model: of `from_pretrained` or `shard_experts`; no reference to it is kept.
         graphs: capture the passes; else they run eagerly, the same operations in the same order.
     Errors: ValueError for a model whose cache has no fixed shape. Local.
     """
@@ -142,22 +141,17 @@ class Decoder:
         self._layers: tuple[ExpertParallelMoE, ...] = ()
 
     @property
-    def graphs(self) -> bool:
-        """Whether passes are captured."""
-        return self._graphs_wanted
-
-    @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Those of the captured passes."""
+        """The shapes of the captured passes."""
         return tuple(self._replays)
 
     @property
     def memory(self) -> DecoderMemory:
-        """What it holds now. Local, no host sync."""
+        """Memory that the decoder holds now. Local, no host sync."""
         return DecoderMemory(peer_bytes=getattr(self._transport, "peer_bytes", 0), cache_bytes=self._cache.num_bytes)
 
     def drop_graphs(self) -> None:
-        """Forget the captured passes: they read the parameters that the model had then. Ranks may do so one by one."""
+        """Free the captured passes, which read the parameters that the model had at capture. Local."""
         self._replays.clear()
         self._pool = None
 
@@ -220,17 +214,17 @@ class Decoder:
 
     @torch.inference_mode()
     def warmup(self, model: Model, num_rows: int, num_positions: int, *, sampled: bool = False) -> None:
-        """Compile and capture what a generation needs, so that it does not; its prefill needs no graph.
+        """Compile and capture the decode passes of a generation beforehand.
 
         Args:
-            num_rows: B of this rank, may be 0. num_positions: P + N. sampled: with a temperature above 0.
+            num_rows: B of this rank, may be 0. num_positions: P + N. sampled: for a temperature above 0.
         Collective, host sync.
         """
         shape = self._prepare(num_rows, num_positions, sampled)
         self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self._is_cold(shape))))
 
     def _make_ready(self, model: Model, shape: Shape, requests: list[_Request]) -> None:
-        """Transport and capture, where any rank lacks them. Collective."""
+        """Make the transport and capture the pass, if any rank lacks them. Collective."""
         rebuilt = self._make_transport(model, max(other.rows for other in requests))
         if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
             self._capture(model, shape)
@@ -239,7 +233,7 @@ class Decoder:
         return self._graphs_wanted and shape not in self._replays
 
     def _prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
-        """Local memory: sequences and cache."""
+        """Allocate sequences and cache; returns the shape of the decode passes. Local."""
         rows = bucket_of(num_rows)
         shape = Shape(rows=rows, capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
         if self._sequences is None or self._sequences.rows < rows:
@@ -265,8 +259,8 @@ class Decoder:
     def _exchange(self, request: _Request) -> list[_Request]:
         """The requests of all ranks. Collective, host sync."""
         group = self._session.group
-        table = torch.zeros(group.num_ranks, _COLUMNS, dtype=torch.int64)
-        table[group.rank] = torch.tensor(request.numbers())
+        table = torch.zeros(group.num_ranks, len(dataclasses.fields(_Request)), dtype=torch.int64)
+        table[group.rank] = torch.tensor(request.to_ints())
         return [
             _Request(
                 refused=bool(refused), rows=rows, prefills=prefills, new_tokens=new, ends=bool(ends), cold=bool(cold)
@@ -275,7 +269,7 @@ class Decoder:
         ]
 
     def _make_transport(self, model: Model, rows: int) -> bool:
-        """Make a transport, and layers over it, if there is none for so many rows; True if they are new. Collective."""
+        """Make a transport for this many rows, and layers on it, unless there is one; True if it is new. Collective."""
         session, wanted = self._session, bucket_of(rows)
         if self._transport is not None and self._transport.config.max_tokens_per_rank >= wanted:
             return False
@@ -305,7 +299,7 @@ class Decoder:
     def _prefill(
         self, model: Model, prompts: torch.Tensor, mask: torch.Tensor | None, shape: Shape, passes: int
     ) -> torch.Tensor | None:
-        """Fill the cache; returns the logits [B, V] behind each prompt, None without rows. Collective."""
+        """Fill the cache; returns the logits [B, V] after each prompt, None without rows. Collective."""
         session, cache = self._session, self._cache
         num_rows, num_columns = prompts.shape
         share, logits = self._rows_per_prefill(num_columns), []
@@ -335,7 +329,7 @@ class Decoder:
         return torch.cat(logits) if logits else None
 
     def _begin(self, prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions) -> Sequences:
-        """Set the state behind the prompts: each row's last position, and the number of tokens that it wants."""
+        """Set the state after the prompts: each row's last position, and the number of tokens that it wants."""
         sequences = self._sequences
         assert sequences is not None
         num_rows, num_columns = prompts.shape
@@ -383,7 +377,7 @@ class Decoder:
             replay()
 
     def _capture(self, model: Model, shape: Shape) -> None:
-        """Capture this rank's pass if it is not. Ranks that have theirs join in the passes before it. Collective."""
+        """Capture this rank's pass if necessary. Ranks that have theirs take part in the warm-up passes. Collective."""
         sequences, group = self._sequences, self._session.group
         assert sequences is not None
         assert self._transport is not None
@@ -406,7 +400,7 @@ class Decoder:
         group.wait_for_all("capture")  # captures take different times, and the next pass has a timeout
 
     def _check(self) -> None:
-        """Raise what the passes have run into, before anybody reads their tokens. Host sync."""
+        """Raise errors of the passes before their tokens are read. Host sync."""
         assert self._transport is not None
         self._transport.check()
 

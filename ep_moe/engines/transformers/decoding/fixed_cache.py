@@ -29,7 +29,7 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
         if name not in (FULL, SLIDING):
             raise ValueError(f"layers of type {name!r} have no cache of fixed shape here")
     if SLIDING in types and not isinstance(window, int):
-        raise ValueError(f"sliding_window ({window!r}) is no number of positions")
+        raise ValueError(f"sliding_window ({window!r}) must be a number of positions")
     return [window if name == SLIDING else None for name in types]
 
 
@@ -46,8 +46,8 @@ class FixedLayer(CacheLayerMixin):
         return capacity if self._window is None else min(self._window, capacity)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the rows and the capacity that the cache has reserved. Zeros: an unused slot is multiplied by a
-        probability of zero, which NaN would survive."""
+        """Allocate for the rows and the capacity that the cache has reserved. Filled with zeros: an unused
+        slot is multiplied by a probability of 0, and 0 * NaN is NaN."""
         rows, slots = self._cache.rows, self.slots(self._cache.capacity)
         self.keys, self.values = (
             states.new_zeros(rows, states.shape[1], slots, states.shape[3]) for states in (key_states, value_states)
@@ -108,7 +108,7 @@ class FixedCache(Cache):
         return [tensor for layer in self._own for tensor in (layer.keys, layer.values) if tensor is not None]
 
     def reserve(self, rows: int, capacity: int) -> bool:
-        """Make room for B rows of C positions; True if the memory is not that of before. Local."""
+        """Make room for B rows of C positions; True if new memory is needed. Local."""
         if rows <= self.rows and capacity <= self.capacity:
             return False
         self.rows, self.capacity = max(rows, self.rows), max(capacity, self.capacity)
@@ -126,7 +126,7 @@ class FixedCache(Cache):
             torch._foreach_zero_(tensors)
 
     def begin_prefill(self, first: int, count: int, capacity: int, lengths: torch.Tensor | None) -> None:
-        """The next pass brings whole prompts [count, P] for rows [first, first + count).
+        """The next pass computes whole prompts [count, P] for rows [first, first + count).
 
         Args:
             capacity: C of these sequences. lengths: [count] int64 of prompts with padding on the left, None without.
@@ -136,7 +136,7 @@ class FixedCache(Cache):
         self._indices = {}
 
     def begin_decode(self, rows: int, capacity: int, positions: torch.Tensor) -> None:
-        """The next pass brings one token for each of the first `rows` rows, at `positions` [rows] int64."""
+        """The next pass computes one token for each of the first `rows` rows, at `positions` [rows] int64."""
         self._decoding, self._span, self._used = True, slice(0, rows), capacity
         self._lengths, self._positions = None, positions
         self._indices = {}
@@ -145,7 +145,7 @@ class FixedCache(Cache):
         """The masks of a decode step as transformers prepares them for a static cache.
 
         Returns: one [B, 1, 1, S], or one for each type of layer, to be added to scores: 0 for a slot that the token
-            attends to. Numbers, not bools, which torch would convert in every layer. Local, no host sync.
+            attends to. Floats, since torch would convert bools in every layer. Local, no host sync.
         """
         assert self._positions is not None
         by_slots: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Options of a generation, and the checks of its prompts. Letters: B rows of this rank, P prompt tokens, M
+"""Options of a generation, and checks of its prompts. Letters: B rows of this rank, P prompt tokens, M
 max_tokens_per_rank."""
 
 import dataclasses
@@ -20,7 +20,7 @@ class GenerationOptions:
         end_ids: tokens that end a sequence earlier; the end token is the last one that is returned.
         temperature: 0 takes the likeliest token; above 0 samples from logits / temperature.
         top_p: sample among the likeliest tokens that together reach this probability.
-        seeds: one for each row; none stands for 0 to B - 1.
+        seeds: one for each row; an empty tuple stands for 0 to B - 1.
     Errors: ValueError names the value and the limit.
     """
 

@@ -9,7 +9,7 @@ _INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB
 
 
 def _shift(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right with zeros from the left: torch repeats the sign bit."""
+    """Logical right shift; torch's own is arithmetic."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -36,7 +36,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
     """
     ordered, tokens = (logits / temperature[:, None]).softmax(-1).sort(dim=-1, descending=True, stable=True)
     up_to = ordered.cumsum(-1)
-    taken = (up_to - ordered < top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)  # at least 1, also of NaN
+    taken = (up_to - ordered < top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)  # at least 1, even for NaN
     goal = numbers[:, None] * up_to.gather(1, taken - 1)
     place = (up_to <= goal).sum(-1, keepdim=True)
     return tokens.gather(1, torch.minimum(place, taken - 1)).squeeze(1)

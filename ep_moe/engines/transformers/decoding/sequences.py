@@ -8,14 +8,14 @@ import torch
 from ep_moe.engines.transformers.decoding.sampling import sample, uniform
 
 MOST_END_IDS = 16
-NONE = -1  # in place of a token: the row has none
+NONE = -1  # in place of a token of a row that has ended
 
 
 class Sequences:
-    """Rows of sequences, all on the device.
+    """The state of each row's sequence, in tensors on the device.
 
     Args:
-        rows: B. steps: the most passes whose tokens are kept until they are read.
+        rows: B. steps: number of passes whose tokens are kept until the host reads them.
         device: of the tensors.
     """
 
@@ -38,7 +38,7 @@ class Sequences:
         return self.tokens.shape[0]
 
     def num_tokens(self, rows: int) -> torch.Tensor:
-        """[1] int32: of the first `rows` rows, as many as there are up to the last live one. Local, no host sync."""
+        """[1] int32: the number of rows up to the last live one among the first `rows`. Local, no host sync."""
         return torch.where(self.live[:rows], self._ordinals[:rows], 0).amax(0, keepdim=True).int()
 
     def advance(self, logits: torch.Tensor, *, sampled: bool) -> None:
