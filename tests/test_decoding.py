@@ -431,14 +431,14 @@ def on_rank(group: EPGroup) -> dict[str, Any]:
             model, (none, ids)[group.rank], (None, mask)[group.rank], max_new_tokens=5
         ),
     }
-    errors = []
-    for rank in range(2):
-        bad = ids.float() if group.rank == rank else ids
-        try:
-            by_passes(model, bad, mask, max_new_tokens=3)
-        except ValueError as error:
-            errors.append(str(error))
-    found["errors"] = errors
+    for name, generate_by in (("errors", by_passes), ("errors of transformers' loop", by_transformers)):
+        found[name] = errors = []
+        for rank in range(2):
+            bad = ids.float() if group.rank == rank else ids
+            try:
+                generate_by(model, bad, mask, max_new_tokens=3)
+            except ValueError as error:
+                errors.append(str(error))
     found["after errors"] = by_passes(model, ids, mask, max_new_tokens=3)
     model.ep_moe.decoder._graphs_wanted = True
     with captured_on_a_cpu():
@@ -482,6 +482,11 @@ def test_a_refusal_is_one_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
     assert own in two_ranks[1]["errors"][1]
     assert two_ranks[0]["errors"][1] == other.format(1)
     assert two_ranks[1]["errors"][0] == other.format(0)
+    for rank, found in enumerate(two_ranks):
+        assert len(found["errors of transformers' loop"]) == 2
+        for culprit, message in enumerate(found["errors of transformers' loop"]):
+            assert own in message
+            assert message.startswith(f"rank {culprit} raised ValueError: ") == (culprit != rank)
 
 
 def die_between_passes(group: EPGroup, folder: Path) -> None:

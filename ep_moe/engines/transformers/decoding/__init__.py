@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from ep_moe.engines.common.agreement import Agreement
 from ep_moe.engines.transformers.architectures import KEPT_IN_STEP
 from ep_moe.engines.transformers.decoding.decoder import Decoder
 from ep_moe.engines.transformers.decoding.fixed_cache import windows_of
@@ -146,9 +147,9 @@ def _by_transformers(
 ) -> torch.Tensor:
     """`generate` by transformers' loop with its dynamic cache; a rank without rows takes part with a dummy row."""
     session: Session = model.ep_moe
-    spare = not prompts.shape[0] or not options.max_new_tokens
-    if not spare:
+    with Agreement(session.group, "generate"):
         check_prompts(prompts, mask, options, session)
+    spare = not prompts.shape[0] or not options.max_new_tokens
     ids = prompts.new_zeros(1, 1) if spare else prompts
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
