@@ -127,7 +127,7 @@ def choose_ranks(group: EPGroup) -> None:
     finish(transport, dispatched)
     transport.destroy()
     strict = make_transport(group)
-    with pytest.raises(ValueError, match="on_peer_loss is 'mask', here it is 'raise'"):
+    with pytest.raises(ValueError, match="needs on_peer_loss 'mask', this transport has 'raise'"):
         strict.set_active_ranks(ALL)
     strict.destroy()
 
