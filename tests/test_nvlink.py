@@ -88,9 +88,7 @@ def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogC
         prefill.begin(0, 4096)
         prefill.begin(0, 4096)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith(
-        "cuda:5: rounds are open on other streams, whose 40 waiting programs, and 264"
-    )
+    assert caplog.messages[0].startswith("cuda:5: rounds are open on other streams, whose 40 waiting programs, and 264")
     assert caplog.messages[0].endswith(
         "(300 fit, 99 leave one empty). Ranks that begin them in different orders may wait "
         "for each other: begin them in one order on all ranks, or set num_sms to at most 99"
