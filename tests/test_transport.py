@@ -14,14 +14,14 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
 from ep_moe.testing import check_transport, transport_cases
+from ep_moe.testing.transports import CHECKS
 from ep_moe.transport import TRANSPORTS, create_transport
 
 GROUPS = [("local", 1), ("collective", 1), ("collective", 2), ("collective", 3), ("collective", 4)]
-BESIDE = ("refusals", "slots", "abandon", "num_tokens", "halves")
-CHECKS = [
+CARRIED = [
     pytest.param(name, num_ranks, check, id=f"{name}-{num_ranks}-{check}")
     for name, num_ranks in GROUPS
-    for check in [*(case.name for case in transport_cases(num_ranks)), *BESIDE]
+    for check in [*(case.name for case in transport_cases(num_ranks)), *CHECKS]
 ]
 
 
@@ -37,7 +37,7 @@ def outcomes(name: str, num_ranks: int) -> list[dict[str, str]]:
     return launch(check_on_rank, name, num_ranks=num_ranks, config=config, device="cpu")
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "check"), CHECKS)
+@pytest.mark.parametrize(("name", "num_ranks", "check"), CARRIED)
 def test_carries(name: str, num_ranks: int, check: str) -> None:
     assert [rank[check] for rank in outcomes(name, num_ranks)] == [""] * num_ranks
 

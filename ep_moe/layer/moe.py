@@ -100,14 +100,14 @@ class ExpertParallelMoE(torch.nn.Module):
 
     def _check(self) -> None:
         config, weights, transport = self.config, self.weights, self.transport
-        rank, kind = transport.rank, config.activation.kind
+        rank = transport.rank
         expected = {
             "hidden": (transport.config.hidden, config.hidden),
             "num_experts": (self.placement.num_experts, config.num_experts),
             "num_local_experts": (weights.num_local_experts, self.placement.num_local_experts(rank)),
             "first physical experts": (self.placement.starts, transport.placement.starts),
             "scheme": (weights.scheme.name, self.scheme.name),
-            "rows of w13": (weights.w13.values.shape[1], config.intermediate * (2 if kind.gated else 1)),
+            "rows of w13": (weights.w13.values.shape[1], config.w13_rows),
             "columns of w13": (weights.w13.values.shape[2], self.scheme.weight.row_values(config.hidden)),
             "rows of w2": (weights.w2.values.shape[1], config.hidden),
             "columns of w2": (weights.w2.values.shape[2], self.scheme.weight.row_values(config.intermediate)),

@@ -9,41 +9,30 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.library import custom_op
 
 from ep_moe.layer.backward import NO_BACKWARD
 
-
-class Runnable(Protocol):
-    """The layer, as far as the operator calls it."""
-
-    def run(
-        self,
-        hidden_states: torch.Tensor,
-        router: tuple[torch.Tensor, ...],
-        num_tokens: torch.Tensor | None,
-        max_num_tokens: int | None,
-    ) -> torch.Tensor:
-        """Compute the layer without autograd. Collective."""
-        ...
-
+if TYPE_CHECKING:
+    from ep_moe.layer.moe import ExpertParallelMoE
 
 # an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
 _LAYERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def number_of(layer: Runnable) -> int:
+def number_of(layer: "ExpertParallelMoE") -> int:
     """Register a layer; returns the number by which the operator finds it in this process. Local."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
     return number
 
 
-@torch.library.custom_op("ep_moe::layer", mutates_args=())
+@custom_op("ep_moe::layer", mutates_args=())
 def layer_op(
     hidden_states: torch.Tensor,
     router: torch.Tensor,
@@ -61,7 +50,7 @@ def layer_op(
     Errors: those of the layer; RuntimeError if the layer no longer exists. Collective.
     """
     del trained
-    found: Runnable | None = _LAYERS.get(layer)
+    found: ExpertParallelMoE | None = _LAYERS.get(layer)
     if found is None:
         raise RuntimeError(f"layer {layer} of a compiled graph no longer exists: keep its ExpertParallelMoE alive")
     return found.run(
@@ -76,7 +65,7 @@ def _layer_fake(hidden_states: torch.Tensor, *others: Any) -> torch.Tensor:
     return hidden_states.new_empty(hidden_states.shape)
 
 
-@torch.library.custom_op("ep_moe::no_backward", mutates_args=())
+@custom_op("ep_moe::no_backward", mutates_args=())
 def no_backward_op(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Raise RuntimeError in a compiled backward pass, where a gradient of this shape is needed."""
     del gradient, shape

@@ -331,6 +331,19 @@ def check_abandon(make: TransportFactory, group: EPGroup) -> None:
     transport.destroy()
 
 
+# by name; each takes a factory and the group, on every rank
+CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
+    "refusals": check_refusals,
+    "slots": check_slots,
+    "abandon": check_abandon,
+    "num_tokens": check_num_tokens,
+    "halves": check_halves,
+    "layers": check_layers,
+    "sit_out": check_sit_out,
+    "destroyed": check_destroyed,
+}
+
+
 def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
     """Run every case and every check of this module on this rank.
 
@@ -343,17 +356,7 @@ def check_transport(make: TransportFactory, group: EPGroup) -> dict[str, str]:
     checks: dict[str, Callable[[], None]] = {
         case.name: _case_check(make, group, case) for case in transport_cases(group.num_ranks)
     }
-    more = {
-        "refusals": check_refusals,
-        "slots": check_slots,
-        "abandon": check_abandon,
-        "num_tokens": check_num_tokens,
-        "halves": check_halves,
-        "layers": check_layers,
-        "sit_out": check_sit_out,
-        "destroyed": check_destroyed,
-    }
-    checks |= {name: functools.partial(check, make, group) for name, check in more.items()}
+    checks |= {name: functools.partial(check, make, group) for name, check in CHECKS.items()}
     outcomes = {}
     for name, check in checks.items():
         try:

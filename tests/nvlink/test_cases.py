@@ -7,33 +7,14 @@ import pytest
 
 from ep_moe.group import EPGroup
 from ep_moe.testing import TransportCase, check_round, transport_cases
-from ep_moe.testing.transports import (
-    check_abandon,
-    check_destroyed,
-    check_halves,
-    check_layers,
-    check_num_tokens,
-    check_refusals,
-    check_sit_out,
-    check_slots,
-)
+from ep_moe.testing.transports import CHECKS
 from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink.common import on_ranks, patched
 from nvlink.nans import check_all_ones
 
 FEW = 2  # tokens of a rank at most
 MANY = 6  # of a rank in "many-tokens", of which 4 are counted together
-BESIDE = {
-    "refusals": check_refusals,
-    "slots": check_slots,
-    "abandon": check_abandon,
-    "num_tokens": check_num_tokens,
-    "halves": check_halves,
-    "layers": check_layers,
-    "sit_out": check_sit_out,
-    "destroyed": check_destroyed,
-    "all-ones": check_all_ones,
-}
+BESIDE = CHECKS | {"all-ones": check_all_ones}
 
 
 def small(case: TransportCase) -> TransportCase:
