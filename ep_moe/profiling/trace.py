@@ -65,7 +65,7 @@ class Trace:
         """
         group, activities = self._group, [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] if group.device.type == "cuda" else []
-        with profile(activities=activities) as profiled:
+        with profile(activities=activities, acc_events=True) as profiled:
             group.wait_for_all("profile")  # the profiler may take seconds to start
             for _ in range(2):  # the first range is slow to enter
                 call()
