@@ -37,8 +37,7 @@ def _kernel_of(
     num_experts: int,
     programs: int,
     device: torch.device,
-    logits_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
     mapped: bool,
     replay: bool,
     alignment: int,
@@ -46,9 +45,10 @@ def _kernel_of(
     """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
     It keeps its arguments in its own memory, so that threads do not share one. Pointers need only `alignment`: the
-    kernel is not specialized by theirs.
+    kernel is not specialized by theirs. `dtypes` are those of logits, bias and weights, the latter as in `route`.
     """
-    del thread, logits_dtype  # Triton reads dtypes off the arguments of the first call
+    del thread  # Triton reads the dtypes of tensors off the arguments of the first call
+    _, bias_dtype, weights_dtype = dtypes
     method = config.method
     groups = config.num_group if config.topk_group < config.num_group else 1
     group_size = num_experts // groups
@@ -70,6 +70,7 @@ def _kernel_of(
         "MAPPED": mapped,
         "REPLAY": replay,
         "ALIGNMENT": alignment,
+        "ROUNDED": str(weights_dtype).removeprefix("torch."),
     }
     options = {"num_warps": 1}
     return RepeatedLaunch(_route_kernel, programs, fixed=(), constants=constants, options=options, device=device)
@@ -96,6 +97,7 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
     placement: Placement | None = None,
+    weights_dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """`ep_moe.routing.route` in one launch, for E up to `MAX_KERNEL_EXPERTS`.
 
@@ -120,8 +122,7 @@ def route(
             num_experts,
             _programs_for(num_tokens),
             device,
-            logits.dtype,
-            None if bias is None else bias.dtype,
+            (logits.dtype, None if bias is None else bias.dtype, weights_dtype),
             physical is not None,
             routing_replay_out is not None,
             starts & -starts,  # the lowest bit
