@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
-from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, plots
+from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench import transport as transport_bench
@@ -38,8 +38,6 @@ from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.model import model_rank_main
 from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.records import FIELDS, Record, append_records, read_records
-from ep_moe.bench.report import make_report, newest
 from ep_moe.bench.round_check import make_routing
 from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, part_times, profile_kernels, slowest, time_calls
 from ep_moe.bench.transport import transport_rank_main
@@ -49,6 +47,9 @@ from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
+from ep_moe.report import plots
+from ep_moe.report.page import make_report, newest
+from ep_moe.report.records import FIELDS, Record, append_records, read_records
 from ep_moe.transport import CollectiveTransport, Dispatched, Transport, create_transport
 
 ROOT = Path(__file__).parent.parent
@@ -1135,7 +1136,7 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **options: None
 
-    plots.plot_transport(Axes(), records)
+    plots.PLOTS["transport"](Axes(), records)
     assert list(drawn) == ["nvlink", "allgather_reducescatter, beside nvlink", "all_to_all_single, beside nvlink"]
     assert drawn["nvlink"] == ([1, 128, 4096], [16.6, 43.7, 800.0])
 
@@ -1167,7 +1168,7 @@ def test_labels_say_in_what_rows_differ() -> None:
         make_record(setup=setup | {"layout": "compact"}),
         make_record(setup=setup, world_size=8),
     ]
-    labels = plots._labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens"})
+    labels = plots.row_labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens"})
     assert labels == [f"tiny, 128 tokens, layout {a}, ranks {b}" for a, b in (("flat", 4), ("compact", 4), ("flat", 8))]
 
 

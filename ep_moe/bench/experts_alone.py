@@ -14,7 +14,7 @@ import torch
 from ep_moe.bench import harness
 from ep_moe.bench.configs import SEED_STRIDE, ExpertsBenchConfig
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
-from ep_moe.bench.harness import OURS, Contender, Row, field_values
+from ep_moe.bench.harness import Contender, Row, field_values
 from ep_moe.bench.oracle import Expert, RandomExperts, expected_output
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
@@ -22,6 +22,7 @@ from ep_moe.experts import EXPERTS, create_experts
 from ep_moe.group import EPGroup
 from ep_moe.layout import ExpertBatch, pack_routed
 from ep_moe.quant import QuantScheme, get_scheme, quantize
+from ep_moe.report.records import OURS
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS
 

@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ep_moe.bench.records import device_name, versions
 from ep_moe.bench.timing import Captured, capture, slowest, time_calls
 from ep_moe.group import EPGroup
+from ep_moe.report.records import device_name, versions
 from ep_moe.testing import worst_row_error
 from ep_moe.transport import CollectiveTransport, LocalTransport, Transport
 
-OURS, GATHERED = "ep_moe", "allgather_reducescatter"  # names of what is compared, and of a baseline
-PHASES = ("route", "dispatch", "experts", "combine")  # of a layer
 Row = dict[str, Any]
 Point = TypeVar("Point")
 

@@ -11,7 +11,7 @@ import torch
 from ep_moe.bench import harness
 from ep_moe.bench.configs import LayerBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
-from ep_moe.bench.harness import GATHERED, OURS, PHASES, Contender, Row, field_values
+from ep_moe.bench.harness import Contender, Row, field_values
 from ep_moe.bench.oracle import RandomExperts, expected_output
 from ep_moe.bench.timing import Captured, PhaseTimes, slowest, time_calls, time_phases
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
@@ -20,6 +20,7 @@ from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import create_placement
 from ep_moe.quant import get_scheme
+from ep_moe.report.records import GATHERED, OURS, PHASES
 from ep_moe.routing import BIASED_METHODS, route
 from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.transport import TRANSPORTS, Transport, create_transport

@@ -16,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 from ep_moe.bench import harness
 from ep_moe.bench.configs import CHECKED_TOKENS, ModelBenchConfig, spreads_dense
 from ep_moe.bench.generation import System, generate, time_generation
-from ep_moe.bench.harness import OURS
 from ep_moe.bench.oracle import Expert, expected_output
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import expert_values, fill_with_random_numbers
@@ -26,6 +25,7 @@ from ep_moe.engines.transformers.experts import find_experts
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
 from ep_moe.quant import SCHEMES
+from ep_moe.report.records import OURS
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import TRANSPORTS
 

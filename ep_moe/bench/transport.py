@@ -28,6 +28,7 @@ from ep_moe.config import EngineConfig
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import get_scheme
+from ep_moe.report.records import GATHERED
 from ep_moe.routing import Routing
 from ep_moe.transport import TRANSPORTS, Transport, create_transport
 
@@ -229,6 +230,6 @@ class _TransportBench:
 
         everyones, counts = group.num_ranks * point.tokens, {"send_counts": sent, "recv_counts": received}
         return {
-            harness.GATHERED: gather_scatter(group, payload(point.tokens), outputs(everyones)),
+            GATHERED: gather_scatter(group, payload(point.tokens), outputs(everyones)),
             "all_to_all_single": all_to_all(group, payload(sum(sent)), outputs(sum(received)), **counts),
         }

@@ -46,6 +46,9 @@ BYTES_APART: dict[tuple[str, Rule], str] = dict.fromkeys(
     [("_write_rows_kernel", "narrow"), ("_pack_rows_kernel", "narrow")],
     "the scales of a row are of one byte, and lie as far apart as there are rows",
 )
+BYTE_SCALES: dict[tuple[str, Rule], str] = {
+    ("_quantize_micro_rows_kernel", "narrow"): "scales are a byte each, and a program has fewer than threads",
+}
 REPLAYED_IDS: dict[tuple[str, Rule], str] = {
     ("_route_kernel", "narrow"): "the ids of a token are few, and may lie any number of columns apart",
 }
@@ -178,10 +181,12 @@ def _quantize_cases() -> list[Case]:
             quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme).payload, scale)
 
         name = f"quantize {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
-        return Case(name=name, launch=launch, payload_width_bytes={"_quantize_rows_kernel": 16})
+        kernels = ("_quantize_rows_kernel", "_quantize_micro_rows_kernel")
+        excuses = BYTE_SCALES if get_scheme(scheme).payload.family == "micro" else NO_EXCUSES
+        return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(kernels, 16), excuses=excuses)
 
     schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
-    schemes += ("fp8_block_ue8m0", "int8_token")
+    schemes += ("fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4")
     cases = [case(scheme, torch.bfloat16, hidden) for scheme in schemes for hidden in (7168, 2880)]
     cases += [
         case(scheme, dtype, 7168) for scheme in ("fp8_block", "fp8_token") for dtype in (torch.float16, torch.float32)

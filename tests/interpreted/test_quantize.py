@@ -13,20 +13,31 @@ from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_rounded_kernel
 from ep_moe.layout import Compact
-from ep_moe.quant import Quantized, dequantize, get_scheme, quantize, quantize_weight, scaled, triton
+from ep_moe.quant import (
+    Quantized,
+    dequantize,
+    get_scheme,
+    micro,
+    quantize,
+    quantize_weight,
+    scaled,
+    triton,
+    unpack_nibbles,
+)
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
 
 SCHEMES = ["fp8_tensor", "fp8_tensor_static", "fp8_token", "fp8_block", "fp8_block_64x48", "fp8_block_16x16"]
-SCHEMES += ["fp8_block_ue8m0", "int8_token", "int8_block"]
+SCHEMES += ["fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4"]
 
 
 def quantize_both(x: torch.Tensor, name: str) -> tuple:
     """The results of the kernel and of torch for x, whose rows may be followed by a gap."""
     scheme = get_scheme(name.removesuffix("_static"))
     static = torch.tensor([0.003]) if name.endswith("_static") else None
-    expected = scaled.quantize(x, scheme.payload, static)
+    family = micro if scheme.payload.family == "micro" else scaled
+    expected = family.quantize(x, scheme.payload, static)
     placed = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
     with poisoned_memory():
         actual = triton.quantize(placed, scheme.payload, None if static is None else static.to(DEVICE))
@@ -59,6 +70,23 @@ def test_what_is_not_finite(name: str, bad: float) -> None:
     torch.testing.assert_close(dequantize(actual).cpu(), dequantize(expected), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(actual.scale.cpu(), expected.scale, rtol=0, atol=0, equal_nan=True)
     assert bool(dequantize(actual)[2].isnan().any()) == (not (name.endswith("_static") and math.isinf(bad)))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_groups_of_any_bits(name: str) -> None:
+    """Rows of any float32, with subnormals, infinities and NaN, and rows of ties, in groups of any magnitude."""
+    random, width = generator(name), 464
+    bits = torch.randint(-(2**31), 2**31, (40, width), generator=random).to(torch.int32).view(torch.float32)
+    eighths = torch.randint(-64, 65, (40, width), generator=random) / 8
+    exponents = torch.randint(-150, 120, (40, width // 16), generator=random).repeat_interleave(16, dim=1)
+    actual, expected = quantize_both(torch.cat([bits, torch.ldexp(eighths, exponents)]), name)
+    torch.testing.assert_close(actual.scale.cpu().float(), expected.scale.float(), rtol=0, atol=0, equal_nan=True)
+    finite = expected.scale.float().isfinite().repeat_interleave(expected.scheme.payload.block[1], dim=1)[:, :width]
+    values = [tokens.values.cpu().view(torch.uint8) for tokens in (actual, expected)]
+    if name == "nvfp4":
+        values, finite = [unpack_nibbles(packed) for packed in values], torch.ones_like(finite)
+    assert_same_bits(*(torch.where(finite, codes, 0) for codes in values), "values")
+    assert 0.1 < finite.float().mean() < 1 or name == "nvfp4"
 
 
 def test_columns_that_are_apart() -> None:
