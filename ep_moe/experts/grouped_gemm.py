@@ -29,7 +29,6 @@ class Between(enum.Enum):
     TOKEN = "token"  # requantized with a scale for each row
     TENSOR = "tensor"  # requantized with a scale for all rows of an expert
     WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
-    ROUNDED_GROUP = "rounded group"  # requantized in groups, with scales that are powers of two
 
     @property
     def fused(self) -> bool:
@@ -46,8 +45,6 @@ class Between(enum.Enum):
             return cls.TOKEN
         if stored.granularity == "tensor":
             return cls.STATIC if static else cls.TENSOR
-        if stored.power_of_two:
-            return cls.ROUNDED_GROUP
         return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
 
 

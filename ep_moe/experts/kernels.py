@@ -96,7 +96,7 @@ class KernelExperts:
 
     Results differ from `ReferenceExperts` only in the order of sums: products accumulate in float32, and the
     intermediate is requantized from float32. That is fused into the first GEMM if each tile holds whole scale groups
-    (of 16, 32, 64 or 128) or scales are static, but not if scales are powers of two.
+    (of 16, 32, 64 or 128) or scales are static.
 
     Args:
         activation: between the two GEMMs.

@@ -11,7 +11,7 @@ from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import PreparedKernel, num_programs
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
-from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_rounded_kernel
+from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
@@ -47,11 +47,8 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
             kernel=kernel, grid=grid, numbers=(intermediate, *numbers), constants={"PIECES": pieces, **options}
         )
 
-    if between is Between.ROUNDED_GROUP:
-        most = rows // per_program * stored.num_groups(intermediate)
-        return prepare(_requantize_rounded_kernel, most, rows, GROUP=width)
-    num_warps = 4 if block <= 4096 else 8
-    requantize = prepare(_requantize_kernel, rows // per_program, width, rows, num_warps=num_warps)
+    options = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
+    requantize = prepare(_requantize_kernel, rows // per_program, width, rows, **options)
     if between is not Between.TENSOR:
         return requantize
     find_amax = prepare(_expert_amax_kernel, rows // per_program)

@@ -82,6 +82,7 @@ class TritonGemms:
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
+            POWER_OF_TWO=shape.scheme.activation.power_of_two,
         )
         numbers = (
             shape.hidden,
@@ -107,7 +108,9 @@ class TritonGemms:
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        epilogue = constants(Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none")
+        epilogue = constants(
+            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
+        )
         numbers = (shape.intermediate, shape.hidden, shape.max_tiles(tiles.block_m) * tiles.block_m)
         return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, gemm=tiles.second, aligned=True)
 

@@ -55,6 +55,7 @@ FORMATS = [
     ("fp8_block_32x48", torch.float16),  # 48 columns: no power of two
     ("fp8_block_64x32", torch.bfloat16),  # four scales in a tile of the intermediate
     ("fp8_block_256x256", torch.bfloat16),  # more columns than a tile
+    ("fp8_block_ue8m0", torch.bfloat16),
 ]
 
 
@@ -133,7 +134,8 @@ def make_case(
         fields["w2_input_scale"] = torch.tensor([0.001, 0.02, 0.03, 0.005], device=DEVICE)
     topk_ids = torch.tensor(ids, dtype=torch.int32).reshape(len(ids), 2)
     x = normal(len(ids), hidden).to(dtype)
-    payload = quantize(x, scheme) if scheme.payload.quantized else None
+    first_scale = torch.tensor([0.006]) if static else None  # of x, whose largest magnitudes saturate
+    payload = quantize(x, scheme, static_scale=first_scale) if scheme.payload.quantized else None
     rows = TokenRows(
         x=(x if payload is None else payload.values).to(DEVICE),
         scale=None if payload is None else payload.scale.to(DEVICE),
@@ -228,9 +230,10 @@ def test_every_size_of_tile(scheme: str, expected_rows: int) -> None:
     assert_equals_torch(case, GPT_OSS, case.batch(Layout.BATCHED, expected_rows))
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_tensor_channel"])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
-def test_static_scales(layout: Layout) -> None:
-    case = make_case("fp8_tensor", torch.bfloat16, static=True, biased=False)
+def test_static_scales(layout: Layout, scheme: str) -> None:
+    case = make_case(scheme, torch.bfloat16, static=True, biased=False)
     assert_equals_torch(case, SILU, case.batch(layout))
 
 
@@ -335,7 +338,7 @@ def test_between_the_gemms() -> None:
         "fp8_block": Between.GROUP,
         "fp8_block_32x48": Between.WIDE_GROUP,
         "fp8_block_256x256": Between.WIDE_GROUP,
-        "fp8_block_ue8m0": Between.ROUNDED_GROUP,
+        "fp8_block_ue8m0": Between.GROUP,
     }
     assert {name: Between.of(get_scheme(name), 128, static=False) for name in named} == named
     assert Between.of(get_scheme("fp8_tensor"), 128, static=True) is Between.STATIC

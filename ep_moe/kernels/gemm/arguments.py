@@ -87,6 +87,7 @@ class Epilogue(NamedTuple):
     GATED: tl.constexpr  # the weights have a gate and an up half
     LIMITED: tl.constexpr  # the activation clamps its input
     REQUANTIZE: tl.constexpr  # "none", "group" or "static"
+    POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
 
 
 class RowGroups(NamedTuple):
