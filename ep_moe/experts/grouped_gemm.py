@@ -96,7 +96,7 @@ class CallShape:
             activation=activation,
             num_experts=batch.num_local_experts,
             hidden=batch.hidden,
-            intermediate=weights.w2.values.shape[2],
+            intermediate=weights.scheme.weight.row_width(weights.w2.values.shape[2]),
             expected_rows=batch.expected_rows,
             max_rows=rows.shape[1] if apart else rows.shape[0],
             rows_apart=apart,
@@ -108,9 +108,20 @@ class CallShape:
         )
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the stored weights."""
-        return self.scheme.weight.dtype or self.dtype
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that weights multiply."""
+        return self.scheme.payload.dtype or self.dtype
+
+    @property
+    def decodes(self) -> bool:
+        """True if weights are decoded to the dtype of the rows before they are multiplied."""
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a stored element of the weights."""
+        stored = self.scheme.weight
+        return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
 
     @property
     def halves_aligned(self) -> bool:

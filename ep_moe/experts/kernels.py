@@ -18,9 +18,10 @@ from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, find_table
-from ep_moe.experts.tuning import ExpertTiles, fit_stages
+from ep_moe.experts.tuning import ExpertTiles, fit_stages, fit_steps
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
+from ep_moe.quant import StoredMatrix, as_bytes
 from ep_moe.weights import ExpertWeights
 
 _MAX_PREPARED = 256  # shapes that one object keeps; captured calls of all batch sizes are fewer
@@ -80,15 +81,14 @@ class PreparedCall:
         inner = stored = Stored(self._empty_inner(self._dtype), scale)
         if self._requantize is not None:
             inner = Stored(self._empty_inner(torch.float32), None)
-        w13, w2 = (
-            (matrix.values.contiguous(), _contiguous(matrix.scale), _contiguous(bias))
-            for matrix, bias in ((weights.w13, weights.w13_bias), (weights.w2, weights.w2_bias))
-        )
-        self._first(Operands(batch.x, batch.scale, *w13), inner, first, pool_rows, tiles)
+        w13, w2 = _weight_operands(weights.w13), _weight_operands(weights.w2)
+        bias13, bias2 = _contiguous(weights.w13_bias), _contiguous(weights.w2_bias)
+        self._first(Operands(x=batch.x, x_scale=batch.scale, bias=bias13, **w13), inner, first, pool_rows, tiles)
         if self._requantize is not None:
             self._requantize(inner, stored, rows, tiles)
         x_scale = stored.scale if static is None else static
-        self._second(Operands(stored.data, x_scale, *w2), Stored(y, None), second, rows, tiles)
+        operands = Operands(x=stored.data, x_scale=x_scale, bias=bias2, **w2)
+        self._second(operands, Stored(y, None), second, rows, tiles)
 
 
 class KernelExperts:
@@ -157,26 +157,37 @@ class KernelExperts:
         stored, gated = shape.scheme.weight, shape.activation.kind.gated
         blocked, dtype = stored.granularity == "block", str(shape.dtype).removeprefix("torch.")
         name = shape.scheme.name if stored.quantized else dtype
-        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles) or default_table(
-            shape.weight_dtype,
-            gated=gated,
-            group_k=stored.block[1] if blocked else 0,
-            whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
-        )
-        tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
+        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles)
+        if table is not None:
+            tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
+        elif shape.decodes:
+            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits)
+            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width)
+        else:
+            table = default_table(
+                shape.row_dtype,
+                gated=gated,
+                group_k=stored.group_width,
+                whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
+            )
+            tiles = table.choose(shape.expected_rows)
         if shape.device.type != "cuda":
             return tiles
         properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-        return fit_stages(tiles, properties["max_shared_mem"], shape.weight_dtype.itemsize, gated=gated)
+        bits = 8 * shape.row_dtype.itemsize, shape.weight_bits
+        return fit_stages(tiles, properties["max_shared_mem"], *bits, gated=gated)
 
 
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
-    """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next."""
-    stored = shape.scheme.weight
+    """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
+
+    A step over decoded weights may have several whole groups.
+    """
+    width = shape.scheme.weight.group_width
     for name, gemm in (("first", tiles.first), ("second", tiles.second)):
-        if stored.granularity == "block" and stored.block[1] % gemm.block_k:
+        if width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
             raise ValueError(
-                f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {stored.block[1]} columns "
+                f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"
             )
     return tiles
@@ -184,3 +195,16 @@ def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTi
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _weight_operands(matrix: StoredMatrix) -> dict[str, torch.Tensor | None]:
+    """A weight's tensors by the names of `Operands`; e8m0 scales as bytes, since Triton has no such dtype."""
+    scale = matrix.scale
+    if scale is not None and scale.dtype == torch.float8_e8m0fnu:
+        scale = as_bytes(scale)
+    return {
+        "w": matrix.values.contiguous(),
+        "w_scale": _contiguous(scale),
+        "w_zero": _contiguous(matrix.zero),
+        "w_global_scale": _contiguous(matrix.global_scale),
+    }
