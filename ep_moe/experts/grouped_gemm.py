@@ -7,6 +7,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -138,11 +139,18 @@ class CallShape:
 class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
-    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
-        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
+    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
+        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors, of
+        which the second group is written.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.
         """
+        ...
+
+    @property
+    def repeat(self) -> Callable[[Sequence[int]], None] | None:
+        """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
+        bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...
 
 

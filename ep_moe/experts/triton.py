@@ -13,10 +13,11 @@ import triton
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.launching import PreparedKernel, num_programs
+from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 
@@ -74,17 +75,17 @@ def _prepare(
     *,
     gemm: GemmTiles,
     aligned: bool,
-) -> PreparedKernel:
+) -> RepeatedLaunch:
     """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights.
 
     `aligned`: no block of weight scales begins within another half of the weights.
     """
     sums, columns = int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
-    return PreparedKernel(
-        kernel=kernel,
-        grid=num_programs(shape.device, gemm.programs_per_sm, most),
-        numbers=numbers,
+    return RepeatedLaunch(
+        kernel,
+        num_programs(shape.device, gemm.programs_per_sm, most),
+        settings=numbers,
         constants={
             "TILE": constants(
                 TileShape,
@@ -99,9 +100,9 @@ def _prepare(
             "SCALES": _scales(shape, tiles, between, gemm=gemm, aligned=aligned),
             "CODES": _codes(shape, gemm),
             "EPILOGUE": epilogue,
-            "num_warps": gemm.num_warps,
-            "num_stages": gemm.num_stages,
         },
+        options={"num_warps": gemm.num_warps, "num_stages": gemm.num_stages},
+        device=shape.device,
     )
 
 

@@ -172,7 +172,7 @@ def list_tiles(counts: torch.Tensor, max_tiles: int, block_m: int) -> tuple[Rows
     rows = Rows(row_start=None, num_tokens=counts, row_index=None)
     sizes = (max_tiles, len(counts), 1, len(counts))
     tiles = TileList(*(torch.full((size,), 7, dtype=torch.int32, device=DEVICE) for size in sizes))
-    prepare_tile_list(len(counts), max_tiles, block_m)(rows, tiles)
+    prepare_tile_list(len(counts), max_tiles, block_m, torch.device(DEVICE))((rows, tiles))
     return rows, tiles
 
 
