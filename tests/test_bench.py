@@ -463,7 +463,7 @@ def not_a_number(sound: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (GatheredMoE, "_scatter", lost_row),
-    "oracle": (layer_bench, "expected_output", not_a_number),
+    "oracle": (RandomExperts, "expected_output", not_a_number),
 }
 
 
@@ -873,7 +873,7 @@ def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.Mon
 EXPERTS_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (grouped, "_activate", lambda sound: lambda *args: sound(*args) * 1.02),
-    "oracle": (experts_alone, "expected_output", not_a_number),
+    "oracle": (RandomExperts, "expected_output", not_a_number),
 }
 
 
@@ -1196,7 +1196,7 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **options: None
 
-    plots.PLOTS["transport"](Axes(), records)
+    plots.plot_rows(Axes(), records)
     assert list(drawn) == ["nvlink", "allgather_reducescatter, beside nvlink", "all_to_all_single, beside nvlink"]
     assert drawn["nvlink"] == ([1, 128, 4096], [16.6, 43.7, 800.0])
 
