@@ -259,7 +259,9 @@ UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not on
 }
 
 
-@pytest.mark.parametrize("command", [["run"], ["generate", "Blessed"], ["eval"], ["serve"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [["run"], ["generate", "Blessed"], ["eval"], ["serve"]], ids=lambda command: command[0]
+)
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_model_that_is_not_read_is_told_before_ranks_start(
     name: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
