@@ -65,10 +65,13 @@ class PreparedCall:
         tiles = self._make_tile_list(rows)
         static = _contiguous(weights.w2_input_scale)
         own = {name: tensor.contiguous() for name, tensor in weights.per_expert.tensors.items()}
+        halves = [own.get("w13_gate_output_scale"), own.get("w13_output_scale")]
+        if weights.up_first:
+            halves.reverse()
         first = ExpertScalars(
             static_scale=static,
-            output_scale=own.get("w13_output_scale"),
-            gate_output_scale=own.get("w13_gate_output_scale"),
+            output_scale=halves[1],
+            gate_output_scale=halves[0],
             alpha=own.get("alpha"),
             beta=own.get("beta"),
             limit=own.get("limit"),
