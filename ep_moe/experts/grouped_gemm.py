@@ -62,6 +62,7 @@ class CallShape:
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
         limited: the activation has a limit, one for all experts or one for each.
+        up_first: w13 is [up; gate].
     """
 
     device: torch.device
@@ -79,6 +80,7 @@ class CallShape:
     scale_strides: tuple[int, int, int]
     static_scale: bool
     limited: bool
+    up_first: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -106,6 +108,7 @@ class CallShape:
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
+            up_first=weights.up_first,
         )
 
     @property
@@ -123,6 +126,11 @@ class CallShape:
         """Bits of a stored element of the weights."""
         stored = self.scheme.weight
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
+
+    @property
+    def activation_name(self) -> str:
+        """The name by which kernels know the activation and the order of w13's halves."""
+        return self.activation.kind.value + ("_up_first" if self.up_first else "")
 
     @property
     def halves_aligned(self) -> bool:

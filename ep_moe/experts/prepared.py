@@ -108,7 +108,8 @@ class PreparedCall:
         first = Stored("wide", None) if "wide" in pieces else stored
         parts = ("values", "scale", "zero", "global_scale", "bias")
         w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
-        scalars = ExpertScalars("static_scale", "w13_output_scale", "w13_gate_output_scale", "alpha", "beta", "limit")
+        halves = ("w13_output_scale", "w13_gate_output_scale")
+        scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         launches: list[tuple[Any, tuple[Any, ...]]] = [
