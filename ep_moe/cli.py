@@ -29,14 +29,14 @@ from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
-from ep_moe.bench.records import Record, RowsFile, append_records, check_writable, flatten, now
-from ep_moe.bench.report import make_report
-from ep_moe.bench.tables import show_rows
 from ep_moe.config import EngineConfig, LaunchEnv
 from ep_moe.experts import EXPERTS
 from ep_moe.fields import Field, described
 from ep_moe.placement import PLACEMENTS
 from ep_moe.quant import SCHEMES, get_scheme
+from ep_moe.report.page import make_report
+from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now
+from ep_moe.report.tables import show_rows
 from ep_moe.transport import TRANSPORTS
 
 app = typer.Typer(

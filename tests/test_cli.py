@@ -25,11 +25,11 @@ from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.start import on_ranks
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
-from ep_moe.bench.records import RowsFile
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
 from ep_moe.fields import described
 from ep_moe.group import EPGroup
+from ep_moe.report.records import RowsFile
 
 ROOT = Path(__file__).parent.parent
 EP_MOE = [sys.executable, "-m", "ep_moe"]

@@ -17,8 +17,8 @@ FLOORS = [
     {"config", "fields", "quant", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
-    {"local_moe", "layer", "functional", "testing"},
-    {"engines", "bench"},
+    {"local_moe", "layer", "functional", "testing", "profiling"},
+    {"engines", "bench", "report"},
     {"app", "cli", "__main__", "__init__"},
 ]
 STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other

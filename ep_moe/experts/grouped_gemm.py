@@ -30,7 +30,6 @@ class Between(enum.Enum):
     TOKEN = "token"  # requantized with a scale for each row
     TENSOR = "tensor"  # requantized with a scale for all rows of an expert
     WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
-    ROUNDED_GROUP = "rounded group"  # requantized in groups, with scales that are powers of two
 
     @property
     def fused(self) -> bool:
@@ -47,8 +46,6 @@ class Between(enum.Enum):
             return cls.TOKEN
         if stored.granularity == "tensor":
             return cls.STATIC if static else cls.TENSOR
-        if stored.power_of_two:
-            return cls.ROUNDED_GROUP
         return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
 
 
@@ -100,7 +97,7 @@ class CallShape:
             activation=activation,
             num_experts=batch.num_local_experts,
             hidden=batch.hidden,
-            intermediate=weights.w2.values.shape[2],
+            intermediate=weights.scheme.weight.row_width(weights.w2.values.shape[2]),
             expected_rows=batch.expected_rows,
             max_rows=rows.shape[1] if apart else rows.shape[0],
             rows_apart=apart,
@@ -112,9 +109,20 @@ class CallShape:
         )
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the stored weights."""
-        return self.scheme.weight.dtype or self.dtype
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that weights multiply."""
+        return self.scheme.payload.dtype or self.dtype
+
+    @property
+    def decodes(self) -> bool:
+        """True if weights are decoded to the dtype of the rows before they are multiplied."""
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a stored element of the weights."""
+        stored = self.scheme.weight
+        return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
 
     @property
     def halves_aligned(self) -> bool:

@@ -19,7 +19,7 @@ from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tile_tables import default_table, find_table
-from ep_moe.experts.tuning import ExpertTiles, fit_stages
+from ep_moe.experts.tuning import ExpertTiles, fit_stages, fit_steps
 from ep_moe.layout import ExpertBatch
 from ep_moe.weights import ExpertWeights
 
@@ -50,7 +50,7 @@ class KernelExperts:
 
     Results differ from `ReferenceExperts` only in the order of sums: products accumulate in float32, and the
     intermediate is requantized from float32. That is fused into the first GEMM if each tile holds whole scale groups
-    (of 16, 32, 64 or 128) or scales are static, but not if scales are powers of two.
+    (of 16, 32, 64 or 128) or scales are static.
 
     Weights are checked in their first call: later their tensors keep shapes and dtypes, but may move.
 
@@ -130,26 +130,37 @@ class KernelExperts:
         stored, gated = shape.scheme.weight, shape.activation.kind.gated
         blocked, dtype = stored.granularity == "block", str(shape.dtype).removeprefix("torch.")
         name = shape.scheme.name if stored.quantized else dtype
-        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles) or default_table(
-            shape.weight_dtype,
-            gated=gated,
-            group_k=stored.block[1] if blocked else 0,
-            whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
-        )
-        tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
+        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles)
+        if table is not None:
+            tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
+        elif shape.decodes:
+            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits)
+            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width)
+        else:
+            table = default_table(
+                shape.row_dtype,
+                gated=gated,
+                group_k=stored.group_width,
+                whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
+            )
+            tiles = table.choose(shape.expected_rows)
         if shape.device.type != "cuda":
             return tiles
         properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-        return fit_stages(tiles, properties["max_shared_mem"], shape.weight_dtype.itemsize, gated=gated)
+        bits = 8 * shape.row_dtype.itemsize, shape.weight_bits
+        return fit_stages(tiles, properties["max_shared_mem"], *bits, gated=gated)
 
 
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
-    """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next."""
-    stored = shape.scheme.weight
+    """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
+
+    A step over decoded weights may have several whole groups.
+    """
+    width = shape.scheme.weight.group_width
     for name, gemm in (("first", tiles.first), ("second", tiles.second)):
-        if stored.granularity == "block" and stored.block[1] % gemm.block_k:
+        if width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
             raise ValueError(
-                f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {stored.block[1]} columns "
+                f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"
             )
     return tiles

@@ -20,6 +20,7 @@ from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.layout.triton import prepare_weighted_sum
+from ep_moe.quant import as_bytes
 from ep_moe.weights import ExpertWeights
 
 _BATCH_FIELDS = {  # name of an argument -> field of the batch
@@ -106,7 +107,8 @@ class PreparedCall:
         rows, tile_list = Rows("row_start", "num_tokens", None), TileList(*TileList._fields)
         stored = Stored("inner", "inner_scale")
         first = Stored("wide", None) if "wide" in pieces else stored
-        w13, w2 = ((f"{name}_values", f"{name}_scale", f"{name}_bias") for name in ("w13", "w2"))
+        parts = ("values", "scale", "zero", "global_scale", "bias")
+        w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
         scalars = ExpertScalars("static_scale", "w13_output_scale", "w13_gate_output_scale", "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
@@ -140,6 +142,9 @@ class PreparedCall:
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
         there = {**tensors, **self.workspace.views(self.workspace.allocate())}
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float8_e8m0fnu:  # which Triton lacks
+                there[name] = as_bytes(tensor)
         for kernel, groups in self.launches:
             kernel(_replaced(groups, there.get))
         positions = {name: position for position, name in enumerate(self._names)}

@@ -13,7 +13,7 @@ from ep_moe.experts.launching import num_programs
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups
-from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_rounded_kernel
+from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
@@ -60,11 +60,8 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
             device=shape.device,
         )
 
-    if between is Between.ROUNDED_GROUP:
-        most = rows // per_program * stored.num_groups(intermediate)
-        return Requantize(None, prepare(_requantize_rounded_kernel, most, rows, GROUP=width))
-    num_warps = 4 if block <= 4096 else 8
+    options: dict[str, Any] = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
     find_amax = None
     if between is Between.TENSOR:
         find_amax = prepare(_expert_amax_kernel, rows // per_program)
-    return Requantize(find_amax, prepare(_requantize_kernel, rows // per_program, width, rows, num_warps=num_warps))
+    return Requantize(find_amax, prepare(_requantize_kernel, rows // per_program, width, rows, **options))

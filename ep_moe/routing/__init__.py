@@ -26,6 +26,7 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
     placement: Placement | None = None,
+    weights_dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """Choose K experts for every token and compute their weights, in float32.
 
@@ -44,6 +45,8 @@ def route(
         routing_bias: [E], any float dtype, for the choice only, methods 2 and 7 only.
         routing_replay_out: optional [at least T, K] int16; logical ids are written to rows [0, T).
         placement: of the E experts; topk_ids are physical ids if given, by `placement.to_physical`, else logical ones.
+        weights_dtype: float32, bfloat16 or float16; the float32 weights have values of this dtype, as in models that
+            round theirs.
     Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
     Errors: ValueError if shapes, dtypes, devices, the method and its arguments do not fit each other.
     Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
@@ -53,6 +56,7 @@ def route(
         "routing_bias": routing_bias,
         "routing_replay_out": routing_replay_out,
         "placement": placement,
+        "weights_dtype": weights_dtype,
     }
     recorded = router_logits.requires_grad and torch.is_grad_enabled()
     small = router_logits.dim() == 2 and router_logits.shape[1] <= MAX_KERNEL_EXPERTS

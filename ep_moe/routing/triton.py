@@ -37,17 +37,17 @@ def _kernel_of(
     num_experts: int,
     programs: int,
     device: torch.device,
-    logits_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
     mapped: bool,
     replay: bool,
     alignment: int,
 ) -> RepeatedLaunch:
     """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
-    Pointers need only `alignment`: the kernel is not specialized by theirs.
+    Pointers need only `alignment`: the kernel is not specialized by theirs. `dtypes` are those of logits, bias and
+    weights, the latter as in `route`.
     """
-    del logits_dtype  # Triton reads dtypes off the arguments of the first call
+    _, bias_dtype, weights_dtype = dtypes  # Triton reads those of tensors off the arguments of the first call
     method = config.method
     groups = config.num_group if config.topk_group < config.num_group else 1
     group_size = num_experts // groups
@@ -69,6 +69,7 @@ def _kernel_of(
         "MAPPED": mapped,
         "REPLAY": replay,
         "ALIGNMENT": alignment,
+        "ROUNDED": str(weights_dtype).removeprefix("torch."),
     }
     options = {"num_warps": 1}
     return RepeatedLaunch(_route_kernel, programs, constants=constants, options=options, device=device)
@@ -106,8 +107,9 @@ class _Plan:
         config: RoutingConfig,
         routing_bias: torch.Tensor | None,
         placement: Placement | None,
+        weights_dtype: torch.dtype,
     ) -> None:
-        self._config, self._placement = config, placement
+        self._config, self._placement, self._weights_dtype = config, placement, weights_dtype
         self.num_tokens = logits.shape[0]
         self.device, shape = logits.device, (self.num_tokens, config.num_topk)
         self.new_ids, self.new_weights = (
@@ -135,8 +137,7 @@ class _Plan:
             logits.shape[1],
             _programs_for(self.num_tokens),
             self.device,
-            logits.dtype,
-            None if bias is None else bias.dtype,
+            (logits.dtype, None if bias is None else bias.dtype, self._weights_dtype),
             self._physical is not None,
             replay,
             alignment,
@@ -161,9 +162,11 @@ def _key_of(
     bias: torch.Tensor | None,
     replay_out: torch.Tensor | None,
     placement: Placement | None,
+    weights_dtype: torch.dtype,
 ) -> tuple[object, ...]:
     """All that a plan and `check` depend on."""
-    key: tuple[object, ...] = (id(config), id(placement), logits.shape, logits.stride(), logits.dtype, logits.device)
+    key: tuple[object, ...] = (id(config), id(placement), weights_dtype, logits.shape, logits.stride(), logits.dtype)
+    key += (logits.device,)
     for tensor in (bias, replay_out):
         key += (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     return key
@@ -176,12 +179,13 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
     placement: Placement | None = None,
+    weights_dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """`ep_moe.routing.route` in one launch, for E up to `MAX_KERNEL_EXPERTS`.
 
     Local, on the current stream, no host sync; the first call with its settings compiles and loads their kernel.
     """
-    key = _key_of(router_logits, config, routing_bias, routing_replay_out, placement)
+    key = _key_of(router_logits, config, routing_bias, routing_replay_out, placement, weights_dtype)
     plans = _plans()
     plan = plans.get(key)
     if plan is None:
@@ -191,10 +195,11 @@ def route(
             routing_bias=routing_bias,
             routing_replay_out=routing_replay_out,
             placement=placement,
+            weights_dtype=weights_dtype,
         )
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plan = plans[key] = _Plan(router_logits, config, routing_bias, placement)
+        plan = plans[key] = _Plan(router_logits, config, routing_bias, placement, weights_dtype)
     ids, weights = plan.new_ids(), plan.new_weights()
     if plan.in_place and routing_replay_out is None:
         logits, ids_address = router_logits.data_ptr(), ids.data_ptr()

@@ -46,8 +46,28 @@ BYTES_APART: dict[tuple[str, Rule], str] = dict.fromkeys(
     [("_write_rows_kernel", "narrow"), ("_pack_rows_kernel", "narrow")],
     "the scales of a row are of one byte, and lie as far apart as there are rows",
 )
+BYTE_SCALES: dict[tuple[str, Rule], str] = {
+    ("_quantize_micro_rows_kernel", "narrow"): "scales are a byte each, and a program has fewer than threads",
+}
 REPLAYED_IDS: dict[tuple[str, Rule], str] = {
     ("_route_kernel", "narrow"): "the ids of a token are few, and may lie any number of columns apart",
+}
+GEMMS = ("_first_gemm_kernel", "_second_gemm_kernel")
+FEW_SCALES: dict[tuple[str, Rule], str] = dict.fromkeys(
+    [(kernel, "narrow") for kernel in GEMMS],
+    "the scales, and zero points, of a row of weights are few in a step over K, and lie as far apart as rows have them",
+)
+WIDENED: dict[tuple[str, Rule], str] = dict.fromkeys(
+    [(kernel, "tensor_core") for kernel in GEMMS],
+    "fp8 weights, or scales, are widened to the 16 bits of the tokens",
+)
+DECODED: dict[str, Mapping[tuple[str, Rule], str]] = {
+    "int4_w4a16_g128_zp": FEW_SCALES,
+    "mxfp4_w4a16": FEW_SCALES,
+    "nvfp4_w4a16": {**FEW_SCALES, **WIDENED},
+    "int8_w8a16": {},
+    "fp8_w8a16_block": WIDENED,
+    "mxfp8_w8a16": {**FEW_SCALES, **WIDENED},
 }
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
@@ -162,6 +182,9 @@ def _expert_cases() -> list[Case]:
         _experts("float16, 256 rows", "none", dtype=torch.float16, expected_rows=256),
         _experts("float32, 8 rows", "none", dtype=torch.float32),
     ]
+    for scheme, excuses in DECODED.items():
+        cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
+    cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
         activation = ActivationConfig(kind=kind)
         cases += [
@@ -178,10 +201,12 @@ def _quantize_cases() -> list[Case]:
             quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme).payload, scale)
 
         name = f"quantize {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
-        return Case(name=name, launch=launch, payload_width_bytes={"_quantize_rows_kernel": 16})
+        kernels = ("_quantize_rows_kernel", "_quantize_micro_rows_kernel")
+        excuses = BYTE_SCALES if get_scheme(scheme).payload.family == "micro" else NO_EXCUSES
+        return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(kernels, 16), excuses=excuses)
 
     schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
-    schemes += ("fp8_block_ue8m0", "int8_token")
+    schemes += ("fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4")
     cases = [case(scheme, torch.bfloat16, hidden) for scheme in schemes for hidden in (7168, 2880)]
     cases += [
         case(scheme, dtype, 7168) for scheme in ("fp8_block", "fp8_token") for dtype in (torch.float16, torch.float32)
@@ -280,6 +305,7 @@ def _routing(
     biased: bool = False,
     mapped: bool = False,
     replay: bool = False,
+    weights_dtype: torch.dtype = torch.float32,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
     **numbers: Any,
 ) -> Case:
@@ -294,6 +320,7 @@ def _routing(
             routing_bias=_empty(num_experts, dtype=torch.float32, device="cpu") if biased else None,
             routing_replay_out=_empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None,
             placement=placement,
+            weights_dtype=weights_dtype,
         )
 
     return Case(name=f"routing {name}", launch=launch, excuses=excuses)
@@ -304,8 +331,8 @@ def _routing_cases() -> list[Case]:
     return [
         _routing("DeepSeek-V3", 256, 2, biased=True, mapped=True, **deepseek),
         _routing("DeepSeek-V3 float32", 256, 2, dtype=torch.float32, biased=True, **deepseek),
-        _routing("Qwen3", 128, 4, num_topk=8),
-        _routing("Default", 64, 0, dtype=torch.float16, num_topk=8),
+        _routing("Qwen3", 128, 4, weights_dtype=torch.bfloat16, num_topk=8),
+        _routing("Default", 64, 0, dtype=torch.float16, weights_dtype=torch.float16, num_topk=8),
         _routing("Mixtral", 8, 1, num_topk=2),
         _routing("Llama4", 128, 3, num_topk=1),
         _routing("SigmoidRenorm of 60", 60, 6, num_topk=4),

@@ -15,6 +15,7 @@ import torch
 
 from ep_moe.engines.common.layers import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
+from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
@@ -358,10 +359,11 @@ class Decoder:
         here = slice(shape.rows)
         cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
         experts = _PassExperts(session, self._layers, sequences.live[here], sequences.num_tokens(shape.rows))
-        with session.decoding(experts):
+        text = model.config.get_text_config()
+        with session.decoding(experts), grouped_attention(text):
             output = model(
                 input_ids=sequences.tokens[here, None],
-                attention_mask=cache.masks(model.config.get_text_config(), model.dtype),
+                attention_mask=cache.masks(text, model.dtype),
                 position_ids=sequences.positions[here, None],
                 past_key_values=cache,
                 use_cache=True,

@@ -9,9 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ep_moe.bench.records import PURE_NUMBERS
-
-WORDS = ("shapes", "setup")  # parts of a row that say what was measured
+from ep_moe.report.records import PURE_NUMBERS, WORDS
 
 
 def show_rows(report: Mapping[str, Any]) -> None:
