@@ -7,7 +7,6 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -156,7 +156,7 @@ class GroupedGemm(Protocol):
         ...
 
     @property
-    def repeat(self) -> Callable[[Sequence[int]], None] | None:
+    def repeat(self) -> Repeat | None:
         """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
         bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...
