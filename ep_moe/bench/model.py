@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from ep_moe.bench import harness
 from ep_moe.bench.configs import CHECKED_TOKENS, ModelBenchConfig, spreads_dense
-from ep_moe.bench.generation import System, generate, time_generation
+from ep_moe.bench.generation import System, generate, host_time, time_generation
 from ep_moe.bench.harness import Figures, Work, field_values
 from ep_moe.bench.oracle import expected_output
 from ep_moe.bench.presets import MODEL_PRESETS
@@ -105,7 +105,9 @@ class _ModelBench:
                 "graph": session.decoder is not None,
             },
             check=lambda: self._check(systems),
-            time=lambda name: time_generation(systems[name], group, **run, repeats=config.repeats),
+            time=lambda name: (
+                time_generation(systems[name], group, **run, repeats=config.repeats) | host_time(systems[name], group)
+            ),
             whole="generate_secs",
             limit=self._limit,
         )
