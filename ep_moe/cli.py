@@ -1,4 +1,5 @@
-"""The command line: ep-moe run | generate | eval | quantize | bench layer | transport | model | experts | report.
+"""The command line: ep-moe run | generate | eval | serve | quantize, and ep-moe bench layer | transport | model |
+experts | report.
 
 Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
 the ranks import transformers, which takes seconds.
@@ -27,6 +28,7 @@ from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.options import config_of, options_of
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
+from ep_moe.app.serve import ServeConfig, serve
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
 from ep_moe.config import EngineConfig, LaunchEnv
@@ -66,7 +68,7 @@ _NO_CHECKPOINT = _NAMED | {"scheme": Field(help=f"Of experts and payload: {', '.
 
 
 def _job(
-    show: Callable[[dict[str, Any]], None],
+    show: Callable[[dict[str, Any]], None] | None,
     defaults: EngineConfig = _ENGINE,
     leave_out: Collection[str] = (),
     fields: Mapping[str, Field] = types.MappingProxyType(_NAMED),
@@ -74,7 +76,8 @@ def _job(
     """Make a command of a function (engine, config, ...) -> report: its configs' options, the engine's, and --json.
 
     Args:
-        show: prints the report. defaults: those of the engine. leave_out: its fields without an option.
+        show: prints the report; None for a command without one, which has no --json.
+        defaults: those of the engine. leave_out: its fields without an option.
         fields: replace the help and limits of its fields.
     An error becomes one line on standard error and an exit code.
     """
@@ -97,12 +100,12 @@ def _job(
                 own.append(parameter.replace(kind=keyword))
 
         @functools.wraps(function)
-        def command(*, as_json: bool, **given: Any) -> None:
+        def command(*, as_json: bool = False, **given: Any) -> None:
             with _one_line_errors():
                 engine = _engine({option.name: given.pop(option.name) for option in shared}, defaults, fields)
                 made = {name: config_of(config_type, given) for name, config_type in configs.items()}
                 result = function(engine, **made, **given)
-            if is_first_rank():
+            if show is not None and is_first_rank():
                 if as_json:
                     typer.echo(json.dumps(_for_json(_as_written(result)), allow_nan=False))
                 else:
@@ -110,7 +113,9 @@ def _job(
             if not result.get("ok", True):
                 raise typer.Exit(1)
 
-        parameters = [*own, *shared, inspect.Parameter("as_json", keyword, default=False, annotation=json_option)]
+        parameters = [*own, *shared]
+        if show is not None:
+            parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=json_option))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -198,6 +203,13 @@ def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, 
 def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
     return evaluate(engine, config)
+
+
+@app.command("serve")
+@_job(None)
+def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
+    """Serve a model by OpenAI's protocol: completions and chats of many clients at once. Needs ep-moe[serve]."""
+    return serve(engine, config)
 
 
 @app.command("quantize")

@@ -23,6 +23,7 @@ from ep_moe.app import run as job
 from ep_moe.app import run_rank
 from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
+from ep_moe.app.serve import ServeConfig
 from ep_moe.app.start import on_ranks
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
 from ep_moe.cli import app
@@ -176,6 +177,8 @@ WRONG = {
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
     "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
     "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must be at least 0"),
+    "port": (["serve", "--port", "65536"], "port (65536) must be at most 65535"),
+    "passes": (["serve", "--passes-per-plan", "17"], "passes_per_plan (17) must be at most 16"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
 }
 
@@ -202,6 +205,7 @@ CONFIGS = {
     "run": (EngineConfig,),
     "generate": (GenerateConfig, EngineConfig),
     "eval": (EvalConfig, EngineConfig),
+    "serve": (ServeConfig, EngineConfig),
     "quantize": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
@@ -255,7 +259,9 @@ UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not on
 }
 
 
-@pytest.mark.parametrize("command", [["run"], ["generate", "Blessed"], ["eval"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [["run"], ["generate", "Blessed"], ["eval"], ["serve"]], ids=lambda command: command[0]
+)
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_model_that_is_not_read_is_told_before_ranks_start(
     name: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,6 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -62,6 +62,7 @@ class CallShape:
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
         limited: the activation has a limit, one for all experts or one for each.
+        up_first: w13 is [up; gate].
     """
 
     device: torch.device
@@ -79,6 +80,7 @@ class CallShape:
     scale_strides: tuple[int, int, int]
     static_scale: bool
     limited: bool
+    up_first: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -106,6 +108,7 @@ class CallShape:
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
+            up_first=weights.up_first,
         )
 
     @property
@@ -123,6 +126,11 @@ class CallShape:
         """Bits of a stored element of the weights."""
         stored = self.scheme.weight
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
+
+    @property
+    def activation_name(self) -> str:
+        """The name by which kernels know the activation and the order of w13's halves."""
+        return self.activation.kind.value + ("_up_first" if self.up_first else "")
 
     @property
     def halves_aligned(self) -> bool:
@@ -148,7 +156,7 @@ class GroupedGemm(Protocol):
         ...
 
     @property
-    def repeat(self) -> Callable[[Sequence[int]], None] | None:
+    def repeat(self) -> Repeat | None:
         """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
         bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...

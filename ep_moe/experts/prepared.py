@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import Workspace, allocator
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.layout.triton import prepare_weighted_sum
@@ -108,7 +109,8 @@ class PreparedCall:
         first = Stored("wide", None) if "wide" in pieces else stored
         parts = ("values", "scale", "zero", "global_scale", "bias")
         w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
-        scalars = ExpertScalars("static_scale", "w13_output_scale", "w13_gate_output_scale", "alpha", "beta", "limit")
+        halves = ("w13_output_scale", "w13_gate_output_scale")
+        scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         launches: list[tuple[Any, tuple[Any, ...]]] = [
@@ -136,7 +138,7 @@ class PreparedCall:
         self.launches = [(kernel, names) for kernel, names in launches if kernel is not None]
         self.workspace = Workspace(pieces, shape.device)
         self._names = (*given, "y", *held, *pieces)
-        self.loaded: list[tuple[Callable[[Sequence[int]], None], operator.itemgetter[Any]]] | None = None
+        self.loaded: list[tuple[Repeat, operator.itemgetter[Any]]] | None = None
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""

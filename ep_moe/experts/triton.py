@@ -116,7 +116,7 @@ class TritonGemms:
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
         epilogue = constants(
             Epilogue,
-            ACTIVATION=activation.kind.value,
+            ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",

@@ -247,6 +247,15 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
     assert_equals_torch(case, dataclasses.replace(activation, limit=0.3), case.batch(Layout.FLAT))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gpt-oss"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+def test_up_before_gate(scheme: str, activation: str) -> None:
+    own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
+    case = with_own(make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]), *own)
+    case = dataclasses.replace(case, weights=dataclasses.replace(case.weights, up_first=True))
+    assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
+
+
 def test_output_scales_without_a_gate() -> None:
     activation = ACTIVATIONS["relu2"]
     case = with_own(make_case("fp8_tensor", torch.bfloat16, activation), "w13_output_scale", "w2_output_scale")
