@@ -311,7 +311,7 @@ def _answer_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         del request
         assert isinstance(error, RequestValidationError)
-        found = error.errors()[0]
+        found = max(error.errors(), key=lambda each: len(each["loc"]))  # of several types, the one that fits best
         place = [str(part) for part in found["loc"][1:]]
         param = place[0] if place and found["type"] != "json_invalid" else None
         if param is None:
