@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
-        "Input should be 'text'",
+        "messages.0.content.0.type ('image_url'): Input should be 'text'",
     ),
     "path": ("nothing", {}, 404, "POST /v1/nothing: Not Found"),
 }
@@ -405,7 +405,7 @@ def test_errors_have_openais_shape_and_name_value_and_limit(tokenizer: Any) -> N
             error = answer.json()["error"]
             assert message in error["message"], name
             assert (error.keys(), error["type"]) == ({"message", "type", "param", "code"}, "invalid_request_error")
-        answer = client.post("/v1/completions", content=b"{")
+        answer = client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
         assert (answer.status_code, "not valid JSON" in answer.json()["error"]["message"]) == (400, True)
         assert client.get("/v1/models/fake").json()["id"] == "fake"
 
