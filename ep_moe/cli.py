@@ -238,7 +238,7 @@ def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> 
     if not file.sweep and _is_interpreted():
         raise ValueError("append under TRITON_INTERPRET needs --sweep: times of interpreted kernels are not benchmarks")
     if is_first_rank():
-        check_writable(file.append)
+        check_writable(file.append, "append")
     report = on_ranks(target, engine, config)
     if report["ok"] and is_first_rank():
         common = {name: report[name] for name in ("bench", "gpu", "world_size", "versions")}
@@ -278,7 +278,13 @@ def _num_ranks(engine: EngineConfig) -> int:
 
 def _repeatable(arguments: list[str]) -> str:
     """The command line without options that only direct its output; under torchrun preceded by torchrun's own."""
-    num_values = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # of the options that are left out
+    num_values = {
+        "--append": 1,
+        "--commit": 1,
+        "--trace": 1,
+        "--sweep": 0,
+        "--json": 0,
+    }  # of the options that are left out
     kept, skip = ["ep-moe"], 0
     env = LaunchEnv.from_environ()
     if env is not None:
@@ -304,6 +310,11 @@ def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: Ro
     if config.graph and _on_cpu(engine):
         kind = ValueError if engine.device == "cpu" else RuntimeError
         raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
+    if config.trace is not None:
+        trace = config.trace.absolute()  # ranks may have another working directory
+        config = dataclasses.replace(config, trace=trace)
+        if is_first_rank():
+            check_writable(trace, "trace")
     return _measure("ep_moe.bench.layer:layer_rank_main", engine, config, file)
 
 

@@ -14,6 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -29,7 +30,6 @@ class Between(enum.Enum):
     TOKEN = "token"  # requantized with a scale for each row
     TENSOR = "tensor"  # requantized with a scale for all rows of an expert
     WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
-    ROUNDED_GROUP = "rounded group"  # requantized in groups, with scales that are powers of two
 
     @property
     def fused(self) -> bool:
@@ -46,8 +46,6 @@ class Between(enum.Enum):
             return cls.TOKEN
         if stored.granularity == "tensor":
             return cls.STATIC if static else cls.TENSOR
-        if stored.power_of_two:
-            return cls.ROUNDED_GROUP
         return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
 
 
@@ -64,6 +62,7 @@ class CallShape:
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
         limited: the activation has a limit, one for all experts or one for each.
+        up_first: w13 is [up; gate].
     """
 
     device: torch.device
@@ -81,6 +80,7 @@ class CallShape:
     scale_strides: tuple[int, int, int]
     static_scale: bool
     limited: bool
+    up_first: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -99,7 +99,7 @@ class CallShape:
             activation=activation,
             num_experts=batch.num_local_experts,
             hidden=batch.hidden,
-            intermediate=weights.w2.values.shape[2],
+            intermediate=weights.scheme.weight.row_width(weights.w2.values.shape[2]),
             expected_rows=batch.expected_rows,
             max_rows=rows.shape[1] if apart else rows.shape[0],
             rows_apart=apart,
@@ -108,12 +108,29 @@ class CallShape:
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
+            up_first=weights.up_first,
         )
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the stored weights."""
-        return self.scheme.weight.dtype or self.dtype
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that weights multiply."""
+        return self.scheme.payload.dtype or self.dtype
+
+    @property
+    def decodes(self) -> bool:
+        """True if weights are decoded to the dtype of the rows before they are multiplied."""
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a stored element of the weights."""
+        stored = self.scheme.weight
+        return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
+
+    @property
+    def activation_name(self) -> str:
+        """The name by which kernels know the activation and the order of w13's halves."""
+        return self.activation.kind.value + ("_up_first" if self.up_first else "")
 
     @property
     def halves_aligned(self) -> bool:
@@ -130,11 +147,18 @@ class CallShape:
 class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
-    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
-        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
+    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
+        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors, of
+        which the second group is written.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.
         """
+        ...
+
+    @property
+    def repeat(self) -> Repeat | None:
+        """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
+        bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...
 
 

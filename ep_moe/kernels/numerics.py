@@ -92,6 +92,13 @@ def e4m3_scale(amax, POWER_OF_TWO: tl.constexpr = False):
 
 
 @triton.jit
+def scale_for(amax, dtype: tl.constexpr, POWER_OF_TWO: tl.constexpr = False):
+    """`tile_scale` for values of `dtype`, int8 or e4m3."""
+    LARGEST: tl.constexpr = INT8_MAX if dtype == tl.int8 else E4M3_MAX
+    return tile_scale(amax, LARGEST, POWER_OF_TWO)
+
+
+@triton.jit
 def e8m0_byte(amax, MAX_EXPONENT: tl.constexpr):
     """The scale of an MX group, as int32; MAX_EXPONENT is that of the largest number. Example: amax 7, 8 gives 121."""
     exponent = (amax.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -149,6 +156,15 @@ def to_int8(x):
     x = tl.clamp(x, -INT8_MAX, INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
     rounded = (x + INTEGER_ROUNDER) - INTEGER_ROUNDER
     return tl.where(x == x, rounded, 0.0).to(tl.int8)
+
+
+@triton.jit
+def quantize_to(x, scale, dtype: tl.constexpr):
+    """x / scale as `dtype`, int8 or e4m3."""
+    if dtype == tl.int8:
+        return to_int8(tl.div_rn(x, scale))
+    else:
+        return quantize_e4m3(x, scale)
 
 
 @triton.jit

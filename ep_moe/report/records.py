@@ -182,18 +182,19 @@ def append_records(path: str | Path, records: Sequence[Record]) -> None:
         file.write("".join(record.to_line() + "\n" for record in records))  # one write: no partial rows
 
 
-def check_writable(path: str | Path) -> None:
-    """Append nothing to a file of rows, which is removed if this creates it, so that errors come before a run. Local.
+def check_writable(path: Path, option: str) -> None:
+    """Write nothing to a file, which is removed if this creates it, so that errors come before a run. Local.
 
-    Errors: as `check_path`, and ValueError for a file that cannot be written.
+    Errors: ValueError names the option and a file that cannot be written.
     """
-    is_new = not Path(path).exists()
+    is_new = not path.exists()
     try:
-        append_records(path, [])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
         if is_new:
-            Path(path).unlink()
+            path.unlink()
     except OSError as error:
-        raise ValueError(f"append ({str(path)!r}) cannot be written: {error}") from None
+        raise ValueError(f"{option} ({str(path)!r}) cannot be written: {error}") from None
 
 
 def check_path(path: str | Path) -> None:

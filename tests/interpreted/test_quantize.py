@@ -11,7 +11,7 @@ from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
-from ep_moe.kernels.gemm.requantize import _requantize_rounded_kernel
+from ep_moe.kernels.gemm.requantize import _requantize_kernel
 from ep_moe.layout import Compact
 from ep_moe.quant import (
     Quantized,
@@ -97,8 +97,9 @@ def test_columns_that_are_apart() -> None:
     assert_same_bits(actual, expected, "values")
 
 
+@pytest.mark.parametrize("name", ["fp8_block_ue8m0", "int8_block"])
 @pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
-def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
+def test_requantize(intermediate: int, group: int, name: str) -> None:
     """Experts of 5, 0 and 17 tokens in tiles of 16 rows; rows without a token are neither read nor written."""
     random = generator(f"{intermediate} {group}")
     block_m, counts = 16, [5, 0, 17]
@@ -108,23 +109,24 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
         used[first_tile * block_m : first_tile * block_m + count] = True
     x[used] = torch.randn(22, intermediate, generator=random) * torch.logspace(-3, 3, 22)[:, None]
     x[used.nonzero()[3], 5] = math.inf
-    stored = dataclasses.replace(get_scheme("fp8_block_ue8m0").activation, block=(1, group))
+    stored = dataclasses.replace(get_scheme(name).activation, block=(1, group))
     expected_values, expected_scale = scaled.quantize(x[used], stored, None)
     groups = stored.num_groups(intermediate)
-    values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(stored.dtype)
     scale = torch.zeros(groups, 64, device=DEVICE)
     num_tokens, *tiles = (
         torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])
     )
-    _requantize_rounded_kernel[(2,)](
+    _requantize_kernel[(2,)](
         Stored(x.to(DEVICE), None),
         Stored(values, scale),
         Rows(row_start=None, num_tokens=num_tokens, row_index=None),
         TileList(*tiles, amax=None),
         intermediate,
+        group,
         64,
-        GROUP=group,
         PIECES=constants(RowGroups, BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64),
+        POWER_OF_TWO=stored.power_of_two,
     )
     finite = expected_scale.isfinite().all(1)
     assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected_values.view(torch.uint8)[finite], "values")

@@ -6,19 +6,37 @@ Letters: L local experts, I intermediate, Q row tiles of all experts, N columns 
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3, round_to
+from ep_moe.kernels.numerics import absmax, quantize_to, round_to, scale_for
 
 
 @triton.jit
-def scale_sums(acc, x_scale_ptrs, w_scale_ptr, output_scale_ptr, expert, width, columns, row_mask, column_mask, SCALES):
+def scale_sums(
+    acc,
+    operands,
+    x_scale_ptrs,
+    output_scale_ptr,
+    expert,
+    width,
+    columns,
+    row_mask,
+    column_mask,
+    SCALES,
+    CODES,
+):
     """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
-    if SCALES.WEIGHT == "tensor" or SCALES.WEIGHT == "channel":
+    if SCALES.X == "row":
         acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
-        if SCALES.WEIGHT == "channel":
-            scale_ptrs = w_scale_ptr + expert.to(tl.int64) * width + columns
-            acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0)[None, :]
+    if SCALES.WEIGHT == "channel":
+        scale_ptrs = operands.w_scale + expert.to(tl.int64) * width + columns
+        acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    elif SCALES.WEIGHT == "tensor":
+        acc *= tl.load(operands.w_scale + expert)
+    if operands.w_global_scale is not None:
+        global_scale = tl.load(operands.w_global_scale + expert)
+        if CODES.DIVIDE:
+            acc = acc / global_scale
         else:
-            acc *= tl.load(w_scale_ptr + expert)
+            acc *= global_scale
     if output_scale_ptr is not None:
         acc *= tl.load(output_scale_ptr + expert)
     return acc
@@ -48,6 +66,7 @@ def store_tile(
     "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. A `row_mask` of None stores all rows: those
     of the intermediate beyond the expert's tokens are never read.
     """
+    DTYPE: tl.constexpr = out.data.dtype.element_ty
     mask = column_mask[None, :]
     if row_mask is not None:
         mask = row_mask[:, None] & mask
@@ -55,8 +74,8 @@ def store_tile(
     if EPILOGUE.REQUANTIZE == "group":
         GROUPS: tl.constexpr = TILE.BLOCK_N // SCALES.GROUP_K
         grouped = tl.reshape(sums, [TILE.BLOCK_M, GROUPS, SCALES.GROUP_K])
-        scale = e4m3_scale(absmax(grouped, 2))
-        values = tl.reshape(quantize_e4m3(grouped, scale[:, :, None]), [TILE.BLOCK_M, TILE.BLOCK_N])
+        scale = scale_for(absmax(grouped, 2), DTYPE, EPILOGUE.POWER_OF_TWO)
+        values = tl.reshape(quantize_to(grouped, scale[:, :, None], DTYPE), [TILE.BLOCK_M, TILE.BLOCK_N])
         group = tl.min(columns, 0) // SCALES.GROUP_K + tl.arange(0, GROUPS)
         tl.store(
             out.scale + group.to(tl.int64)[None, :] * scale_stride + row[:, None],
@@ -64,7 +83,7 @@ def store_tile(
             mask=tl.broadcast_to((group < tl.cdiv(N, SCALES.GROUP_K))[None, :], [TILE.BLOCK_M, GROUPS]),
         )
     elif EPILOGUE.REQUANTIZE == "static":
-        values = quantize_e4m3(sums, tl.load(scalars.static_scale + expert))
+        values = quantize_to(sums, tl.load(scalars.static_scale + expert), DTYPE)
     else:
-        values = round_to(sums, out.data.dtype.element_ty)
+        values = round_to(sums, DTYPE)
     tl.store(ptrs, values, mask=mask)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
-from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3
+from ep_moe.kernels.numerics import absmax, quantize_to, scale_for
 
 
 @triton.jit
@@ -34,15 +34,17 @@ def _expert_amax_kernel(
 @triton.jit(do_not_specialize=["scale_stride"])
 def _requantize_kernel(
     inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] float8 and [ceil(I / group_width), scale_stride]
+    out,  # Stored: [Q * BLOCK_M, I] e4m3 or int8 and [ceil(I / group_width), scale_stride]
     rows,
     tiles,  # amax: None unless all rows of an expert share a scale
     intermediate,
     group_width,  # columns that share a scale; intermediate for one scale per token
     scale_stride,
     PIECES,  # RowGroups: BLOCK is group_width rounded up to a power of two
+    POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
 ):
     """Requantize all columns of ROWS rows, one scale group after the other."""
+    DTYPE: tl.constexpr = out.data.dtype.element_ty
     for piece in range(
         tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
     ):
@@ -54,38 +56,8 @@ def _requantize_kernel(
             x = tl.load(inner.data + offset + column[None, :], mask=mask, other=0.0)
             if tiles.amax is not None:
                 amax = tl.load(tiles.amax + expert).to(tl.float32, bitcast=True)
-                scale = e4m3_scale(amax) + tl.zeros([PIECES.ROWS], tl.float32)
+                scale = scale_for(amax, DTYPE, POWER_OF_TWO) + tl.zeros([PIECES.ROWS], tl.float32)
             else:
-                scale = e4m3_scale(absmax(x, 1))
+                scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
             tl.store(out.scale + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-            tl.store(out.data + offset + column[None, :], quantize_e4m3(x, scale[:, None]), mask=mask)
-
-
-@triton.jit(do_not_specialize=["scale_stride"])
-def _requantize_rounded_kernel(
-    inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] float8 and [G, scale_stride]
-    rows,
-    tiles,
-    intermediate,
-    scale_stride,
-    GROUP: tl.constexpr,  # columns that share a scale
-    PIECES,  # RowGroups: BLOCK is GROUP rounded up to a power of two
-):
-    """Requantize one scale group of ROWS rows at a time, with scales that are powers of two.
-
-    Example: a largest magnitude of 448 gives the scale 1, one of 449 gives 2.
-    """
-    groups = tl.cdiv(intermediate, GROUP)
-    for piece in range(
-        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS) * groups, tl.num_programs(0)
-    ):
-        _, row, row_mask = find_rows(piece // groups, rows, tiles, PIECES)
-        group, place = piece % groups, tl.arange(0, PIECES.BLOCK)
-        column = group * GROUP + place
-        offset = row.to(tl.int64)[:, None] * intermediate + column[None, :]
-        mask = row_mask[:, None] & ((place < GROUP) & (column < intermediate))[None, :]
-        x = tl.load(inner.data + offset, mask=mask, other=0.0)
-        scale = e4m3_scale(absmax(x, 1), True)
-        tl.store(out.scale + group * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-        tl.store(out.data + offset, quantize_e4m3(x, scale[:, None]), mask=mask)
+            tl.store(out.data + offset + column[None, :], quantize_to(x, scale[:, None], DTYPE), mask=mask)

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.numerics import (
-    E4M3_MAX,
-    INT8_MAX,
     absmax,
     e4m3_group_scale,
     e4m3_value,
@@ -18,10 +16,9 @@ from ep_moe.kernels.numerics import (
     e8m0_value,
     pack_nibbles,
     quantize_e2m1,
-    quantize_e4m3,
-    tile_scale,
+    quantize_to,
+    scale_for,
     to_e4m3,
-    to_int8,
 )
 
 
@@ -48,8 +45,7 @@ def _quantize_rows_kernel(
     POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
 ):
     """Quantize BLOCK groups: group i is group i % G of row i // G; the last of a row may be short."""
-    IS_INT8: tl.constexpr = values_ptr.dtype.element_ty == tl.int8
-    LARGEST: tl.constexpr = INT8_MAX if IS_INT8 else E4M3_MAX
+    DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     index = tl.program_id(0).to(tl.int64) * GROUPS.BLOCK + tl.arange(0, GROUPS.BLOCK)
     token, group = index // GROUPS.G, index % GROUPS.G
     column = tl.arange(0, GROUPS.COLUMNS)
@@ -63,14 +59,11 @@ def _quantize_rows_kernel(
     if SCALE == "static":
         scale = tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(given_ptr)
     elif SCALE == "tensor":
-        scale = tile_scale(tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(given_ptr), LARGEST, POWER_OF_TWO)
+        scale = scale_for(tl.zeros([GROUPS.BLOCK], tl.float32) + tl.load(given_ptr), DTYPE, POWER_OF_TWO)
     else:
-        scale = tile_scale(absmax(x, 1), LARGEST, POWER_OF_TWO)
+        scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
     values_ptrs = values_ptr + (token * GROUPS.H + group * GROUPS.WIDTH)[:, None] + column[None, :]
-    if IS_INT8:
-        tl.store(values_ptrs, to_int8(tl.div_rn(x, scale[:, None])), mask=inside)
-    else:
-        tl.store(values_ptrs, quantize_e4m3(x, scale[:, None]), mask=inside)
+    tl.store(values_ptrs, quantize_to(x, scale[:, None], DTYPE), mask=inside)
     tl.store(scale_ptr + group * num_tokens + token, scale, mask=token < num_tokens)
 
 
