@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from starlette.testclient import TestClient
-from test_decoding import TEXTS, captured_on_a_cpu
+from test_decoding import TEXTS, captured_on_a_cpu, make_model
 from transformers import AutoTokenizer
 
 from ep_moe.app.start import SHIPPED_MODEL
@@ -232,44 +232,49 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_rows_say_the_same_as_sequences_alone(one_thread: None) -> None:
+@pytest.mark.parametrize("name", ["shipped", "gpt_oss_windows"])
+def test_rows_say_the_same_as_sequences_alone(name: str, one_thread: None) -> None:
     """Sequences that start and end at different times, greedy beside sampled, in passes of all, captured as graphs."""
-    model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
-    made: dict[int, list[int]] = {index: [] for index in range(4)}
+    if name == "shipped":
+        model = from_pretrained(SHIPPED_MODEL, EPGroup.single("cpu"), dtype=torch.float32)
+    else:
+        model = make_model(name)
+    prompts = [tuple(byte % model.config.vocab_size for byte in text.encode()) for text in TEXTS]
     starts = [
-        RowStart(row=row, prompt=tuple(TEXTS[index].encode()), max_new_tokens=40, temperature=temperature, seed=index)
+        RowStart(row=row, prompt=prompts[index], max_new_tokens=40, temperature=temperature, seed=index)
         for index, (row, temperature) in enumerate([(0, 0.0), (1, 0.7), (2, 0.0), (0, 0.0)])
     ]
+    made: list[list[int]] = [[] for _ in starts]
+
+    def start(rows: RowDecoder, *indices: int, ended: tuple[int, ...] = ()) -> None:
+        plan = RowsPlan(ended=(ended,), starts=(tuple(starts[index] for index in indices),))
+        for index, token in zip(indices, rows.run(plan)[0], strict=True):
+            made[index].append(token)
+
+    def decode(rows: RowDecoder, passes: int, positions: int, owners: dict[int, int]) -> None:
+        shape = pass_shape(1 + max(owners), positions, True)
+        for step in rows.run(RowsPlan(ended=((),), starts=((),), passes=passes, shapes=(shape,))):
+            assert [row for row, token in enumerate(step) if token >= 0] == sorted(owners)
+            for row, index in owners.items():
+                made[index].append(step[row])
+
     with captured_on_a_cpu() as counts:
-        rows = RowDecoder(model, num_rows=4, num_positions=128, end_ids=(), graphs=True)
-
-        def start(*indices: int, ended: tuple[int, ...] = ()) -> None:
-            plan = RowsPlan(ended=(ended,), starts=(tuple(starts[index] for index in indices),))
-            for index, token in zip(indices, rows.run(plan)[0], strict=True):
-                made[index].append(token)
-
-        def decode(passes: int, positions: int, owners: dict[int, int]) -> None:
-            shape = pass_shape(1 + max(owners), positions, True)
-            for step in rows.run(RowsPlan(ended=((),), starts=((),), passes=passes, shapes=(shape,))):
-                assert [row for row, token in enumerate(step) if token >= 0] == sorted(owners)
-                for row, index in owners.items():
-                    made[index].append(step[row])
-
-        start(0)
-        decode(3, 25, {0: 0})
-        start(1, 2)  # padded to the longer of the two
-        decode(8, 46, {0: 0, 1: 1, 2: 2})
-        start(3, ended=(0,))
-        decode(16, 62, {0: 3, 1: 1, 2: 2})
-        decode(4, 66, {0: 3, 1: 1, 2: 2})  # more positions than a bucket of 64
+        together = RowDecoder(model, num_rows=4, num_positions=128, end_ids=(), graphs=True)
+        start(together, 0)
+        decode(together, 3, 25, {0: 0})
+        start(together, 1, 2)  # padded to the longer of the two
+        decode(together, 8, 46, {0: 0, 1: 1, 2: 2})
+        start(together, 3, ended=(0,))
+        decode(together, 16, 62, {0: 3, 1: 1, 2: 2})
+        decode(together, 4, 66, {0: 3, 1: 1, 2: 2})  # more positions than a bucket of 64
     assert len(counts) == 4  # one for each shape
     for index, each in enumerate(starts):
         if each.temperature:  # transformers' own loop samples other tokens
-            passes = RowDecoder(model, num_rows=1, num_positions=128, end_ids=(), graphs=False)
-            tokens = passes.run(RowsPlan(ended=((),), starts=((dataclasses.replace(each, row=0),),)))[0]
-            shape = pass_shape(1, 64, True)
-            for step in passes.run(RowsPlan(ended=((),), starts=((),), passes=15, shapes=(shape,))):
-                tokens += step
+            alone, mixed = RowDecoder(model, num_rows=1, num_positions=128, end_ids=(), graphs=False), made[index]
+            starts[index], made[index] = dataclasses.replace(each, row=0), []
+            start(alone, index)
+            decode(alone, 15, 64, {0: index})
+            tokens, made[index] = made[index], mixed
         else:
             options = GenerationOptions(max_new_tokens=len(made[index]))
             tokens = generate(model, torch.tensor([each.prompt]), options, decode_graphs=False)[0].tolist()
