@@ -311,18 +311,18 @@ def _answer_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         del request
         assert isinstance(error, RequestValidationError)
-        found = error.errors()[0]
-        place = [str(part) for part in found["loc"][1:]]
-        param = place[0] if place and found["type"] != "json_invalid" else None
-        if param is None:
-            message = f"the request's body is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}"
-            if found["type"] != "json_invalid":
-                message = f"the request's body: {found['msg']}"
+        # of the errors of several types, that of the type which fits best; their names, in brackets, say nothing
+        found = max(error.errors(), key=lambda each: len(each["loc"]))
+        place = [str(part) for part in found["loc"][1:] if "[" not in str(part)]
+        if found["type"] == "json_invalid":
+            place, message = [], f"the request's body is not valid JSON: {found['ctx']['error']}"
+        elif not place:
+            message = f"the request's body: {found['msg']}"
         elif found["type"] == "missing":
             message = f"{'.'.join(place)} is missing"
         else:
             message = f"{'.'.join(place)} ({shown(found['input'])}): {found['msg']}"
-        return JSONResponse(error_body(message, "invalid_request_error", param), 400)
+        return JSONResponse(error_body(message, "invalid_request_error", place[0] if place else None), 400)
 
     async def plain(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
