@@ -102,7 +102,7 @@ def start(name: str, paths: list[Path], work: Path, world: int, rank: int, cases
         "VLLM_MLA_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    port = 21000 + os.getpid() % 1000 * 40 + world * 200 - 200
+    port = 20000 + os.getpid() % 60 * 200 + world * 100 - 100  # below those that the system gives away
     arguments = [str(world), str(rank), str(port), str(work / "checkpoints"), *cases]
     log = (work / f"{world}-{rank}.log").open("w")
     return subprocess.Popen(

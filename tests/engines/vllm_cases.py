@@ -6,7 +6,6 @@ Letters: T rows on this rank, H hidden, K top-k, E experts.
 import contextlib
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,8 +91,9 @@ def faults_are_seen(made: Any) -> None:
     with mock.patch.object(EpMoePrepareAndFinalize, "_rows", without_first):
         assert fails(), "a lost token was not seen"
     ours = type(layer.quant_method)
-    with mock.patch.object(layer.quant_method, "__class__", ours.__mro__[1]):
-        assert fails(), "a layer that is not ours was not seen"
+    layer.quant_method.__class__ = ours.__mro__[1]
+    assert fails(), "a layer that is not ours was not seen"
+    layer.quant_method.__class__ = ours
     assert not fails()
 
 
@@ -317,9 +317,7 @@ def rounds(made: Any, count: int) -> None:
 
 
 def dead_rank(made: Any) -> None:
-    """The last rank dies; the others name it, in bounded time. The last case of a process."""
-    if made.rank == made.dp - 1:
-        os._exit(0)
+    """The last rank is gone; the others name it, in bounded time."""
     began = time.monotonic()
     with pytest.raises(PeerLostError, match=f"rank {made.dp - 1}"):
         rounds(made, 3)

@@ -206,7 +206,8 @@ def plain(name: str) -> None:
 def dead_rank() -> None:
     """The last case of a process."""
     with engine("qwen3_moe") as made:
-        vllm_cases.dead_rank(made)
+        if RANK < WORLD - 1:
+            vllm_cases.dead_rank(made)
         say("dead_rank: ok")
         say("all cases passed")
         os._exit(0)

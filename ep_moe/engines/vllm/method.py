@@ -36,6 +36,7 @@ class Plugin:
     Attributes:
         config: the options. transports: those of the layers. log: where lines are said.
         said: lines that were said once. warm: kinds of layers whose kernels are compiled.
+        loaded: sizes of the transports that ranks have waited for.
     """
 
     config: PluginConfig
@@ -43,6 +44,7 @@ class Plugin:
     log: logging.Logger
     said: set[str] = dataclasses.field(default_factory=set)
     warm: set[Any] = dataclasses.field(default_factory=set)
+    loaded: set[TransportConfig] = dataclasses.field(default_factory=set)
 
     def say_once(self, key: str, level: int, line: str) -> None:
         """Log a line unless one with the same key was logged before. Local."""
@@ -167,7 +169,9 @@ class LayerMethod:
             num_slots=self._slots,
         )
         sizes = with_topk(sizes, moe.experts_per_token)
-        self._group.wait_for_all("load")
+        if sizes not in self._plugin.loaded:  # the first layer of its kind waits until all ranks have read their files
+            self._group.wait_for_all("load")
+            self._plugin.loaded.add(sizes)
         shared = self._plugin.transports.get(self._process_group, moe.num_experts, sizes, self._device)
         layouts = " or ".join(layout.value for layout in self.layouts)
         self._plugin.say_once(
