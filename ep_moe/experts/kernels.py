@@ -40,8 +40,9 @@ class PreparedCall:
         self._num_experts, self._max_tiles = shape.num_experts, shape.max_tiles(tiles.block_m)
         self._between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
         self._rows, self._columns = self._max_tiles * tiles.block_m, shape.intermediate
-        self._groups = 0 if self._between is Between.STATIC else scheme.activation.num_groups(shape.intermediate)
-        self._dtype = scheme.activation.dtype or shape.dtype
+        self._groups = self._between.num_scales(scheme, shape.intermediate)
+        micro = scheme.activation.family == "micro"
+        self._dtype = torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype
         self._tile_list = prepare_tile_list(shape.num_experts, self._max_tiles, tiles.block_m)
         self._first = backend.first(shape, tiles, self._between)
         self._requantize = prepare_requantize(shape, self._between, self._max_tiles, tiles.block_m)
@@ -83,7 +84,8 @@ class PreparedCall:
             inner = Stored(self._empty_inner(torch.float32), None)
         w13, w2 = _weight_operands(weights.w13), _weight_operands(weights.w2)
         bias13, bias2 = _contiguous(weights.w13_bias), _contiguous(weights.w2_bias)
-        self._first(Operands(x=batch.x, x_scale=batch.scale, bias=bias13, **w13), inner, first, pool_rows, tiles)
+        pool_scale = _plain(batch.scale)
+        self._first(Operands(x=batch.x, x_scale=pool_scale, bias=bias13, **w13), inner, first, pool_rows, tiles)
         if self._requantize is not None:
             self._requantize(inner, stored, rows, tiles)
         x_scale = stored.scale if static is None else static
@@ -162,7 +164,7 @@ class KernelExperts:
             tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         elif shape.decodes:
             table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits)
-            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width)
+            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
         else:
             table = default_table(
                 shape.row_dtype,
@@ -181,11 +183,16 @@ class KernelExperts:
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
     """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
 
-    A step over decoded weights may have several whole groups.
+    A step over weights that are decoded together with their scales may have several whole groups.
     """
-    width = shape.scheme.weight.group_width
+    width, micro = shape.scheme.weight.group_width, shape.scheme.payload.family == "micro"
     for name, gemm in (("first", tiles.first), ("second", tiles.second)):
-        if width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
+        if micro and (gemm.block_k % width or gemm.block_n % width):
+            raise ValueError(
+                f"{source}block_n ({gemm.block_n}) and block_k ({gemm.block_k}) of the {name} GEMM are not multiples "
+                f"of the {width} columns that share a scale in scheme '{shape.scheme.name}'"
+            )
+        if not micro and width % gemm.block_k and not (shape.folds and gemm.block_k % width == 0):
             raise ValueError(
                 f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"
@@ -197,10 +204,15 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def _plain(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """Scales of one byte as bytes: Triton has no e8m0."""
+    return None if scale is None else as_bytes(scale)
+
+
 def _weight_operands(matrix: StoredMatrix) -> dict[str, torch.Tensor | None]:
-    """A weight's tensors by the names of `Operands`; e8m0 scales as bytes, since Triton has no such dtype."""
+    """A weight's tensors by the names of `Operands`."""
     scale = matrix.scale
-    if scale is not None and scale.dtype == torch.float8_e8m0fnu:
+    if scale is not None and scale.dtype == torch.float8_e8m0fnu:  # Triton has no such dtype
         scale = as_bytes(scale)
     return {
         "w": matrix.values.contiguous(),

@@ -11,7 +11,7 @@ from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import PreparedKernel, num_programs
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
-from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel
+from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
@@ -36,7 +36,8 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
     if between.fused:
         return None
     stored, intermediate, rows = shape.scheme.activation, shape.intermediate, max_tiles * block_m
-    width = stored.block[1] if stored.granularity == "group" else intermediate
+    whole_rows = stored.granularity != "group" or between is Between.NVFP4
+    width = intermediate if whole_rows else stored.block[1]
     block = triton.next_power_of_2(width)
     per_program = max(min(_ELEMENTS // block, block_m), 1)
     pieces = constants(RowGroups, BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
@@ -47,6 +48,9 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
             kernel=kernel, grid=grid, numbers=(intermediate, *numbers), constants={"PIECES": pieces, **options}
         )
 
+    if between is Between.NVFP4:
+        num_warps = 4 if block <= 4096 else 16
+        return prepare(_requantize_nvfp4_kernel, rows // per_program, GROUP=stored.block[1], num_warps=num_warps)
     options = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
     requantize = prepare(_requantize_kernel, rows // per_program, width, rows, **options)
     if between is not Between.TENSOR:

@@ -9,7 +9,7 @@ A format is a `KIND` of `Codes`: `_decode` turns its stored values into real num
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import round_to
+from ep_moe.kernels.numerics import e2m1_value, e4m3_value, round_to
 
 _ROUNDER_BITS = tl.constexpr(0x4B000000)  # of 2^23 in float32: an integer in its low bits is added to it
 _ROUNDER = tl.constexpr(2.0**23)
@@ -33,6 +33,8 @@ def _scale_values(scale):
         bits = scale.to(tl.uint32) << 23
         bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, bits))
         return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+    if scale.dtype == tl.float8e4nv:
+        return e4m3_value(scale)
     return scale.to(tl.float32)
 
 
@@ -54,11 +56,11 @@ def _integers(codes, zero):
 
 
 @triton.jit
-def _e2m1(codes):
-    """Codes of 4 bits as float32: their bits moved to where float32 has them, times 2^126."""
-    bits = codes.to(tl.uint32)
-    bits = ((bits & 8) << 28) | ((bits & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * 2.0**126
+def _small_integers(codes, zero):
+    """codes - zero, uint8 each, as e4m3 times 2^-9: a magnitude of up to 16 is the byte that stands for it."""
+    shifted = (codes | 0x80) - zero
+    magnitude = tl.where(shifted < 0x80, (0x80 - shifted) | 0x80, shifted & 0x7F)
+    return magnitude.to(tl.uint8)
 
 
 @triton.jit
@@ -78,6 +80,14 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
     """
     width: tl.constexpr = stored.shape[1]
+    if dtype == tl.float8e4nv:
+        tl.static_assert(CODES.KIND == "uint4", "only these integers are decoded to e4m3")
+        if CODES.ZERO:
+            zero = _spread(zero, width, CODES.GROUPS)
+        else:
+            zero = tl.full([1, 1], 8, tl.uint8)
+        pair = tl.join(_small_integers(stored & 15, zero), _small_integers(stored >> 4, zero))
+        return tl.reshape(pair, [stored.shape[0], 2 * width]).to(tl.float8e4nv, bitcast=True)
     if SCALES.WEIGHT == "fold":
         scale = _spread(_scale_values(scale), width, CODES.GROUPS)
     if CODES.ZERO:
@@ -97,8 +107,8 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
             high = _integers(stored >> 4, zero)
         else:
             tl.static_assert(CODES.KIND == "e2m1", "unknown kind of codes")
-            low = _e2m1(stored & 15)
-            high = _e2m1(stored >> 4)
+            low = e2m1_value(stored & 15)
+            high = e2m1_value(stored >> 4)
         pair = tl.join(_finish(low, scale, dtype, SCALES), _finish(high, scale, dtype, SCALES))
         return tl.reshape(pair, [stored.shape[0], 2 * width])
 
