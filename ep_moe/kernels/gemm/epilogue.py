@@ -6,6 +6,7 @@ Letters: L local experts, I intermediate, Q row tiles of all experts, N columns 
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.gemm.small_integers import UNIT
 from ep_moe.kernels.numerics import (
     E4M3_MAX_EXPONENT,
     absmax,
@@ -35,7 +36,7 @@ def scale_sums(
 ):
     """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
     if CODES.KIND == "uint4" and operands.x.dtype.element_ty == tl.float8e4nv:
-        acc *= 512.0  # these weights were multiplied as 2^-9 times themselves
+        acc *= UNIT
     if SCALES.X == "row":
         acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
     if SCALES.WEIGHT == "channel":

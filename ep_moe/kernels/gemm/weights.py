@@ -9,6 +9,7 @@ A format is a `KIND` of `Codes`: `_decode` turns its stored values into real num
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.gemm.small_integers import decode_small_integers
 from ep_moe.kernels.numerics import e2m1_value, e4m3_value, round_to
 
 _ROUNDER_BITS = tl.constexpr(0x4B000000)  # of 2^23 in float32: an integer in its low bits is added to it
@@ -56,14 +57,6 @@ def _integers(codes, zero):
 
 
 @triton.jit
-def _small_integers(codes, zero):
-    """codes - zero, uint8 each, as e4m3 times 2^-9: a magnitude of up to 16 is the byte that stands for it."""
-    shifted = (codes | 0x80) - zero
-    magnitude = tl.where(shifted < 0x80, (0x80 - shifted) | 0x80, shifted & 0x7F)
-    return magnitude.to(tl.uint8)
-
-
-@triton.jit
 def _finish(values, scale, dtype: tl.constexpr, SCALES):
     """Apply the scales, if they multiply the weights, and round."""
     if SCALES.WEIGHT == "fold":
@@ -84,10 +77,7 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
         tl.static_assert(CODES.KIND == "uint4", "only these integers are decoded to e4m3")
         if CODES.ZERO:
             zero = _spread(zero, width, CODES.GROUPS)
-        else:
-            zero = tl.full([1, 1], 8, tl.uint8)
-        pair = tl.join(_small_integers(stored & 15, zero), _small_integers(stored >> 4, zero))
-        return tl.reshape(pair, [stored.shape[0], 2 * width]).to(tl.float8e4nv, bitcast=True)
+        return decode_small_integers(stored, zero, CODES.ZERO)
     if SCALES.WEIGHT == "fold":
         scale = _spread(_scale_values(scale), width, CODES.GROUPS)
     if CODES.ZERO:
