@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
-from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness
+from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, timing
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench import transport as transport_bench
@@ -31,25 +31,27 @@ from ep_moe.bench.configs import (
     TransportBenchConfig,
     TransportPoint,
 )
-from ep_moe.bench.exchanges import all_to_all, gather_scatter
+from ep_moe.bench.exchanges import by_collectives
 from ep_moe.bench.experts_alone import experts_rank_main
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.model import model_rank_main
 from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.round_check import make_routing
-from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, part_times, profile_kernels, slowest, time_calls
+from ep_moe.bench.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.bench.transport import transport_rank_main
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
+from ep_moe.profiling.kernels import part_times, profile_kernels
+from ep_moe.profiling.phases import PhaseTimes
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
 from ep_moe.report import plots
 from ep_moe.report.page import make_report, newest
 from ep_moe.report.records import FIELDS, Record, append_records, read_records
+from ep_moe.testing.whole_rounds import make_routing
 from ep_moe.transport import CollectiveTransport, Dispatched, Transport, create_transport
 
 ROOT = Path(__file__).parent.parent
@@ -251,7 +253,7 @@ def test_times_of_calls_and_of_their_phases() -> None:
         capture(lambda: torch.zeros(1), group.device)
 
 
-def slowest_of_two(group: EPGroup) -> dict[str, Timing]:
+def slowest_of_two(group: EPGroup) -> dict[str, list[float]]:
     """Samples in which rank 1 has the longer calls, rank 0 the longer dispatch."""
     calls, dispatch = ([5.0, 4.0, 90.0], [8.0, 6.0, 7.0]), (4.0, 1.0)
     return slowest(group, {"call": calls[group.rank], "dispatch": [dispatch[group.rank]] * 3}, whole="call")
@@ -259,8 +261,8 @@ def slowest_of_two(group: EPGroup) -> dict[str, Timing]:
 
 def test_all_phases_are_those_of_the_rank_with_the_slowest_call() -> None:
     for timings in launch(slowest_of_two, num_ranks=2, device="cpu"):
-        assert timings["call"] == Timing(median_us=7.0, min_us=6.0, max_us=8.0)
-        assert timings["dispatch"].median_us == 1.0
+        assert spread("call", timings["call"]) == {"call_us": 7.0, "call_min_us": 6.0, "call_max_us": 8.0}
+        assert timings["dispatch"] == [1.0] * 3
 
 
 def test_kernels_belong_to_the_part_that_they_name() -> None:
@@ -379,7 +381,7 @@ def louder_expert(sound: Callable[..., Any]) -> Callable[..., Any]:
 
     def local(self: RandomExperts, *args: Any) -> Any:
         weights = sound(self, *args)
-        weights.w2.values[3] *= 1.01
+        weights.w2.values[3] *= 1.01 if weights.w2.values.dtype != torch.bfloat16 else 1  # not of the baseline
         return weights
 
     return local
@@ -456,13 +458,13 @@ def test_presets_have_the_sizes_of_the_models(name: str) -> None:
 def fake_capture(missing_rows: int) -> Callable[..., Captured]:
     """A capture for a CPU, whose replay omits the first rows."""
 
-    def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
+    def capture(call: Callable[[], torch.Tensor], device: torch.device, count: int = 1) -> Captured:
         output = call().clone()
 
         def replay() -> None:
             output[missing_rows:] = call()[missing_rows:]
 
-        return Captured(replay=replay, output=output)
+        return Captured(replay, output, count)
 
     return capture
 
@@ -628,19 +630,19 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(transport_bench, "is_timed", lambda device: True)
-    monkeypatch.setattr(exchanges, "capture", fake_capture(int(fault == "missing-row")))
+    monkeypatch.setattr(transport_bench, "capture", fake_capture(int(fault == "missing-row")))
     other, pairs = [("memset", 0.5)] if fault == "other-kernel" else [], transport_bench.MANY_PAIRS
 
     def kernels(call: Callable[[], object], group: EPGroup, *, repeats: int) -> list[tuple[str, float]]:
         return [("_dispatch_kernel", 30.0), ("_combine_rows", 12.0), ("_combine_sum", 8.0), *other] * pairs * repeats
 
-    monkeypatch.setattr(transport_bench, "profile_kernels", kernels)
+    monkeypatch.setattr(exchanges, "profile_kernels", kernels)
 
     def clock(*args: Any, cold: bool, on_call: Callable[[], None] | None = None, **options: Any) -> list[float]:
         samples = time_calls(*args, cold=cold, on_call=on_call, **options)
         return samples if on_call else [50.0 * pairs + cold] * len(samples)
 
-    monkeypatch.setattr(exchanges, "time_calls", clock)
+    monkeypatch.setattr(timing, "time_calls", clock)
     config = TransportBenchConfig(tokens=(20,), transport=("auto", "local"), **SMALL_POINT)
     report = transport_rank_main(EPGroup.single("cpu"), EngineConfig(), config)
     [row] = report["rows"]  # "auto" is "local", which is not measured twice
@@ -681,8 +683,8 @@ def exchange_rows(group: EPGroup) -> dict[str, torch.Tensor]:
         name: (100 * rank + n).to(torch.uint8).unsqueeze(1).expand(-1, 5).contiguous() for name, n in rows.items()
     }
     y = {name: (100.0 * rank + n).unsqueeze(1).expand(-1, 3).contiguous() for name, n in rows.items()}
-    gathered = gather_scatter(group, payload["T"], y["all"])
-    to_all = all_to_all(group, payload["sent"], y["got"], send_counts=sent, recv_counts=received)
+    gathered = by_collectives(group, payload["T"], y["all"])
+    to_all = by_collectives(group, payload["sent"], y["got"], (sent, received))
     found = {}
     for name, exchange in {"gathered": gathered, "to_all": to_all}.items():
         found[f"{name}-out"], found[f"{name}-home"] = exchange.dispatch(), exchange.combine()
@@ -787,15 +789,16 @@ def measure_experts(dtype: str = "float32", scheme: str = "none", layout: str = 
 
 def make_small(monkeypatch: pytest.MonkeyPatch, like: str) -> None:
     """Add the preset "small", 8 small experts, and let the baseline run on a CPU."""
-    sizes = dataclasses.replace(LAYER_PRESETS[like], hidden=160, intermediate=48, num_experts=8)
-    monkeypatch.setitem(LAYER_PRESETS, "small", sizes)
+    preset = LAYER_PRESETS[like]
+    sizes = dataclasses.replace(preset.sizes, hidden=160, intermediate=48, num_experts=8)
+    monkeypatch.setitem(LAYER_PRESETS, "small", dataclasses.replace(preset, sizes=sizes))
     monkeypatch.setattr(experts_alone, "has_grouped_gemm", lambda device: True)
 
 
 @pytest.mark.parametrize("like", ["gpt-oss-120b", "qwen3-30b"])
 def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch, like)
-    sizes = LAYER_PRESETS["small"]
+    preset = LAYER_PRESETS["small"]
     for layout, dtype, scheme in (
         ("batched", "float32", "none"),
         ("compact", "bfloat16", "fp8_tensor"),
@@ -806,7 +809,7 @@ def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.Mon
         assert row["ok"], row
         assert 1e-3 < theirs["worst_row_error"] < 1e-2
         assert theirs["speedup_ratio"] == theirs["call_us"] / row["figures"]["call_us"]
-        weights = 4 * (3 * 160 * 48 + (2 * 48 + 160 if sizes.bias else 0)) * 2
+        weights = 4 * (3 * 160 * 48 + (2 * 48 + 160 if preset.bias else 0)) * 2
         assert theirs["weight_gbs"] == pytest.approx(weights / theirs["call_us"] / 1e3)
 
 
@@ -1301,8 +1304,8 @@ def test_a_row_of_torchrun_is_repeated_by_torchrun(monkeypatch: pytest.MonkeyPat
 def test_defaults_have_the_sizes_of_the_models() -> None:
     layer, model = LayerBenchConfig(), ModelBenchConfig()
     assert (layer.preset, layer.tokens) == ("deepseek-v3", (128, 4096))
-    sizes = dataclasses.asdict(layer.sizes)
-    assert [sizes[name] for name in ("hidden", "intermediate", "num_experts")] == [7168, 2048, 256]
+    sizes = layer.moe(EngineConfig(scheme="none"))
+    assert (sizes.hidden, sizes.intermediate, sizes.num_experts) == (7168, 2048, 256)
     assert (model.preset, model.layers) == ("qwen3-30b", 8)
     config = model_bench.transformers_config(model)
     assert (config.hidden_size, config.moe_intermediate_size, config.num_experts) == (2048, 768, 128)

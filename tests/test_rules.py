@@ -18,7 +18,7 @@ FLOORS = [
     {"config", "fields", "quant", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
-    {"local_moe", "layer", "functional", "testing"},
+    {"local_moe", "layer", "functional", "testing", "profiling"},
     {"engines", "bench", "report"},
     {"app", "cli", "__main__", "__init__"},
 ]

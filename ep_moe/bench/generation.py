@@ -59,11 +59,13 @@ def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> to
     return sequences[:, system.prompts.shape[1] :]
 
 
-def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> tuple[float, float, float]:
-    """Time `repeats` generations by the wall clock, after one warm-up; all ranks start together.
+def time_generation(system: System, group: EPGroup, *, tokens: int, new_tokens: int, repeats: int) -> dict[str, float]:
+    """Figures of `repeats` generations by the wall clock, after one warm-up; all ranks start together.
 
-    Returns: seconds of a generation, until its first new token, and after it: the median of each over the repeats, on
-    the slowest rank. Collective, host sync.
+    Args:
+        tokens: that all ranks together generate. new_tokens: of each sequence, at least 2.
+    Returns: tokens per second, and seconds of a generation, ms until its first new token and of each later one: the
+    median of each over the repeats, on the slowest rank. Collective, host sync.
     """
     firsts: list[_FirstToken] = []
 
@@ -71,9 +73,9 @@ def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats:
         firsts.append(_FirstToken())
         generate(system, new_tokens, firsts[-1])
 
-    with group.guard("time generation"):
-        wholes = [us / 1e6 for us in time_calls(run, group, warmup=1, repeats=repeats, wall=True)]
+    wholes = [us / 1e6 for us in time_calls(run, group, warmup=1, repeats=repeats, by="wall")]
     samples = [(whole, first.secs, whole - first.secs) for whole, first in zip(wholes, firsts[1:], strict=True)]
     medians = tuple(statistics.median(values) for values in zip(*samples, strict=True))
     whole, first, others = max(group.all_gather_object(medians))  # the whole comes first
-    return whole, first, others
+    figures = {"tokens_per_sec": tokens / whole, "generate_secs": whole, "prefill_ms": first * 1e3}
+    return figures | {"decode_step_ms": others / (new_tokens - 1) * 1e3}

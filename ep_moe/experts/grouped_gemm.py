@@ -7,6 +7,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -98,7 +99,7 @@ class CallShape:
             activation=activation,
             num_experts=batch.num_local_experts,
             hidden=batch.hidden,
-            intermediate=weights.w2.values.shape[2],
+            intermediate=weights.scheme.weight.row_width(weights.w2.values.shape[2]),
             expected_rows=batch.expected_rows,
             max_rows=rows.shape[1] if apart else rows.shape[0],
             rows_apart=apart,
@@ -116,9 +117,20 @@ class CallShape:
         return self.activation.kind.value + ("_up_first" if self.up_first else "")
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the stored weights."""
-        return self.scheme.weight.dtype or self.dtype
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that weights multiply."""
+        return self.scheme.payload.dtype or self.dtype
+
+    @property
+    def decodes(self) -> bool:
+        """True if weights are decoded to the dtype of the rows before they are multiplied."""
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a stored element of the weights."""
+        stored = self.scheme.weight
+        return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
 
     @property
     def halves_aligned(self) -> bool:
@@ -135,11 +147,18 @@ class CallShape:
 class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
-    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
-        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
+    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
+        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors, of
+        which the second group is written.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.
         """
+        ...
+
+    @property
+    def repeat(self) -> Callable[[Sequence[int]], None] | None:
+        """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
+        bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...
 
 

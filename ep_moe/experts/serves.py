@@ -14,14 +14,17 @@ class Serves:
 
     Args:
         name: of the backend, in configs.
-        weights: (dtype of the stored weights, None for the model's own; granularity of their scales).
+        weights: (dtype of the stored weights, None for the model's own; granularity of their scales), if tokens have
+            the same dtype.
+        decoded: (family; dtype; granularity) of weights that are decoded to the model's dtype, which tokens have.
         activations: between the GEMMs.
         dtypes: of the model, and so of the output.
-        capability, fp8_capability: of the first GPUs that it runs on, with the model's own weights and with fp8.
+        capability, fp8_capability: of the first GPUs that it runs on, the second if values or scales are fp8.
     """
 
     name: str
     weights: frozenset[tuple[torch.dtype | None, str]]
+    decoded: frozenset[tuple[str, torch.dtype, str]]
     activations: frozenset[ActivationKind]
     dtypes: frozenset[torch.dtype]
     capability: tuple[int, int]
@@ -30,12 +33,16 @@ class Serves:
     def computes(self, scheme: QuantScheme) -> bool:
         """True if the backend has kernels for weights and tokens in `scheme`. Local.
 
-        They multiply values of one dtype and apply float32 scales, and requantize the intermediate as the payload.
+        They multiply values of one dtype and apply float32 scales, and requantize the intermediate as the payload; or
+        weights are decoded for tokens in the model's own dtype.
         """
         rows, weight = scheme.payload, scheme.weight
+        if rows != scheme.activation:
+            return False
+        if not rows.quantized and weight.dtype is not None:
+            return (weight.family, weight.dtype, weight.granularity) in self.decoded
         return (
-            rows == scheme.activation
-            and rows.dtype == weight.dtype
+            rows.dtype == weight.dtype
             and (weight.dtype, weight.granularity) in self.weights
             and {rows.family, weight.family} <= {"none", "scaled"}
         )
@@ -58,7 +65,8 @@ class Serves:
                 f"'{self.name}' experts do not compute scheme '{scheme.name}' ({stored.dtype}, "
                 f"scales {stored.scale_dtype}); {other}"
             )
-        if (stored.granularity == "block") != (scheme.activation.granularity == "group"):
+        grouped = scheme.activation.granularity == "group"
+        if scheme.activation.quantized and (stored.granularity == "block") != grouped:
             raise ValueError(
                 f"scheme '{scheme.name}' scales weights per {stored.granularity} and activations per "
                 f"{scheme.activation.granularity}; '{self.name}' experts take blocks with groups, and neither without "
@@ -69,10 +77,11 @@ class Serves:
         if dtype is not None and dtype not in self.dtypes:
             raise ValueError(f"'{self.name}' experts do not compute in {dtype}; {other}")
         if device is not None and device.type == "cuda":
-            needed = self.fp8_capability if stored.quantized else self.capability
+            fp8 = torch.float8_e4m3fn in (stored.dtype, stored.scale_dtype)
+            needed = self.fp8_capability if fp8 else self.capability
             found = torch.cuda.get_device_capability(device)
             if found < needed:
-                what = "fp8" if stored.quantized else "a model that is not quantized"
+                what = f"scheme '{scheme.name}'" if stored.quantized else "a model that is not quantized"
                 raise RuntimeError(
                     f"{what} in '{self.name}' experts needs compute capability {needed}, "
                     f"{torch.cuda.get_device_name(device)} has {found}; 'torch' experts do without"
@@ -86,6 +95,14 @@ SERVES: dict[str, Serves] = {  # by name; "auto" takes the first that computes w
             name="triton",
             weights=frozenset(
                 [(None, "none"), *((torch.float8_e4m3fn, per) for per in ("tensor", "channel", "block"))]
+            ),
+            decoded=frozenset(
+                [
+                    *(("scaled", torch.float8_e4m3fn, per) for per in ("tensor", "channel", "block")),
+                    *(("scaled", torch.int8, per) for per in ("channel", "group")),
+                    *(("integer", torch.uint8, per) for per in ("channel", "group")),
+                    *(("micro", dtype, "group") for dtype in (torch.uint8, torch.float8_e4m3fn)),
+                ]
             ),
             activations=frozenset(ActivationKind),
             dtypes=frozenset(DTYPES.values()),

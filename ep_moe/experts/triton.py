@@ -7,17 +7,62 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.launching import PreparedKernel, num_programs
+from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.constants import constants
-from ep_moe.kernels.gemm.arguments import Epilogue, Scales, TileShape
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
+
+_KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro": {torch.float8_e4m3fn: "float8"}}
+_PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2): "e2m1"}  # by family and `packed`
+_ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
+_MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
+
+
+def _codes(shape: CallShape, gemm: GemmTiles) -> Codes:
+    """How the kernels decode weights of this shape."""
+    stored = shape.scheme.weight
+    kind = "none"
+    if shape.decodes:
+        assert stored.dtype is not None
+        kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
+    return constants(
+        Codes,
+        KIND=kind,
+        PACKED=stored.packed,
+        ZERO=stored.zero_point,
+        GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
+        DIVIDE=stored.global_scale == "divisor",
+    )
+
+
+def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, gemm: GemmTiles, aligned: bool) -> Scales:
+    """Where the kernels apply the scales; `aligned` as of `_prepare`."""
+    rows, stored = shape.scheme.payload, shape.scheme.weight
+    grouped = stored.granularity in ("group", "block")
+    weight: str = stored.granularity
+    if grouped:
+        within = stored.group_width % gemm.block_k == 0
+        weight = "fold" if shape.decodes and not (within and tiles.block_m <= _MOST_SCALED_ROWS) else "block"
+    return constants(
+        Scales,
+        X="none" if not rows.quantized else "group" if rows.granularity == "group" else "row",
+        WEIGHT=weight,
+        VECTOR=weight == "fold"
+        or stored.zero_point
+        or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
+        GROUP_N=stored.block[0] if grouped else 1,
+        GROUP_K=stored.group_width or (_ONE_GROUP if stored.zero_point else 1),
+        STATIC=between is Between.STATIC,
+    )
 
 
 def _prepare(
@@ -30,18 +75,17 @@ def _prepare(
     *,
     gemm: GemmTiles,
     aligned: bool,
-) -> PreparedKernel:
-    """Prepare one of the GEMMs, whose first two numbers are K and N.
+) -> RepeatedLaunch:
+    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights.
 
     `aligned`: no block of weight scales begins within another half of the weights.
     """
-    sums, columns, stored = int(numbers[0]), int(numbers[1]), shape.scheme.weight
-    blocked = stored.granularity == "block"
+    sums, columns = int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
-    return PreparedKernel(
-        kernel=kernel,
-        grid=num_programs(shape.device, gemm.programs_per_sm, most),
-        numbers=numbers,
+    return RepeatedLaunch(
+        kernel,
+        num_programs(shape.device, gemm.programs_per_sm, most),
+        settings=numbers,
         constants={
             "TILE": constants(
                 TileShape,
@@ -53,18 +97,12 @@ def _prepare(
                 EVEN_N=columns % gemm.block_n == 0,
                 EVEN_K=sums % gemm.block_k == 0,
             ),
-            "SCALES": constants(
-                Scales,
-                WEIGHT=stored.granularity,
-                VECTOR=blocked and not (aligned and stored.block[0] % gemm.block_n == 0),
-                GROUP_N=stored.block[0] if blocked else 1,
-                GROUP_K=stored.block[1] if blocked else 1,
-                STATIC=between is Between.STATIC,
-            ),
+            "SCALES": _scales(shape, tiles, between, gemm=gemm, aligned=aligned),
+            "CODES": _codes(shape, gemm),
             "EPILOGUE": epilogue,
-            "num_warps": gemm.num_warps,
-            "num_stages": gemm.num_stages,
         },
+        options={"num_warps": gemm.num_warps, "num_stages": gemm.num_stages},
+        device=shape.device,
     )
 
 
@@ -87,6 +125,7 @@ class TritonGemms:
         numbers = (
             shape.hidden,
             shape.intermediate,
+            shape.scheme.weight.row_values(shape.hidden),
             shape.x_stride,
             shape.scale_height,
             *shape.scale_strides,
@@ -111,7 +150,12 @@ class TritonGemms:
         epilogue = constants(
             Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
         )
-        numbers = (shape.intermediate, shape.hidden, shape.max_tiles(tiles.block_m) * tiles.block_m)
+        numbers = (
+            shape.intermediate,
+            shape.hidden,
+            shape.scheme.weight.row_values(shape.intermediate),
+            shape.max_tiles(tiles.block_m) * tiles.block_m,
+        )
         return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, gemm=tiles.second, aligned=True)
 
 

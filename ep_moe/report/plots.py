@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,17 +64,25 @@ def _lines(
     y: str,
     units: tuple[str, str],
     legend: tuple[str, str],
+    only: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
+    points: bool = True,
 ) -> int:
-    """Draw a line for all rows that differ only in x, the first of each x, and one for each of their baselines.
+    """Draw a line for all rows on the most ranks that differ only in x, the first of each x; and of their baselines.
 
     Args:
         label: as `row_labels`. mixed: paths of values that do not separate lines, the first of them is x.
-        y: name of a figure. units: of both axes. legend: the texts of ours and of a baseline.
+        y: name of a figure. units: of both axes, {ranks} is the most. legend: the texts of ours and of a baseline.
+        only: path -> values of the rows that are drawn. points: False leaves out lines of one point beside longer ones.
     Returns: the height in bars.
     """
+    most = max(record.world_size for record in rows)
     lines: dict[str, dict[int, Record]] = {}
     for record in rows:
-        lines.setdefault(_without(record, mixed).configuration, {}).setdefault(int(_value(record, mixed[0])), record)
+        if record.world_size == most and all(_value(record, path) in values for path, values in only.items()):
+            line = lines.setdefault(_without(record, mixed).configuration, {})
+            line.setdefault(int(_value(record, mixed[0])), record)
+    if not points:
+        lines = {name: line for name, line in lines.items() if len(line) > 1} or lines
     labels = row_labels([_without(next(iter(line.values())), mixed) for line in lines.values()], label)
     for index, (what, line) in enumerate(zip(labels, lines.values(), strict=True)):
         names = (OURS, *dict.fromkeys(name for _, record in sorted(line.items()) for name in record.baselines))
@@ -85,24 +94,11 @@ def _lines(
     ticks = sorted({x for line in lines.values() for x in line})
     axes.set_xticks(ticks, [str(x) for x in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel(units[0])
+    axes.set_xlabel(units[0].format(ranks=most))
     axes.set_ylabel(units[1])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     return LINES_HEIGHT
-
-
-def _exchange_lines(axes: Any, rows: Sequence[Record], *, mixed: tuple[str, ...], units: str, **options: Any) -> int:
-    """Lines of rows on the most ranks, uniform routing, COMPACT or BATCHED; single points are left out beside lines."""
-    most = max(record.world_size for record in rows)
-    found: dict[str, list[Record]] = {}
-    for record in rows:
-        packed = _value(record, "setup.layout") in ("batched", "compact")
-        if record.world_size == most and _value(record, "setup.routing") == "uniform" and packed:
-            found.setdefault(_without(record, mixed).configuration, []).append(record)
-    long = [line for line in found.values() if len({_value(record, mixed[0]) for record in line}) > 1]
-    chosen = [record for line in long or found.values() for record in line]
-    return _lines(axes, chosen, mixed=mixed, units=(f"tokens of each of {most} ranks", units), **options)
 
 
 PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {
@@ -115,12 +111,14 @@ PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {
         unit=f"time / whole call of {GATHERED}",
     ),
     "transport": functools.partial(
-        _exchange_lines,
+        _lines,
         label={"setup.transport": ""},
         mixed=("shapes.tokens", "setup.layout"),
         y="sum_us",
-        units="dispatch and combine, us",
+        units=("tokens of each of {ranks} ranks", "dispatch and combine, us"),
         legend=("{what}", "{name}, beside {what}"),
+        only={"setup.routing": ("uniform",), "setup.layout": ("batched", "compact")},
+        points=False,
     ),
     "model": functools.partial(
         _bars,

@@ -40,8 +40,14 @@ class PerExpert:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+class _Referable:
+    """Allows weak references to a dataclass with slots, by which experts keep launches as long as weights exist."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertWeights:
+class ExpertWeights(_Referable):
     """Local experts of one layer; local expert e is physical expert `starts[rank] + e`.
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half; with `up_first` it is [up; gate],

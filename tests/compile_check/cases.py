@@ -52,6 +52,23 @@ BYTE_SCALES: dict[tuple[str, Rule], str] = {
 REPLAYED_IDS: dict[tuple[str, Rule], str] = {
     ("_route_kernel", "narrow"): "the ids of a token are few, and may lie any number of columns apart",
 }
+GEMMS = ("_first_gemm_kernel", "_second_gemm_kernel")
+FEW_SCALES: dict[tuple[str, Rule], str] = dict.fromkeys(
+    [(kernel, "narrow") for kernel in GEMMS],
+    "the scales, and zero points, of a row of weights are few in a step over K, and lie as far apart as rows have them",
+)
+WIDENED: dict[tuple[str, Rule], str] = dict.fromkeys(
+    [(kernel, "tensor_core") for kernel in GEMMS],
+    "fp8 weights, or scales, are widened to the 16 bits of the tokens",
+)
+DECODED: dict[str, Mapping[tuple[str, Rule], str]] = {
+    "int4_w4a16_g128_zp": FEW_SCALES,
+    "mxfp4_w4a16": FEW_SCALES,
+    "nvfp4_w4a16": {**FEW_SCALES, **WIDENED},
+    "int8_w8a16": {},
+    "fp8_w8a16_block": WIDENED,
+    "mxfp8_w8a16": {**FEW_SCALES, **WIDENED},
+}
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
 
@@ -165,6 +182,9 @@ def _expert_cases() -> list[Case]:
         _experts("float16, 256 rows", "none", dtype=torch.float16, expected_rows=256),
         _experts("float32, 8 rows", "none", dtype=torch.float32),
     ]
+    for scheme, excuses in DECODED.items():
+        cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
+    cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
         activation = ActivationConfig(kind=kind)
         cases += [

@@ -57,6 +57,27 @@ FORMATS = [
     ("fp8_block_256x256", torch.bfloat16),  # more columns than a tile
     ("fp8_block_ue8m0", torch.bfloat16),
 ]
+# weights that are decoded; HIDDEN and INTERMEDIATE have groups of 16, 48 and 80, and short ones of the others
+DECODED = [
+    ("fp8_w8a16", torch.bfloat16),
+    ("fp8_w8a16_tensor", torch.float16),
+    ("fp8_w8a16_block", torch.bfloat16),
+    ("fp8_w8a16_block_16x48", torch.float32),
+    ("int8_w8a16", torch.bfloat16),
+    ("int8_w8a16_g48", torch.float16),
+    ("int8_w8a16_zp", torch.float16),
+    ("int8_w8a16_g16_zp_f32", torch.bfloat16),
+    ("int4_w4a16", torch.float32),
+    ("int4_w4a16_zp", torch.bfloat16),
+    ("int4_w4a16_g16", torch.bfloat16),
+    ("int4_w4a16_g16_zp_f16", torch.float16),
+    ("mxfp4_w4a16", torch.bfloat16),
+    ("mxfp4_w4a16", torch.float16),
+    ("mxfp8_w8a16", torch.bfloat16),
+    ("nvfp4_w4a16", torch.float32),
+    ("nvfp4_w4a16", torch.bfloat16),
+    ("nvfp4_w4a16_divisor", torch.float16),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +172,7 @@ def list_tiles(counts: torch.Tensor, max_tiles: int, block_m: int) -> tuple[Rows
     rows = Rows(row_start=None, num_tokens=counts, row_index=None)
     sizes = (max_tiles, len(counts), 1, len(counts))
     tiles = TileList(*(torch.full((size,), 7, dtype=torch.int32, device=DEVICE) for size in sizes))
-    prepare_tile_list(len(counts), max_tiles, block_m)(rows, tiles)
+    prepare_tile_list(len(counts), max_tiles, block_m, torch.device(DEVICE))((rows, tiles))
     return rows, tiles
 
 
@@ -170,7 +191,7 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
         assert bool(out[~used].isnan().all())
         out, again, expected = out[used], again[used], expected[used]
     dtype_limit = ROW_ERROR_LIMITS[str(case.dtype).removeprefix("torch.")]
-    quantized = case.weights.scheme.weight.quantized
+    quantized = case.weights.scheme.payload.quantized
     assert worst_row_error(out, expected) < max(dtype_limit, ROW_ERROR_LIMITS["fp8"] if quantized else 0)
     if quantized and DEVICE.type == "cuda":
         dtype_limit = max(dtype_limit, ROW_ERROR_LIMITS["bfloat16"])
@@ -184,6 +205,15 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
 def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) -> None:
     case = make_case(scheme, dtype)
     assert_equals_torch(case, SILU, case.batch(layout))
+
+
+@pytest.mark.parametrize("expected_rows", [5, 500])
+@pytest.mark.parametrize(("scheme", "dtype"), DECODED, ids=lambda name: str(name))
+def test_weights_that_are_decoded(scheme: str, dtype: torch.dtype, expected_rows: int) -> None:
+    hidden, intermediate = (144, 48) if "48" in scheme else (HIDDEN, INTERMEDIATE)
+    case = make_case(scheme, dtype, GPT_OSS, hidden=hidden, intermediate=intermediate)
+    layout = {5: Layout.BATCHED, 500: Layout.COMPACT}[expected_rows]
+    assert_equals_torch(case, GPT_OSS, case.batch(layout, expected_rows))
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
@@ -218,7 +248,7 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gpt-oss"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "nvfp4_w4a16", "mxfp4_w4a16"])
 def test_up_before_gate(scheme: str, activation: str) -> None:
     own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
     case = with_own(make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]), *own)
@@ -483,12 +513,12 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
 
 def test_stages_fit_the_shared_memory() -> None:
     tiles = default_table(torch.bfloat16, gated=True).choose(500)
-    h200, a100, l40 = (fit_stages(tiles, size, 2, gated=True) for size in (232448, 166912, 101376))
+    h200, a100, l40 = (fit_stages(tiles, size, 16, 16, gated=True) for size in (232448, 166912, 101376))
     assert h200 == tiles
     assert [t.first.num_stages for t in (h200, a100, l40)] == [4, 3, 2]
     assert [t.second.num_stages for t in (h200, a100, l40)] == [3, 3, 3]
     with pytest.raises(RuntimeError, match="49152 bytes does not fit the 49152 bytes"):
-        fit_stages(tiles, 49152, 2, gated=True)
+        fit_stages(tiles, 49152, 16, 16, gated=True)
 
 
 def test_auto_and_names() -> None:

@@ -5,7 +5,8 @@ absent pointer is None, and then the code that reads it is not compiled. Numbers
 the groups: inside of one, a 1 would be compiled into the kernel.
 
 Letters: L local experts, H hidden, I intermediate, Q row tiles of all experts, K columns that a GEMM reduces over,
-N columns of its result, W rows of its weights (2I if they are the gate and the up half, else N), G scale groups.
+N columns of its result, W rows of its weights (2I if they are the gate and the up half, else N), V stored values of a
+row of weights, G scale groups.
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +19,10 @@ class Operands(NamedTuple):
 
     x: Any  # rows, K each
     x_scale: Any  # float32, of the rows; [L] if it is one for each expert
-    w: Any  # [L, W, K]
+    w: Any  # [L, W, V], V stored values of a row of K elements
     w_scale: Any
+    w_zero: Any  # as w_scale: zero points of integers
+    w_global_scale: Any  # [L] float32
     bias: Any  # [L, W]
 
 
@@ -71,13 +74,27 @@ class TileShape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of a GEMM's operands."""
+    """The scales of a GEMM's operands.
 
-    WEIGHT: tl.constexpr  # "none", "tensor", "channel" or "block"
+    "tensor" and "channel" multiply the sums over K, "block" the sums of each step over K, "fold" the decoded weights.
+    """
+
+    X: tl.constexpr  # "none", "row" or "group": one for each row, or for each row and GROUP_K columns
+    WEIGHT: tl.constexpr  # "none", "tensor", "channel", "block" or "fold"
     VECTOR: tl.constexpr  # blocks of a tile differ by row of the weight
-    GROUP_N: tl.constexpr  # rows of the weight in a block
+    GROUP_N: tl.constexpr  # rows of the weight in a block, and in one of zero points
     GROUP_K: tl.constexpr  # columns in a block; the first GEMM requantizes in groups of as many
     STATIC: tl.constexpr  # x has one scale for each expert, [L]
+
+
+class Codes(NamedTuple):
+    """How weights are stored that are decoded to the dtype of x before they are multiplied."""
+
+    KIND: tl.constexpr  # "none": multiplied as stored; "float8", "int8", "uint8", "uint4" or "e2m1"
+    PACKED: tl.constexpr  # elements in a stored value, the first in its lowest bits
+    ZERO: tl.constexpr  # zero points are stored
+    GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
+    DIVIDE: tl.constexpr  # by the global scale, if there is one
 
 
 class Epilogue(NamedTuple):

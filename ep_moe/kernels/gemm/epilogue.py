@@ -10,15 +10,33 @@ from ep_moe.kernels.numerics import absmax, quantize_to, round_to, scale_for
 
 
 @triton.jit
-def scale_sums(acc, x_scale_ptrs, w_scale_ptr, output_scale_ptr, expert, width, columns, row_mask, column_mask, SCALES):
+def scale_sums(
+    acc,
+    operands,
+    x_scale_ptrs,
+    output_scale_ptr,
+    expert,
+    width,
+    columns,
+    row_mask,
+    column_mask,
+    SCALES,
+    CODES,
+):
     """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
-    if SCALES.WEIGHT == "tensor" or SCALES.WEIGHT == "channel":
+    if SCALES.X == "row":
         acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
-        if SCALES.WEIGHT == "channel":
-            scale_ptrs = w_scale_ptr + expert.to(tl.int64) * width + columns
-            acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0)[None, :]
+    if SCALES.WEIGHT == "channel":
+        scale_ptrs = operands.w_scale + expert.to(tl.int64) * width + columns
+        acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    elif SCALES.WEIGHT == "tensor":
+        acc *= tl.load(operands.w_scale + expert)
+    if operands.w_global_scale is not None:
+        global_scale = tl.load(operands.w_global_scale + expert)
+        if CODES.DIVIDE:
+            acc = acc / global_scale
         else:
-            acc *= tl.load(w_scale_ptr + expert)
+            acc *= global_scale
     if output_scale_ptr is not None:
         acc *= tl.load(output_scale_ptr + expert)
     return acc
