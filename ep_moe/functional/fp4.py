@@ -9,8 +9,12 @@ Letters: T tokens, H hidden, L local experts, N and K rows and columns of a weig
 import functools
 import logging
 import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import SERVES, Experts, create_experts
@@ -27,6 +31,7 @@ _SCHEMES = {
 }
 _MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
 
+Kept = TypeVar("Kept")
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +54,7 @@ def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_na
         values: [L, N, K / 2], any dtype of one byte. scale: [L, N, K / 16] or [L, N, K / 32], any dtype of one byte.
         name, scale_name: in errors.
     Returns: NVFP4 or MXFP4, and the matrix, without a global scale.
-    Errors: ValueError for other shapes and dtypes. Local, nothing is copied.
+    Errors: ValueError for other shapes and dtypes. Local; its tensors are views.
     """
     if values.dim() != 3 or values.element_size() != 1:
         raise ValueError(f"{name} is {tuple(values.shape)} {values.dtype}; [experts, rows, columns / 2] uint8 needed")
@@ -61,7 +66,7 @@ def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_na
             f"{scale_name} is {tuple(scale.shape)} {scale.dtype}; one byte each, "
             f"{' or '.join(map(str, shapes))} needed beside {name} {tuple(values.shape)}"
         )
-    return kind, StoredMatrix(as_dtype(values, torch.uint8), scale=as_dtype(scale, _SCALE_DTYPES[kind]))
+    return kind, StoredMatrix(values.view(torch.uint8), scale=scale.view(_SCALE_DTYPES[kind]))
 
 
 def tokens_of(
@@ -142,6 +147,37 @@ def experts_for(activation: ActivationConfig, scheme: QuantScheme, device: torch
     A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
     """
     return _experts_for(threading.get_ident(), activation, scheme, device)
+
+
+class KeptWeights:
+    """What was made of the weights of earlier calls, as long as the first tensor of each exists.
+
+    Experts find their prepared launches by the `ExpertWeights`, so the same tensors should give the same object. What
+    is kept must hold views of the tensors only: copies would miss later writes, a tensor itself would stay alive.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Any = WeakIdKeyDictionary()
+
+    def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
+        """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
+        kept = self._kept.get(tensors[0])
+        if kept is not None:
+            references, old_key, made = kept
+            same = zip(references, tensors, strict=True)
+            if old_key == key and all(tensor is (None if ref is None else ref()) for ref, tensor in same):
+                return made
+        made = make()
+        references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
+        self._kept[tensors[0]] = references, key, made
+        return made
+
+
+@functools.lru_cache(maxsize=_MOST_EXPERTS)
+def kept_weights(call: str, thread: int) -> KeptWeights:
+    """Those of the calls of this name in one thread."""
+    del call, thread
+    return KeptWeights()
 
 
 @functools.lru_cache(maxsize=_MOST_EXPERTS)
