@@ -1,4 +1,4 @@
-"""Tensors of FP4 calls as the runtime's own formats, and the scheme and experts that serve them.
+"""Tensors of FP4 calls as the runtime's own formats, and the schemes that compute them.
 
 FP4 values are e2m1, two in a byte, the first in the low four bits. Which format a tensor has follows from the number of
 its scales: one e4m3 scale for 16 elements is NVFP4, one e8m0 scale for 32 is MXFP4, or MXFP8 if values are e4m3.
@@ -6,18 +6,9 @@ its scales: one e4m3 scale for 16 elements is NVFP4, one e8m0 scale for 32 is MX
 Letters: T tokens, H hidden, L local experts, N and K rows and columns of a weight.
 """
 
-import functools
-import logging
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ep_moe.config import ActivationConfig
-from ep_moe.experts import SERVES, Experts, create_experts
+from ep_moe.functional.serving import check_like, served_scheme
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, dequantize, get_scheme
 
 NVFP4, MXFP4, MXFP8 = "nvfp4", "mxfp4", "mxfp8"
@@ -29,22 +20,11 @@ _SCHEMES = {
     (NVFP4, NVFP4): ("nvfp4", "nvfp4_w4a16"),
     (MXFP4, MXFP8): ("mxfp4_w4a8", "mxfp4_w4a16"),
 }
-_MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
-
-Kept = TypeVar("Kept")
-_log = logging.getLogger(__name__)
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of one-byte elements as another such dtype: callers hold FP4 and scales under several. Local."""
     return tensor if tensor.dtype == dtype or tensor.element_size() != 1 else tensor.view(dtype)
-
-
-def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise ValueError unless a tensor has this shape and one of these dtypes. Local."""
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
 
 
 def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> tuple[str, StoredMatrix]:
@@ -130,59 +110,3 @@ def _quantized(hidden_states: torch.Tensor, scale: torch.Tensor | None, hidden: 
         raise ValueError(f"hidden_states_scale is {given}; {(num_tokens, groups)} of one byte needed for {kind}")
     scale = as_dtype(scale.reshape(num_tokens, groups), _SCALE_DTYPES[kind])
     return Quantized(values=hidden_states, scale=scale, scheme=get_scheme(kind))
-
-
-def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
-    """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
-    schemes = [get_scheme(name) for name in names]
-    if device.type == "cuda":
-        served = (one for one in schemes if any(backend.computes(one) for backend in SERVES.values()))
-        return next(served, schemes[0])
-    return schemes[0]
-
-
-def experts_for(activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
-    """The experts for a scheme, kept for later calls, which find their launches prepared. Local.
-
-    A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
-    """
-    return _experts_for(threading.get_ident(), activation, scheme, device)
-
-
-class KeptWeights:
-    """What was made of the weights of earlier calls, as long as the first tensor of each exists.
-
-    Experts find their prepared launches by the `ExpertWeights`, so the same tensors should give the same object. What
-    is kept must hold views of the tensors only: copies would miss later writes, a tensor itself would stay alive.
-    """
-
-    def __init__(self) -> None:
-        self._kept: Any = WeakIdKeyDictionary()
-
-    def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
-        """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
-        kept = self._kept.get(tensors[0])
-        if kept is not None:
-            references, old_key, made = kept
-            same = zip(references, tensors, strict=True)
-            if old_key == key and all(tensor is (None if ref is None else ref()) for ref, tensor in same):
-                return made
-        made = make()
-        references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-        self._kept[tensors[0]] = references, key, made
-        return made
-
-
-@functools.lru_cache(maxsize=_MOST_EXPERTS)
-def kept_weights(call: str, thread: int) -> KeptWeights:
-    """Those of the calls of this name in one thread."""
-    del call, thread
-    return KeptWeights()
-
-
-@functools.lru_cache(maxsize=_MOST_EXPERTS)
-def _experts_for(thread: int, activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
-    del thread  # prepared launches keep their arguments, so threads do not share them
-    if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
-        _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
-    return create_experts("auto", activation, device, scheme=scheme)
