@@ -270,7 +270,7 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gpt-oss"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "nvfp4_w4a16", "mxfp4_w4a16"])
 def test_up_before_gate(scheme: str, activation: str) -> None:
     own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
     case = with_own(make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]), *own)
