@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.activation import activate
+from ep_moe.kernels.gemm.decoded import accumulate_decoded
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_tile
 from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.gemm.weights import load_weight, scale_offsets
@@ -146,23 +147,39 @@ def _compute_tile(
         up_offsets = w_offsets
         if EPILOGUE.GATED:
             up_offsets = scale_offsets(expert, first_column + N, columns + N, halves * N, K, SCALES)
-    gate, up = _accumulate(
-        operands,
-        x_ptrs,
-        x_scale_ptrs,
-        row_mask,
-        operands.w + (expert.to(tl.int64) * halves * N + columns[:, None]) * w_stride,
-        w_offsets,
-        N.to(tl.int64) * w_stride,
-        up_offsets,
-        column_mask,
-        K,
-        x_scale_stride_group,
-        EPILOGUE.GATED,
-        TILE,
-        SCALES,
-        CODES,
-    )
+    if CODES.KIND != "none" and SCALES.X == "none":
+        gate, up = accumulate_decoded(
+            operands,
+            x_ptrs,
+            row_mask,
+            expert,
+            first_column,
+            K,
+            N,
+            w_stride,
+            EPILOGUE.GATED,
+            TILE,
+            SCALES,
+            CODES,
+        )
+    else:
+        gate, up = _accumulate(
+            operands,
+            x_ptrs,
+            x_scale_ptrs,
+            row_mask,
+            operands.w + (expert.to(tl.int64) * halves * N + columns[:, None]) * w_stride,
+            w_offsets,
+            N.to(tl.int64) * w_stride,
+            up_offsets,
+            column_mask,
+            K,
+            x_scale_stride_group,
+            EPILOGUE.GATED,
+            TILE,
+            SCALES,
+            CODES,
+        )
     if EPILOGUE.GATED:
         gate = scale_sums(
             gate,
