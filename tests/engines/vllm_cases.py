@@ -149,8 +149,9 @@ def ranks_without_rows(made: Any) -> None:
     rows = rows_of(made, made.rank, counts[made.rank])
     whole = call(made, rows_of(made, made.rank, 5))
     found = call(made, rows, counts)
-    assert torch.equal(found, whole[: counts[made.rank]])
-    assert call(made, rows_of(made, made.rank, 0)).shape[0] == 0
+    nothing = call(made, rows_of(made, made.rank, 0))
+    assert nothing.shape[0] == 0
+    assert torch.allclose(found, whole[: counts[made.rank]], atol=1e-5)  # sums of GEMMs depend on their heights
 
 
 def bad_input(made: Any, most: int) -> None:
@@ -262,8 +263,12 @@ def crossed(made: Any) -> None:
         assert difference == 0, f"prepare/finalize ours: {ours}, experts ours: {our_experts}: {difference:.1e}"
 
 
-def other_layers(made: Any, caught: list[str]) -> None:
+def other_layers(made: Any) -> None:
     """A layer that is not eligible stays on vLLM's path and is named once; strict, it is an error."""
+    caught: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    made.plugin.log.addHandler(handler)
     make = getattr(factories, "FusedMoEFactory", None) or factories.FusedMoE
 
     def layer(prefix: str, **changes: Any) -> Any:
