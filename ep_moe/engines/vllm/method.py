@@ -193,7 +193,7 @@ class LayerMethod:
             return weights
         own = [float(getattr(layer, f"{name}_input_scale").max()) for name in ("w13", "w2")]
         first, second = (max(scales) for scales in zip(*self._group.all_gather_object(own), strict=True))
-        like = {"dtype": torch.float32, "device": weights.w13.values.device}
+        like: dict[str, Any] = {"dtype": torch.float32, "device": weights.w13.values.device}
         return dataclasses.replace(
             weights,
             w13_input_scale=torch.full((1,), first, **like),
