@@ -40,19 +40,37 @@ class ExpertTiles:
     group_m: int = 16
 
 
-def fit_stages(tiles: ExpertTiles, shared_bytes: int, itemsize: int, *, gated: bool) -> ExpertTiles:
+def fit_steps(tiles: ExpertTiles, group_width: int, *, across: bool) -> ExpertTiles:
+    """Reduce block_k until a step lies within a group of scales, or if `across` has whole groups.
+
+    Widths are multiples of 16.
+
+    Example: a block_k of 128 stays with groups of 32 or 256, is 64 with groups of 192 and 16 with groups of 48.
+    Local.
+    """
+
+    def fitted(gemm: GemmTiles) -> GemmTiles:
+        if group_width == 0 or (across and gemm.block_k % group_width == 0):
+            return gemm
+        return dataclasses.replace(gemm, block_k=min(gemm.block_k, group_width & -group_width))
+
+    return dataclasses.replace(tiles, first=fitted(tiles.first), second=fitted(tiles.second))
+
+
+def fit_stages(tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits: int, *, gated: bool) -> ExpertTiles:
     """Reduce num_stages until both GEMMs' buffers fit a block's shared memory. An H200 fits all of the default tables.
 
     Example: 128 rows and two halves of 128 columns with a bfloat16 block_k of 64 take 48 KiB a stage: three stages fit
     the 163 KiB of an A100.
 
     Args:
-        shared_bytes: available to a thread block. itemsize: bytes of a stored value. gated: whether w13 has two halves.
+        shared_bytes: available to a thread block. row_bits, weight_bits: of a stored element. gated: whether w13 has
+            two halves.
     Errors: RuntimeError if one stage alone does not fit. Local.
     """
 
     def fitted(gemm: GemmTiles, halves: int) -> GemmTiles:
-        stage_bytes = (tiles.block_m + halves * gemm.block_n) * gemm.block_k * itemsize
+        stage_bytes = (tiles.block_m * row_bits + halves * gemm.block_n * weight_bits) * gemm.block_k // 8
         most = (shared_bytes - _OTHER_SHARED_BYTES) // stage_bytes
         if most < 1:
             raise RuntimeError(

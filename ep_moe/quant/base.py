@@ -64,6 +64,11 @@ class TensorFormat:
         """True if values carry scales."""
         return self.family != "none"
 
+    @property
+    def group_width(self) -> int:
+        """Neighbors of a row that share a scale, if scales are per group or block, else 0."""
+        return self.block[1] if self.granularity in ("group", "block") else 0
+
     def num_groups(self, width: int) -> int:
         """Scales that one row of `width` activations carries: 0, 1 or ceil(width / group)."""
         if self.granularity == "none":

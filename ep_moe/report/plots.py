@@ -1,12 +1,12 @@
 """Plots of measured rows, with matplotlib, which `pip install ep-moe[bench]` installs."""
 
 import dataclasses
-import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_moe.report.records import GATHERED, OURS, PHASES, Record
+from ep_moe.report.records import BENCHES, OURS, Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
 LINES_HEIGHT = 12  # of a line plot, in units of bars
@@ -63,17 +63,25 @@ def _lines(
     y: str,
     units: tuple[str, str],
     legend: tuple[str, str],
+    only: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
+    points: bool = True,
 ) -> int:
-    """Draw a line for all rows that differ only in x, the first of each x, and one for each of their baselines.
+    """Draw a line for all rows on the most ranks that differ only in x, the first of each x; and of their baselines.
 
     Args:
         label: as `row_labels`. mixed: paths of values that do not separate lines, the first of them is x.
-        y: name of a figure. units: of both axes. legend: the texts of ours and of a baseline.
+        y: name of a figure. units: of both axes, {ranks} is the most. legend: the texts of ours and of a baseline.
+        only: path -> values of the rows that are drawn. points: False leaves out lines of one point beside longer ones.
     Returns: the height in bars.
     """
+    most = max(record.world_size for record in rows)
     lines: dict[str, dict[int, Record]] = {}
     for record in rows:
-        lines.setdefault(_without(record, mixed).configuration, {}).setdefault(int(_value(record, mixed[0])), record)
+        if record.world_size == most and all(_value(record, path) in values for path, values in only.items()):
+            line = lines.setdefault(_without(record, mixed).configuration, {})
+            line.setdefault(int(_value(record, mixed[0])), record)
+    if not points:
+        lines = {name: line for name, line in lines.items() if len(line) > 1} or lines
     labels = row_labels([_without(next(iter(line.values())), mixed) for line in lines.values()], label)
     for index, (what, line) in enumerate(zip(labels, lines.values(), strict=True)):
         names = (OURS, *dict.fromkeys(name for _, record in sorted(line.items()) for name in record.baselines))
@@ -85,58 +93,23 @@ def _lines(
     ticks = sorted({x for line in lines.values() for x in line})
     axes.set_xticks(ticks, [str(x) for x in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel(units[0])
+    axes.set_xlabel(units[0].format(ranks=most))
     axes.set_ylabel(units[1])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     return LINES_HEIGHT
 
 
-def _exchange_lines(axes: Any, rows: Sequence[Record], *, mixed: tuple[str, ...], units: str, **options: Any) -> int:
-    """Lines of rows on the most ranks, uniform routing, COMPACT or BATCHED; single points are left out beside lines."""
-    most = max(record.world_size for record in rows)
-    found: dict[str, list[Record]] = {}
-    for record in rows:
-        packed = _value(record, "setup.layout") in ("batched", "compact")
-        if record.world_size == most and _value(record, "setup.routing") == "uniform" and packed:
-            found.setdefault(_without(record, mixed).configuration, []).append(record)
-    long = [line for line in found.values() if len({_value(record, mixed[0]) for record in line}) > 1]
-    chosen = [record for line in long or found.values() for record in line]
-    return _lines(axes, chosen, mixed=mixed, units=(f"tokens of each of {most} ranks", units), **options)
+KINDS: dict[str, Callable[..., int]] = {"bars": _bars, "lines": _lines}
 
 
-PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {
-    "layer": functools.partial(
-        _bars,
-        label={"shapes.preset": "", "shapes.tokens_per_rank": " tokens", "setup.dtype": ""},
-        parts={phase: f"{phase}_us" for phase in PHASES},
-        whole="call_us",
-        over=f"baselines.{GATHERED}.call_us",
-        unit=f"time / whole call of {GATHERED}",
-    ),
-    "transport": functools.partial(
-        _exchange_lines,
-        label={"setup.transport": ""},
-        mixed=("shapes.tokens", "setup.layout"),
-        y="sum_us",
-        units="dispatch and combine, us",
-        legend=("{what}", "{name}, beside {what}"),
-    ),
-    "model": functools.partial(
-        _bars,
-        label={"shapes.preset": "", "shapes.layers": " layers", "setup.dtype": ""},
-        parts={"": "tokens_per_sec"},
-        unit="tokens per second",
-    ),
-    "experts": functools.partial(  # memory bounds the slopes, arithmetic the plateaus
-        _lines,
-        label={"shapes.preset": "", "shapes.num_local_experts": " experts", "setup.dtype": ""},
-        mixed=("shapes.rows_per_expert",),
-        y="tflops",
-        units=("rows of an average expert", "TFLOP/s"),
-        legend=("{what}: {experts}", "{what}: {name}"),
-    ),
-}
+def plot_rows(axes: Any, rows: Sequence[Record]) -> int:
+    """Draw rows of one bench on matplotlib's axes; returns the height in bars.
+
+    Errors: ValueError names a row that lacks a plotted figure. Local.
+    """
+    options = dict(BENCHES[rows[0].bench]["plot"])
+    return KINDS[options.pop("kind")](axes, rows, **options)
 
 
 def draw(records: Sequence[Record], directory: Path) -> list[Path]:
@@ -145,15 +118,15 @@ def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     Errors: ValueError names a row that lacks a plotted figure; RuntimeError if matplotlib is missing. Local.
     """
     drawn = []
-    for bench, plot in PLOTS.items():
+    for bench in BENCHES:
         rows = [record for record in records if record.bench == bench]
         if rows:
             drawn.append(directory / f"{bench}.png")
-            _save(plot, rows, drawn[-1])
+            _save(rows, drawn[-1])
     return drawn
 
 
-def _save(plot: Callable[[Any, Sequence[Record]], int], rows: Sequence[Record], path: Path) -> None:
+def _save(rows: Sequence[Record], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -161,7 +134,7 @@ def _save(plot: Callable[[Any, Sequence[Record]], int], rows: Sequence[Record], 
             "plots need matplotlib: pip install 'ep-moe[bench]', or leave them out (--no-plots)"
         ) from error
     figure = Figure(layout="constrained", dpi=DPI)
-    bars = plot(figure.add_subplot(), rows)
+    bars = plot_rows(figure.add_subplot(), rows)
     figure.set_size_inches(WIDTH_INCHES, 1.5 + ROW_INCHES * bars)
     figure.savefig(path, metadata={"Software": None})  # no version: equal figures make equal files
 

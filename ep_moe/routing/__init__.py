@@ -6,6 +6,9 @@ Letters: T tokens on this rank, E experts, K top-k, H hidden.
 """
 
 import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -13,7 +16,7 @@ from ep_moe.config import RoutingConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import reference
-from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check
+from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check, make_routing
 
 
 def route(
@@ -49,27 +52,27 @@ def route(
     Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
     has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
     """
-    check(router_logits, config, routing_bias, routing_replay_out, placement, weights_dtype)
+    given: dict[str, Any] = {
+        "routing_bias": routing_bias,
+        "routing_replay_out": routing_replay_out,
+        "placement": placement,
+        "weights_dtype": weights_dtype,
+    }
     recorded = router_logits.requires_grad and torch.is_grad_enabled()
-    if router_logits.is_cuda and router_logits.shape[1] <= MAX_KERNEL_EXPERTS and not recorded:
-        from ep_moe.routing import triton  # Triton exists only on Linux and is slow to import
+    small = router_logits.dim() == 2 and router_logits.shape[1] <= MAX_KERNEL_EXPERTS
+    if router_logits.is_cuda and small and not recorded:
+        routing: Routing = _kernels().route(router_logits, config, **given)
+        return routing
+    check(router_logits, config, **given)
+    return reference.route(router_logits, config, **given)
 
-        return triton.route(
-            router_logits,
-            config,
-            routing_bias=routing_bias,
-            routing_replay_out=routing_replay_out,
-            placement=placement,
-            weights_dtype=weights_dtype,
-        )
-    return reference.route(
-        router_logits,
-        config,
-        routing_bias=routing_bias,
-        routing_replay_out=routing_replay_out,
-        placement=placement,
-        weights_dtype=weights_dtype,
-    )
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The launchers of kernels. Triton exists only on Linux and is slow to import."""
+    from ep_moe.routing import triton
+
+    return triton
 
 
 def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -80,9 +83,7 @@ def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
     """
     if not topk_ids.is_cuda or topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         return placement.to_physical(topk_ids)
-    from ep_moe.routing import triton
-
-    return triton.to_physical(topk_ids, placement)
+    return _kernels().to_physical(topk_ids, placement)
 
 
 def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
@@ -111,4 +112,4 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
     return weighted, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
 
 
-__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "route", "to_physical"]
+__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "make_routing", "route", "to_physical"]

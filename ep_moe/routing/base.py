@@ -42,15 +42,28 @@ class Routing:
             raise ValueError(f"topk_weights are on {weights.device}, topk_ids on {ids.device}")
 
 
+def make_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
+    """A `Routing` of tensors that are known to fit, without its checks. Local."""
+    routing = object.__new__(Routing)
+    object.__setattr__(routing, "topk_ids", topk_ids)
+    object.__setattr__(routing, "topk_weights", topk_weights)
+    return routing
+
+
 def check(
     logits: torch.Tensor,
     config: RoutingConfig,
-    bias: torch.Tensor | None,
-    replay_out: torch.Tensor | None,
+    *,
+    routing_bias: torch.Tensor | None,
+    routing_replay_out: torch.Tensor | None,
     placement: Placement | None,
     weights_dtype: torch.dtype,
 ) -> None:
-    """Raise ValueError for arguments of `ep_moe.routing.route` that do not fit each other. Local, no host sync."""
+    """Raise ValueError for arguments of `ep_moe.routing.route` that do not fit each other. Local, no host sync.
+
+    Only shapes, dtypes and devices are checked, so equal ones need no further check.
+    """
+    bias, replay_out = routing_bias, routing_replay_out
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"router_logits are {tuple(logits.shape)} {logits.dtype}; [T, E] of a float dtype needed")
     if weights_dtype not in DTYPES.values():

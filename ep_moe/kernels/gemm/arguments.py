@@ -5,7 +5,8 @@ absent pointer is None, and then the code that reads it is not compiled. Numbers
 the groups: inside of one, a 1 would be compiled into the kernel.
 
 Letters: L local experts, H hidden, I intermediate, Q row tiles of all experts, K columns that a GEMM reduces over,
-N columns of its result, W rows of its weights (2I if they are the gate and the up half, else N), G scale groups.
+N columns of its result, W rows of its weights (2I if they are the gate and the up half, else N), V stored values of a
+row of weights, G scale groups.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ class Operands(NamedTuple):
     """The tensors that a GEMM reads."""
 
     x: Any  # rows, K each
-    x_scale: Any  # float32, of the rows; [L] if it is one for each expert
-    w: Any  # [L, W, K]
+    x_scale: Any  # of the rows, float32, or uint8 if x is decoded; [L] if it is one for each expert
+    w: Any  # [L, W, V], V stored values of a row of K elements
     w_scale: Any
+    w_zero: Any  # as w_scale: zero points of integers
+    w_global_scale: Any  # [L] float32
     bias: Any  # [L, W]
 
 
@@ -34,8 +37,8 @@ class ExpertScalars(NamedTuple):
     """Factors and limits of each expert, [L] float32."""
 
     static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
-    output_scale: Any  # multiplies the sums before the bias: of the up half if GATED
-    gate_output_scale: Any  # the same for the gate half
+    output_scale: Any  # multiplies the sums before the bias: of the second half of the rows of w if GATED
+    gate_output_scale: Any  # the same for the first half, which is the gate unless ACTIVATION ends with "_up_first"
     alpha: Any  # of the activation, in place of the numbers that all experts share
     beta: Any
     limit: Any
@@ -71,22 +74,38 @@ class TileShape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of a GEMM's operands."""
+    """The scales of a GEMM's operands.
 
-    WEIGHT: tl.constexpr  # "none", "tensor", "channel" or "block"
+    "tensor" and "channel" multiply the sums over K, "block" the sums of each step over K, "fold" the decoded weights.
+    """
+
+    X: tl.constexpr  # "none", "row" or "group": one for each row, or each GROUP_K columns of it; "fold": these, a byte
+    WEIGHT: tl.constexpr  # "none", "tensor", "channel", "block" or "fold"
     VECTOR: tl.constexpr  # blocks of a tile differ by row of the weight
-    GROUP_N: tl.constexpr  # rows of the weight in a block
+    GROUP_N: tl.constexpr  # rows of the weight in a block, and in one of zero points
     GROUP_K: tl.constexpr  # columns in a block; the first GEMM requantizes in groups of as many
     STATIC: tl.constexpr  # x has one scale for each expert, [L]
+
+
+class Codes(NamedTuple):
+    """How weights are stored that are decoded to the dtype of x before they are multiplied."""
+
+    KIND: tl.constexpr  # "none": multiplied as stored; "float8", "int8", "uint8", "uint4" or "e2m1"
+    PACKED: tl.constexpr  # elements in a stored value, the first in its lowest bits
+    PAIRS: tl.constexpr  # two codes of a byte are decoded at once to 16 bits, by PTX that the interpreter lacks
+    ZERO: tl.constexpr  # zero points are stored
+    GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
+    SHUFFLED: tl.constexpr  # x and weights are multiplied in another order of columns
+    DIVIDE: tl.constexpr  # by the global scale, if there is one
 
 
 class Epilogue(NamedTuple):
     """The operations on a tile's sums before they are stored."""
 
-    ACTIVATION: tl.constexpr  # the value of an `ActivationKind`
+    ACTIVATION: tl.constexpr  # `CallShape.activation_name`
     GATED: tl.constexpr  # the weights have a gate and an up half
     LIMITED: tl.constexpr  # the activation clamps its input
-    REQUANTIZE: tl.constexpr  # "none", "group" or "static"
+    REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
     POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
 
 

@@ -1,7 +1,7 @@
 """The two GEMMs of all experts of a rank, as persistent kernels over the tile list.
 
 Letters: L local experts, H hidden, I intermediate, K columns that a GEMM reduces over, N columns of its result,
-W rows of its weights, G scale groups, Q row tiles of all experts.
+W rows of its weights, V stored values of a row of weights, G scale groups, Q row tiles of all experts.
 
 Every program processes the tiles t = program, program + programs, ...; consecutive t share an expert's weights. The
 first GEMM reads the batch's rows and stores the intermediate's, in the order of the tile list; the second the reverse.
@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.activation import activate
+from ep_moe.kernels.gemm.decoded import accumulate_decoded
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_tile
 from ep_moe.kernels.gemm.tile_list import find_tile
+from ep_moe.kernels.gemm.tokens import load_rows
+from ep_moe.kernels.gemm.weights import load_weight, scale_offsets
 from ep_moe.kernels.numerics import INTERPRET
 
 
 @triton.jit
-def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
+def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES):
     """Return acc plus the product of x [BLOCK_M, BLOCK_K] and w [BLOCK_N, BLOCK_K], times the scales of this block.
 
     acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products are promoted to float32 accumulators after each
@@ -29,7 +32,8 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    if SCALES.WEIGHT != "none" and TILE.BLOCK_K < 32:  # too narrow for fp8; float16 represents every e4m3 value
+    FLOAT8: tl.constexpr = x.dtype == tl.float8e4nv
+    if (FLOAT8 or x.dtype == tl.int8) and TILE.BLOCK_K < 32:  # too narrow; float16 represents all these numbers
         x = x.to(tl.float16)
         w = w.to(tl.float16)
     if TILE.SWAP:
@@ -39,8 +43,13 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
         left = x
         right = tl.trans(w)
     if SCALES.WEIGHT == "block":
-        product = tl.dot(left, right)
-        if SCALES.VECTOR:
+        product = tl.dot(left, right, input_precision="ieee").to(tl.float32)  # from int32, if x is int8
+        if SCALES.X != "group":
+            if SCALES.VECTOR:
+                return acc + product * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
+            else:
+                return acc + product * w_scale
+        elif SCALES.VECTOR:
             if TILE.SWAP:
                 return acc + product * (w_scale[:, None] * x_scale[None, :])
             else:
@@ -49,93 +58,61 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
             return acc + product * (x_scale * w_scale)[None, :]
         else:
             return acc + product * (x_scale * w_scale)[:, None]
-    elif SCALES.WEIGHT != "none":
+    elif FLOAT8 and CODES.KIND != "none":  # from registers, where a product is cut into steps of 32
+        return acc + tl.dot(left, right)
+    elif FLOAT8:
         PROMOTE: tl.constexpr = 64 if TILE.BLOCK_K >= 64 else TILE.BLOCK_K
         return tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
     else:
-        return tl.dot(left, right, acc, input_precision="ieee")
-
-
-@triton.jit
-def _load_weight(ptrs, column_mask, columns, columns_left, TILE):
-    """Load [BLOCK_N, BLOCK_K] weights, zeros out of bounds."""
-    if TILE.EVEN_N and TILE.EVEN_K:
-        return tl.load(ptrs)
-    elif TILE.EVEN_K:
-        return tl.load(ptrs, mask=column_mask[:, None], other=0.0)
-    elif TILE.EVEN_N:
-        return tl.load(ptrs, mask=columns < columns_left, other=0.0)
-    else:
-        return tl.load(ptrs, mask=column_mask[:, None] & (columns < columns_left), other=0.0)
-
-
-@triton.jit
-def _load_weight_scale(ptrs, group, column_mask, SCALES):
-    """Load the weight scales of this step over K: one for each weight row if VECTOR, else a scalar."""
-    if SCALES.WEIGHT != "block":
-        return 1.0
-    elif SCALES.VECTOR:
-        return tl.load(ptrs + group, mask=column_mask, other=0.0)
-    else:
-        return tl.load(ptrs + group)
-
-
-@triton.jit
-def _scale_pointers(w_scale_ptr, expert, first_column, columns, width, K, SCALES):
-    """Pointers to the scales of these weight rows in [L, ceil(W / GROUP_N), ceil(K / GROUP_K)], at K = 0."""
-    groups_k = (K + SCALES.GROUP_K - 1) // SCALES.GROUP_K
-    base = w_scale_ptr + expert.to(tl.int64) * ((width + SCALES.GROUP_N - 1) // SCALES.GROUP_N) * groups_k
-    if SCALES.VECTOR:
-        return base + columns // SCALES.GROUP_N * groups_k
-    else:
-        return base + first_column // SCALES.GROUP_N * groups_k
+        return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit
 def _accumulate(
+    operands,  # Operands
     x_ptrs,  # [BLOCK_M, 1]
     x_scale_ptrs,  # [BLOCK_M]
     row_mask,  # [BLOCK_M]
     w_ptrs,  # [BLOCK_N, 1]
-    w_scale_ptrs,  # [BLOCK_N] if VECTOR, else scalar
-    up_offset,  # from a gate row of w to its up row, in elements
-    up_scale_ptrs,
+    w_offsets,  # [BLOCK_N] if VECTOR, else scalar: of the scales, and zero points, of these rows of w
+    up_offset,  # from a gate row of w to its up row, in stored values
+    up_offsets,
     column_mask,  # [BLOCK_N]
     K,
     x_scale_stride_group,
     PAIR: tl.constexpr,  # gate and up half together
     TILE,
     SCALES,
+    CODES,
 ):
     """Accumulate a tile over K. Returns two [BLOCK_M, BLOCK_N] float32: gate and up if PAIR, else the result twice."""
+    X_DTYPE: tl.constexpr = operands.x.dtype.element_ty
+    INTEGERS: tl.constexpr = tl.int8 == X_DTYPE and SCALES.WEIGHT != "block" and TILE.BLOCK_K >= 32
+    SUMS: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     if TILE.SWAP:
-        acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], tl.float32)
-        up_acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], tl.float32)
+        acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], SUMS)
+        up_acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], SUMS)
     else:
-        acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], tl.float32)
-        up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], tl.float32)
-    columns = tl.arange(0, TILE.BLOCK_K)[None, :]
-    x_ptrs += columns
-    w_ptrs += columns
+        acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
+        up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
+    x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
+    w_ptrs += tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
     for k in range(0, K, TILE.BLOCK_K):
-        if TILE.EVEN_K:
-            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < K - k), other=0.0)
-        group = k // SCALES.GROUP_K
-        if SCALES.WEIGHT == "block":
-            x_scale = tl.load(x_scale_ptrs + group * x_scale_stride_group, mask=row_mask, other=0.0)
+        x = load_rows(x_ptrs, row_mask, K - k, TILE, 1)
+        if SCALES.X == "group":
+            x_scale = tl.load(x_scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group, mask=row_mask, other=0.0)
         else:
             x_scale = 1.0
-        w = _load_weight(w_ptrs, column_mask, columns, K - k, TILE)
-        w_scale = _load_weight_scale(w_scale_ptrs, group, column_mask, SCALES)
-        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES)
+        w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, TILE, SCALES, CODES)
+        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES)
         if PAIR:
-            up = _load_weight(w_ptrs + up_offset, column_mask, columns, K - k, TILE)
-            up_scale = _load_weight_scale(up_scale_ptrs, group, column_mask, SCALES)
-            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES)
+            up_ptrs = w_ptrs + up_offset
+            up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, TILE, SCALES, CODES)
+            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES, CODES)
         x_ptrs += TILE.BLOCK_K
-        w_ptrs += TILE.BLOCK_K
+        w_ptrs += TILE.BLOCK_K // CODES.PACKED
+    acc = acc.to(tl.float32)
+    up_acc = up_acc.to(tl.float32)
     if TILE.SWAP:
         acc = tl.trans(acc)
         up_acc = tl.trans(up_acc)
@@ -153,41 +130,67 @@ def _compute_tile(
     x_scale_ptrs,  # [BLOCK_M]
     row_mask,  # [BLOCK_M]
     expert,
-    w_ptrs,  # [BLOCK_N, 1], of the tile's rows of w, those of the gate half if GATED
-    w_scale_ptrs,  # [BLOCK_N] if VECTOR, else scalar
-    up_scale_ptrs,
+    first_column,
     columns,  # [BLOCK_N]
     column_mask,  # [BLOCK_N]
     K,
     N,
+    w_stride,  # V
     x_scale_stride_group,
     TILE,
     SCALES,
+    CODES,
     EPILOGUE,
 ):
     """Return a tile of w @ x + bias, [BLOCK_M, BLOCK_N] float32: of the gate and the up half if GATED, else twice."""
     halves = 2 if EPILOGUE.GATED else 1
-    gate, up = _accumulate(
-        x_ptrs,
-        x_scale_ptrs,
-        row_mask,
-        w_ptrs,
-        w_scale_ptrs,
-        N.to(tl.int64) * K,
-        up_scale_ptrs,
-        column_mask,
-        K,
-        x_scale_stride_group,
-        EPILOGUE.GATED,
-        TILE,
-        SCALES,
-    )
-    w_scale, output_scale = operands.w_scale, scalars.output_scale
+    w_offsets = first_column
+    up_offsets = first_column
+    if SCALES.WEIGHT == "block" or SCALES.WEIGHT == "fold" or CODES.ZERO:
+        w_offsets = scale_offsets(expert, first_column, columns, halves * N, K, SCALES)
+        up_offsets = w_offsets
+        if EPILOGUE.GATED:
+            up_offsets = scale_offsets(expert, first_column + N, columns + N, halves * N, K, SCALES)
+    if CODES.KIND != "none" and (SCALES.X == "fold" or operands.x.dtype.element_ty != tl.float8e4nv):
+        gate, up = accumulate_decoded(
+            operands,
+            x_ptrs,
+            x_scale_ptrs,
+            x_scale_stride_group,
+            row_mask,
+            expert,
+            first_column,
+            K,
+            N,
+            w_stride,
+            EPILOGUE.GATED,
+            TILE,
+            SCALES,
+            CODES,
+        )
+    else:
+        gate, up = _accumulate(
+            operands,
+            x_ptrs,
+            x_scale_ptrs,
+            row_mask,
+            operands.w + (expert.to(tl.int64) * halves * N + columns[:, None]) * w_stride,
+            w_offsets,
+            N.to(tl.int64) * w_stride,
+            up_offsets,
+            column_mask,
+            K,
+            x_scale_stride_group,
+            EPILOGUE.GATED,
+            TILE,
+            SCALES,
+            CODES,
+        )
     if EPILOGUE.GATED:
         gate = scale_sums(
             gate,
+            operands,
             x_scale_ptrs,
-            w_scale,
             scalars.gate_output_scale,
             expert,
             halves * N,
@@ -195,13 +198,36 @@ def _compute_tile(
             row_mask,
             column_mask,
             SCALES,
+            CODES,
         )
         up_columns = columns + N
         up = scale_sums(
-            up, x_scale_ptrs, w_scale, output_scale, expert, halves * N, up_columns, row_mask, column_mask, SCALES
+            up,
+            operands,
+            x_scale_ptrs,
+            scalars.output_scale,
+            expert,
+            halves * N,
+            up_columns,
+            row_mask,
+            column_mask,
+            SCALES,
+            CODES,
         )
     else:
-        gate = scale_sums(gate, x_scale_ptrs, w_scale, output_scale, expert, N, columns, row_mask, column_mask, SCALES)
+        gate = scale_sums(
+            gate,
+            operands,
+            x_scale_ptrs,
+            scalars.output_scale,
+            expert,
+            N,
+            columns,
+            row_mask,
+            column_mask,
+            SCALES,
+            CODES,
+        )
     if operands.bias is not None:
         bias_ptrs = operands.bias + expert.to(tl.int64) * halves * N + columns
         gate = add_bias(gate, bias_ptrs, column_mask)
@@ -219,6 +245,7 @@ def _first_gemm_kernel(
     tiles,
     K,
     N,
+    w_stride,  # V
     x_stride,
     x_scale_height,  # rows per block of scales: row r is row r % height of block r // height
     x_scale_stride_block,
@@ -230,6 +257,7 @@ def _first_gemm_kernel(
     limit,
     TILE,
     SCALES,
+    CODES,
     EPILOGUE,
 ):
     """inner = requantize(activation(w13 @ x + bias)), tile by tile."""
@@ -245,21 +273,10 @@ def _first_gemm_kernel(
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
         column_mask = columns < N
-        halves = 2 if EPILOGUE.GATED else 1
-        w_offset = (expert.to(tl.int64) * halves * N + columns[:, None]) * K
-        width = halves * N
         x_scale_ptrs = operands.x_scale
-        if SCALES.WEIGHT != "none":
+        if SCALES.X != "none":
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
             x_scale_ptrs += block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
-        w_scale_ptrs = operands.w_scale
-        up_scale_ptrs = operands.w_scale
-        if SCALES.WEIGHT == "block":
-            w_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column, columns, width, K, SCALES)
-            if EPILOGUE.GATED:
-                up_scale_ptrs = _scale_pointers(
-                    operands.w_scale, expert, first_column + N, columns + N, width, K, SCALES
-                )
         gate, up = _compute_tile(
             operands,
             scalars,
@@ -267,16 +284,16 @@ def _first_gemm_kernel(
             x_scale_ptrs,
             row_mask,
             expert,
-            operands.w + w_offset,
-            w_scale_ptrs,
-            up_scale_ptrs,
+            first_column,
             columns,
             column_mask,
             K,
             N,
+            w_stride,
             x_scale_stride_group,
             TILE,
             SCALES,
+            CODES,
             EPILOGUE,
         )
         own_alpha = of_expert(scalars.alpha, expert, alpha)
@@ -308,9 +325,11 @@ def _second_gemm_kernel(
     tiles,
     K,
     N,
+    w_stride,  # V
     inner_scale_stride,
     TILE,
     SCALES,
+    CODES,
     EPILOGUE,
 ):
     """y = w2 @ inner + bias, rounded once; rows of y that hold no token are not written."""
@@ -324,13 +343,10 @@ def _second_gemm_kernel(
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
         column_mask = columns < N
-        w_scale_ptrs = operands.w_scale
-        if SCALES.WEIGHT == "block":
-            w_scale_ptrs = _scale_pointers(operands.w_scale, expert, first_column, columns, N, K, SCALES)
         x_scale_ptrs = operands.x_scale
         if SCALES.STATIC:
             x_scale_ptrs += expert + tl.zeros([TILE.BLOCK_M], tl.int32)
-        elif SCALES.WEIGHT != "none":
+        elif SCALES.X != "none":
             x_scale_ptrs += inner_row
         sums, _ = _compute_tile(
             operands,
@@ -339,16 +355,16 @@ def _second_gemm_kernel(
             x_scale_ptrs,
             row_mask,
             expert,
-            operands.w + (expert.to(tl.int64) * N + columns[:, None]) * K,
-            w_scale_ptrs,
-            w_scale_ptrs,
+            first_column,
             columns,
             column_mask,
             K,
             N,
+            w_stride,
             inner_scale_stride,
             TILE,
             SCALES,
+            CODES,
             EPILOGUE,
         )
         store_tile(

@@ -1,0 +1,146 @@
+"""Weights as they are stored: loaded, and decoded in registers to the dtype of the rows that they multiply.
+
+Letters: L local experts, K columns that a GEMM reduces over, W rows of its weights, V stored values of a row, G scales
+of a row in a step over K.
+
+A format is a `KIND` of `Codes`: `decode` turns its stored values into real numbers.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.gemm.small_integers import decode_small_integers
+from ep_moe.kernels.numerics import e2m1_value, e4m3_value, round_to
+
+_ROUNDER_BITS = tl.constexpr(0x4B000000)  # of 2^23 in float32: an integer in its low bits is added to it
+_ROUNDER = tl.constexpr(2.0**23)
+
+
+@triton.jit
+def scale_offsets(expert, first_column, columns, width, K, SCALES):
+    """Offsets of the scales of these weight rows in [L, ceil(W / GROUP_N), ceil(K / GROUP_K)], at K = 0."""
+    groups_k = tl.cdiv(K, SCALES.GROUP_K)
+    base = expert.to(tl.int64) * tl.cdiv(width, SCALES.GROUP_N) * groups_k
+    if SCALES.VECTOR:
+        return base + columns // SCALES.GROUP_N * groups_k
+    else:
+        return base + first_column // SCALES.GROUP_N * groups_k
+
+
+@triton.jit
+def scale_values(scale):
+    """Scales of any dtype as float32; bytes are powers of two (e8m0): b means 2^(b - 127), 255 NaN."""
+    if scale.dtype == tl.uint8:
+        bits = scale.to(tl.uint32) << 23
+        bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, bits))
+        return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+    if scale.dtype == tl.float8e4nv:
+        return e4m3_value(scale)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Repeat each of [BLOCK_N, GROUPS] for its neighbors in a row: [BLOCK_N, WIDTH], or [BLOCK_N, 1] for one."""
+    if GROUPS == 1:
+        return groups
+    else:
+        rows: tl.constexpr = groups.shape[0]
+        spread = tl.broadcast_to(groups[:, :, None], [rows, GROUPS, WIDTH // GROUPS])
+        return tl.reshape(spread, [rows, WIDTH])
+
+
+@triton.jit
+def _integers(codes, zero):
+    """codes - zero as float32, for integer codes of at most 8 bits; exact, without a conversion instruction."""
+    return (codes.to(tl.uint32) | _ROUNDER_BITS).to(tl.float32, bitcast=True) - (_ROUNDER + zero)
+
+
+@triton.jit
+def _finish(values, scale, dtype: tl.constexpr, SCALES):
+    """Apply the scales, if they multiply the weights, and round."""
+    if SCALES.WEIGHT == "fold":
+        values = values * scale
+    return round_to(values, dtype)
+
+
+@triton.jit
+def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
+    """Turn stored values [BLOCK_N, BLOCK_K / PACKED] into weights [BLOCK_N, BLOCK_K] of `dtype`.
+
+    Args:
+        scale: [BLOCK_N, G] as `_load_groups` returns them, multiplied if "fold", else any. zero: the same, if ZERO.
+    Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
+    """
+    width: tl.constexpr = stored.shape[1]
+    if SCALES.WEIGHT == "fold":
+        scale = _spread(scale_values(scale), width, CODES.GROUPS)
+    if CODES.ZERO:
+        zero = _spread(zero.to(tl.float32), width, CODES.GROUPS)
+    else:
+        zero = 8.0 if CODES.KIND == "uint4" else 128.0
+    if CODES.KIND == "float8":
+        # through float32: the instruction from float16 to bfloat16 has a sixteenth of the throughput
+        return _finish(stored.to(tl.float32), scale, dtype, SCALES)
+    elif CODES.KIND == "int8":
+        return _finish(_integers(stored.to(tl.uint8, bitcast=True) ^ 0x80, zero), scale, dtype, SCALES)
+    elif CODES.KIND == "uint8":
+        return _finish(_integers(stored, zero), scale, dtype, SCALES)
+    else:
+        if CODES.KIND == "uint4":
+            low = _integers(stored & 15, zero)
+            high = _integers(stored >> 4, zero)
+        else:
+            tl.static_assert(CODES.KIND == "e2m1", "unknown kind of codes")
+            low = e2m1_value(stored & 15)
+            high = e2m1_value(stored >> 4)
+        pair = tl.join(_finish(low, scale, dtype, SCALES), _finish(high, scale, dtype, SCALES))
+        return tl.reshape(pair, [stored.shape[0], 2 * width])
+
+
+@triton.jit
+def load_stored(ptrs, column_mask, places_left, TILE, CODES):
+    """Load [BLOCK_N, BLOCK_K / PACKED] stored values, zeros out of bounds."""
+    places = tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
+    if TILE.EVEN_N and TILE.EVEN_K:
+        return tl.load(ptrs)
+    elif TILE.EVEN_K:
+        return tl.load(ptrs, mask=column_mask[:, None], other=0.0)
+    elif TILE.EVEN_N:
+        return tl.load(ptrs, mask=places < places_left, other=0.0)
+    else:
+        return tl.load(ptrs, mask=column_mask[:, None] & (places < places_left), other=0.0)
+
+
+@triton.jit
+def _load_groups(ptr, offsets, k, K, column_mask, SCALES, CODES):
+    """Load scales, or zero points, for the weights of the step over K that begins at k: [BLOCK_N, G]."""
+    groups = k // SCALES.GROUP_K + tl.arange(0, CODES.GROUPS)[None, :]
+    mask = column_mask[:, None] & (groups < tl.cdiv(K, SCALES.GROUP_K))
+    return tl.load(ptr + offsets[:, None] + groups, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES):
+    """Load the weights of a step over K that begins at k; decode them to e4m3 if they are integers of 4 bits.
+
+    Args:
+        ptrs: [BLOCK_N, BLOCK_K / PACKED], of the step's stored values. offsets: as `scale_offsets` returns them.
+    Returns: [BLOCK_N, BLOCK_K] as stored, or in e4m3 times 2^-9; and the scales of the sums of this step,
+    if SCALES.WEIGHT is "block": [BLOCK_N] if VECTOR, else a scalar.
+    """
+    w = load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
+    w_scale = 1.0
+    if SCALES.WEIGHT == "block":
+        if SCALES.VECTOR:
+            w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K, mask=column_mask, other=0.0)
+        else:
+            w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K)
+        w_scale = scale_values(w_scale)
+    if CODES.KIND != "none":
+        zero = 8
+        if CODES.ZERO:
+            zero = _load_groups(operands.w_zero, offsets, k, K, column_mask, SCALES, CODES)
+            zero = _spread(zero, TILE.BLOCK_K // CODES.PACKED, CODES.GROUPS)
+        w = decode_small_integers(w, zero, CODES.ZERO)
+    return w, w_scale
