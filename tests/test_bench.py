@@ -45,6 +45,7 @@ from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
+from ep_moe.profiling import trace
 from ep_moe.profiling.kernels import part_times, profile_kernels
 from ep_moe.profiling.phases import PhaseTimes
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
@@ -60,7 +61,9 @@ HAS_HOOK = VERSION >= (5, 23) or VERSION < (5, 19)
 needs_accelerate = pytest.mark.skipif(
     not is_accelerate_available(), reason="transformers spreads nothing over ranks without accelerate"
 )
-PHASE_FIGURES = {"call_us", "route_us", "dispatch_us", "experts_us", "combine_us", "tokens_per_sec"}
+PHASES = ("route", "dispatch", "experts", "combine")
+PHASE_FIGURES = {"call_us", *(f"{phase}_us" for phase in PHASES), "tokens_per_sec"}
+HOST_FIGURES = {"host_us", *(f"host_{phase}_us" for phase in PHASES)}
 
 
 def bench(*words: str, cwd: Path, ranks: tuple[str, ...] = ("--nproc", "2")) -> Result:
@@ -336,8 +339,8 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
     assert [record.shapes["tokens_per_rank"] for record in records] == [5, 24]
     for record, row in zip(records, report["rows"], strict=True):
         gathered = record.baselines["allgather_reducescatter"]
-        assert set(record.figures) >= PHASE_FIGURES
-        assert set(gathered) >= PHASE_FIGURES
+        assert set(record.figures) >= PHASE_FIGURES | HOST_FIGURES
+        assert set(gathered) >= PHASE_FIGURES | HOST_FIGURES
         assert min([*record.figures.values(), *gathered.values()]) > 0
         assert 1e-4 < record.figures["worst_row_error"] < row["row_error_limit"]
         assert 1e-4 < gathered["worst_row_error"] < row["row_error_limit"]
@@ -349,6 +352,60 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
         assert {name: record.setup[name] for name in ran} == ran
         assert (record.sweep, record.commit, record.world_size) == (True, "0123456789abcdef", 2)
         assert record.command == " ".join(["ep-moe bench layer", *options, *more, "--nproc 2 --device cpu"])
+
+
+def test_bench_layer_traces_all_ranks(tmp_path: Path) -> None:
+    options = ["--preset", "tiny", "--tokens", "5", "--tokens", "6", "--repeats", "1", "--warmup", "1"]
+    done = bench("layer", *options, "--trace", "new/trace.json", cwd=tmp_path)
+    assert done.exit_code == 0, done.stderr
+    assert re.search(r"host us, median.*\n.*\n *route +\S+ +\S+ *\n *dispatch ", done.stdout)
+    found = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    named = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    ranges: list[list[dict[str, Any]]] = []
+    for rank in range(2):
+        host = [event for event in found if event["ph"] == "X" and named[event["pid"], event["tid"]] == "host"]
+        ranges.append([event for event in host if event["pid"] == rank and event["cat"] == "user_annotation"])
+    calls = [f"{tokens} tokens, call {number}" for tokens in (5, 6) for number in (1, 2, 3)]
+    wanted = [name for call in calls for name in (call, *PHASES)]
+    assert [[event["name"] for event in events] for events in ranges] == [wanted] * 2
+    for call in range(len(calls)):  # no rank combines before all have dispatched: the ranks' times are of one clock
+        _, _, dispatch, _, combine = zip(*(events[5 * call : 5 * call + 5] for events in ranges), strict=True)
+        assert max(event["ts"] for event in dispatch) < min(event["ts"] + event["dur"] for event in combine)
+        assert min(event["dur"] for event in (*dispatch, *combine)) > 0
+
+
+def test_lanes_of_a_trace() -> None:
+    def event(name: str, category: str, pid: int, tid: int, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": 10.0, **more}
+
+    events = [
+        event("dispatch", "user_annotation", 77, 770),
+        event("launch", "cuda_runtime", 77, 770, args={"correlation": 5}),
+        event("_dispatch_kernel", "kernel", 0, 7, args={"stream": 7}),
+        event("dispatch", "gpu_user_annotation", 0, 7),
+        event("Memset", "gpu_memset", 0, 9),
+        event("beat", "cpu_op", 77, 771),
+        event("to kernel", "ac2g", 77, 770) | {"ph": "s", "id": 5},
+        event("to kernel", "ac2g", 0, 7) | {"ph": "f", "id": 5},
+        event("other arrow", "fwdbwd", 77, 770) | {"ph": "s", "id": 5},
+        event("PyTorch Profiler (0)", "Trace", 0, 0) | {"pid": "Spans", "tid": "PyTorch Profiler"},
+        {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
+    ]
+    lanes: dict[tuple[Any, Any, bool], int] = {(77, 770, False): 1}
+    moved = trace._moved(events, 3, lanes, shift_us=2.5, flow="3.0.")
+    names = {e["tid"]: e["args"]["name"] for e in trace._names(lanes, 3, "rank 3") if e["name"] == "thread_name"}
+    assert [(event["name"], names[event["tid"]]) for event in moved] == [
+        ("dispatch", "host"),
+        ("launch", "host"),
+        ("_dispatch_kernel", "device, stream 7"),
+        ("dispatch", "device, stream 7: ranges"),
+        ("Memset", "device, stream 9"),
+        ("beat", "host, thread 2"),
+        ("to kernel", "host"),
+        ("to kernel", "device, stream 7"),
+    ]
+    assert {(event["pid"], event["ts"]) for event in moved} == {(3, 12.5)}
+    assert [event["id"] for event in moved if "id" in event] == ["3.0.5", "3.0.5"]
 
 
 SCHEMES = {
@@ -406,7 +463,7 @@ def not_a_number(sound: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (GatheredMoE, "_scatter", lost_row),
-    "oracle": (layer_bench, "expected_output", not_a_number),
+    "oracle": (RandomExperts, "expected_output", not_a_number),
 }
 
 
@@ -816,7 +873,7 @@ def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.Mon
 EXPERTS_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (grouped, "_activate", lambda sound: lambda *args: sound(*args) * 1.02),
-    "oracle": (experts_alone, "expected_output", not_a_number),
+    "oracle": (RandomExperts, "expected_output", not_a_number),
 }
 
 
@@ -871,7 +928,7 @@ def test_bench_model_and_its_row(tmp_path: Path) -> None:
     }
     assert {name: record.setup[name] for name in ran} == ran
     for figures in (record.figures, *record.baselines.values()):
-        assert {"tokens_per_sec", "generate_secs", "prefill_ms", "decode_step_ms"} < set(figures)
+        assert {"tokens_per_sec", "generate_secs", "prefill_ms", "decode_step_ms", "host_us"} < set(figures)
         assert figures["tokens_per_sec"] == 2 * 2 * 4 / figures["generate_secs"]
     assert record.command == " ".join(["ep-moe bench model", *options, *more, "--nproc 2 --device cpu"])
     assert not record.sweep
@@ -1139,7 +1196,7 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **options: None
 
-    plots.PLOTS["transport"](Axes(), records)
+    plots.plot_rows(Axes(), records)
     assert list(drawn) == ["nvlink", "allgather_reducescatter, beside nvlink", "all_to_all_single, beside nvlink"]
     assert drawn["nvlink"] == ([1, 128, 4096], [16.6, 43.7, 800.0])
 
@@ -1190,6 +1247,7 @@ WRONG = {
         ["layer", "--append", f"{__file__}/a.jsonl", "--commit", "0123abc"],
         f"append ('{__file__}/a.jsonl') cannot be written",
     ),
+    "trace": (["layer", "--trace", f"{__file__}/t.json"], f"trace ('{__file__}/t.json') cannot be written"),
     "preset": (["layer", "--preset", "huge"], "preset ('huge') is not one of deepseek-v3, qwen3-235b"),
     "tokens": (["layer", "--tokens", "0"], "tokens ((0,)) must be one or more numbers of at least 1"),
     "routing": (["layer", "--routing", "odd"], "routing ('odd') is not one of uniform, skewed"),
@@ -1297,7 +1355,7 @@ def test_a_row_of_torchrun_is_repeated_by_torchrun(monkeypatch: pytest.MonkeyPat
     place = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 8, "MASTER_PORT": 29500}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    repeated = cli._repeatable(["bench", "layer", "--json", "--append", "a.jsonl", "--graph"])
+    repeated = cli._repeatable(["bench", "layer", "--json", "--append", "a.jsonl", "--trace=t.json", "--graph"])
     assert repeated == "torchrun --nnodes 2 --nproc-per-node 8 -m ep_moe bench layer --graph"
 
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -44,6 +45,9 @@ class LayerBenchConfig:
     repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 20
     sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 16
     graph: Annotated[bool, Field(help="Time the replay of CUDA graphs too")] = False
+    trace: Annotated[
+        Path | None, Field(help="Write a trace of host and device of all ranks to this file, for ui.perfetto.dev")
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

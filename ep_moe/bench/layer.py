@@ -13,21 +13,22 @@ from ep_moe.bench import harness
 from ep_moe.bench.configs import LayerBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.harness import Contender, Work, field_values
-from ep_moe.bench.oracle import RandomExperts, expected_output
+from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS
-from ep_moe.bench.timing import medians, slowest, spread, time_calls, time_phases
+from ep_moe.bench.timing import By, medians, slowest, spread, time_calls, time_phases
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
-from ep_moe.layer import ExpertParallelMoE
+from ep_moe.layer import ExpertParallelMoE, Phases
 from ep_moe.placement import create_placement
-from ep_moe.profiling.phases import PhaseTimes
+from ep_moe.profiling.trace import PhaseRanges, Trace
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import GATHERED, OURS, PHASES
 from ep_moe.routing import BIASED_METHODS, route
 from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.transport import TRANSPORTS, Transport, create_transport
 
+TRACED_CALLS = 3
 SKEW = 0.5  # standard deviation of an expert's popularity, added to logits of standard deviation 1
 
 
@@ -37,14 +38,18 @@ def layer_rank_main(group: EPGroup, engine: EngineConfig, config: LayerBenchConf
     Stops at the first wrong result, which is not timed.
     Errors: ValueError if graphs are to be timed with a transport that cannot be captured. Collective.
     """
-    return harness.measure_all("layer", group, config.tokens, _LayerBench(group, engine, config).prepare)
+    trace = None if config.trace is None else Trace(group, config.trace)
+    report = harness.measure_all("layer", group, config.tokens, _LayerBench(group, engine, config, trace).prepare)
+    if trace is not None:
+        trace.write()
+    return report
 
 
 class _LayerBench:
     """The weights of one layer on this rank, measured for one number of tokens after another."""
 
-    def __init__(self, group: EPGroup, engine: EngineConfig, config: LayerBenchConfig) -> None:
-        self._group, self._engine, self._config = group, engine, config
+    def __init__(self, group: EPGroup, engine: EngineConfig, config: LayerBenchConfig, trace: Trace | None) -> None:
+        self._group, self._engine, self._config, self._trace = group, engine, config, trace
         self._moe, self._scheme = config.moe(engine), get_scheme(engine.scheme)
         assert self._moe.routing is not None
         self._placement = create_placement(engine.placement, self._moe.num_experts, group.num_ranks)
@@ -99,8 +104,7 @@ class _LayerBench:
         @functools.cache
         def expected() -> torch.Tensor:
             routing = self._route(logits[sample])
-            tokens = (x[sample], routing.topk_ids, routing.topk_weights)
-            return expected_output(*tokens, self._experts.expert, activation=moe.activation, scheme=self._scheme)
+            return self._experts.expected_output(x[sample], routing.topk_ids, routing.topk_weights, self._scheme)
 
         layers: dict[str, Any] = {OURS: layer, GATHERED: GatheredMoE(layer, group)}
         contenders = {
@@ -132,20 +136,31 @@ class _LayerBench:
         )
 
     def _time(self, layer: Any, made: Contender, num_tokens: int) -> dict[str, float]:
-        """Microseconds of the whole call, then of its phases in separate calls, then of its graph. Collective."""
-        group, run = self._group, field_values(self._config, "warmup", "repeats")
-        samples, unwatched = {"call": time_calls(made.call, group, **run)}, layer.phases
+        """Microseconds of the whole call, then of its phases in separate calls, then of its graph. Collective.
 
-        def watched(times: PhaseTimes) -> None:
-            layer.phases = times
+        Of calls and phases also the host's time, in calls of their own. Our layer's calls are traced last.
+        """
+        group, run = self._group, field_values(self._config, "warmup", "repeats")
+        samples = {"call": time_calls(made.call, group, **run), "host": time_calls(made.call, group, **run, by="host")}
+        unwatched = layer.phases
+
+        def watched(phases: Phases) -> None:
+            layer.phases = phases
             made.call()
 
-        phases = time_phases(watched, group, repeats=self._config.repeats)
-        layer.phases = unwatched
-        samples = slowest(group, samples | {name: phases[name] for name in PHASES}, whole="call")
-        figures = spread("call", samples["call"]) | medians({name: samples[name] for name in PHASES})
+        clocks: dict[str, By] = {"": "events", "host_": "host"}
+        for prefix, by in clocks.items():
+            phases = time_phases(watched, group, repeats=self._config.repeats, by=by)
+            samples |= {f"{prefix}{name}": phases[name] for name in PHASES}
+        samples = slowest(group, samples, whole="call")
+        figures = spread("call", samples.pop("call")) | medians(samples)
         if made.graph is not None:
             figures |= harness.time_whole(group, made.graph.replay, name="graph_call", **run)
+        if self._trace is not None and isinstance(layer, ExpertParallelMoE):
+            self._trace.record(f"{num_tokens} tokens", lambda: watched(PhaseRanges()), calls=TRACED_CALLS)
+            if made.graph is not None:
+                self._trace.record(f"{num_tokens} tokens, graph", made.graph.replay, calls=TRACED_CALLS)
+        layer.phases = unwatched
         return figures | {"tokens_per_sec": group.num_ranks * num_tokens / figures["call_us"] * 1e6}
 
     def _load(self, logits: torch.Tensor) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ep_moe.group import EPGroup
 from ep_moe.profiling.phases import PhaseTimes, Span
 
+By = Literal["events", "wall", "host"]  # a clock, as `time_calls` explains
 GRAPH_WARMUP = 3  # calls before a capture, which compile kernels and fill memory pools
 
 
@@ -43,7 +44,7 @@ def time_calls(
     repeats: int,
     on_call: Callable[[], None] | None = None,
     cold: bool = True,
-    by: Literal["events", "wall"] = "events",
+    by: By = "events",
 ) -> list[float]:
     """Microseconds of each of `repeats` calls on this rank, which all ranks start together, after `warmup` others.
 
@@ -53,7 +54,7 @@ def time_calls(
     Args:
         call: collective or not, equally often on every rank. on_call: called before each timed call, untimed.
         cold: False leaves the L2 as the previous call left it. by: "wall" times on CUDA too by the wall clock, after a
-            barrier and until the device has finished.
+            barrier and until the device has finished, "host" by the clock until the call returns, on an idle device.
     Collective, host sync.
     """
     for _ in range(warmup):
@@ -69,8 +70,10 @@ def time_calls(
         align()
         with span:
             call()
-            if on_cuda and not by_events:
+            if on_cuda and by == "wall":
                 torch.cuda.synchronize(group.device)
+        if on_cuda and by == "host":
+            torch.cuda.synchronize(group.device)
     if on_cuda:
         torch.cuda.synchronize(group.device)
     return [span.us for span in spans]
@@ -91,16 +94,16 @@ def _aligned_by_kernels(group: EPGroup, *, cold: bool) -> Callable[[], None]:
 
 
 def time_phases(
-    call: Callable[[PhaseTimes], object], group: EPGroup, *, repeats: int, cold: bool = True
+    call: Callable[[PhaseTimes], object], group: EPGroup, *, repeats: int, cold: bool = True, by: By = "events"
 ) -> dict[str, list[float]]:
     """Microseconds of each phase of calls that enter the phases of their argument, timed as `time_calls` does.
 
     After one warm-up. Collective, host sync.
     """
-    times = PhaseTimes(group.device)
+    times = PhaseTimes(group.device if by == "events" else torch.device("cpu"))
     times.start_call()
     watched = functools.partial(call, times)
-    time_calls(watched, group, warmup=1, repeats=repeats, on_call=times.start_call, cold=cold)
+    time_calls(watched, group, warmup=1, repeats=repeats, on_call=times.start_call, cold=cold, by=by)
     return {name: us[1:] for name, us in times.samples_us().items()}  # without the warm-up
 
 

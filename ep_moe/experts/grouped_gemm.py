@@ -7,7 +7,6 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -30,11 +30,13 @@ class Between(enum.Enum):
     TOKEN = "token"  # requantized with a scale for each row
     TENSOR = "tensor"  # requantized with a scale for all rows of an expert
     WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
+    MXFP8 = "mxfp8"  # rounded to MXFP8, whose numbers bfloat16 represents: stored so
+    NVFP4 = "nvfp4"  # rounded to NVFP4 with a global scale for each row; what that multiplies is stored in bfloat16
 
     @property
     def fused(self) -> bool:
         """True if the first GEMM stores what the second reads; else it stores float32."""
-        return self in (Between.ROUND, Between.GROUP, Between.STATIC)
+        return self in (Between.ROUND, Between.GROUP, Between.STATIC, Between.MXFP8)
 
     @classmethod
     def of(cls, scheme: QuantScheme, block_n: int, *, static: bool) -> "Between":
@@ -42,11 +44,19 @@ class Between(enum.Enum):
         stored, width = scheme.activation, scheme.activation.block[1]
         if stored.granularity == "none":
             return cls.ROUND
+        if stored.family == "micro":
+            return cls.MXFP8 if stored.global_scale == "none" else cls.NVFP4
         if stored.granularity == "token":
             return cls.TOKEN
         if stored.granularity == "tensor":
             return cls.STATIC if static else cls.TENSOR
         return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
+
+    def num_scales(self, scheme: QuantScheme, width: int) -> int:
+        """Scales that are stored for each row of the intermediate, of `width` columns."""
+        if self in (Between.STATIC, Between.MXFP8):
+            return 0
+        return 1 if self is Between.NVFP4 else scheme.activation.num_groups(width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,25 +122,31 @@ class CallShape:
         )
 
     @property
-    def activation_name(self) -> str:
-        """The name by which kernels know the activation and the order of w13's halves."""
-        return self.activation.kind.value + ("_up_first" if self.up_first else "")
-
-    @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows that weights multiply."""
-        return self.scheme.payload.dtype or self.dtype
+        """Of the rows as they are multiplied."""
+        payload = self.scheme.payload
+        return torch.bfloat16 if payload.family == "micro" else payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
-        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.row_dtype
+
+    @property
+    def folds(self) -> bool:
+        """True if decoded weights may be multiplied by their scales before they multiply rows."""
+        return self.decodes and self.row_dtype.itemsize > 1
 
     @property
     def weight_bits(self) -> int:
         """Bits of a stored element of the weights."""
         stored = self.scheme.weight
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
+
+    @property
+    def activation_name(self) -> str:
+        """The name by which kernels know the activation and the order of w13's halves."""
+        return self.activation.kind.value + ("_up_first" if self.up_first else "")
 
     @property
     def halves_aligned(self) -> bool:
@@ -156,7 +172,7 @@ class GroupedGemm(Protocol):
         ...
 
     @property
-    def repeat(self) -> Callable[[Sequence[int]], None] | None:
+    def repeat(self) -> Repeat | None:
         """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
         bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...

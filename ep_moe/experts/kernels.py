@@ -135,7 +135,7 @@ class KernelExperts:
             tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         elif shape.decodes:
             table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits)
-            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width)
+            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
         else:
             table = default_table(
                 shape.row_dtype,
@@ -154,11 +154,16 @@ class KernelExperts:
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
     """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
 
-    A step over decoded weights may have several whole groups.
+    A step over weights that are decoded together with their scales may have several whole groups.
     """
-    width = shape.scheme.weight.group_width
+    width, micro = shape.scheme.weight.group_width, shape.scheme.payload.family == "micro"
     for name, gemm in (("first", tiles.first), ("second", tiles.second)):
-        if width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
+        if micro and (gemm.block_k % width or gemm.block_n % width):
+            raise ValueError(
+                f"{source}block_n ({gemm.block_n}) and block_k ({gemm.block_k}) of the {name} GEMM are not multiples "
+                f"of the {width} columns that share a scale in scheme '{shape.scheme.name}'"
+            )
+        if not micro and width % gemm.block_k and not (shape.folds and gemm.block_k % width == 0):
             raise ValueError(
                 f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import Workspace, allocator
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.layout.triton import prepare_weighted_sum
@@ -88,12 +89,13 @@ class PreparedCall:
         max_tiles = shape.max_tiles(tiles.block_m)
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
         inner = max_tiles * tiles.block_m, shape.intermediate
-        groups = 0 if between is Between.STATIC else scheme.activation.num_groups(shape.intermediate)
+        groups = between.num_scales(scheme, shape.intermediate)
+        micro = scheme.activation.family == "micro"  # of which the second GEMM reads the decoded values
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tile_expert": ((max_tiles,), torch.int32),
             "first_tile": ((num_experts,), torch.int32),
             "num_tiles": ((1,), torch.int32),
-            "inner": (inner, scheme.activation.dtype or shape.dtype),
+            "inner": (inner, torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype),
         }
         if between is Between.TENSOR:
             pieces["amax"] = (num_experts,), torch.int32
@@ -139,13 +141,13 @@ class PreparedCall:
         self.launches = [(kernel, names) for kernel, names in launches if kernel is not None]
         self.workspace = Workspace(pieces, shape.device)
         self._names = (*given, "y", *held, *pieces)
-        self.loaded: list[tuple[Callable[[Sequence[int]], None], operator.itemgetter[Any]]] | None = None
+        self.loaded: list[tuple[Repeat, operator.itemgetter[Any]]] | None = None
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
         there = {**tensors, **self.workspace.views(self.workspace.allocate())}
         for name, tensor in tensors.items():
-            if tensor.dtype == torch.float8_e8m0fnu:  # which Triton lacks
+            if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale":  # Triton has no e8m0
                 there[name] = as_bytes(tensor)
         for kernel, groups in self.launches:
             kernel(_replaced(groups, there.get))

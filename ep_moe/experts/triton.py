@@ -44,17 +44,23 @@ def _codes(shape: CallShape, gemm: GemmTiles) -> Codes:
     )
 
 
-def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, gemm: GemmTiles, aligned: bool) -> Scales:
-    """Where the kernels apply the scales; `aligned` as of `_prepare`."""
+def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: bool) -> Scales:
+    """Where the kernels of one of the GEMMs apply the scales."""
+    gemm, aligned = (tiles.second, True) if second else (tiles.first, shape.halves_aligned)
     rows, stored = shape.scheme.payload, shape.scheme.weight
     grouped = stored.granularity in ("group", "block")
     weight: str = stored.granularity
     if grouped:
         within = stored.group_width % gemm.block_k == 0
-        weight = "fold" if shape.decodes and not (within and tiles.block_m <= _MOST_SCALED_ROWS) else "block"
+        few = within and tiles.block_m <= _MOST_SCALED_ROWS and rows.family != "micro"
+        weight = "fold" if shape.folds and not few else "block"
+    if rows.family == "micro":
+        x = {Between.MXFP8: "none", Between.NVFP4: "row"}[between] if second else "fold"
+    else:
+        x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
     return constants(
         Scales,
-        X="none" if not rows.quantized else "group" if rows.granularity == "group" else "row",
+        X=x,
         WEIGHT=weight,
         VECTOR=weight == "fold"
         or stored.zero_point
@@ -73,14 +79,10 @@ def _prepare(
     tiles: ExpertTiles,
     between: Between,
     *,
-    gemm: GemmTiles,
-    aligned: bool,
+    second: bool,
 ) -> RepeatedLaunch:
-    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights.
-
-    `aligned`: no block of weight scales begins within another half of the weights.
-    """
-    sums, columns = int(numbers[0]), int(numbers[1])
+    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights."""
+    gemm, sums, columns = tiles.second if second else tiles.first, int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
     return RepeatedLaunch(
         kernel,
@@ -97,7 +99,7 @@ def _prepare(
                 EVEN_N=columns % gemm.block_n == 0,
                 EVEN_K=sums % gemm.block_k == 0,
             ),
-            "SCALES": _scales(shape, tiles, between, gemm=gemm, aligned=aligned),
+            "SCALES": _scales(shape, tiles, between, second=second),
             "CODES": _codes(shape, gemm),
             "EPILOGUE": epilogue,
         },
@@ -141,8 +143,7 @@ class TritonGemms:
             shape,
             tiles,
             between,
-            gemm=tiles.first,
-            aligned=shape.halves_aligned,
+            second=False,
         )
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
@@ -156,7 +157,7 @@ class TritonGemms:
             shape.scheme.weight.row_values(shape.intermediate),
             shape.max_tiles(tiles.block_m) * tiles.block_m,
         )
-        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, gemm=tiles.second, aligned=True)
+        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, second=True)
 
 
 class TritonExperts(KernelExperts):

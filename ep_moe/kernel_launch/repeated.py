@@ -13,6 +13,7 @@ from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
 
 Tensors = tuple[Any, ...]  # tensors, or tuples of tensors; None for those that are absent
+Repeat = Callable[[Sequence[int]], None]  # launches with addresses and numbers in one sequence
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +57,7 @@ class RepeatedLaunch:
             for name, value in constants.items()
         }
         self._options, self._device = options, device
-        self.repeat: Callable[[Sequence[int]], None] | None = None
+        self.repeat: Repeat | None = None
 
     @property
     def loaded(self) -> bool:

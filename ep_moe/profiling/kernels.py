@@ -15,7 +15,7 @@ def profile_kernels(call: Callable[[], object], group: EPGroup, *, repeats: int)
     Collective, host sync.
     """
     group.barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         group.wait_for_all("profile")  # the profiler may take seconds to start; a barrier would run kernels
         for _ in range(repeats):
             call()

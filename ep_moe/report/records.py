@@ -25,17 +25,11 @@ PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # endings of figures wi
 ENDINGS = (*UNITS, *PURE_NUMBERS)
 WORDS, WORD_TYPES = ("shapes", "setup"), (str, int, float, bool)  # parts of a row that say what was measured
 
-# Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Any other name that ends in
-# a unit and is not a field of all rows is a figure.
-FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
-    "transport": {
-        "shapes": ("tokens", "hidden", "num_topk", "num_experts"),
-        "setup": (
-            *("transport", "layout", "payload", "dtype", "graph", "routing", "num_sms", "nodes"),
-            *("seed", "warmup", "repeats"),
-        ),
-    },
-}
+# How each bench shows its rows: `plot` draws them as `ep_moe.report.plots` says; `columns` are those of its table: a
+# title, and the name of a word or figure, "a baseline/figure" for a baseline's. Rows of a bench with `flat` are one
+# flat JSON object: the names of their shapes and of their setup; any other name that ends in a unit is a figure.
+BENCHES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("benches.json").read_text(encoding="utf-8"))
+FLAT_ROWS: dict[str, dict[str, list[str]]] = {name: bench["flat"] for name, bench in BENCHES.items() if "flat" in bench}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,18 +176,19 @@ def append_records(path: str | Path, records: Sequence[Record]) -> None:
         file.write("".join(record.to_line() + "\n" for record in records))  # one write: no partial rows
 
 
-def check_writable(path: str | Path) -> None:
-    """Append nothing to a file of rows, which is removed if this creates it, so that errors come before a run. Local.
+def check_writable(path: Path, option: str) -> None:
+    """Write nothing to a file, which is removed if this creates it, so that errors come before a run. Local.
 
-    Errors: as `check_path`, and ValueError for a file that cannot be written.
+    Errors: ValueError names the option and a file that cannot be written.
     """
-    is_new = not Path(path).exists()
+    is_new = not path.exists()
     try:
-        append_records(path, [])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
         if is_new:
-            Path(path).unlink()
+            path.unlink()
     except OSError as error:
-        raise ValueError(f"append ({str(path)!r}) cannot be written: {error}") from None
+        raise ValueError(f"{option} ({str(path)!r}) cannot be written: {error}") from None
 
 
 def check_path(path: str | Path) -> None:

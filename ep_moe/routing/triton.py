@@ -6,14 +6,13 @@ Letters: T tokens on this rank, E experts, K top-k.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 
 import torch
 import triton
 
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.kernel_launch.allocation import allocator
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernels.route import Chosen, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing, check, make_routing
@@ -123,7 +122,7 @@ class _Plan:
         self.in_place = all(tensor is None or _readable(tensor) is tensor for tensor in (logits, routing_bias))
         self.numbers = self.num_tokens, logits.stride(0), config.num_topk, 1
         self.starts = _VECTOR_BYTES | logits.stride(0) * logits.element_size()
-        self.repeats: dict[int, Callable[[Sequence[int]], None]] = {}
+        self.repeats: dict[int, Repeat] = {}
 
     def launch(self, logits: torch.Tensor, bias: torch.Tensor | None, chosen: Chosen) -> None:
         """Launch a call's kernel; without a replay tensor, it is kept in `repeats`."""
