@@ -16,6 +16,7 @@ from ep_moe.quant import (
     QuantScheme,
     StoredMatrix,
     TensorFormat,
+    as_bytes,
     dequantize_weight,
     get_scheme,
     quantize,
@@ -377,6 +378,32 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...], layout: Lay
     assert len(list(changed.weights.tensors())) == len(list(case.weights.tensors())) + len(names)
 
 
+@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+def test_up_before_gate(scheme: str) -> None:
+    """The same bits as [gate; up], with biases and numbers of each expert."""
+    case = make_case(scheme, "float32", GPT_OSS)
+    weights = dataclasses.replace(case.weights, per_expert=OWN)
+    assert weights.w13_bias is not None
+    # bytes, since a CPU does not roll fp8
+    swapped = dataclasses.replace(
+        weights,
+        w13=weights.w13.map(
+            lambda part: as_bytes(part).roll(part.shape[1] // 2, dims=1).view(part.dtype),
+        ),
+        w13_bias=weights.w13_bias.roll(weights.w13_bias.shape[1] // 2, dims=1),
+        up_first=True,
+    )
+    batch = pack_case(case, Layout.COMPACT).batch
+    expected, found = (ReferenceExperts(GPT_OSS)(batch, given) for given in (weights, swapped))
+    rows = used_rows(batch)
+    assert torch.equal(found[rows], expected[rows])
+    assert not torch.equal(
+        ReferenceExperts(GPT_OSS)(batch, dataclasses.replace(swapped, up_first=False))[rows], expected[rows]
+    )
+    with pytest.raises(ValueError, match="weights are up_first, activation 'relu2' has no up half"):
+        ReferenceExperts(ACTIVATIONS["relu2"])(batch, dataclasses.replace(swapped, per_expert=PerExpert()))
+
+
 def test_output_scales_without_a_gate() -> None:
     case = make_case("fp8_block", "float32", ACTIVATIONS["relu2"])
     own = dataclasses.replace(OWN, alpha=None, beta=None, limit=None, w13_gate_output_scale=None)
@@ -677,11 +704,11 @@ def test_experts_by_name() -> None:
         create_experts("triton", SILU, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
         create_experts("cutlass", SILU, torch.device("cpu"))
-    assert type(create_experts("auto", SILU, torch.device("cuda"), scheme=get_scheme("mxfp8"))) is ReferenceExperts
-    with pytest.raises(
-        ValueError, match=r"'triton' experts do not compute scheme 'int8_token'.*experts=\"torch\" does"
-    ):
-        create_experts("triton", SILU, torch.device("cuda"), scheme=get_scheme("int8_token"))
+    rows = get_scheme("nvfp4").payload
+    mixed = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme("mxfp8").weight)
+    assert type(create_experts("auto", SILU, torch.device("cuda"), scheme=mixed)) is ReferenceExperts
+    with pytest.raises(ValueError, match=r"'triton' experts do not compute scheme 'mixed'.*experts=\"torch\" does"):
+        create_experts("triton", SILU, torch.device("cuda"), scheme=mixed)
     with pytest.raises(ValueError, match=r"device \(meta\) is not one of cpu, cuda"):
         create_experts("auto", SILU, torch.device("meta"))
 

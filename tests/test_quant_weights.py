@@ -171,15 +171,17 @@ def test_mxfp4_scales_at_the_ends() -> None:
     assert zeros.scale.view(torch.uint8).tolist() == [[0]]
 
 
-def test_kernels_refuse_by_name_what_they_do_not_compute() -> None:
-    refused = {name for name, scheme in SCHEMES.items() if not SERVES["triton"].computes(scheme)}
-    assert refused == {"int8_token", "int8_block", "mxfp8", "nvfp4", "nvfp4_divisor", "int4_w4a8", "mxfp4_w4a8"}
-    assert all(SERVES["triton"].computes(get_scheme(name)) for name in NAMES if "a8" not in name)
-    for name in (*refused, "int4_w4a8_g96_f32"):
-        with pytest.raises(
-            ValueError, match=rf"'triton' experts do not compute scheme '{name}'.*experts=\"torch\" does"
-        ):
-            SERVES["triton"].check(get_scheme(name))
+def test_kernels_compute_every_scheme() -> None:
+    names = [*SCHEMES, *NAMES, "fp8_block_64x48", "int8_block_16x80", "int4_w4a8_g32_zp_f16"]
+    assert [name for name in names if not SERVES["triton"].computes(get_scheme(name))] == []
+
+
+def test_kernels_refuse_tokens_and_weights_that_do_not_go_together() -> None:
+    for tokens, weight in (("fp8_token", "int8_w8a16_zp"), ("int8_token", "int4_w4a16"), ("nvfp4", "mxfp4_w4a16")):
+        rows = get_scheme(tokens).payload
+        scheme = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme(weight).weight)
+        with pytest.raises(ValueError, match=r"'triton' experts do not compute scheme 'mixed'.*experts=\"torch\" does"):
+            SERVES["triton"].check(scheme)
 
 
 MATRIX = quantize_weight(weights()[0], get_scheme("int4_w4a16_g32_zp"))

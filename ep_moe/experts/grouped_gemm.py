@@ -14,6 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -29,12 +30,13 @@ class Between(enum.Enum):
     TOKEN = "token"  # requantized with a scale for each row
     TENSOR = "tensor"  # requantized with a scale for all rows of an expert
     WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
-    ROUNDED_GROUP = "rounded group"  # requantized in groups, with scales that are powers of two
+    MXFP8 = "mxfp8"  # rounded to MXFP8, whose numbers bfloat16 represents: stored so
+    NVFP4 = "nvfp4"  # rounded to NVFP4 with a global scale for each row; what that multiplies is stored in bfloat16
 
     @property
     def fused(self) -> bool:
         """True if the first GEMM stores what the second reads; else it stores float32."""
-        return self in (Between.ROUND, Between.GROUP, Between.STATIC)
+        return self in (Between.ROUND, Between.GROUP, Between.STATIC, Between.MXFP8)
 
     @classmethod
     def of(cls, scheme: QuantScheme, block_n: int, *, static: bool) -> "Between":
@@ -42,13 +44,19 @@ class Between(enum.Enum):
         stored, width = scheme.activation, scheme.activation.block[1]
         if stored.granularity == "none":
             return cls.ROUND
+        if stored.family == "micro":
+            return cls.MXFP8 if stored.global_scale == "none" else cls.NVFP4
         if stored.granularity == "token":
             return cls.TOKEN
         if stored.granularity == "tensor":
             return cls.STATIC if static else cls.TENSOR
-        if stored.power_of_two:
-            return cls.ROUNDED_GROUP
         return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
+
+    def num_scales(self, scheme: QuantScheme, width: int) -> int:
+        """Scales that are stored for each row of the intermediate, of `width` columns."""
+        if self in (Between.STATIC, Between.MXFP8):
+            return 0
+        return 1 if self is Between.NVFP4 else scheme.activation.num_groups(width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +72,7 @@ class CallShape:
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
         limited: the activation has a limit, one for all experts or one for each.
+        up_first: w13 is [up; gate].
     """
 
     device: torch.device
@@ -81,6 +90,7 @@ class CallShape:
     scale_strides: tuple[int, int, int]
     static_scale: bool
     limited: bool
+    up_first: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -108,23 +118,35 @@ class CallShape:
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
+            up_first=weights.up_first,
         )
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows that weights multiply."""
-        return self.scheme.payload.dtype or self.dtype
+        """Of the rows as they are multiplied."""
+        payload = self.scheme.payload
+        return torch.bfloat16 if payload.family == "micro" else payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
-        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.row_dtype
+
+    @property
+    def folds(self) -> bool:
+        """True if decoded weights may be multiplied by their scales before they multiply rows."""
+        return self.decodes and self.row_dtype.itemsize > 1
 
     @property
     def weight_bits(self) -> int:
         """Bits of a stored element of the weights."""
         stored = self.scheme.weight
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
+
+    @property
+    def activation_name(self) -> str:
+        """The name by which kernels know the activation and the order of w13's halves."""
+        return self.activation.kind.value + ("_up_first" if self.up_first else "")
 
     @property
     def halves_aligned(self) -> bool:
@@ -141,11 +163,18 @@ class CallShape:
 class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
-    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
-        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
+    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
+        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors, of
+        which the second group is written.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.
         """
+        ...
+
+    @property
+    def repeat(self) -> Repeat | None:
+        """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
+        bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...
 
 

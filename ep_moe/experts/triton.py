@@ -13,10 +13,11 @@ import triton
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.launching import PreparedKernel, num_programs
+from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 
@@ -24,6 +25,11 @@ _KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro"
 _PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2): "e2m1"}  # by family and `packed`
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 _MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
+
+
+def _own_loop(shape: CallShape, scales: Scales) -> bool:
+    """True if `ep_moe.kernels.gemm.decoded` computes a GEMM: rows are not scaled, and weights are decoded."""
+    return shape.decodes and scales.X.value == "none"
 
 
 def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> Codes:
@@ -39,25 +45,31 @@ def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> C
         Codes,
         KIND=kind,
         PACKED=stored.packed,
-        PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
+        PAIRS=pairs.get(kind, False) and _own_loop(shape, scales) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
-        SHUFFLED=kind != "none" and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
+        SHUFFLED=_own_loop(shape, scales) and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
         DIVIDE=stored.global_scale == "divisor",
     )
 
 
-def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, gemm: GemmTiles, aligned: bool) -> Scales:
-    """Where the kernels apply the scales; `aligned` as of `_prepare`."""
+def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: bool) -> Scales:
+    """Where the kernels of one of the GEMMs apply the scales."""
+    gemm, aligned = (tiles.second, True) if second else (tiles.first, shape.halves_aligned)
     rows, stored = shape.scheme.payload, shape.scheme.weight
     grouped = stored.granularity in ("group", "block")
     weight: str = stored.granularity
     if grouped:
         within = stored.group_width % gemm.block_k == 0
-        weight = "fold" if shape.decodes and not (within and tiles.block_m <= _MOST_SCALED_ROWS) else "block"
+        few = within and tiles.block_m <= _MOST_SCALED_ROWS and rows.family != "micro"
+        weight = "fold" if shape.folds and not few else "block"
+    if rows.family == "micro":
+        x = {Between.MXFP8: "none", Between.NVFP4: "row"}[between] if second else "fold"
+    else:
+        x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
     return constants(
         Scales,
-        X="none" if not rows.quantized else "group" if rows.granularity == "group" else "row",
+        X=x,
         WEIGHT=weight,
         VECTOR=shape.decodes or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
         GROUP_N=stored.block[0] if grouped else 1,
@@ -79,20 +91,19 @@ def _prepare(
     tiles: ExpertTiles,
     between: Between,
     *,
-    gemm: GemmTiles,
-    aligned: bool,
-) -> PreparedKernel:
-    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights.
-
-    `aligned`: no block of weight scales begins within another half of the weights.
-    """
-    sums, columns = int(numbers[0]), int(numbers[1])
+    second: bool,
+) -> RepeatedLaunch:
+    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights."""
+    gemm, sums, columns = tiles.second if second else tiles.first, int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
-    scales = _scales(shape, tiles, between, gemm=gemm, aligned=aligned)
-    return PreparedKernel(
-        kernel=kernel,
-        grid=num_programs(shape.device, gemm.programs_per_sm, most),
-        numbers=numbers,
+    scales = _scales(shape, tiles, between, second=second)
+    options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
+    if _own_loop(shape, scales):
+        options["maxnreg"] = _registers(gemm)
+    return RepeatedLaunch(
+        kernel,
+        num_programs(shape.device, gemm.programs_per_sm, most),
+        settings=numbers,
         constants={
             "TILE": constants(
                 TileShape,
@@ -107,10 +118,9 @@ def _prepare(
             "SCALES": scales,
             "CODES": _codes(shape, gemm, scales, few=tiles.block_m <= _MOST_SCALED_ROWS),
             "EPILOGUE": epilogue,
-            "num_warps": gemm.num_warps,
-            "num_stages": gemm.num_stages,
-            **({"maxnreg": _registers(gemm)} if shape.decodes else {}),
         },
+        options=options,
+        device=shape.device,
     )
 
 
@@ -124,10 +134,11 @@ class TritonGemms:
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
         epilogue = constants(
             Epilogue,
-            ACTIVATION=activation.kind.value,
+            ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
+            POWER_OF_TWO=shape.scheme.activation.power_of_two,
         )
         numbers = (
             shape.hidden,
@@ -148,20 +159,21 @@ class TritonGemms:
             shape,
             tiles,
             between,
-            gemm=tiles.first,
-            aligned=shape.halves_aligned,
+            second=False,
         )
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        epilogue = constants(Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none")
+        epilogue = constants(
+            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
+        )
         numbers = (
             shape.intermediate,
             shape.hidden,
             shape.scheme.weight.row_values(shape.intermediate),
             shape.max_tiles(tiles.block_m) * tiles.block_m,
         )
-        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, gemm=tiles.second, aligned=True)
+        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, second=True)
 
 
 class TritonExperts(KernelExperts):

@@ -10,6 +10,8 @@ import triton.language as tl
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 E4M3_MAX = tl.constexpr(448.0)  # with INT8_MAX and MIN_AMAX as LARGEST and MIN_AMAX of ep_moe.quant.scaled
 INT8_MAX = tl.constexpr(127.0)
+E2M1_MAX = tl.constexpr(6.0)
+E4M3_MAX_EXPONENT = tl.constexpr(8)  # of 448
 MIN_AMAX = tl.constexpr(1e-10)
 INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
@@ -91,6 +93,51 @@ def e4m3_scale(amax, POWER_OF_TWO: tl.constexpr = False):
 
 
 @triton.jit
+def scale_for(amax, dtype: tl.constexpr, POWER_OF_TWO: tl.constexpr = False):
+    """`tile_scale` for values of `dtype`, int8 or e4m3."""
+    LARGEST: tl.constexpr = INT8_MAX if dtype == tl.int8 else E4M3_MAX
+    return tile_scale(amax, LARGEST, POWER_OF_TWO)
+
+
+@triton.jit
+def e8m0_byte(amax, MAX_EXPONENT: tl.constexpr):
+    """The scale of an MX group, as int32; MAX_EXPONENT is that of the largest number. Example: amax 7, 8 gives 121."""
+    exponent = (amax.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    return tl.where(exponent == 0xFF, exponent, tl.maximum(exponent - MAX_EXPONENT, 0))
+
+
+@triton.jit
+def e8m0_value(byte):
+    """The float32 that an e8m0 byte stands for, given as int32: 2^(byte - 127), NaN for 255."""
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)  # 2^-127 is subnormal
+    return tl.where(byte == 0xFF, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_mxfp8(x, byte):
+    """x divided by the scale of its group, an e8m0 byte given as int32 that broadcasts against x, as e4m3; exact."""
+    reciprocal = tl.where(byte == 0xFF, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    return to_e4m3(x * reciprocal)
+
+
+@triton.jit
+def e4m3_group_scale(amax):
+    """The scale of an NVFP4 group, rounded to e4m3: NaN if amax is not finite. Example: amax 6 gives 1."""
+    scale = to_e4m3(tl.div_rn(amax, E2M1_MAX)).to(tl.uint8, bitcast=True)
+    finite = amax < float("inf")
+    return tl.where(finite, scale, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def e4m3_value(x):
+    """The float32 that an e4m3 number stands for; the interpreter's cast reads NaN as 480."""
+    value = x.to(tl.float32)
+    if INTERPRET:
+        return tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
 def divide_rows(x, scale):
     """x [N, C] / scale [N], bitwise IEEE division if no quotient overflows or is subnormal.
 
@@ -117,3 +164,47 @@ def to_int8(x):
     x = tl.clamp(x, -INT8_MAX, INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
     rounded = (x + INTEGER_ROUNDER) - INTEGER_ROUNDER
     return tl.where(x == x, rounded, 0.0).to(tl.int8)
+
+
+@triton.jit
+def quantize_to(x, scale, dtype: tl.constexpr):
+    """x / scale as `dtype`, int8 or e4m3."""
+    if dtype == tl.int8:
+        return to_int8(tl.div_rn(x, scale))
+    else:
+        return quantize_e4m3(x, scale)
+
+
+@triton.jit
+def to_e2m1(x):
+    """Round float32 to the 4-bit code of e2m1, as uint8, to nearest, ties to even; beyond 6 it saturates.
+
+    Example: 2.5 gives 2, code 4; -0.1 gives -0, code 8.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    small = (magnitude.to(tl.float32, bitcast=True) * 2 + INTEGER_ROUNDER).to(tl.int32, bitcast=True) & 7
+    normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - 252  # the exponent and a bit of the mantissa
+    code = tl.minimum(tl.where(magnitude < 0x3F800000, small, normal), 7)
+    return (code | ((bits >> 28) & 8)).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_value(code):
+    """The float32 that a code of e2m1 stands for: its bits moved to those of a number 2^126 times as small."""
+    bits = code.to(tl.uint32)
+    bits = ((bits & 8) << 28) | ((bits & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def quantize_e2m1(x, scale):
+    """x / scale as the code of e2m1, 0 unless scale > 0: as `ep_moe.quant.micro`."""
+    return to_e2m1(tl.where(scale > 0, tl.div_rn(x, scale), 0.0))
+
+
+@triton.jit
+def pack_nibbles(codes):
+    """Put neighbors of uint8 [N, K] below 16 in a byte each, the first in the low bits: [N, K / 2]."""
+    low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
+    return low | (high << 4)

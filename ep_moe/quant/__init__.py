@@ -1,6 +1,6 @@
 """Number formats of expert weights and tokens, in plain torch: the reference for every kernel.
 
-On a GPU, activations with float32 scales are quantized by a kernel, bitwise equal.
+On a GPU, activations are quantized by a kernel, bitwise equal.
 """
 
 from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat, as_bytes

@@ -69,7 +69,7 @@ def _quantize_rows(
     """Quantize x [T, H] to one of the scheme's formats: values [T, V] and scale [T, G]."""
     family = _family(stored, scheme)
     _check_rows(x, stored, scheme, static_scale)
-    if family is scaled and x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
         # imported lazily: Triton exists only on Linux and is slow to import
         from ep_moe.quant import triton
 

@@ -7,23 +7,27 @@ import torch
 import triton
 
 from ep_moe.kernel_launch.constants import constants
-from ep_moe.kernels.rows.quantize import Groups, _quantize_rows_kernel
-from ep_moe.quant.base import TensorFormat
+from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_micro_rows_kernel, _quantize_rows_kernel
+from ep_moe.quant.base import TensorFormat, as_bytes
 
 _PROGRAM_COLUMNS = 2048  # the most columns of a program, unless a single group is wider
 _THREAD_COLUMNS = 16  # one 16-byte store
 _MAX_WARPS = 16
+_MICRO_TOKENS = 16  # of a program: scales of a group, a byte each, lie next to each other by token
 
 
 def quantize(
     x: torch.Tensor, stored: TensorFormat, static_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ep_moe.quant.quantize` for x [T, H] and a format of `ep_moe.quant.scaled`, in one launch: values and scale.
+    """`ep_moe.quant.quantize` for x [T, H], in one launch: values and scale.
 
     A dynamic scale per tensor needs two torch reductions before it. Local, on the current stream, no host sync.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
+    if stored.family == "micro":
+        assert static_scale is None
+        return _quantize_micro(x, stored)
     (num_tokens, width), groups = x.shape, stored.num_groups(x.shape[1])
     values = torch.empty(num_tokens, width, dtype=stored.dtype, device=x.device)
     scale = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
@@ -48,5 +52,26 @@ def quantize(
                 SCALE=mode,
                 POWER_OF_TWO=stored.power_of_two,
                 num_warps=min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS),
+            )
+    return values, scale.t()
+
+
+def _quantize_micro(x: torch.Tensor, stored: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` for a format of `ep_moe.quant.micro` without a global scale: MXFP8 or NVFP4 rows."""
+    (num_tokens, width), group = x.shape, stored.block[1]
+    values = torch.empty(num_tokens, stored.row_values(width), dtype=stored.dtype, device=x.device)
+    scale = torch.empty(stored.num_groups(width), num_tokens, dtype=stored.scale_dtype, device=x.device)
+    if values.numel():
+        tokens = min(_MICRO_TOKENS, triton.next_power_of_2(num_tokens))
+        columns = max(min(_PROGRAM_COLUMNS // tokens, triton.next_power_of_2(width)), group)
+        with torch.cuda.device_of(x):
+            _quantize_micro_rows_kernel[(triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns),)](
+                x,
+                values,
+                as_bytes(scale),
+                num_tokens,
+                x.stride(0),
+                TILE=constants(MicroTile, H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns),
+                num_warps=max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1),
             )
     return values, scale.t()

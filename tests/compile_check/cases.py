@@ -46,6 +46,9 @@ BYTES_APART: dict[tuple[str, Rule], str] = dict.fromkeys(
     [("_write_rows_kernel", "narrow"), ("_pack_rows_kernel", "narrow")],
     "the scales of a row are of one byte, and lie as far apart as there are rows",
 )
+BYTE_SCALES: dict[tuple[str, Rule], str] = {
+    ("_quantize_micro_rows_kernel", "narrow"): "scales are a byte each, and a program has fewer than threads",
+}
 REPLAYED_IDS: dict[tuple[str, Rule], str] = {
     ("_route_kernel", "narrow"): "the ids of a token are few, and may lie any number of columns apart",
 }
@@ -65,6 +68,16 @@ DECODED: dict[str, Mapping[tuple[str, Rule], str]] = {
     "int8_w8a16": {},
     "fp8_w8a16_block": WIDENED,
     "mxfp8_w8a16": {**FEW_SCALES, **WIDENED},
+}
+NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
+    "int8_token": {},
+    "int8_block": {},
+    "mxfp8": {**FEW_SCALES, **WIDENED},
+    "mxfp4_w4a8": {**FEW_SCALES, ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]},
+    "nvfp4": {**FEW_SCALES, **WIDENED},
+    "int4_w4a8": {},
+    "int4_w4a8_g128": {},
+    "int4_w4a8_g32_zp": FEW_SCALES,
 }
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
@@ -104,8 +117,8 @@ def _batch(
     """A batch of 1024 rows per expert, or in all; the launcher chooses tiles by `expected_rows`."""
     rows, groups = 1024, scheme.payload.num_groups(hidden)
     lead = experts if layout == "batched" else 1
-    x = _empty(lead, rows, hidden, dtype=scheme.payload.dtype or dtype)
-    scale = _empty(lead, groups, rows, dtype=torch.float32).transpose(1, 2) if groups else None
+    x = _empty(lead, rows, scheme.payload.row_values(hidden), dtype=scheme.payload.dtype or dtype)
+    scale = _empty(lead, groups, rows, dtype=scheme.payload.scale_dtype).transpose(1, 2) if groups else None
     one_int_each = {name: _empty(experts, dtype=torch.int32) for name in ("expert_row_start", "expert_num_tokens")}
     common: dict[str, Any] = {"scheme": scheme, "dtype": dtype, "expected_rows": expected_rows, **one_int_each}
     if layout == "batched":
@@ -181,6 +194,8 @@ def _expert_cases() -> list[Case]:
     ]
     for scheme, excuses in DECODED.items():
         cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
+    for scheme, excuses in NARROW_TOKENS.items():
+        cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
     cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
         activation = ActivationConfig(kind=kind)
@@ -198,10 +213,12 @@ def _quantize_cases() -> list[Case]:
             quantize(_empty(128, hidden, dtype=dtype), get_scheme(scheme).payload, scale)
 
         name = f"quantize {dtype}, {scheme}{' static' if static else ''}, hidden {hidden}"
-        return Case(name=name, launch=launch, payload_width_bytes={"_quantize_rows_kernel": 16})
+        kernels = ("_quantize_rows_kernel", "_quantize_micro_rows_kernel")
+        excuses = BYTE_SCALES if get_scheme(scheme).payload.family == "micro" else NO_EXCUSES
+        return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(kernels, 16), excuses=excuses)
 
     schemes = ("fp8_block", "fp8_block_64x32", "fp8_block_32x48", "fp8_token", "fp8_tensor")
-    schemes += ("fp8_block_ue8m0", "int8_token")
+    schemes += ("fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4")
     cases = [case(scheme, torch.bfloat16, hidden) for scheme in schemes for hidden in (7168, 2880)]
     cases += [
         case(scheme, dtype, 7168) for scheme in ("fp8_block", "fp8_token") for dtype in (torch.float16, torch.float32)
@@ -300,6 +317,7 @@ def _routing(
     biased: bool = False,
     mapped: bool = False,
     replay: bool = False,
+    weights_dtype: torch.dtype = torch.float32,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
     **numbers: Any,
 ) -> Case:
@@ -314,6 +332,7 @@ def _routing(
             routing_bias=_empty(num_experts, dtype=torch.float32, device="cpu") if biased else None,
             routing_replay_out=_empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None,
             placement=placement,
+            weights_dtype=weights_dtype,
         )
 
     return Case(name=f"routing {name}", launch=launch, excuses=excuses)
@@ -324,8 +343,8 @@ def _routing_cases() -> list[Case]:
     return [
         _routing("DeepSeek-V3", 256, 2, biased=True, mapped=True, **deepseek),
         _routing("DeepSeek-V3 float32", 256, 2, dtype=torch.float32, biased=True, **deepseek),
-        _routing("Qwen3", 128, 4, num_topk=8),
-        _routing("Default", 64, 0, dtype=torch.float16, num_topk=8),
+        _routing("Qwen3", 128, 4, weights_dtype=torch.bfloat16, num_topk=8),
+        _routing("Default", 64, 0, dtype=torch.float16, weights_dtype=torch.float16, num_topk=8),
         _routing("Mixtral", 8, 1, num_topk=2),
         _routing("Llama4", 128, 3, num_topk=1),
         _routing("SigmoidRenorm of 60", 60, 6, num_topk=4),

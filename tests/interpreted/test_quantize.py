@@ -11,22 +11,34 @@ from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
-from ep_moe.kernels.gemm.requantize import _requantize_rounded_kernel
+from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.layout import Compact
-from ep_moe.quant import Quantized, dequantize, get_scheme, quantize, quantize_weight, scaled, triton
+from ep_moe.quant import (
+    Quantized,
+    QuantScheme,
+    dequantize,
+    get_scheme,
+    micro,
+    quantize,
+    quantize_weight,
+    scaled,
+    triton,
+    unpack_nibbles,
+)
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, poisoned_memory, worst_row_error
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
 
 SCHEMES = ["fp8_tensor", "fp8_tensor_static", "fp8_token", "fp8_block", "fp8_block_64x48", "fp8_block_16x16"]
-SCHEMES += ["fp8_block_ue8m0", "int8_token", "int8_block"]
+SCHEMES += ["fp8_block_ue8m0", "int8_token", "int8_block", "mxfp8", "nvfp4"]
 
 
 def quantize_both(x: torch.Tensor, name: str) -> tuple:
     """The results of the kernel and of torch for x, whose rows may be followed by a gap."""
     scheme = get_scheme(name.removesuffix("_static"))
     static = torch.tensor([0.003]) if name.endswith("_static") else None
-    expected = scaled.quantize(x, scheme.payload, static)
+    family = micro if scheme.payload.family == "micro" else scaled
+    expected = family.quantize(x, scheme.payload, static)
     placed = x.as_strided((x.shape[0], x.stride(0)), (x.stride(0), 1)).to(DEVICE)[:, : x.shape[1]]
     with poisoned_memory():
         actual = triton.quantize(placed, scheme.payload, None if static is None else static.to(DEVICE))
@@ -61,6 +73,23 @@ def test_what_is_not_finite(name: str, bad: float) -> None:
     assert bool(dequantize(actual)[2].isnan().any()) == (not (name.endswith("_static") and math.isinf(bad)))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_groups_of_any_bits(name: str) -> None:
+    """Rows of any float32, with subnormals, infinities and NaN, and rows of ties, in groups of any magnitude."""
+    random, width = generator(name), 464
+    bits = torch.randint(-(2**31), 2**31, (40, width), generator=random).to(torch.int32).view(torch.float32)
+    eighths = torch.randint(-64, 65, (40, width), generator=random) / 8
+    exponents = torch.randint(-150, 120, (40, width // 16), generator=random).repeat_interleave(16, dim=1)
+    actual, expected = quantize_both(torch.cat([bits, torch.ldexp(eighths, exponents)]), name)
+    torch.testing.assert_close(actual.scale.cpu().float(), expected.scale.float(), rtol=0, atol=0, equal_nan=True)
+    finite = expected.scale.float().isfinite().repeat_interleave(expected.scheme.payload.block[1], dim=1)[:, :width]
+    values = [tokens.values.cpu().view(torch.uint8) for tokens in (actual, expected)]
+    if name == "nvfp4":
+        values, finite = [unpack_nibbles(packed) for packed in values], torch.ones_like(finite)
+    assert_same_bits(*(torch.where(finite, codes, 0) for codes in values), "values")
+    assert 0.1 < finite.float().mean() < 1 or name == "nvfp4"
+
+
 def test_columns_that_are_apart() -> None:
     x = torch.randn(144, 5, generator=generator("apart")).t()
     stored = get_scheme("fp8_block").payload
@@ -69,8 +98,9 @@ def test_columns_that_are_apart() -> None:
     assert_same_bits(actual, expected, "values")
 
 
+@pytest.mark.parametrize("name", ["fp8_block_ue8m0", "int8_block"])
 @pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
-def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
+def test_requantize(intermediate: int, group: int, name: str) -> None:
     """Experts of 5, 0 and 17 tokens in tiles of 16 rows; rows without a token are neither read nor written."""
     random = generator(f"{intermediate} {group}")
     block_m, counts = 16, [5, 0, 17]
@@ -80,29 +110,57 @@ def test_requantize_with_powers_of_two(intermediate: int, group: int) -> None:
         used[first_tile * block_m : first_tile * block_m + count] = True
     x[used] = torch.randn(22, intermediate, generator=random) * torch.logspace(-3, 3, 22)[:, None]
     x[used.nonzero()[3], 5] = math.inf
-    stored = dataclasses.replace(get_scheme("fp8_block_ue8m0").activation, block=(1, group))
+    stored = dataclasses.replace(get_scheme(name).activation, block=(1, group))
     expected_values, expected_scale = scaled.quantize(x[used], stored, None)
     groups = stored.num_groups(intermediate)
-    values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(stored.dtype)
     scale = torch.zeros(groups, 64, device=DEVICE)
     num_tokens, *tiles = (
         torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])
     )
-    _requantize_rounded_kernel[(2,)](
+    _requantize_kernel[(2,)](
         Stored(x.to(DEVICE), None),
         Stored(values, scale),
         Rows(row_start=None, num_tokens=num_tokens, row_index=None),
         TileList(*tiles, amax=None),
         intermediate,
+        group,
         64,
-        GROUP=group,
         PIECES=constants(RowGroups, BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64),
+        POWER_OF_TWO=stored.power_of_two,
     )
     finite = expected_scale.isfinite().all(1)
     assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected_values.view(torch.uint8)[finite], "values")
     torch.testing.assert_close(scale.t().cpu()[used], expected_scale, rtol=0, atol=0, equal_nan=True)
     assert not bool(values.cpu().view(torch.uint8)[~used].any())
     assert not bool(scale.t().cpu()[~used].any())
+
+
+@pytest.mark.parametrize("intermediate", [80, 256])
+def test_requantize_to_nvfp4(intermediate: int) -> None:
+    """Rows of any magnitude, of zeros and of ties, with NaN and infinity: bit for bit what the torch experts see."""
+    random, stored = generator(str(intermediate)), get_scheme("nvfp4").activation
+    x = torch.randn(32, intermediate, generator=random) * torch.logspace(-12, 9, 32)[:, None]
+    x[3], x[5, 7], x[6, 20] = 0, math.nan, -math.inf
+    x[8] = torch.randint(-64, 65, (intermediate,), generator=random) / 8 * 448 / 0.75
+    values, scale, global_scale = micro._quantize(x, stored, shared=(-1,))
+    expected = micro.dequantize_rows(values, scale, stored)
+    out = torch.zeros(32, intermediate, dtype=torch.bfloat16, device=DEVICE)
+    found = torch.zeros(1, 32, device=DEVICE)
+    num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
+    _requantize_nvfp4_kernel[(2,)](
+        Stored(x.to(DEVICE), None),
+        Stored(out, found),
+        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
+        TileList(*tiles, amax=None),
+        intermediate,
+        GROUP=16,
+        PIECES=constants(RowGroups, BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128),
+    )
+    torch.testing.assert_close(out[:31].cpu().float(), expected[:31], rtol=0, atol=0, equal_nan=True)
+    assert not bool(out[31].any())
+    assert global_scale is not None
+    assert_same_bits(found[0, :31], global_scale[:31, 0], "global scales")
 
 
 def test_experts_with_scales_that_are_powers_of_two() -> None:
@@ -131,9 +189,13 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
     assert worst_row_error(other[used], expected[used]) > worst_row_error(actual[used], expected[used])
 
 
-@pytest.mark.parametrize("name", ["int8_token", "mxfp8", "nvfp4"])
-def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
-    scheme = get_scheme(name)
+@pytest.mark.parametrize(
+    ("tokens_of", "weights_of"),
+    [("nvfp4", "mxfp8"), ("int8_token", "int4_w4a16"), ("fp8_token", "int8_w8a16_zp"), ("mxfp8", "nvfp4")],
+)
+def test_formats_that_the_expert_kernels_refuse(tokens_of: str, weights_of: str) -> None:
+    rows, weight = get_scheme(tokens_of).payload, get_scheme(weights_of).weight
+    scheme = QuantScheme(name="mixed", payload=rows, activation=rows, weight=weight)
     tokens = quantize(torch.ones(4, 32), scheme)
     w13, w2 = (quantize_weight(torch.ones(1, rows, 32), scheme) for rows in (64, 32))
     one = torch.tensor([1], dtype=torch.int32)
@@ -148,5 +210,5 @@ def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
         expected_rows=1,
     )
     weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme)
-    with pytest.raises(ValueError, match=rf"do not compute scheme '{name}' .*experts=\"torch\" does"):
+    with pytest.raises(ValueError, match=r"do not compute scheme 'mixed' .*experts=\"torch\" does"):
         TritonExperts(ActivationConfig())(batch, weights)

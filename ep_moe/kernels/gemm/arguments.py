@@ -18,7 +18,7 @@ class Operands(NamedTuple):
     """The tensors that a GEMM reads."""
 
     x: Any  # rows, K each
-    x_scale: Any  # float32, of the rows; [L] if it is one for each expert
+    x_scale: Any  # of the rows, float32, or uint8 if x is decoded; [L] if it is one for each expert
     w: Any  # [L, W, V], V stored values of a row of K elements
     w_scale: Any
     w_zero: Any  # as w_scale: zero points of integers
@@ -37,8 +37,8 @@ class ExpertScalars(NamedTuple):
     """Factors and limits of each expert, [L] float32."""
 
     static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
-    output_scale: Any  # multiplies the sums before the bias: of the up half if GATED
-    gate_output_scale: Any  # the same for the gate half
+    output_scale: Any  # multiplies the sums before the bias: of the second half of the rows of w if GATED
+    gate_output_scale: Any  # the same for the first half, which is the gate unless ACTIVATION ends with "_up_first"
     alpha: Any  # of the activation, in place of the numbers that all experts share
     beta: Any
     limit: Any
@@ -79,7 +79,7 @@ class Scales(NamedTuple):
     "tensor" and "channel" multiply the sums over K, "block" the sums of each step over K, "fold" the decoded weights.
     """
 
-    X: tl.constexpr  # "none", "row" or "group": one for each row, or for each row and GROUP_K columns
+    X: tl.constexpr  # "none", "row" or "group": one for each row, or each GROUP_K columns of it; "fold": these, a byte
     WEIGHT: tl.constexpr  # "none", "tensor", "channel", "block" or "fold"
     VECTOR: tl.constexpr  # blocks of a tile differ by row of the weight
     GROUP_N: tl.constexpr  # rows of the weight in a block, and in one of zero points
@@ -102,10 +102,11 @@ class Codes(NamedTuple):
 class Epilogue(NamedTuple):
     """The operations on a tile's sums before they are stored."""
 
-    ACTIVATION: tl.constexpr  # the value of an `ActivationKind`
+    ACTIVATION: tl.constexpr  # `CallShape.activation_name`
     GATED: tl.constexpr  # the weights have a gate and an up half
     LIMITED: tl.constexpr  # the activation clamps its input
-    REQUANTIZE: tl.constexpr  # "none", "group" or "static"
+    REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
+    POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
 
 
 class RowGroups(NamedTuple):

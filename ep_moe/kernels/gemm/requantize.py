@@ -8,7 +8,19 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
-from ep_moe.kernels.numerics import absmax, e4m3_scale, quantize_e4m3
+from ep_moe.kernels.numerics import (
+    E2M1_MAX,
+    E4M3_MAX,
+    MIN_AMAX,
+    absmax,
+    e2m1_value,
+    e4m3_group_scale,
+    e4m3_value,
+    quantize_e2m1,
+    quantize_to,
+    round_to,
+    scale_for,
+)
 
 
 @triton.jit
@@ -34,15 +46,17 @@ def _expert_amax_kernel(
 @triton.jit(do_not_specialize=["scale_stride"])
 def _requantize_kernel(
     inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] float8 and [ceil(I / group_width), scale_stride]
+    out,  # Stored: [Q * BLOCK_M, I] e4m3 or int8 and [ceil(I / group_width), scale_stride]
     rows,
     tiles,  # amax: None unless all rows of an expert share a scale
     intermediate,
     group_width,  # columns that share a scale; intermediate for one scale per token
     scale_stride,
     PIECES,  # RowGroups: BLOCK is group_width rounded up to a power of two
+    POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
 ):
     """Requantize all columns of ROWS rows, one scale group after the other."""
+    DTYPE: tl.constexpr = out.data.dtype.element_ty
     for piece in range(
         tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
     ):
@@ -54,38 +68,38 @@ def _requantize_kernel(
             x = tl.load(inner.data + offset + column[None, :], mask=mask, other=0.0)
             if tiles.amax is not None:
                 amax = tl.load(tiles.amax + expert).to(tl.float32, bitcast=True)
-                scale = e4m3_scale(amax) + tl.zeros([PIECES.ROWS], tl.float32)
+                scale = scale_for(amax, DTYPE, POWER_OF_TWO) + tl.zeros([PIECES.ROWS], tl.float32)
             else:
-                scale = e4m3_scale(absmax(x, 1))
+                scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
             tl.store(out.scale + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-            tl.store(out.data + offset + column[None, :], quantize_e4m3(x, scale[:, None]), mask=mask)
+            tl.store(out.data + offset + column[None, :], quantize_to(x, scale[:, None], DTYPE), mask=mask)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
-def _requantize_rounded_kernel(
+@triton.jit
+def _requantize_nvfp4_kernel(
     inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] float8 and [G, scale_stride]
+    out,  # Stored: [Q * BLOCK_M, I] bfloat16, values times scales, which is exact, and [1, Q * BLOCK_M], global scales
     rows,
     tiles,
     intermediate,
-    scale_stride,
-    GROUP: tl.constexpr,  # columns that share a scale
-    PIECES,  # RowGroups: BLOCK is GROUP rounded up to a power of two
+    GROUP: tl.constexpr,  # columns that share a scale in e4m3
+    PIECES,  # RowGroups: BLOCK is I rounded up to a power of two
 ):
-    """Requantize one scale group of ROWS rows at a time, with scales that are powers of two.
-
-    Example: a largest magnitude of 448 gives the scale 1, one of 449 gives 2.
-    """
-    groups = tl.cdiv(intermediate, GROUP)
+    """Round ROWS rows to NVFP4, each with a global scale by the rule of weights: `ep_moe.quant.micro.round_trip`."""
     for piece in range(
-        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS) * groups, tl.num_programs(0)
+        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
     ):
-        _, row, row_mask = find_rows(piece // groups, rows, tiles, PIECES)
-        group, place = piece % groups, tl.arange(0, PIECES.BLOCK)
-        column = group * GROUP + place
+        _, row, row_mask = find_rows(piece, rows, tiles, PIECES)
+        column = tl.arange(0, PIECES.BLOCK)
         offset = row.to(tl.int64)[:, None] * intermediate + column[None, :]
-        mask = row_mask[:, None] & ((place < GROUP) & (column < intermediate))[None, :]
+        mask = row_mask[:, None] & (column < intermediate)[None, :]
         x = tl.load(inner.data + offset, mask=mask, other=0.0)
-        scale = e4m3_scale(absmax(x, 1), True)
-        tl.store(out.scale + group * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-        tl.store(out.data + offset, quantize_e4m3(x, scale[:, None]), mask=mask)
+        grouped = tl.reshape(x, [PIECES.ROWS, PIECES.BLOCK // GROUP, GROUP])
+        amax = absmax(grouped, 2)
+        largest = tl.max(tl.where(amax < float("inf"), amax, 0.0), 1)
+        global_scale = tl.div_rn(tl.maximum(largest, MIN_AMAX), E2M1_MAX * E4M3_MAX)
+        scale = e4m3_value(e4m3_group_scale(tl.div_rn(amax, global_scale[:, None])))
+        codes = quantize_e2m1(grouped, (scale * global_scale[:, None])[:, :, None])
+        real = tl.reshape(e2m1_value(codes) * scale[:, :, None], [PIECES.ROWS, PIECES.BLOCK])
+        tl.store(out.data + offset, round_to(real, out.data.dtype.element_ty), mask=mask)
+        tl.store(out.scale + row, global_scale, mask=row_mask)

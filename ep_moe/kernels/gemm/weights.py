@@ -9,7 +9,8 @@ A format is a `KIND` of `Codes`: `decode` turns its stored values into real numb
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import round_to
+from ep_moe.kernels.gemm.small_integers import decode_small_integers
+from ep_moe.kernels.numerics import e2m1_value, e4m3_value, round_to
 
 _ROUNDER_BITS = tl.constexpr(0x4B000000)  # of 2^23 in float32: an integer in its low bits is added to it
 _ROUNDER = tl.constexpr(2.0**23)
@@ -33,6 +34,8 @@ def scale_values(scale):
         bits = scale.to(tl.uint32) << 23
         bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, bits))
         return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+    if scale.dtype == tl.float8e4nv:
+        return e4m3_value(scale)
     return scale.to(tl.float32)
 
 
@@ -54,14 +57,6 @@ def _integers(codes, zero):
 
 
 @triton.jit
-def _e2m1(codes):
-    """Codes of 4 bits as float32: their bits moved to where float32 has them, times 2^126."""
-    bits = codes.to(tl.uint32)
-    bits = ((bits & 8) << 28) | ((bits & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
 def _finish(values, scale, dtype: tl.constexpr, SCALES):
     """Apply the scales, if they multiply the weights, and round."""
     if SCALES.WEIGHT == "fold":
@@ -78,6 +73,11 @@ def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
     """
     width: tl.constexpr = stored.shape[1]
+    if dtype == tl.float8e4nv:
+        tl.static_assert(CODES.KIND == "uint4", "only these integers are decoded to e4m3")
+        if CODES.ZERO:
+            zero = _spread(zero, width, CODES.GROUPS)
+        return decode_small_integers(stored, zero, CODES.ZERO)
     if SCALES.WEIGHT == "fold":
         scale = _spread(scale_values(scale), width, CODES.GROUPS)
     if CODES.ZERO:
@@ -97,8 +97,8 @@ def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
             high = _integers(stored >> 4, zero)
         else:
             tl.static_assert(CODES.KIND == "e2m1", "unknown kind of codes")
-            low = _e2m1(stored & 15)
-            high = _e2m1(stored >> 4)
+            low = e2m1_value(stored & 15)
+            high = e2m1_value(stored >> 4)
         pair = tl.join(_finish(low, scale, dtype, SCALES), _finish(high, scale, dtype, SCALES))
         return tl.reshape(pair, [stored.shape[0], 2 * width])
 

@@ -1,0 +1,152 @@
+"""Tensors of FP4 calls as the runtime's own formats, and the scheme and experts that serve them.
+
+FP4 values are e2m1, two in a byte, the first in the low four bits. Which format a tensor has follows from the number of
+its scales: one e4m3 scale for 16 elements is NVFP4, one e8m0 scale for 32 is MXFP4, or MXFP8 if values are e4m3.
+
+Letters: T tokens, H hidden, L local experts, N and K rows and columns of a weight.
+"""
+
+import functools
+import logging
+import threading
+
+import torch
+
+from ep_moe.config import ActivationConfig
+from ep_moe.experts import SERVES, Experts, create_experts
+from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, dequantize, get_scheme
+
+NVFP4, MXFP4, MXFP8 = "nvfp4", "mxfp4", "mxfp8"
+_GROUPS = {16: NVFP4, 32: MXFP4}  # columns that share a scale -> format
+_SCALE_DTYPES = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu, MXFP8: torch.float8_e8m0fnu}
+# formats of weights and tokens -> schemes that compute them, the first one as the tokens say. All others expand the
+# tokens to bfloat16, which holds every product of an FP4 or e4m3 value and its scale
+_SCHEMES = {
+    (NVFP4, NVFP4): ("nvfp4", "nvfp4_w4a16"),
+    (MXFP4, MXFP8): ("mxfp4_w4a8", "mxfp4_w4a16"),
+}
+_MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
+
+_log = logging.getLogger(__name__)
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one-byte elements as another such dtype: callers hold FP4 and scales under several. Local."""
+    return tensor if tensor.dtype == dtype or tensor.element_size() != 1 else tensor.view(dtype)
+
+
+def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise ValueError unless a tensor has this shape and one of these dtypes. Local."""
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
+
+
+def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> tuple[str, StoredMatrix]:
+    """A packed weight and its scales, in the order of their rows.
+
+    Args:
+        values: [L, N, K / 2], any dtype of one byte. scale: [L, N, K / 16] or [L, N, K / 32], any dtype of one byte.
+        name, scale_name: in errors.
+    Returns: NVFP4 or MXFP4, and the matrix, without a global scale.
+    Errors: ValueError for other shapes and dtypes. Local, nothing is copied.
+    """
+    if values.dim() != 3 or values.element_size() != 1:
+        raise ValueError(f"{name} is {tuple(values.shape)} {values.dtype}; [experts, rows, columns / 2] uint8 needed")
+    experts, rows, columns = values.shape[0], values.shape[1], 2 * values.shape[2]
+    shapes = {(experts, rows, columns // group): kind for group, kind in _GROUPS.items() if columns % group == 0}
+    kind = next((kind for shape, kind in shapes.items() if shape == tuple(scale.shape)), None)
+    if kind is None or scale.element_size() != 1:
+        raise ValueError(
+            f"{scale_name} is {tuple(scale.shape)} {scale.dtype}; one byte each, "
+            f"{' or '.join(map(str, shapes))} needed beside {name} {tuple(values.shape)}"
+        )
+    return kind, StoredMatrix(as_dtype(values, torch.uint8), scale=as_dtype(scale, _SCALE_DTYPES[kind]))
+
+
+def tokens_of(
+    hidden_states: torch.Tensor,
+    scale: torch.Tensor | None,
+    *,
+    hidden: int,
+    weights: str,
+    per_token_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | Quantized, QuantScheme]:
+    """Tokens as an input of `local_moe`, and the scheme that computes them.
+
+    Args:
+        hidden_states: [T, H] bfloat16, [T, H / 2] of one byte (NVFP4) or [T, H] float8_e4m3fn (MXFP8).
+        scale: their block scales, None for bfloat16; a flat tensor of as many elements is taken as [T, groups].
+        hidden: H. weights: NVFP4 or MXFP4.
+        per_token_scale: [T] float32 or None, multiplies each token; the product is rounded to bfloat16.
+    Errors: ValueError for other shapes and dtypes. Local, no host sync.
+    """
+    num_tokens = hidden_states.shape[0]
+    quantized, kind = _quantized(hidden_states, scale, hidden), "none"
+    if quantized is not None:
+        kind = MXFP8 if quantized.scheme.name == MXFP8 else NVFP4
+    weights_alone = f"{weights}_w4a16"
+    names = _SCHEMES.get((weights, kind), (weights_alone,)) if per_token_scale is None else (weights_alone,)
+    scheme = served_scheme(names, hidden_states.device)
+    if quantized is None:
+        x = hidden_states
+    elif scheme.payload == quantized.scheme.payload:
+        return Quantized(values=quantized.values, scale=quantized.scale, scheme=scheme), scheme
+    else:
+        x = dequantize(quantized)
+    if per_token_scale is not None:
+        check_like(per_token_scale, "per_token_scale", (num_tokens,), (torch.float32,))
+        x = x.float() * per_token_scale[:, None]
+    return x.to(torch.bfloat16), scheme
+
+
+def _quantized(hidden_states: torch.Tensor, scale: torch.Tensor | None, hidden: int) -> Quantized | None:
+    """Tokens in MXFP8 or NVFP4, None for bfloat16."""
+    found = f"hidden_states are {tuple(hidden_states.shape)} {hidden_states.dtype}"
+    if hidden_states.dim() != 2:
+        raise ValueError(f"{found}; 2 dimensions needed")
+    num_tokens, width = hidden_states.shape
+    if hidden_states.dtype == torch.bfloat16 and width == hidden:
+        if scale is not None:
+            raise ValueError(f"hidden_states_scale is given, bfloat16 hidden_states have none: {tuple(scale.shape)}")
+        return None
+    if hidden_states.dtype == torch.float8_e4m3fn and width == hidden:
+        kind, group = MXFP8, 32
+    elif hidden_states.element_size() == 1 and 2 * width == hidden:
+        kind, group, hidden_states = NVFP4, 16, as_dtype(hidden_states, torch.uint8)
+    else:
+        raise ValueError(
+            f"{found}; [tokens, {hidden}] bfloat16, [tokens, {hidden}] float8_e4m3fn (MXFP8) or "
+            f"[tokens, {hidden // 2}] uint8 (NVFP4) needed beside the weights"
+        )
+    groups = hidden // group
+    if scale is None or scale.element_size() != 1 or scale.numel() != num_tokens * groups:
+        given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+        raise ValueError(f"hidden_states_scale is {given}; {(num_tokens, groups)} of one byte needed for {kind}")
+    scale = as_dtype(scale.reshape(num_tokens, groups), _SCALE_DTYPES[kind])
+    return Quantized(values=hidden_states, scale=scale, scheme=get_scheme(kind))
+
+
+def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
+    """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
+    schemes = [get_scheme(name) for name in names]
+    if device.type == "cuda":
+        served = (one for one in schemes if any(backend.computes(one) for backend in SERVES.values()))
+        return next(served, schemes[0])
+    return schemes[0]
+
+
+def experts_for(activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
+    """The experts for a scheme, kept for later calls, which find their launches prepared. Local.
+
+    A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
+    """
+    return _experts_for(threading.get_ident(), activation, scheme, device)
+
+
+@functools.lru_cache(maxsize=_MOST_EXPERTS)
+def _experts_for(thread: int, activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
+    del thread  # prepared launches keep their arguments, so threads do not share them
+    if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
+        _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
+    return create_experts("auto", activation, device, scheme=scheme)
