@@ -14,7 +14,7 @@ from ep_moe.bench import harness
 from ep_moe.bench.configs import SEED_STRIDE, ExpertsBenchConfig
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
 from ep_moe.bench.harness import Contender, Work, field_values
-from ep_moe.bench.oracle import RandomExperts, expected_output
+from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.experts import EXPERTS, Experts, create_experts
@@ -150,10 +150,8 @@ class _ExpertsBench:
         sample = torch.nonzero(torch.isin(ids.long(), chosen)).squeeze(1)
 
         def expected() -> torch.Tensor:
-            tokens = (x[sample], routing.topk_ids[sample], routing.topk_weights[sample])
-            return expected_output(
-                *tokens, self._random[name].expert, activation=self._moe.activation, scheme=weights.scheme
-            )
+            routed = (routing.topk_ids[sample], routing.topk_weights[sample])
+            return self._random[name].expected_output(x[sample], *routed, weights.scheme)
 
         limit = ROW_ERROR_LIMITS["fp8" if weights.scheme.weight.quantized else str(x.dtype).removeprefix("torch.")]
         return Contender(call=call_on(batches[0]), sample=sample, expected=expected, limit=limit, rows=place)

@@ -13,7 +13,7 @@ from ep_moe.bench import harness
 from ep_moe.bench.configs import LayerBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.harness import Contender, Work, field_values
-from ep_moe.bench.oracle import RandomExperts, expected_output
+from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.bench.timing import By, medians, slowest, spread, time_calls, time_phases
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
@@ -104,8 +104,7 @@ class _LayerBench:
         @functools.cache
         def expected() -> torch.Tensor:
             routing = self._route(logits[sample])
-            tokens = (x[sample], routing.topk_ids, routing.topk_weights)
-            return expected_output(*tokens, self._experts.expert, activation=moe.activation, scheme=self._scheme)
+            return self._experts.expected_output(x[sample], routing.topk_ids, routing.topk_weights, self._scheme)
 
         layers: dict[str, Any] = {OURS: layer, GATHERED: GatheredMoE(layer, group)}
         contenders = {

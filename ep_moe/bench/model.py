@@ -18,10 +18,9 @@ from ep_moe.bench import harness
 from ep_moe.bench.configs import CHECKED_TOKENS, ModelBenchConfig, spreads_dense
 from ep_moe.bench.generation import System, generate, host_time, time_generation
 from ep_moe.bench.harness import Figures, Work, field_values
-from ep_moe.bench.oracle import expected_output
 from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import experts_of, fill_with_random_numbers
-from ep_moe.config import ActivationConfig, EngineConfig
+from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
 from ep_moe.engines.transformers.experts import find_experts
 from ep_moe.experts import EXPERTS
@@ -173,14 +172,13 @@ class _ModelBench:
         found = {name: [0.0] for name in systems}
         with torch.inference_mode(), group.guard("check"):
             for name in find_experts(model):
-                gate, expert = _block(model, name).gate, experts_of(model.config, name, seed, x.dtype, x.device).expert
+                gate, experts = _block(model, name).gate, experts_of(model.config, name, seed, x.dtype, x.device)
                 for key, system in systems.items():
                     # the router gets the block's own input: the number of rows may change how its GEMM rounds
                     shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
                     output = _block(system.model, name)(shown.unsqueeze(0))[0][part]
                     _, weights, ids = gate(shown)
-                    routed = (x, ids[part], weights[part].float())
-                    expected = expected_output(*routed, expert, activation=ActivationConfig(), scheme=SCHEMES["none"])
+                    expected = experts.expected_output(x, ids[part], weights[part].float(), SCHEMES["none"])
                     found[key].append(worst_row_error(output, expected))
         worst = {name: {"worst_block_row_error": harness.largest(values)} for name, values in found.items()}
         errors = harness.largest_of_ranks(group, worst)

@@ -5,7 +5,6 @@ each configuration; then links to the notes. How it is measured and the notes ar
 """
 
 import datetime
-import json
 import re
 import textwrap
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ep_moe.fields import require
-from ep_moe.report.plots import PLOTS, draw
-from ep_moe.report.records import WORDS, Record, read_records
+from ep_moe.report.plots import draw
+from ep_moe.report.records import BENCHES, WORDS, Record, read_records
 from ep_moe.report.tables import markdown_table, show_figure
 
 DATE = len("2026-11-22")
@@ -23,10 +22,6 @@ NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
 METHODS = "methods"  # folder of the texts that head the sections, one for each benchmark
 MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl, notes/*.md and methods/*.md; do not edit. -->"
-
-# bench -> columns of its table: a title, and the name of a word or figure, "a baseline/figure" for a baseline's figure.
-# A bench that is not here shows all values of its rows.
-COLUMNS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
@@ -83,10 +78,10 @@ def render(records: Sequence[Record], folder: Path) -> str:
     rows, notes = newest(records), read_notes(folder / NOTES)
     benches = {record.bench for record in rows}
     parts = [f"# Benchmarks\n\n{MARK.format(folder=folder.name)}\n"]
-    for bench in [*(known for known in COLUMNS if known in benches), *sorted(benches - set(COLUMNS))]:
+    for bench in [*(known for known in BENCHES if known in benches), *sorted(benches - set(BENCHES))]:
         title, text = read_method(folder / METHODS, bench)
         parts.append(f"## {title}\n\n{text}\n")
-        if bench in PLOTS and (folder / f"{bench}.png").is_file():
+        if (folder / f"{bench}.png").is_file():
             parts.append(f"![{title}]({folder.name}/{bench}.png)\n")
         parts += _tables([record for record in rows if record.bench == bench])
     if notes:
@@ -127,10 +122,10 @@ def _table(records: Sequence[Record], runs: Sequence[str]) -> list[str]:
 def _columns(records: Sequence[Record]) -> list[tuple[str, str]]:
     """Title and path of each column of a bench's table."""
     paths = dict.fromkeys(path for record in records for path in _paths(record))
-    if records[0].bench not in COLUMNS:
+    if records[0].bench not in BENCHES:  # shows all values
         return [(path, path) for path in paths]
     known = {path.partition(".")[2].replace(".", "/"): path for path in paths}
-    return [(title, known[name]) for title, name in COLUMNS[records[0].bench].items() if name in known]
+    return [(title, known[name]) for title, name in BENCHES[records[0].bench]["columns"].items() if name in known]
 
 
 def _paths(record: Record) -> list[str]:

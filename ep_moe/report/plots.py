@@ -1,13 +1,12 @@
 """Plots of measured rows, with matplotlib, which `pip install ep-moe[bench]` installs."""
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_moe.report.records import GATHERED, OURS, PHASES, Record
+from ep_moe.report.records import BENCHES, OURS, Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
 LINES_HEIGHT = 12  # of a line plot, in units of bars
@@ -101,40 +100,16 @@ def _lines(
     return LINES_HEIGHT
 
 
-PLOTS: dict[str, Callable[[Any, Sequence[Record]], int]] = {
-    "layer": functools.partial(
-        _bars,
-        label={"shapes.preset": "", "shapes.tokens_per_rank": " tokens", "setup.dtype": ""},
-        parts={phase: f"{phase}_us" for phase in PHASES},
-        whole="call_us",
-        over=f"baselines.{GATHERED}.call_us",
-        unit=f"time / whole call of {GATHERED}",
-    ),
-    "transport": functools.partial(
-        _lines,
-        label={"setup.transport": ""},
-        mixed=("shapes.tokens", "setup.layout"),
-        y="sum_us",
-        units=("tokens of each of {ranks} ranks", "dispatch and combine, us"),
-        legend=("{what}", "{name}, beside {what}"),
-        only={"setup.routing": ("uniform",), "setup.layout": ("batched", "compact")},
-        points=False,
-    ),
-    "model": functools.partial(
-        _bars,
-        label={"shapes.preset": "", "shapes.layers": " layers", "setup.dtype": ""},
-        parts={"": "tokens_per_sec"},
-        unit="tokens per second",
-    ),
-    "experts": functools.partial(  # memory bounds the slopes, arithmetic the plateaus
-        _lines,
-        label={"shapes.preset": "", "shapes.num_local_experts": " experts", "setup.dtype": ""},
-        mixed=("shapes.rows_per_expert",),
-        y="tflops",
-        units=("rows of an average expert", "TFLOP/s"),
-        legend=("{what}: {experts}", "{what}: {name}"),
-    ),
-}
+KINDS: dict[str, Callable[..., int]] = {"bars": _bars, "lines": _lines}
+
+
+def plot_rows(axes: Any, rows: Sequence[Record]) -> int:
+    """Draw rows of one bench on matplotlib's axes; returns the height in bars.
+
+    Errors: ValueError names a row that lacks a plotted figure. Local.
+    """
+    options = dict(BENCHES[rows[0].bench]["plot"])
+    return KINDS[options.pop("kind")](axes, rows, **options)
 
 
 def draw(records: Sequence[Record], directory: Path) -> list[Path]:
@@ -143,15 +118,15 @@ def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     Errors: ValueError names a row that lacks a plotted figure; RuntimeError if matplotlib is missing. Local.
     """
     drawn = []
-    for bench, plot in PLOTS.items():
+    for bench in BENCHES:
         rows = [record for record in records if record.bench == bench]
         if rows:
             drawn.append(directory / f"{bench}.png")
-            _save(plot, rows, drawn[-1])
+            _save(rows, drawn[-1])
     return drawn
 
 
-def _save(plot: Callable[[Any, Sequence[Record]], int], rows: Sequence[Record], path: Path) -> None:
+def _save(rows: Sequence[Record], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -159,7 +134,7 @@ def _save(plot: Callable[[Any, Sequence[Record]], int], rows: Sequence[Record], 
             "plots need matplotlib: pip install 'ep-moe[bench]', or leave them out (--no-plots)"
         ) from error
     figure = Figure(layout="constrained", dpi=DPI)
-    bars = plot(figure.add_subplot(), rows)
+    bars = plot_rows(figure.add_subplot(), rows)
     figure.set_size_inches(WIDTH_INCHES, 1.5 + ROW_INCHES * bars)
     figure.savefig(path, metadata={"Software": None})  # no version: equal figures make equal files
 

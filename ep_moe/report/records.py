@@ -25,17 +25,11 @@ PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # endings of figures wi
 ENDINGS = (*UNITS, *PURE_NUMBERS)
 WORDS, WORD_TYPES = ("shapes", "setup"), (str, int, float, bool)  # parts of a row that say what was measured
 
-# Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Any other name that ends in
-# a unit and is not a field of all rows is a figure.
-FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
-    "transport": {
-        "shapes": ("tokens", "hidden", "num_topk", "num_experts"),
-        "setup": (
-            *("transport", "layout", "payload", "dtype", "graph", "routing", "num_sms", "nodes"),
-            *("seed", "warmup", "repeats"),
-        ),
-    },
-}
+# How each bench shows its rows: `plot` draws them as `ep_moe.report.plots` says; `columns` are those of its table: a
+# title, and the name of a word or figure, "a baseline/figure" for a baseline's. Rows of a bench with `flat` are one
+# flat JSON object: the names of their shapes and of their setup; any other name that ends in a unit is a figure.
+BENCHES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("benches.json").read_text(encoding="utf-8"))
+FLAT_ROWS: dict[str, dict[str, list[str]]] = {name: bench["flat"] for name, bench in BENCHES.items() if "flat" in bench}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
