@@ -11,8 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from ep_moe.engines.transformers.decoding.decoder import Shape
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart, pass_shape
+from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.fields import shown
 
