@@ -21,7 +21,8 @@ from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate
 from ep_moe.engines.transformers.decoding import RowDecoder
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart, pass_shape
+from ep_moe.engines.transformers.decoding.passes import pass_shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.serving.core import Leader

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ep_moe.engines.transformers.decoding.decoder import LEAST_CAPACITY, Decoder, Shape, bucket_of
+from ep_moe.engines.transformers.decoding.decoder import Decoder
 from ep_moe.engines.transformers.decoding.options import GenerationOptions
+from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import Sampling
 from ep_moe.engines.transformers.hooks import Session
 
@@ -51,11 +52,6 @@ class RowsPlan:
     starts: tuple[tuple[RowStart, ...], ...]
     passes: int = 0
     shapes: tuple[Shape, ...] = ()
-
-
-def pass_shape(num_rows: int, num_positions: int, sampled: bool) -> Shape:
-    """The shape of decode passes for the first rows of a rank, 0 or more, up to a number of positions. Local."""
-    return Shape(rows=bucket_of(num_rows), capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
 
 
 class RowDecoder:
@@ -115,7 +111,7 @@ class RowDecoder:
             mask = (torch.arange(longest) >= longest - lengths[:, None]).long().to(device)
         sampled = any(start.temperature > 0 for start in starts)
         decoder.clear(first, len(starts))
-        capacity = bucket_of(longest + 1, LEAST_CAPACITY)
+        capacity = pass_shape(len(starts), longest + 1, sampled).capacity
         logits = decoder.prefill(self._model, torch.tensor(padded, device=device), mask, first, capacity)
         sampling = Sampling(
             temperature=torch.tensor([start.temperature for start in starts], device=device),
