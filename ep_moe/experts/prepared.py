@@ -110,10 +110,8 @@ class PreparedCall:
         first = Stored("wide", None) if "wide" in pieces else stored
         parts = ("values", "scale", "zero", "global_scale", "bias")
         w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
-        upper, lower = "w13_gate_output_scale", "w13_output_scale"  # of the first half of w13's rows, and of the second
-        if shape.up_first:
-            upper, lower = lower, upper
-        scalars = ExpertScalars("static_scale", lower, upper, "alpha", "beta", "limit")
+        halves = ("w13_output_scale", "w13_gate_output_scale")
+        scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         launches: list[tuple[Any, tuple[Any, ...]]] = [

@@ -27,19 +27,23 @@ _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 _MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
 
 
-def _codes(shape: CallShape, gemm: GemmTiles) -> Codes:
+def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> Codes:
     """How the kernels decode weights of this shape."""
     stored = shape.scheme.weight
     kind = "none"
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
+    same_scales = scales.WEIGHT.value != "fold" or stored.scale_dtype == shape.row_dtype
+    pairs = {"uint4": same_scales and shape.row_dtype.itemsize == 2, "e2m1": shape.row_dtype == torch.bfloat16}
     return constants(
         Codes,
         KIND=kind,
         PACKED=stored.packed,
+        PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
+        SHUFFLED=kind != "none" and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
         DIVIDE=stored.global_scale == "divisor",
     )
 
@@ -62,13 +66,16 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
         Scales,
         X=x,
         WEIGHT=weight,
-        VECTOR=weight == "fold"
-        or stored.zero_point
-        or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
+        VECTOR=shape.decodes or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
         GROUP_N=stored.block[0] if grouped else 1,
         GROUP_K=stored.group_width or (_ONE_GROUP if stored.zero_point else 1),
         STATIC=between is Between.STATIC,
     )
+
+
+def _registers(gemm: GemmTiles) -> int:
+    """The most registers of a thread with which `programs_per_sm` programs share an SM's 65536."""
+    return min(65536 // (32 * gemm.num_warps * gemm.programs_per_sm) // 8 * 8, 255)
 
 
 def _prepare(
@@ -84,6 +91,10 @@ def _prepare(
     """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights."""
     gemm, sums, columns = tiles.second if second else tiles.first, int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
+    scales = _scales(shape, tiles, between, second=second)
+    options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
+    if shape.decodes:
+        options["maxnreg"] = _registers(gemm)
     return RepeatedLaunch(
         kernel,
         num_programs(shape.device, gemm.programs_per_sm, most),
@@ -99,11 +110,11 @@ def _prepare(
                 EVEN_N=columns % gemm.block_n == 0,
                 EVEN_K=sums % gemm.block_k == 0,
             ),
-            "SCALES": _scales(shape, tiles, between, second=second),
-            "CODES": _codes(shape, gemm),
+            "SCALES": scales,
+            "CODES": _codes(shape, gemm, scales, few=tiles.block_m <= _MOST_SCALED_ROWS),
             "EPILOGUE": epilogue,
         },
-        options={"num_warps": gemm.num_warps, "num_stages": gemm.num_stages},
+        options=options,
         device=shape.device,
     )
 

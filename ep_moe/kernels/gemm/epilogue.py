@@ -6,6 +6,7 @@ Letters: L local experts, I intermediate, Q row tiles of all experts, N columns 
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.gemm.pairs import missing_factor
 from ep_moe.kernels.gemm.small_integers import UNIT
 from ep_moe.kernels.numerics import (
     E4M3_MAX_EXPONENT,
@@ -44,6 +45,8 @@ def scale_sums(
         acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     elif SCALES.WEIGHT == "tensor":
         acc *= tl.load(operands.w_scale + expert)
+    if SCALES.WEIGHT == "fold":
+        acc *= missing_factor(operands.w_scale.dtype.element_ty, CODES)
     if operands.w_global_scale is not None:
         global_scale = tl.load(operands.w_global_scale + expert)
         if CODES.DIVIDE:

@@ -3,7 +3,7 @@
 Letters: L local experts, K columns that a GEMM reduces over, W rows of its weights, V stored values of a row, G scales
 of a row in a step over K.
 
-A format is a `KIND` of `Codes`: `_decode` turns its stored values into real numbers.
+A format is a `KIND` of `Codes`: `decode` turns its stored values into real numbers.
 """
 
 import triton
@@ -28,7 +28,7 @@ def scale_offsets(expert, first_column, columns, width, K, SCALES):
 
 
 @triton.jit
-def _scale_values(scale):
+def scale_values(scale):
     """Scales of any dtype as float32; bytes are powers of two (e8m0): b means 2^(b - 127), 255 NaN."""
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.uint32) << 23
@@ -65,7 +65,7 @@ def _finish(values, scale, dtype: tl.constexpr, SCALES):
 
 
 @triton.jit
-def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
+def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     """Turn stored values [BLOCK_N, BLOCK_K / PACKED] into weights [BLOCK_N, BLOCK_K] of `dtype`.
 
     Args:
@@ -73,13 +73,8 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
     """
     width: tl.constexpr = stored.shape[1]
-    if dtype == tl.float8e4nv:
-        tl.static_assert(CODES.KIND == "uint4", "only these integers are decoded to e4m3")
-        if CODES.ZERO:
-            zero = _spread(zero, width, CODES.GROUPS)
-        return decode_small_integers(stored, zero, CODES.ZERO)
     if SCALES.WEIGHT == "fold":
-        scale = _spread(_scale_values(scale), width, CODES.GROUPS)
+        scale = _spread(scale_values(scale), width, CODES.GROUPS)
     if CODES.ZERO:
         zero = _spread(zero.to(tl.float32), width, CODES.GROUPS)
     else:
@@ -104,7 +99,7 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
 
 
 @triton.jit
-def _load_stored(ptrs, column_mask, places_left, TILE, CODES):
+def load_stored(ptrs, column_mask, places_left, TILE, CODES):
     """Load [BLOCK_N, BLOCK_K / PACKED] stored values, zeros out of bounds."""
     places = tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
     if TILE.EVEN_N and TILE.EVEN_K:
@@ -126,29 +121,26 @@ def _load_groups(ptr, offsets, k, K, column_mask, SCALES, CODES):
 
 
 @triton.jit
-def load_weight(ptrs, operands, offsets, column_mask, k, K, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Load, and decode, the weights of a step over K that begins at k.
+def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES):
+    """Load the weights of a step over K that begins at k; decode them to e4m3 if they are integers of 4 bits.
 
     Args:
         ptrs: [BLOCK_N, BLOCK_K / PACKED], of the step's stored values. offsets: as `scale_offsets` returns them.
-        dtype: of the rows of x.
-    Returns: [BLOCK_N, BLOCK_K] as stored, or in `dtype` if they are decoded; and the scales of the sums of this step,
+    Returns: [BLOCK_N, BLOCK_K] as stored, or in e4m3 times 2^-9; and the scales of the sums of this step,
     if SCALES.WEIGHT is "block": [BLOCK_N] if VECTOR, else a scalar.
     """
-    w = _load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
+    w = load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
     w_scale = 1.0
     if SCALES.WEIGHT == "block":
         if SCALES.VECTOR:
             w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K, mask=column_mask, other=0.0)
         else:
             w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K)
-        w_scale = _scale_values(w_scale)
+        w_scale = scale_values(w_scale)
     if CODES.KIND != "none":
-        groups = 1.0
-        zero = 1.0
-        if SCALES.WEIGHT == "fold":
-            groups = _load_groups(operands.w_scale, offsets, k, K, column_mask, SCALES, CODES)
+        zero = 8
         if CODES.ZERO:
             zero = _load_groups(operands.w_zero, offsets, k, K, column_mask, SCALES, CODES)
-        w = _decode(w, groups, zero, dtype, SCALES, CODES)
+            zero = _spread(zero, TILE.BLOCK_K // CODES.PACKED, CODES.GROUPS)
+        w = decode_small_integers(w, zero, CODES.ZERO)
     return w, w_scale

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ep_moe.engines.transformers.decoding.decoder import LEAST_CAPACITY, Decoder, Shape, bucket_of
+from ep_moe.engines.transformers.decoding.options import GenerationOptions
 from ep_moe.engines.transformers.decoding.sequences import Sampling
 from ep_moe.engines.transformers.hooks import Session
 
@@ -65,12 +66,13 @@ class RowDecoder:
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
         graphs: replay decode passes as CUDA graphs, captured at their first use.
-    Errors: those of a lack of memory, at once. Collective.
+    Errors: ValueError for too many end_ids; those of a lack of memory, at once. Collective.
     """
 
     def __init__(
         self, model: Model, *, num_rows: int, num_positions: int, end_ids: tuple[int, ...], graphs: bool
     ) -> None:
+        GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
         self._model, self._session, self._graphs = model, session, graphs
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
