@@ -704,11 +704,11 @@ def test_experts_by_name() -> None:
         create_experts("triton", SILU, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
         create_experts("cutlass", SILU, torch.device("cpu"))
-    assert type(create_experts("auto", SILU, torch.device("cuda"), scheme=get_scheme("mxfp8"))) is ReferenceExperts
-    with pytest.raises(
-        ValueError, match=r"'triton' experts do not compute scheme 'int8_token'.*experts=\"torch\" does"
-    ):
-        create_experts("triton", SILU, torch.device("cuda"), scheme=get_scheme("int8_token"))
+    rows = get_scheme("nvfp4").payload
+    mixed = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme("mxfp8").weight)
+    assert type(create_experts("auto", SILU, torch.device("cuda"), scheme=mixed)) is ReferenceExperts
+    with pytest.raises(ValueError, match=r"'triton' experts do not compute scheme 'mixed'.*experts=\"torch\" does"):
+        create_experts("triton", SILU, torch.device("cuda"), scheme=mixed)
     with pytest.raises(ValueError, match=r"device \(meta\) is not one of cpu, cuda"):
         create_experts("auto", SILU, torch.device("meta"))
 

@@ -1,12 +1,14 @@
 """Formats of weights alone: integers against loops in numpy, MXFP4 by the words of its specification."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from ep_moe.experts.serves import SERVES
+from ep_moe.config import ActivationConfig
+from ep_moe.experts import SERVES, ReferenceExperts, create_experts
 from ep_moe.quant import (
     SCHEMES,
     QuantScheme,
@@ -17,6 +19,7 @@ from ep_moe.quant import (
     quantize_weight,
     unpack_nibbles,
 )
+from ep_moe.weights import ExpertWeights
 
 ROWS, COLUMNS = 6, 96
 NAMES = [
@@ -168,15 +171,17 @@ def test_mxfp4_scales_at_the_ends() -> None:
     assert zeros.scale.view(torch.uint8).tolist() == [[0]]
 
 
-def test_kernels_refuse_by_name_what_they_do_not_compute() -> None:
-    refused = {name for name, scheme in SCHEMES.items() if not SERVES["triton"].computes(scheme)}
-    assert refused == {"int8_token", "int8_block", "mxfp8", "nvfp4", "nvfp4_divisor", "int4_w4a8", "mxfp4_w4a8"}
-    assert all(SERVES["triton"].computes(get_scheme(name)) for name in NAMES if "a8" not in name)
-    for name in (*refused, "int4_w4a8_g96_f32"):
-        with pytest.raises(
-            ValueError, match=rf"'triton' experts do not compute scheme '{name}'.*experts=\"torch\" does"
-        ):
-            SERVES["triton"].check(get_scheme(name))
+def test_kernels_compute_every_scheme() -> None:
+    names = [*SCHEMES, *NAMES, "fp8_block_64x48", "int8_block_16x80", "int4_w4a8_g32_zp_f16"]
+    assert [name for name in names if not SERVES["triton"].computes(get_scheme(name))] == []
+
+
+def test_kernels_refuse_tokens_and_weights_that_do_not_go_together() -> None:
+    for tokens, weight in (("fp8_token", "int8_w8a16_zp"), ("int8_token", "int4_w4a16"), ("nvfp4", "mxfp4_w4a16")):
+        rows = get_scheme(tokens).payload
+        scheme = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme(weight).weight)
+        with pytest.raises(ValueError, match=r"'triton' experts do not compute scheme 'mixed'.*experts=\"torch\" does"):
+            SERVES["triton"].check(scheme)
 
 
 MATRIX = quantize_weight(weights()[0], get_scheme("int4_w4a16_g32_zp"))
@@ -210,3 +215,54 @@ def test_bad_input(call: object, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
         call()  # type: ignore[operator]
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def _layer_weights(seed: float, name: str = "int4_w4a16_g32_zp", **fields: torch.Tensor) -> ExpertWeights:
+    scheme = get_scheme(name)
+    w13, w2 = (quantize_weight(weights()[0][None] * seed, scheme) for _ in range(2))
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, **fields)
+
+
+def test_weights_are_refitted_in_place() -> None:
+    ours, other = _layer_weights(1.0, w2_bias=torch.ones(1, 4)), _layer_weights(-3.0, w2_bias=torch.zeros(1, 4))
+    places = [tensor.data_ptr() for tensor in ours.tensors()]
+    assert not torch.equal(ours.w13.values, other.w13.values)
+    ours.refit(other)
+    assert [tensor.data_ptr() for tensor in ours.tensors()] == places
+    assert ours.named_tensors.keys() == {
+        *(f"{name}{part}" for name in ("w13", "w2") for part in ("", "_scale", "_zero")),
+        "w2_bias",
+    }
+    assert all(torch.equal(tensor, other.named_tensors[name]) for name, tensor in ours.named_tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (_layer_weights(2.0, "int4_w4a16_g32"), ("'int4_w4a16_g32_zp'", "'int4_w4a16_g32'")),
+        (_layer_weights(2.0, w2_bias=torch.ones(1, 4)), ("w2_bias", "((1, 4), torch.float32)", "None")),
+        (
+            dataclasses.replace(_layer_weights(2.0), w2=_layer_weights(2.0).w2.map(lambda tensor: tensor[:, :3])),
+            ("w2 of", "(1, 3, 48)", "(1, 6, 48)"),
+        ),
+    ],
+    ids=["scheme", "bias", "shape"],
+)
+def test_other_weights_are_not_refitted(source: ExpertWeights, words: tuple[str, ...]) -> None:
+    ours = _layer_weights(1.0)
+    kept = {name: tensor.clone() for name, tensor in ours.named_tensors.items()}
+    with pytest.raises(ValueError) as caught:
+        ours.refit(source)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in ours.named_tensors.items())
+
+
+def test_schemes_without_a_kernel_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    odd = QuantScheme(name="odd", weight=dataclasses.replace(get_scheme("int8_w8a16").weight, granularity="tensor"))
+    for _ in range(2):
+        assert isinstance(
+            create_experts("auto", ActivationConfig(), torch.device("cuda"), scheme=odd), ReferenceExperts
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        "no kernel computes scheme 'odd' on this GPU: 'torch' experts serve it slowly, in float32"
+    ]

@@ -111,17 +111,17 @@ def test_bad_default_tables(content: Any, words: tuple[str, ...], tmp_path: Path
 
 def test_the_default_tables_serve_every_format() -> None:
     """A step of the sum never crosses a scale, whatever number of columns shares one."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8):
         for gated in (True, False):
             assert default_table(dtype, gated=gated).choose(1).block_m == 16
     for group_k in (16, 32, 48, 96, 128, 256, 384):
         for whole in (True, False):
             for rows in (4, 16, 500):
-                table = default_table(torch.float8_e4m3fn, gated=True, group_k=group_k, whole_blocks=whole)
-                tiles = table.choose(rows)
-                assert (group_k % tiles.first.block_k, group_k % tiles.second.block_k) == (0, 0)
-    with pytest.raises(ValueError, match=r"default\.json has no table for int8, .*'group_k': 0"):
-        default_table(torch.int8, gated=True)
+                for dtype in (torch.float8_e4m3fn, torch.int8):
+                    tiles = default_table(dtype, gated=True, group_k=group_k, whole_blocks=whole).choose(rows)
+                    assert (group_k % tiles.first.block_k, group_k % tiles.second.block_k) == (0, 0)
+    with pytest.raises(ValueError, match=r"default\.json has no table for float64, .*'group_k': 0"):
+        default_table(torch.float64, gated=True)
 
 
 def test_a_table_for_a_shape_is_found_by_its_name(tmp_path: Path) -> None:

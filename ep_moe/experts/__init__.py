@@ -2,6 +2,8 @@
 kernels compute.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 
 import torch
@@ -23,6 +25,13 @@ def _triton_experts(activation: ActivationConfig) -> Experts:
 EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {"torch": ReferenceExperts, "triton": _triton_experts}
 
 _DEVICES = ("cpu", "cuda")
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _tell_slow(scheme: str) -> None:
+    """Say, once for each scheme, that no kernel computes it."""
+    _log.warning("no kernel computes scheme '%s' on this GPU: 'torch' experts serve it slowly, in float32", scheme)
 
 
 def create_experts(
@@ -30,8 +39,9 @@ def create_experts(
 ) -> Experts:
     """Build an expert implementation by name; "auto" chooses by the device that holds the weights.
 
-    On a GPU, "auto" is the first of `SERVES` that computes `scheme`, else "torch"; on a CPU it is "torch". A named one
-    that does not compute `scheme` raises; without `scheme`, the first call with such weights raises.
+    On a GPU, "auto" is the first of `SERVES` that computes `scheme`, else "torch", with one warning for each scheme in
+    the log; on a CPU it is "torch". A named one that does not compute `scheme` raises; without `scheme`, the first call
+    with such weights raises.
 
     Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
     (`ep_moe.experts.tile_tables`).
@@ -45,7 +55,10 @@ def create_experts(
         raise ValueError(f"device ({device}) is not one of {', '.join(_DEVICES)}")
     if name == "auto":
         kernels = (serves.name for serves in SERVES.values() if scheme is None or serves.computes(scheme))
-        name = next(kernels, "torch") if device.type == "cuda" else "torch"
+        found = next(kernels, None) if device.type == "cuda" else "torch"
+        if found is None and scheme is not None:
+            _tell_slow(scheme.name)
+        name = found or "torch"
     if name not in EXPERTS:
         raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(EXPERTS)}")
     if name in SERVES:

@@ -30,11 +30,13 @@ class Between(enum.Enum):
     TOKEN = "token"  # requantized with a scale for each row
     TENSOR = "tensor"  # requantized with a scale for all rows of an expert
     WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
+    MXFP8 = "mxfp8"  # rounded to MXFP8, whose numbers bfloat16 represents: stored so
+    NVFP4 = "nvfp4"  # rounded to NVFP4 with a global scale for each row; what that multiplies is stored in bfloat16
 
     @property
     def fused(self) -> bool:
         """True if the first GEMM stores what the second reads; else it stores float32."""
-        return self in (Between.ROUND, Between.GROUP, Between.STATIC)
+        return self in (Between.ROUND, Between.GROUP, Between.STATIC, Between.MXFP8)
 
     @classmethod
     def of(cls, scheme: QuantScheme, block_n: int, *, static: bool) -> "Between":
@@ -42,11 +44,19 @@ class Between(enum.Enum):
         stored, width = scheme.activation, scheme.activation.block[1]
         if stored.granularity == "none":
             return cls.ROUND
+        if stored.family == "micro":
+            return cls.MXFP8 if stored.global_scale == "none" else cls.NVFP4
         if stored.granularity == "token":
             return cls.TOKEN
         if stored.granularity == "tensor":
             return cls.STATIC if static else cls.TENSOR
         return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
+
+    def num_scales(self, scheme: QuantScheme, width: int) -> int:
+        """Scales that are stored for each row of the intermediate, of `width` columns."""
+        if self in (Between.STATIC, Between.MXFP8):
+            return 0
+        return 1 if self is Between.NVFP4 else scheme.activation.num_groups(width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,13 +123,25 @@ class CallShape:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows that weights multiply."""
-        return self.scheme.payload.dtype or self.dtype
+        """Of the rows as they are multiplied."""
+        payload = self.scheme.payload
+        return torch.bfloat16 if payload.family == "micro" else payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
-        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.scheme.payload.dtype
+        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.row_dtype
+
+    @property
+    def folds(self) -> bool:
+        """True if decoded weights may be multiplied by their scales before they multiply rows."""
+        return self.decodes and self.row_dtype.itemsize > 1
+
+    @property
+    def row_bits(self) -> int:
+        """Bits of a stored element of rows that are decoded before they are multiplied, else 0."""
+        stored = self.scheme.payload
+        return 8 // stored.packed if stored.family == "micro" else 0
 
     @property
     def weight_bits(self) -> int:

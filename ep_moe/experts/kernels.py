@@ -134,8 +134,8 @@ class KernelExperts:
         if table is not None:
             tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         elif shape.decodes:
-            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits)
-            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width)
+            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits, row_bits=shape.row_bits)
+            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
         else:
             table = default_table(
                 shape.row_dtype,
@@ -147,18 +147,23 @@ class KernelExperts:
         if shape.device.type != "cuda":
             return tiles
         properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-        bits = 8 * shape.row_dtype.itemsize, shape.weight_bits
-        return fit_stages(tiles, properties["max_shared_mem"], *bits, gated=gated)
+        widths = shape.row_bits or 8 * shape.row_dtype.itemsize, shape.weight_bits
+        return fit_stages(tiles, properties["max_shared_mem"], *widths, gated=gated)
 
 
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
     """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
 
-    A step over decoded weights may have several whole groups.
+    A step over weights that are decoded together with their scales may have several whole groups.
     """
-    width = shape.scheme.weight.group_width
+    width, micro = shape.scheme.weight.group_width, shape.scheme.payload.family == "micro"
     for name, gemm in (("first", tiles.first), ("second", tiles.second)):
-        if width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
+        if micro and (gemm.block_k % width or gemm.block_n % width):
+            raise ValueError(
+                f"{source}block_n ({gemm.block_n}) and block_k ({gemm.block_k}) of the {name} GEMM are not multiples "
+                f"of the {width} columns that share a scale in scheme '{shape.scheme.name}'"
+            )
+        if not micro and width % gemm.block_k and not (shape.folds and gemm.block_k % width == 0):
             raise ValueError(
                 f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"

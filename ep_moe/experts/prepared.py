@@ -89,12 +89,13 @@ class PreparedCall:
         max_tiles = shape.max_tiles(tiles.block_m)
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
         inner = max_tiles * tiles.block_m, shape.intermediate
-        groups = 0 if between is Between.STATIC else scheme.activation.num_groups(shape.intermediate)
+        groups = between.num_scales(scheme, shape.intermediate)
+        micro = scheme.activation.family == "micro"  # of which the second GEMM reads the decoded values
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tile_expert": ((max_tiles,), torch.int32),
             "first_tile": ((num_experts,), torch.int32),
             "num_tiles": ((1,), torch.int32),
-            "inner": (inner, scheme.activation.dtype or shape.dtype),
+            "inner": (inner, torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype),
         }
         if between is Between.TENSOR:
             pieces["amax"] = (num_experts,), torch.int32
@@ -144,7 +145,7 @@ class PreparedCall:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
         there = {**tensors, **self.workspace.views(self.workspace.allocate())}
         for name, tensor in tensors.items():
-            if tensor.dtype == torch.float8_e8m0fnu:  # which Triton lacks
+            if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale":  # Triton has no e8m0
                 there[name] = as_bytes(tensor)
         for kernel, groups in self.launches:
             kernel(_replaced(groups, there.get))

@@ -13,7 +13,7 @@ from ep_moe.experts.launching import num_programs
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups
-from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel
+from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
 
 _LIST_BLOCK = 128  # entries of the tile list that one program writes
@@ -45,7 +45,8 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
     if between.fused:
         return Requantize(None, None)
     stored, intermediate, rows = shape.scheme.activation, shape.intermediate, max_tiles * block_m
-    width = stored.block[1] if stored.granularity == "group" else intermediate
+    whole_rows = stored.granularity != "group" or between is Between.NVFP4
+    width = intermediate if whole_rows else stored.block[1]
     block = triton.next_power_of_2(width)
     per_program = max(min(_ELEMENTS // block, block_m), 1)
     pieces = constants(RowGroups, BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
@@ -60,7 +61,10 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
             device=shape.device,
         )
 
-    options: dict[str, Any] = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
+    if between is Between.NVFP4:
+        options: dict[str, Any] = {"num_warps": 4 if block <= 4096 else 16, "GROUP": stored.block[1]}
+        return Requantize(None, prepare(_requantize_nvfp4_kernel, rows // per_program, **options))
+    options = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
     find_amax = None
     if between is Between.TENSOR:
         find_amax = prepare(_expert_amax_kernel, rows // per_program)

@@ -5,7 +5,9 @@ import dataclasses
 import torch
 
 from ep_moe.config import DTYPES, ActivationKind
-from ep_moe.quant import FP8_CAPABILITY, QuantScheme
+from ep_moe.quant import FP8_CAPABILITY, QuantScheme, TensorFormat
+
+Kind = tuple[str, torch.dtype | None, str]  # of a `TensorFormat`: family, dtype and granularity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,17 +16,14 @@ class Serves:
 
     Args:
         name: of the backend, in configs.
-        weights: (dtype of the stored weights, None for the model's own; granularity of their scales), if tokens have
-            the same dtype.
-        decoded: (family; dtype; granularity) of weights that are decoded to the model's dtype, which tokens have.
+        pairs: (tokens, weights), each as (family, dtype, granularity); dtype None is the model's own.
         activations: between the GEMMs.
         dtypes: of the model, and so of the output.
         capability, fp8_capability: of the first GPUs that it runs on, the second if values or scales are fp8.
     """
 
     name: str
-    weights: frozenset[tuple[torch.dtype | None, str]]
-    decoded: frozenset[tuple[str, torch.dtype, str]]
+    pairs: frozenset[tuple[Kind, Kind]]
     activations: frozenset[ActivationKind]
     dtypes: frozenset[torch.dtype]
     capability: tuple[int, int]
@@ -33,19 +32,15 @@ class Serves:
     def computes(self, scheme: QuantScheme) -> bool:
         """True if the backend has kernels for weights and tokens in `scheme`. Local.
 
-        They multiply values of one dtype and apply float32 scales, and requantize the intermediate as the payload; or
-        weights are decoded for tokens in the model's own dtype.
+        The intermediate is requantized as the payload, in its family "micro" also with a global scale for each row.
         """
         rows, weight = scheme.payload, scheme.weight
-        if rows != scheme.activation:
+        if dataclasses.replace(scheme.activation, global_scale=rows.global_scale) != rows:
             return False
-        if not rows.quantized and weight.dtype is not None:
-            return (weight.family, weight.dtype, weight.granularity) in self.decoded
-        return (
-            rows.dtype == weight.dtype
-            and (weight.dtype, weight.granularity) in self.weights
-            and {rows.family, weight.family} <= {"none", "scaled"}
-        )
+        if rows.granularity == "group" and rows.group_width != weight.group_width:
+            return False
+        unpacked = rows.quantized and weight.family == "integer" and weight.packed == 1  # 8 bits do not fit e4m3
+        return (_kind(rows), _kind(weight)) in self.pairs and not unpacked
 
     def check(
         self,
@@ -60,17 +55,17 @@ class Serves:
         Errors: ValueError for a scheme, an activation or a dtype, RuntimeError for a GPU that is too old. Local.
         """
         stored, other = scheme.weight, 'experts="torch" does'
-        if not self.computes(scheme):
-            raise ValueError(
-                f"'{self.name}' experts do not compute scheme '{scheme.name}' ({stored.dtype}, "
-                f"scales {stored.scale_dtype}); {other}"
-            )
         grouped = scheme.activation.granularity == "group"
-        if scheme.activation.quantized and (stored.granularity == "block") != grouped:
+        if scheme.activation.family == stored.family == "scaled" and (stored.granularity == "block") != grouped:
             raise ValueError(
                 f"scheme '{scheme.name}' scales weights per {stored.granularity} and activations per "
                 f"{scheme.activation.granularity}; '{self.name}' experts take blocks with groups, and neither without "
                 "the other"
+            )
+        if not self.computes(scheme):
+            raise ValueError(
+                f"'{self.name}' experts do not compute scheme '{scheme.name}' ({stored.dtype}, "
+                f"scales {stored.scale_dtype}); {other}"
             )
         if activation is not None and activation not in self.activations:
             raise ValueError(f"'{self.name}' experts do not compute activation '{activation.value}'; {other}")
@@ -88,22 +83,35 @@ class Serves:
                 )
 
 
+def _kind(stored: TensorFormat) -> Kind:
+    return stored.family, stored.dtype, stored.granularity
+
+
+def _triton_pairs() -> frozenset[tuple[Kind, Kind]]:
+    """Values of one dtype are multiplied as they are stored; weights of others are decoded to what tokens become."""
+    own: Kind = ("none", None, "none")
+    e4m3, int8, codes = torch.float8_e4m3fn, torch.int8, torch.uint8
+    pairs: list[tuple[Kind, Kind]] = [(own, own)]
+    for dtype in (e4m3, int8):
+        pairs += [
+            (("scaled", dtype, x), ("scaled", dtype, w)) for x in ("tensor", "token") for w in ("tensor", "channel")
+        ]
+        pairs.append((("scaled", dtype, "group"), ("scaled", dtype, "block")))
+    pairs += [(own, ("scaled", e4m3, per)) for per in ("tensor", "channel", "block")]
+    pairs += [(own, ("scaled", int8, per)) for per in ("channel", "group")]
+    pairs += [(own, ("integer", codes, per)) for per in ("channel", "group")]
+    pairs += [(("scaled", e4m3, "token"), ("integer", codes, per)) for per in ("channel", "group")]
+    pairs += [(own, ("micro", dtype, "group")) for dtype in (e4m3, codes)]
+    pairs += [(("micro", x, "group"), ("micro", w, "group")) for x, w in ((e4m3, e4m3), (e4m3, codes), (codes, codes))]
+    return frozenset(pairs)
+
+
 SERVES: dict[str, Serves] = {  # by name; "auto" takes the first that computes what it is asked for
     serves.name: serves
     for serves in (
         Serves(
             name="triton",
-            weights=frozenset(
-                [(None, "none"), *((torch.float8_e4m3fn, per) for per in ("tensor", "channel", "block"))]
-            ),
-            decoded=frozenset(
-                [
-                    *(("scaled", torch.float8_e4m3fn, per) for per in ("tensor", "channel", "block")),
-                    *(("scaled", torch.int8, per) for per in ("channel", "group")),
-                    *(("integer", torch.uint8, per) for per in ("channel", "group")),
-                    *(("micro", dtype, "group") for dtype in (torch.uint8, torch.float8_e4m3fn)),
-                ]
-            ),
+            pairs=_triton_pairs(),
             activations=frozenset(ActivationKind),
             dtypes=frozenset(DTYPES.values()),
             capability=(0, 0),

@@ -27,42 +27,60 @@ _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 _MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
 
 
-def _codes(shape: CallShape, gemm: GemmTiles) -> Codes:
+def _own_loop(shape: CallShape, scales: Scales) -> bool:
+    """True if `ep_moe.kernels.gemm.decoded` computes a GEMM: rows are not scaled, and weights are decoded."""
+    return shape.decodes and scales.X.value == "none"
+
+
+def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> Codes:
     """How the kernels decode weights of this shape."""
     stored = shape.scheme.weight
     kind = "none"
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
+    same_scales = scales.WEIGHT.value != "fold" or stored.scale_dtype == shape.row_dtype
+    pairs = {"uint4": same_scales and shape.row_dtype.itemsize == 2, "e2m1": shape.row_dtype == torch.bfloat16}
     return constants(
         Codes,
         KIND=kind,
         PACKED=stored.packed,
+        PAIRS=pairs.get(kind, False) and _own_loop(shape, scales) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
+        SHUFFLED=_own_loop(shape, scales) and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
         DIVIDE=stored.global_scale == "divisor",
     )
 
 
-def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, gemm: GemmTiles, aligned: bool) -> Scales:
-    """Where the kernels apply the scales; `aligned` as of `_prepare`."""
+def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: bool) -> Scales:
+    """Where the kernels of one of the GEMMs apply the scales."""
+    gemm, aligned = (tiles.second, True) if second else (tiles.first, shape.halves_aligned)
     rows, stored = shape.scheme.payload, shape.scheme.weight
     grouped = stored.granularity in ("group", "block")
     weight: str = stored.granularity
     if grouped:
         within = stored.group_width % gemm.block_k == 0
-        weight = "fold" if shape.decodes and not (within and tiles.block_m <= _MOST_SCALED_ROWS) else "block"
+        few = within and tiles.block_m <= _MOST_SCALED_ROWS and rows.family != "micro"
+        weight = "fold" if shape.folds and not few else "block"
+    if rows.family == "micro":
+        x = {Between.MXFP8: "none", Between.NVFP4: "row"}[between] if second else "fold"
+    else:
+        x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
     return constants(
         Scales,
-        X="none" if not rows.quantized else "group" if rows.granularity == "group" else "row",
+        X=x,
         WEIGHT=weight,
-        VECTOR=weight == "fold"
-        or stored.zero_point
-        or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
+        VECTOR=shape.decodes or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
         GROUP_N=stored.block[0] if grouped else 1,
         GROUP_K=stored.group_width or (_ONE_GROUP if stored.zero_point else 1),
         STATIC=between is Between.STATIC,
     )
+
+
+def _registers(gemm: GemmTiles) -> int:
+    """The most registers of a thread with which `programs_per_sm` programs share an SM's 65536."""
+    return min(65536 // (32 * gemm.num_warps * gemm.programs_per_sm) // 8 * 8, 255)
 
 
 def _prepare(
@@ -73,15 +91,15 @@ def _prepare(
     tiles: ExpertTiles,
     between: Between,
     *,
-    gemm: GemmTiles,
-    aligned: bool,
+    second: bool,
 ) -> RepeatedLaunch:
-    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights.
-
-    `aligned`: no block of weight scales begins within another half of the weights.
-    """
-    sums, columns = int(numbers[0]), int(numbers[1])
+    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights."""
+    gemm, sums, columns = tiles.second if second else tiles.first, int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
+    scales = _scales(shape, tiles, between, second=second)
+    options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
+    if _own_loop(shape, scales):
+        options["maxnreg"] = _registers(gemm)
     return RepeatedLaunch(
         kernel,
         num_programs(shape.device, gemm.programs_per_sm, most),
@@ -97,11 +115,11 @@ def _prepare(
                 EVEN_N=columns % gemm.block_n == 0,
                 EVEN_K=sums % gemm.block_k == 0,
             ),
-            "SCALES": _scales(shape, tiles, between, gemm=gemm, aligned=aligned),
-            "CODES": _codes(shape, gemm),
+            "SCALES": scales,
+            "CODES": _codes(shape, gemm, scales, few=tiles.block_m <= _MOST_SCALED_ROWS),
             "EPILOGUE": epilogue,
         },
-        options={"num_warps": gemm.num_warps, "num_stages": gemm.num_stages},
+        options=options,
         device=shape.device,
     )
 
@@ -141,8 +159,7 @@ class TritonGemms:
             shape,
             tiles,
             between,
-            gemm=tiles.first,
-            aligned=shape.halves_aligned,
+            second=False,
         )
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
@@ -156,7 +173,7 @@ class TritonGemms:
             shape.scheme.weight.row_values(shape.intermediate),
             shape.max_tiles(tiles.block_m) * tiles.block_m,
         )
-        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, gemm=tiles.second, aligned=True)
+        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, second=True)
 
 
 class TritonExperts(KernelExperts):

@@ -40,15 +40,17 @@ class ExpertTiles:
     group_m: int = 16
 
 
-def fit_steps(tiles: ExpertTiles, group_width: int) -> ExpertTiles:
-    """Reduce block_k until a step has whole groups of scales, or lies within one; widths are multiples of 16.
+def fit_steps(tiles: ExpertTiles, group_width: int, *, across: bool) -> ExpertTiles:
+    """Reduce block_k until a step lies within a group of scales, or if `across` has whole groups.
+
+    Widths are multiples of 16.
 
     Example: a block_k of 128 stays with groups of 32 or 256, is 64 with groups of 192 and 16 with groups of 48.
     Local.
     """
 
     def fitted(gemm: GemmTiles) -> GemmTiles:
-        if group_width == 0 or gemm.block_k % group_width == 0:
+        if group_width == 0 or (across and gemm.block_k % group_width == 0):
             return gemm
         return dataclasses.replace(gemm, block_k=min(gemm.block_k, group_width & -group_width))
 

@@ -11,6 +11,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 E4M3_MAX = tl.constexpr(448.0)  # with INT8_MAX and MIN_AMAX as LARGEST and MIN_AMAX of ep_moe.quant.scaled
 INT8_MAX = tl.constexpr(127.0)
 E2M1_MAX = tl.constexpr(6.0)
+E4M3_MAX_EXPONENT = tl.constexpr(8)  # of 448
 MIN_AMAX = tl.constexpr(1e-10)
 INT32_MIN, INT32_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
@@ -113,6 +114,13 @@ def e8m0_value(byte):
 
 
 @triton.jit
+def to_mxfp8(x, byte):
+    """x divided by the scale of its group, an e8m0 byte given as int32 that broadcasts against x, as e4m3; exact."""
+    reciprocal = tl.where(byte == 0xFF, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    return to_e4m3(x * reciprocal)
+
+
+@triton.jit
 def e4m3_group_scale(amax):
     """The scale of an NVFP4 group, rounded to e4m3: NaN if amax is not finite. Example: amax 6 gives 1."""
     scale = to_e4m3(tl.div_rn(amax, E2M1_MAX)).to(tl.uint8, bitcast=True)
@@ -179,6 +187,14 @@ def to_e2m1(x):
     normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - 252  # the exponent and a bit of the mantissa
     code = tl.minimum(tl.where(magnitude < 0x3F800000, small, normal), 7)
     return (code | ((bits >> 28) & 8)).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_value(code):
+    """The float32 that a code of e2m1 stands for: its bits moved to those of a number 2^126 times as small."""
+    bits = code.to(tl.uint32)
+    bits = ((bits & 8) << 28) | ((bits & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
 OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
-_END = "end"  # in place of a plan
 
 
 class Rows(Protocol):
@@ -39,10 +38,7 @@ class ServerEndedError(RuntimeError):
 def follow(group: EPGroup, rows: Rows) -> None:
     """Carry out rank 0's plans until it closes. Errors: those of the model; PeerLostError. Collective."""
     channel = PlanChannel(group)
-    while True:
-        plan = channel.receive()
-        if plan == _END:
-            return
+    while (plan := channel.receive()) is not None:
         channel.answer(rows.run(plan))
 
 
@@ -120,12 +116,14 @@ class Leader:
         try:
             while (plan := self._next()) is not None:
                 self._step(plan)
-            self._channel.send(_END)
+            self._channel.close()
         except Exception as failure:
-            error = self._group.explain(failure)
-            if error is failure:
-                raise
-            raise error from failure
+            lost = self._group.explain(failure)
+            if lost is not failure:
+                error = lost
+                raise lost from failure
+            error = ServerEndedError(f"rank {self._group.rank}: {type(failure).__name__}: {failure}")
+            raise
         finally:
             self._end(error)
 

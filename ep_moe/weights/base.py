@@ -88,14 +88,46 @@ class ExpertWeights(_Referable):
         """Biases and static scales, None for those that are not there."""
         return self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale
 
+    @property
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors that are there, by name. Example: "w13", "w13_scale", "w2", "w2_scale", "w13_bias"."""
+        named = {
+            name if part == "values" else f"{name}_{part}": tensor
+            for name, matrix in (("w13", self.w13), ("w2", self.w2))
+            for part, tensor in matrix.tensors.items()
+        }
+        names = ("w13_bias", "w2_bias", "w13_input_scale", "w2_input_scale")
+        optional = zip(names, self.optional, strict=True)
+        return named | {name: tensor for name, tensor in optional if tensor is not None} | self.per_expert.tensors
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that are there."""
-        yield from self.w13.tensors.values()
-        yield from self.w2.tensors.values()
-        for tensor in self.optional:
-            if tensor is not None:
-                yield tensor
-        yield from self.per_expert.tensors.values()
+        yield from self.named_tensors.values()
+
+    def refit(self, source: "ExpertWeights") -> None:
+        """Overwrite these weights with others of the same scheme and shapes, in place and without new buffers.
+
+        Layers that hold these weights compute with the new ones from then on, and so do captured CUDA graphs.
+
+        Args:
+            source: the same tensors with the same shapes and dtypes, on any device.
+        Errors: ValueError names the scheme, or the first tensor that differs; then nothing is copied.
+        Local, on the current stream; ordered like any other copy with calls of a layer on that stream.
+        """
+        if source.scheme != self.scheme:
+            raise ValueError(
+                f"weights in scheme '{self.scheme.name}' are refitted with weights in '{source.scheme.name}'"
+            )
+        mine, theirs = self.named_tensors, source.named_tensors
+        for name in (*mine, *(theirs.keys() - mine.keys())):
+            found, needed = (
+                None if name not in tensors else (tuple(tensors[name].shape), tensors[name].dtype)
+                for tensors in (theirs, mine)
+            )
+            if found != needed:
+                raise ValueError(f"{name} of the new weights is {found}, these have {needed}")
+        for name, tensor in mine.items():
+            tensor.copy_(theirs[name])
 
     @classmethod
     def from_pretrained(

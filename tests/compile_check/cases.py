@@ -69,6 +69,16 @@ DECODED: dict[str, Mapping[tuple[str, Rule], str]] = {
     "fp8_w8a16_block": WIDENED,
     "mxfp8_w8a16": {**FEW_SCALES, **WIDENED},
 }
+NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
+    "int8_token": {},
+    "int8_block": {},
+    "mxfp8": {**FEW_SCALES, **WIDENED},
+    "mxfp4_w4a8": {**FEW_SCALES, ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]},
+    "nvfp4": {**FEW_SCALES, **WIDENED},
+    "int4_w4a8": {},
+    "int4_w4a8_g128": {},
+    "int4_w4a8_g32_zp": FEW_SCALES,
+}
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
 
@@ -107,8 +117,8 @@ def _batch(
     """A batch of 1024 rows per expert, or in all; the launcher chooses tiles by `expected_rows`."""
     rows, groups = 1024, scheme.payload.num_groups(hidden)
     lead = experts if layout == "batched" else 1
-    x = _empty(lead, rows, hidden, dtype=scheme.payload.dtype or dtype)
-    scale = _empty(lead, groups, rows, dtype=torch.float32).transpose(1, 2) if groups else None
+    x = _empty(lead, rows, scheme.payload.row_values(hidden), dtype=scheme.payload.dtype or dtype)
+    scale = _empty(lead, groups, rows, dtype=scheme.payload.scale_dtype).transpose(1, 2) if groups else None
     one_int_each = {name: _empty(experts, dtype=torch.int32) for name in ("expert_row_start", "expert_num_tokens")}
     common: dict[str, Any] = {"scheme": scheme, "dtype": dtype, "expected_rows": expected_rows, **one_int_each}
     if layout == "batched":
@@ -183,6 +193,8 @@ def _expert_cases() -> list[Case]:
         _experts("float32, 8 rows", "none", dtype=torch.float32),
     ]
     for scheme, excuses in DECODED.items():
+        cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
+    for scheme, excuses in NARROW_TOKENS.items():
         cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
     cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):

@@ -81,6 +81,19 @@ DECODED = [
     ("nvfp4_w4a16", torch.bfloat16),
     ("nvfp4_w4a16_divisor", torch.float16),
 ]
+# tokens of 8 bits and below, other than fp8 with float32 scales for weights in fp8
+NARROW_TOKENS = [
+    ("int8_token", torch.bfloat16),
+    ("int8_block", torch.float16),
+    ("int8_block_32x48", torch.bfloat16),
+    ("int4_w4a8", torch.float32),
+    ("int4_w4a8_g48", torch.bfloat16),
+    ("int4_w4a8_g16_zp_f16", torch.float16),
+    ("mxfp8", torch.bfloat16),
+    ("mxfp4_w4a8", torch.float16),
+    ("nvfp4", torch.bfloat16),
+    ("nvfp4_divisor", torch.float32),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +118,7 @@ class Case:
         if layout is not Layout.FLAT:
             fill_with_nan(batch.x, ~used_rows(batch))
             if batch.scale is not None:
-                batch.scale[~used_rows(batch)] = math.nan
+                fill_with_nan(batch.scale, ~used_rows(batch))
         return dataclasses.replace(batch, expected_rows=expected_rows)
 
 
@@ -219,6 +232,15 @@ def test_weights_that_are_decoded(scheme: str, dtype: torch.dtype, expected_rows
     assert_equals_torch(case, GPT_OSS, case.batch(layout, expected_rows))
 
 
+@pytest.mark.parametrize("expected_rows", [5, 500])
+@pytest.mark.parametrize(("scheme", "dtype"), NARROW_TOKENS, ids=lambda name: str(name))
+def test_narrow_tokens(scheme: str, dtype: torch.dtype, expected_rows: int) -> None:
+    hidden, intermediate = (144, 48) if "48" in scheme else (HIDDEN, INTERMEDIATE)
+    case = make_case(scheme, dtype, GPT_OSS, hidden=hidden, intermediate=intermediate)
+    layout = {5: Layout.FLAT, 500: Layout.BATCHED}[expected_rows]
+    assert_equals_torch(case, GPT_OSS, case.batch(layout, expected_rows))
+
+
 @pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])
 def test_activations(activation: str, scheme: str) -> None:
@@ -251,7 +273,7 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gpt-oss"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "nvfp4_w4a16", "mxfp4_w4a16"])
 def test_up_before_gate(scheme: str, activation: str) -> None:
     own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
     case = with_own(make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]), *own)
@@ -330,7 +352,7 @@ def test_no_tokens(ids: list[list[int]], layout: Layout) -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block", "int8_token", "int4_w4a8", "mxfp8", "nvfp4"])
 def test_a_nan_stays_in_its_row(scheme: str) -> None:
     case = make_case(scheme, torch.bfloat16)
     clean, batch = case.batch(Layout.COMPACT), case.batch(Layout.COMPACT)
@@ -340,7 +362,7 @@ def test_a_nan_stays_in_its_row(scheme: str) -> None:
     if batch.scale is None:
         fill_with_nan(batch.x, mask)
     else:  # where `quantize` leaves it; the interpreter reads a NaN of e4m3 as 480
-        batch.scale[bad] = math.nan
+        fill_with_nan(batch.scale, mask)
     y, expected = (TritonExperts(SILU)(b, case.weights) for b in (batch, clean))
     used = used_rows(batch) & ~mask
     assert bool(y[bad].isnan().all())
@@ -381,11 +403,18 @@ def test_between_the_gemms() -> None:
         "fp8_block_32x48": Between.WIDE_GROUP,
         "fp8_block_256x256": Between.WIDE_GROUP,
         "fp8_block_ue8m0": Between.GROUP,
+        "int8_token": Between.TOKEN,
+        "int8_block": Between.GROUP,
+        "mxfp4_w4a8": Between.MXFP8,
+        "nvfp4_divisor": Between.NVFP4,
+        "int4_w4a8_g128": Between.TOKEN,
+        "nvfp4_w4a16": Between.ROUND,
     }
     assert {name: Between.of(get_scheme(name), 128, static=False) for name in named} == named
     assert Between.of(get_scheme("fp8_tensor"), 128, static=True) is Between.STATIC
     assert Between.of(get_scheme("fp8_block"), 64, static=False) is Between.WIDE_GROUP
-    assert [between for between in Between if between.fused] == [Between.ROUND, Between.GROUP, Between.STATIC]
+    fused = [Between.ROUND, Between.GROUP, Between.STATIC, Between.MXFP8]
+    assert [between for between in Between if between.fused] == fused
 
 
 def test_calls_of_one_shape_are_prepared_once() -> None:
@@ -542,6 +571,14 @@ def test_tiles_of_our_own_choice() -> None:
     crossing = dataclasses.replace(tiles, second=GemmTiles(block_n=32, block_k=64))
     with pytest.raises(ValueError, match=r"block_k \(64\) of the second GEMM does not divide the 32 columns"):
         TritonExperts(SILU, tiles=crossing)(case.batch(Layout.COMPACT), case.weights)
+
+
+@pytest.mark.parametrize(("scheme", "gemm"), [("mxfp8", {"block_n": 16}), ("mxfp4_w4a8", {"block_k": 16})])
+def test_tiles_that_cut_a_group_of_a_row(scheme: str, gemm: dict[str, int]) -> None:
+    case = make_case(scheme, torch.bfloat16)
+    tiles = ExpertTiles(block_m=16, first=GemmTiles(**gemm), second=GemmTiles())
+    with pytest.raises(ValueError, match=r"\(16\).* of the first GEMM are not multiples of the 32 columns"):
+        TritonExperts(SILU, tiles=tiles)(case.batch(Layout.COMPACT), case.weights)
 
 
 def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:

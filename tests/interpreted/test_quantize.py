@@ -11,10 +11,11 @@ from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
-from ep_moe.kernels.gemm.requantize import _requantize_kernel
+from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.layout import Compact
 from ep_moe.quant import (
     Quantized,
+    QuantScheme,
     dequantize,
     get_scheme,
     micro,
@@ -135,6 +136,33 @@ def test_requantize(intermediate: int, group: int, name: str) -> None:
     assert not bool(scale.t().cpu()[~used].any())
 
 
+@pytest.mark.parametrize("intermediate", [80, 256])
+def test_requantize_to_nvfp4(intermediate: int) -> None:
+    """Rows of any magnitude, of zeros and of ties, with NaN and infinity: bit for bit what the torch experts see."""
+    random, stored = generator(str(intermediate)), get_scheme("nvfp4").activation
+    x = torch.randn(32, intermediate, generator=random) * torch.logspace(-12, 9, 32)[:, None]
+    x[3], x[5, 7], x[6, 20] = 0, math.nan, -math.inf
+    x[8] = torch.randint(-64, 65, (intermediate,), generator=random) / 8 * 448 / 0.75
+    values, scale, global_scale = micro._quantize(x, stored, shared=(-1,))
+    expected = micro.dequantize_rows(values, scale, stored)
+    out = torch.zeros(32, intermediate, dtype=torch.bfloat16, device=DEVICE)
+    found = torch.zeros(1, 32, device=DEVICE)
+    num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
+    _requantize_nvfp4_kernel[(2,)](
+        Stored(x.to(DEVICE), None),
+        Stored(out, found),
+        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
+        TileList(*tiles, amax=None),
+        intermediate,
+        GROUP=16,
+        PIECES=constants(RowGroups, BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128),
+    )
+    torch.testing.assert_close(out[:31].cpu().float(), expected[:31], rtol=0, atol=0, equal_nan=True)
+    assert not bool(out[31].any())
+    assert global_scale is not None
+    assert_same_bits(found[0, :31], global_scale[:31, 0], "global scales")
+
+
 def test_experts_with_scales_that_are_powers_of_two() -> None:
     """Two experts in "fp8_block_ue8m0" against torch; scales that are no powers of two would make the error larger."""
     random, scheme, hidden = generator("ue8m0"), get_scheme("fp8_block_ue8m0"), 144
@@ -161,9 +189,13 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
     assert worst_row_error(other[used], expected[used]) > worst_row_error(actual[used], expected[used])
 
 
-@pytest.mark.parametrize("name", ["int8_token", "mxfp8", "nvfp4"])
-def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
-    scheme = get_scheme(name)
+@pytest.mark.parametrize(
+    ("tokens_of", "weights_of"),
+    [("nvfp4", "mxfp8"), ("int8_token", "int4_w4a16"), ("fp8_token", "int8_w8a16_zp"), ("mxfp8", "nvfp4")],
+)
+def test_formats_that_the_expert_kernels_refuse(tokens_of: str, weights_of: str) -> None:
+    rows, weight = get_scheme(tokens_of).payload, get_scheme(weights_of).weight
+    scheme = QuantScheme(name="mixed", payload=rows, activation=rows, weight=weight)
     tokens = quantize(torch.ones(4, 32), scheme)
     w13, w2 = (quantize_weight(torch.ones(1, rows, 32), scheme) for rows in (64, 32))
     one = torch.tensor([1], dtype=torch.int32)
@@ -178,5 +210,5 @@ def test_formats_that_the_expert_kernels_refuse(name: str) -> None:
         expected_rows=1,
     )
     weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme)
-    with pytest.raises(ValueError, match=rf"do not compute scheme '{name}' .*experts=\"torch\" does"):
+    with pytest.raises(ValueError, match=r"do not compute scheme 'mixed' .*experts=\"torch\" does"):
         TritonExperts(ActivationConfig())(batch, weights)

@@ -18,7 +18,7 @@ class Operands(NamedTuple):
     """The tensors that a GEMM reads."""
 
     x: Any  # rows, K each
-    x_scale: Any  # float32, of the rows; [L] if it is one for each expert
+    x_scale: Any  # of the rows, float32, or uint8 if x is decoded; [L] if it is one for each expert
     w: Any  # [L, W, V], V stored values of a row of K elements
     w_scale: Any
     w_zero: Any  # as w_scale: zero points of integers
@@ -79,7 +79,7 @@ class Scales(NamedTuple):
     "tensor" and "channel" multiply the sums over K, "block" the sums of each step over K, "fold" the decoded weights.
     """
 
-    X: tl.constexpr  # "none", "row" or "group": one for each row, or for each row and GROUP_K columns
+    X: tl.constexpr  # "none", "row" or "group": one for each row, or each GROUP_K columns of it; "fold": these, a byte
     WEIGHT: tl.constexpr  # "none", "tensor", "channel", "block" or "fold"
     VECTOR: tl.constexpr  # blocks of a tile differ by row of the weight
     GROUP_N: tl.constexpr  # rows of the weight in a block, and in one of zero points
@@ -92,8 +92,10 @@ class Codes(NamedTuple):
 
     KIND: tl.constexpr  # "none": multiplied as stored; "float8", "int8", "uint8", "uint4" or "e2m1"
     PACKED: tl.constexpr  # elements in a stored value, the first in its lowest bits
+    PAIRS: tl.constexpr  # two codes of a byte are decoded at once to 16 bits, by PTX that the interpreter lacks
     ZERO: tl.constexpr  # zero points are stored
     GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
+    SHUFFLED: tl.constexpr  # x and weights are multiplied in another order of columns
     DIVIDE: tl.constexpr  # by the global scale, if there is one
 
 
@@ -103,7 +105,7 @@ class Epilogue(NamedTuple):
     ACTIVATION: tl.constexpr  # `CallShape.activation_name`
     GATED: tl.constexpr  # the weights have a gate and an up half
     LIMITED: tl.constexpr  # the activation clamps its input
-    REQUANTIZE: tl.constexpr  # "none", "group" or "static"
+    REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
     POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
 
 

@@ -6,7 +6,19 @@ Letters: L local experts, I intermediate, Q row tiles of all experts, N columns 
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import absmax, quantize_to, round_to, scale_for
+from ep_moe.kernels.gemm.pairs import missing_factor
+from ep_moe.kernels.gemm.small_integers import UNIT
+from ep_moe.kernels.numerics import (
+    E4M3_MAX_EXPONENT,
+    absmax,
+    e4m3_value,
+    e8m0_byte,
+    e8m0_value,
+    quantize_to,
+    round_to,
+    scale_for,
+    to_mxfp8,
+)
 
 
 @triton.jit
@@ -24,6 +36,8 @@ def scale_sums(
     CODES,
 ):
     """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
+    if CODES.KIND == "uint4" and operands.x.dtype.element_ty == tl.float8e4nv:
+        acc *= UNIT
     if SCALES.X == "row":
         acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
     if SCALES.WEIGHT == "channel":
@@ -31,6 +45,8 @@ def scale_sums(
         acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     elif SCALES.WEIGHT == "tensor":
         acc *= tl.load(operands.w_scale + expert)
+    if SCALES.WEIGHT == "fold":
+        acc *= missing_factor(operands.w_scale.dtype.element_ty, CODES)
     if operands.w_global_scale is not None:
         global_scale = tl.load(operands.w_global_scale + expert)
         if CODES.DIVIDE:
@@ -63,8 +79,9 @@ def store_tile(
 ):
     """Round or requantize a tile [BLOCK_M, BLOCK_N] float32 and store it at these rows [BLOCK_M].
 
-    "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. A `row_mask` of None stores all rows: those
-    of the intermediate beyond the expert's tokens are never read.
+    "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. "mxfp8": the same in MXFP8, whose numbers
+    bfloat16 represents: they are stored so. A `row_mask` of None stores all rows: those of the intermediate beyond the
+    expert's tokens are never read.
     """
     DTYPE: tl.constexpr = out.data.dtype.element_ty
     mask = column_mask[None, :]
@@ -82,6 +99,11 @@ def store_tile(
             scale,
             mask=tl.broadcast_to((group < tl.cdiv(N, SCALES.GROUP_K))[None, :], [TILE.BLOCK_M, GROUPS]),
         )
+    elif EPILOGUE.REQUANTIZE == "mxfp8":
+        grouped = tl.reshape(sums, [TILE.BLOCK_M, TILE.BLOCK_N // SCALES.GROUP_K, SCALES.GROUP_K])
+        byte = e8m0_byte(absmax(grouped, 2), E4M3_MAX_EXPONENT)[:, :, None]
+        real = e4m3_value(to_mxfp8(grouped, byte)) * e8m0_value(byte)
+        values = round_to(tl.reshape(real, [TILE.BLOCK_M, TILE.BLOCK_N]), DTYPE)
     elif EPILOGUE.REQUANTIZE == "static":
         values = quantize_to(sums, tl.load(scalars.static_scale + expert), DTYPE)
     else:

@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.activation import activate
+from ep_moe.kernels.gemm.decoded import accumulate_decoded
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_tile
 from ep_moe.kernels.gemm.tile_list import find_tile
+from ep_moe.kernels.gemm.tokens import load_rows
 from ep_moe.kernels.gemm.weights import load_weight, scale_offsets
 from ep_moe.kernels.numerics import INTERPRET
 
 
 @triton.jit
-def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
+def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES):
     """Return acc plus the product of x [BLOCK_M, BLOCK_K] and w [BLOCK_N, BLOCK_K], times the scales of this block.
 
     acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products are promoted to float32 accumulators after each
@@ -31,7 +33,7 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
         x = x.to(tl.float32)
         w = w.to(tl.float32)
     FLOAT8: tl.constexpr = x.dtype == tl.float8e4nv
-    if FLOAT8 and TILE.BLOCK_K < 32:  # too narrow for fp8; float16 represents every e4m3 value
+    if (FLOAT8 or x.dtype == tl.int8) and TILE.BLOCK_K < 32:  # too narrow; float16 represents all these numbers
         x = x.to(tl.float16)
         w = w.to(tl.float16)
     if TILE.SWAP:
@@ -41,7 +43,7 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
         left = x
         right = tl.trans(w)
     if SCALES.WEIGHT == "block":
-        product = tl.dot(left, right, input_precision="ieee")
+        product = tl.dot(left, right, input_precision="ieee").to(tl.float32)  # from int32, if x is int8
         if SCALES.X != "group":
             if SCALES.VECTOR:
                 return acc + product * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
@@ -56,11 +58,13 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
             return acc + product * (x_scale * w_scale)[None, :]
         else:
             return acc + product * (x_scale * w_scale)[:, None]
+    elif FLOAT8 and CODES.KIND != "none":  # from registers, where a product is cut into steps of 32
+        return acc + tl.dot(left, right)
     elif FLOAT8:
         PROMOTE: tl.constexpr = 64 if TILE.BLOCK_K >= 64 else TILE.BLOCK_K
         return tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
     else:
-        return tl.dot(left, right, acc, input_precision="ieee")
+        return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit
@@ -82,32 +86,33 @@ def _accumulate(
     CODES,
 ):
     """Accumulate a tile over K. Returns two [BLOCK_M, BLOCK_N] float32: gate and up if PAIR, else the result twice."""
+    X_DTYPE: tl.constexpr = operands.x.dtype.element_ty
+    INTEGERS: tl.constexpr = tl.int8 == X_DTYPE and SCALES.WEIGHT != "block" and TILE.BLOCK_K >= 32
+    SUMS: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     if TILE.SWAP:
-        acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], tl.float32)
-        up_acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], tl.float32)
+        acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], SUMS)
+        up_acc = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_M], SUMS)
     else:
-        acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], tl.float32)
-        up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], tl.float32)
-    columns = tl.arange(0, TILE.BLOCK_K)[None, :]
-    x_ptrs += columns
+        acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
+        up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
+    x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     w_ptrs += tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
     for k in range(0, K, TILE.BLOCK_K):
-        if TILE.EVEN_K:
-            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < K - k), other=0.0)
+        x = load_rows(x_ptrs, row_mask, K - k, TILE, 1)
         if SCALES.X == "group":
             x_scale = tl.load(x_scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group, mask=row_mask, other=0.0)
         else:
             x_scale = 1.0
-        w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, x.dtype, TILE, SCALES, CODES)
-        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES)
+        w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, TILE, SCALES, CODES)
+        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES)
         if PAIR:
             up_ptrs = w_ptrs + up_offset
-            up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, x.dtype, TILE, SCALES, CODES)
-            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES)
+            up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, TILE, SCALES, CODES)
+            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES, CODES)
         x_ptrs += TILE.BLOCK_K
         w_ptrs += TILE.BLOCK_K // CODES.PACKED
+    acc = acc.to(tl.float32)
+    up_acc = up_acc.to(tl.float32)
     if TILE.SWAP:
         acc = tl.trans(acc)
         up_acc = tl.trans(up_acc)
@@ -146,23 +151,41 @@ def _compute_tile(
         up_offsets = w_offsets
         if EPILOGUE.GATED:
             up_offsets = scale_offsets(expert, first_column + N, columns + N, halves * N, K, SCALES)
-    gate, up = _accumulate(
-        operands,
-        x_ptrs,
-        x_scale_ptrs,
-        row_mask,
-        operands.w + (expert.to(tl.int64) * halves * N + columns[:, None]) * w_stride,
-        w_offsets,
-        N.to(tl.int64) * w_stride,
-        up_offsets,
-        column_mask,
-        K,
-        x_scale_stride_group,
-        EPILOGUE.GATED,
-        TILE,
-        SCALES,
-        CODES,
-    )
+    if CODES.KIND != "none" and (SCALES.X == "fold" or operands.x.dtype.element_ty != tl.float8e4nv):
+        gate, up = accumulate_decoded(
+            operands,
+            x_ptrs,
+            x_scale_ptrs,
+            x_scale_stride_group,
+            row_mask,
+            expert,
+            first_column,
+            K,
+            N,
+            w_stride,
+            EPILOGUE.GATED,
+            TILE,
+            SCALES,
+            CODES,
+        )
+    else:
+        gate, up = _accumulate(
+            operands,
+            x_ptrs,
+            x_scale_ptrs,
+            row_mask,
+            operands.w + (expert.to(tl.int64) * halves * N + columns[:, None]) * w_stride,
+            w_offsets,
+            N.to(tl.int64) * w_stride,
+            up_offsets,
+            column_mask,
+            K,
+            x_scale_stride_group,
+            EPILOGUE.GATED,
+            TILE,
+            SCALES,
+            CODES,
+        )
     if EPILOGUE.GATED:
         gate = scale_sums(
             gate,

@@ -8,7 +8,19 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
-from ep_moe.kernels.numerics import absmax, quantize_to, scale_for
+from ep_moe.kernels.numerics import (
+    E2M1_MAX,
+    E4M3_MAX,
+    MIN_AMAX,
+    absmax,
+    e2m1_value,
+    e4m3_group_scale,
+    e4m3_value,
+    quantize_e2m1,
+    quantize_to,
+    round_to,
+    scale_for,
+)
 
 
 @triton.jit
@@ -61,3 +73,33 @@ def _requantize_kernel(
                 scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
             tl.store(out.scale + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
             tl.store(out.data + offset + column[None, :], quantize_to(x, scale[:, None], DTYPE), mask=mask)
+
+
+@triton.jit
+def _requantize_nvfp4_kernel(
+    inner,  # Stored: [Q * BLOCK_M, I] float32
+    out,  # Stored: [Q * BLOCK_M, I] bfloat16, values times scales, which is exact, and [1, Q * BLOCK_M], global scales
+    rows,
+    tiles,
+    intermediate,
+    GROUP: tl.constexpr,  # columns that share a scale in e4m3
+    PIECES,  # RowGroups: BLOCK is I rounded up to a power of two
+):
+    """Round ROWS rows to NVFP4, each with a global scale by the rule of weights: `ep_moe.quant.micro.round_trip`."""
+    for piece in range(
+        tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
+    ):
+        _, row, row_mask = find_rows(piece, rows, tiles, PIECES)
+        column = tl.arange(0, PIECES.BLOCK)
+        offset = row.to(tl.int64)[:, None] * intermediate + column[None, :]
+        mask = row_mask[:, None] & (column < intermediate)[None, :]
+        x = tl.load(inner.data + offset, mask=mask, other=0.0)
+        grouped = tl.reshape(x, [PIECES.ROWS, PIECES.BLOCK // GROUP, GROUP])
+        amax = absmax(grouped, 2)
+        largest = tl.max(tl.where(amax < float("inf"), amax, 0.0), 1)
+        global_scale = tl.div_rn(tl.maximum(largest, MIN_AMAX), E2M1_MAX * E4M3_MAX)
+        scale = e4m3_value(e4m3_group_scale(tl.div_rn(amax, global_scale[:, None])))
+        codes = quantize_e2m1(grouped, (scale * global_scale[:, None])[:, :, None])
+        real = tl.reshape(e2m1_value(codes) * scale[:, :, None], [PIECES.ROWS, PIECES.BLOCK])
+        tl.store(out.data + offset, round_to(real, out.data.dtype.element_ty), mask=mask)
+        tl.store(out.scale + row, global_scale, mask=row_mask)

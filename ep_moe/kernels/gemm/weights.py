@@ -3,13 +3,14 @@
 Letters: L local experts, K columns that a GEMM reduces over, W rows of its weights, V stored values of a row, G scales
 of a row in a step over K.
 
-A format is a `KIND` of `Codes`: `_decode` turns its stored values into real numbers.
+A format is a `KIND` of `Codes`: `decode` turns its stored values into real numbers.
 """
 
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.numerics import round_to
+from ep_moe.kernels.gemm.small_integers import decode_small_integers
+from ep_moe.kernels.numerics import e2m1_value, e4m3_value, round_to
 
 _ROUNDER_BITS = tl.constexpr(0x4B000000)  # of 2^23 in float32: an integer in its low bits is added to it
 _ROUNDER = tl.constexpr(2.0**23)
@@ -27,12 +28,14 @@ def scale_offsets(expert, first_column, columns, width, K, SCALES):
 
 
 @triton.jit
-def _scale_values(scale):
+def scale_values(scale):
     """Scales of any dtype as float32; bytes are powers of two (e8m0): b means 2^(b - 127), 255 NaN."""
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.uint32) << 23
         bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, bits))
         return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+    if scale.dtype == tl.float8e4nv:
+        return e4m3_value(scale)
     return scale.to(tl.float32)
 
 
@@ -54,14 +57,6 @@ def _integers(codes, zero):
 
 
 @triton.jit
-def _e2m1(codes):
-    """Codes of 4 bits as float32: their bits moved to where float32 has them, times 2^126."""
-    bits = codes.to(tl.uint32)
-    bits = ((bits & 8) << 28) | ((bits & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
 def _finish(values, scale, dtype: tl.constexpr, SCALES):
     """Apply the scales, if they multiply the weights, and round."""
     if SCALES.WEIGHT == "fold":
@@ -70,7 +65,7 @@ def _finish(values, scale, dtype: tl.constexpr, SCALES):
 
 
 @triton.jit
-def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
+def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     """Turn stored values [BLOCK_N, BLOCK_K / PACKED] into weights [BLOCK_N, BLOCK_K] of `dtype`.
 
     Args:
@@ -79,7 +74,7 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     """
     width: tl.constexpr = stored.shape[1]
     if SCALES.WEIGHT == "fold":
-        scale = _spread(_scale_values(scale), width, CODES.GROUPS)
+        scale = _spread(scale_values(scale), width, CODES.GROUPS)
     if CODES.ZERO:
         zero = _spread(zero.to(tl.float32), width, CODES.GROUPS)
     else:
@@ -97,14 +92,14 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
             high = _integers(stored >> 4, zero)
         else:
             tl.static_assert(CODES.KIND == "e2m1", "unknown kind of codes")
-            low = _e2m1(stored & 15)
-            high = _e2m1(stored >> 4)
+            low = e2m1_value(stored & 15)
+            high = e2m1_value(stored >> 4)
         pair = tl.join(_finish(low, scale, dtype, SCALES), _finish(high, scale, dtype, SCALES))
         return tl.reshape(pair, [stored.shape[0], 2 * width])
 
 
 @triton.jit
-def _load_stored(ptrs, column_mask, places_left, TILE, CODES):
+def load_stored(ptrs, column_mask, places_left, TILE, CODES):
     """Load [BLOCK_N, BLOCK_K / PACKED] stored values, zeros out of bounds."""
     places = tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
     if TILE.EVEN_N and TILE.EVEN_K:
@@ -126,29 +121,26 @@ def _load_groups(ptr, offsets, k, K, column_mask, SCALES, CODES):
 
 
 @triton.jit
-def load_weight(ptrs, operands, offsets, column_mask, k, K, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Load, and decode, the weights of a step over K that begins at k.
+def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES):
+    """Load the weights of a step over K that begins at k; decode them to e4m3 if they are integers of 4 bits.
 
     Args:
         ptrs: [BLOCK_N, BLOCK_K / PACKED], of the step's stored values. offsets: as `scale_offsets` returns them.
-        dtype: of the rows of x.
-    Returns: [BLOCK_N, BLOCK_K] as stored, or in `dtype` if they are decoded; and the scales of the sums of this step,
+    Returns: [BLOCK_N, BLOCK_K] as stored, or in e4m3 times 2^-9; and the scales of the sums of this step,
     if SCALES.WEIGHT is "block": [BLOCK_N] if VECTOR, else a scalar.
     """
-    w = _load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
+    w = load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
     w_scale = 1.0
     if SCALES.WEIGHT == "block":
         if SCALES.VECTOR:
             w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K, mask=column_mask, other=0.0)
         else:
             w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K)
-        w_scale = _scale_values(w_scale)
+        w_scale = scale_values(w_scale)
     if CODES.KIND != "none":
-        groups = 1.0
-        zero = 1.0
-        if SCALES.WEIGHT == "fold":
-            groups = _load_groups(operands.w_scale, offsets, k, K, column_mask, SCALES, CODES)
+        zero = 8
         if CODES.ZERO:
             zero = _load_groups(operands.w_zero, offsets, k, K, column_mask, SCALES, CODES)
-        w = _decode(w, groups, zero, dtype, SCALES, CODES)
+            zero = _spread(zero, TILE.BLOCK_K // CODES.PACKED, CODES.GROUPS)
+        w = decode_small_integers(w, zero, CODES.ZERO)
     return w, w_scale

@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.numerics import (
+    E4M3_MAX_EXPONENT,
     absmax,
     e4m3_group_scale,
     e4m3_value,
     e8m0_byte,
-    e8m0_value,
     pack_nibbles,
     quantize_e2m1,
     quantize_to,
     scale_for,
-    to_e4m3,
+    to_mxfp8,
 )
 
 
@@ -104,8 +104,8 @@ def _quantize_micro_rows_kernel(
         column = piece * (TILE.COLUMNS // 2) + tl.arange(0, TILE.COLUMNS // 2)
         width = TILE.H // 2
     else:
-        scale = e8m0_byte(amax, 8)
-        values = tl.reshape(to_e4m3(grouped * e8m0_value(254 - scale)[:, :, None]), [TILE.TOKENS, TILE.COLUMNS])
+        scale = e8m0_byte(amax, E4M3_MAX_EXPONENT)
+        values = tl.reshape(to_mxfp8(grouped, scale[:, :, None]), [TILE.TOKENS, TILE.COLUMNS])
         width = TILE.H
     values_ptrs = values_ptr + (token * width)[:, None] + column[None, :]
     tl.store(values_ptrs, values, mask=is_token & (column < width)[None, :])

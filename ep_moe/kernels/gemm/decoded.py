@@ -1,0 +1,240 @@
+"""The sums of a tile whose weights are stored narrower than the rows of x, and decoded in registers.
+
+Letters: K columns that a GEMM reduces over, N columns of its result, W rows of its weights, V stored values of a row, G
+scales of a row in a step over K, R rows of weights in a tile: 2 * BLOCK_N if they are of a gate and an up half.
+
+With SWAP decoded weights stay in registers: they are the left operand of the tensor core's product. Its fragments give
+a thread two neighbors in a row, and two more eight columns further: single bytes, which it would read from shared
+memory one by one, and from the same banks as its neighbors. If SHUFFLED, K is summed in another order, in which a
+thread's weights are 16 neighboring bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.gemm.pairs import decode_pairs, scale_pairs, zero_pairs
+from ep_moe.kernels.gemm.tokens import decode_rows, load_byte_scales, load_rows
+from ep_moe.kernels.gemm.weights import decode, load_stored, scale_offsets, scale_values
+from ep_moe.kernels.numerics import INTERPRET
+
+
+@triton.jit
+def _x_columns(TILE, CODES):
+    """The columns of x in the order in which a step sums them, [1, BLOCK_K].
+
+    Example of 64 weights of 8 bits, SHUFFLED: 0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, ...
+    """
+    columns = tl.arange(0, TILE.BLOCK_K)
+    if CODES.SHUFFLED:
+        size: tl.constexpr = 64 * CODES.PACKED
+        place = columns % size
+        shuffled = place // 2 % 4 * (size // 4) + place // 8 * 2 + place % 2
+        columns = tl.max_contiguous(tl.multiple_of(columns - place + shuffled, 2), 2)
+    return columns[None, :]
+
+
+@triton.jit
+def _order(w, TILE, CODES):
+    """Order decoded weights, or rows of x, [., BLOCK_K] as `_x_columns` orders their columns."""
+    if CODES.SHUFFLED:
+        rows: tl.constexpr = w.shape[0]
+        size: tl.constexpr = 64 * CODES.PACKED
+        blocks = tl.reshape(w, [rows, TILE.BLOCK_K // size, 4, size // 8, 2])
+        w = tl.reshape(tl.permute(blocks, 0, 1, 3, 2, 4), [rows, TILE.BLOCK_K])
+    return w
+
+
+@triton.jit
+def _load_group(ptr, offsets, k, K, row_mask, SCALES, CODES):
+    """Load scales, or zero points, for the weights of the step over K that begins at k: [R, G]; zeros out of bounds."""
+    group = k // SCALES.GROUP_K
+    groups_k = tl.cdiv(K, SCALES.GROUP_K)
+    if CODES.GROUPS == 1:  # one for each row: as a column it would fix the layout of the weights
+        return tl.load(ptr + offsets + group, mask=row_mask & (group < groups_k), other=0.0)[:, None]
+    else:
+        groups = group + tl.arange(0, CODES.GROUPS)[None, :]
+        mask = row_mask[:, None] & (groups < groups_k)
+        return tl.load(ptr + offsets[:, None] + groups, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_groups(operands, offsets, k, K, row_mask, dtype: tl.constexpr, SCALES, CODES):
+    """Load what decodes the weights of a step: scales, if "fold", and zero points, if ZERO.
+
+    Returns: [R, G] each, prepared for `_decode`; each in place of the other if that is not needed, or 1.0.
+    """
+    if SCALES.WEIGHT == "fold":
+        scale = _load_group(operands.w_scale, offsets, k, K, row_mask, SCALES, CODES)
+        if CODES.PAIRS:
+            scale = scale_pairs(scale, scale_values(scale), CODES)
+    if CODES.ZERO:
+        zero = _load_group(operands.w_zero, offsets, k, K, row_mask, SCALES, CODES)
+        if CODES.PAIRS:
+            zero = zero_pairs(zero, dtype)
+    if SCALES.WEIGHT == "fold" and CODES.ZERO:
+        return scale, zero
+    elif SCALES.WEIGHT == "fold":
+        return scale, scale
+    elif CODES.ZERO:
+        return zero, zero
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Repeat each of [R, GROUPS] for its neighbors in a row: [R, WIDTH], or [R, 1] for one."""
+    if GROUPS == 1:
+        return groups
+    else:
+        rows: tl.constexpr = groups.shape[0]
+        return tl.reshape(tl.broadcast_to(groups[:, :, None], [rows, GROUPS, WIDTH // GROUPS]), [rows, WIDTH])
+
+
+@triton.jit
+def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
+    """Weights [R, BLOCK_K] in `dtype`, in the order of `_x_columns`."""
+    if CODES.PAIRS:
+        width: tl.constexpr = TILE.BLOCK_K // 2
+        if SCALES.WEIGHT == "fold":
+            scale = _spread(scale, width, CODES.GROUPS)
+        if CODES.ZERO:
+            zero = _spread(zero, width, CODES.GROUPS)
+        else:
+            zero = zero_pairs(tl.full([1, 1], 8, tl.int32), dtype)
+        low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
+        return _order(tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K]), TILE, CODES)
+    else:
+        return _order(decode(stored, scale, zero, dtype, SCALES, CODES), TILE, CODES)
+
+
+@triton.jit
+def _add_product(acc, x, w, TILE):
+    """acc plus the product of x [BLOCK_M, BLOCK_K] and w [R, BLOCK_K]: [BLOCK_M, R], or its transpose with SWAP."""
+    if INTERPRET and x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    if TILE.SWAP:
+        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+
+
+@triton.jit
+def _accumulate(
+    operands,
+    x_ptrs,
+    x_scale_ptrs,
+    x_scale_stride_group,
+    row_mask,
+    w_ptrs,
+    offsets,
+    column_mask,
+    K,
+    ROWS: tl.constexpr,
+    TILE,
+    SCALES,
+    CODES,
+):
+    """Sum over K: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
+    STORED_X: tl.constexpr = SCALES.X == "fold"
+    X_PACKED: tl.constexpr = 2 if STORED_X and operands.x.dtype.element_ty == tl.uint8 else 1
+    dtype: tl.constexpr = tl.bfloat16 if STORED_X else operands.x.dtype.element_ty
+    # read early, a step's groups are there when it begins: they are too small for asynchronous copies
+    EARLY: tl.constexpr = not CODES.SHUFFLED and (SCALES.WEIGHT == "fold" or CODES.ZERO)
+    if TILE.SWAP:
+        acc = tl.zeros([ROWS, TILE.BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
+    columns = _x_columns(TILE, CODES)
+    if STORED_X:
+        x_ptrs += tl.arange(0, TILE.BLOCK_K // X_PACKED)[None, :]
+        x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, 0, K, TILE, SCALES)
+    else:
+        x_ptrs += columns
+    w_ptrs += tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
+    if EARLY:
+        groups = _load_groups(operands, offsets, 0, K, column_mask, dtype, SCALES, CODES)
+    for k in range(0, K, TILE.BLOCK_K):
+        if STORED_X:  # their scales are read a step early, too
+            rows = load_rows(x_ptrs, row_mask, (K - k) // X_PACKED, TILE, X_PACKED)
+            x = _order(decode_rows(rows, x_scale, TILE, SCALES), TILE, CODES)
+            x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, k + TILE.BLOCK_K, K, TILE, SCALES)
+        elif TILE.EVEN_K:
+            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < K - k), other=0.0)
+        stored = load_stored(w_ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
+        if EARLY:
+            scale, zero = groups
+            groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
+        else:
+            scale, zero = _load_groups(operands, offsets, k, K, column_mask, dtype, SCALES, CODES)
+        w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
+        if SCALES.WEIGHT == "block":
+            step = _add_product(tl.zeros_like(acc), x, w, TILE)
+            scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
+            w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask, other=0.0))
+            acc += step * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
+        else:
+            acc = _add_product(acc, x, w, TILE)
+        x_ptrs += TILE.BLOCK_K // X_PACKED
+        w_ptrs += TILE.BLOCK_K // CODES.PACKED
+    return acc
+
+
+@triton.jit
+def accumulate_decoded(
+    operands,  # Operands; groups of x are not scaled, or its scales are of one byte
+    x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
+    x_scale_ptrs,  # [BLOCK_M]
+    x_scale_stride_group,
+    row_mask,  # [BLOCK_M]
+    expert,
+    first_column,
+    K,
+    N,
+    w_stride,  # V
+    GATED: tl.constexpr,
+    TILE,
+    SCALES,
+    CODES,
+):
+    """The sums over K of a tile, [BLOCK_M, BLOCK_N] float32: of the gate and the up half if GATED, else twice.
+
+    Eight rows of the gate half and eight of the up half take turns in one product: in its result a thread has both of
+    a pair, and every warp of a large tile decodes its own rows.
+    """
+    halves = 2 if GATED else 1
+    ROWS: tl.constexpr = TILE.BLOCK_N * (2 if GATED else 1)
+    row = tl.arange(0, ROWS)
+    if GATED:
+        columns = first_column + row // 16 * 8 + row % 8
+        row = columns + row // 8 % 2 * N
+    else:
+        columns = first_column + row
+        row = columns
+    offsets = scale_offsets(expert, first_column, row, halves * N, K, SCALES)
+    acc = _accumulate(
+        operands,
+        x_ptrs,
+        x_scale_ptrs,
+        x_scale_stride_group,
+        row_mask,
+        operands.w + (expert.to(tl.int64) * halves * N + row[:, None]) * w_stride,
+        offsets,
+        columns < N,
+        K,
+        ROWS,
+        TILE,
+        SCALES,
+        CODES,
+    )
+    if TILE.SWAP:
+        acc = tl.trans(acc)
+    if GATED:
+        turns = tl.reshape(acc, [TILE.BLOCK_M, TILE.BLOCK_N // 8, 2, 8])
+        pairs = tl.reshape(tl.permute(turns, 0, 1, 3, 2), [TILE.BLOCK_M, TILE.BLOCK_N, 2])
+        return tl.split(pairs)
+    else:
+        return acc, acc
