@@ -27,6 +27,7 @@ ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"))
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
 TIMEOUT_SECS = 300
+SHOWN_CHARS = 30_000  # of the output of a rank that failed
 
 
 class Unavailable(Exception):
@@ -132,7 +133,8 @@ def run(name: str, version: str, cache: Path, work: Path, cases: list[str]) -> b
         print("\n".join(f"{name} {version}, {line}" for line in lines))
         if code != 0 or "all cases passed" not in text:
             passed = False
-            print(f"{name} {version}, rank {rank} of {world} FAILED (exit code {code}):\n{text[-6000:]}")
+            shown = "\n".join(line for line in text.splitlines() if "Loading" not in line and "WARNING" not in line)
+            print(f"{name} {version}, rank {rank} of {world} FAILED (exit code {code}):\n{shown[-SHOWN_CHARS:]}")
     return passed
 
 

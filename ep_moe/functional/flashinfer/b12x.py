@@ -140,13 +140,19 @@ def _matrix(values: torch.Tensor, scale: torch.Tensor, name: str, shape: tuple[i
     return matrix
 
 
+@functools.cache
+def _activation_of(name: str) -> ActivationConfig:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation ({name!r}) is not one of {', '.join(_ACTIVATIONS)}")
+    return ActivationConfig(kind=_ACTIVATIONS[name])
+
+
 def _prepare(call: B12xCall) -> tuple[Any, ...]:
     """Check everything; the arguments of `local_moe`."""
     num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
-    if call.activation not in _ACTIVATIONS:
-        raise ValueError(f"activation ({call.activation!r}) is not one of {', '.join(_ACTIVATIONS)}")
     if not 1 <= num_local <= call.num_experts:
         raise ValueError(f"num_local_experts ({num_local}) is not in [1, num_experts ({call.num_experts})]")
+    activation = _activation_of(call.activation)
     names = _SCHEMES.get((call.quant_mode, call.source_format))
     if names is None:
         known = "; ".join(f"{mode} with {source}" for mode, source in _SCHEMES)
@@ -155,7 +161,6 @@ def _prepare(call: B12xCall) -> tuple[Any, ...]:
     check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
     check_like(call.token_selected_experts, "token_selected_experts", (num_tokens, call.top_k), _IDS)
     check_like(call.token_final_scales, "token_final_scales", (num_tokens, call.top_k), _WEIGHTS)
-    activation = ActivationConfig(kind=_ACTIVATIONS[call.activation])
     scheme = served_scheme(names, call.x.device)
     experts = experts_for(activation, scheme, call.x.device)
     routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())

@@ -86,10 +86,8 @@ class Fp4Call(NamedTuple):
     @property
     def activation(self) -> ActivationConfig:
         """What lies between the GEMMs. Errors: ValueError for another number."""
-        if self.activation_type not in _ACTIVATIONS:
-            known = ", ".join(f"{number} ({kind.value})" for number, kind in _ACTIVATIONS.items())
-            raise ValueError(f"activation_type ({self.activation_type}) is not one of {known}")
-        return ActivationConfig(kind=_ACTIVATIONS[self.activation_type])
+        plain = self.gemm1_alpha is None and self.gemm1_beta is None and self.gemm1_clamp_limit is None
+        return _activation_of(self.activation_type, plain)
 
     @property
     def local(self) -> slice:
@@ -203,6 +201,16 @@ def trtllm_fp4_block_scale_moe(
     else:
         _fp4_moe(*call)
     return [output]
+
+
+@functools.lru_cache(maxsize=64)
+def _activation_of(number: int, plain: bool) -> ActivationConfig:
+    """The activation of this number; `plain` if it has no alpha, beta and limit."""
+    if number not in _ACTIVATIONS:
+        known = ", ".join(f"{number} ({kind.value})" for number, kind in _ACTIVATIONS.items())
+        raise ValueError(f"activation_type ({number}) is not one of {known}")
+    kind = _ACTIVATIONS[number]
+    return ActivationConfig(kind=ActivationKind.SILU if plain and kind is ActivationKind.SWIGLU else kind)
 
 
 @functools.lru_cache(maxsize=64)
@@ -373,10 +381,7 @@ def _prepare(call: Fp4Call) -> _Prepared:
             f"local experts [{call.local.start}, {call.local.stop}), by local_expert_offset and local_num_experts, are "
             f"not in [0, num_experts ({call.num_experts}))"
         )
-    if activation.kind is ActivationKind.SWIGLU:
-        if call.gemm1_alpha is None and call.gemm1_beta is None and call.gemm1_clamp_limit is None:
-            activation = ActivationConfig(kind=ActivationKind.SILU)
-    else:
+    if activation.kind not in (ActivationKind.SILU, ActivationKind.SWIGLU):
         for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} is given, it belongs to activation_type 3, not to {call.activation_type}")
