@@ -25,10 +25,10 @@ from ep_moe.engines.transformers.decoding.passes import pass_shape
 from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
-from ep_moe.serving.core import Leader
+from ep_moe.serving.core import Leader, ServerEndedError
 from ep_moe.serving.http import Service, create_app
 from ep_moe.serving.metrics import Metrics
-from ep_moe.serving.scheduler import BadRequestError, Generation, QueueFullError, Scheduler
+from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
 
 
@@ -231,6 +231,22 @@ def test_a_rank_that_dies_while_nobody_asks_is_named(tmp_path: Path) -> None:
         launch(lead, "die", tmp_path, num_ranks=2, config=GroupConfig(timeout_secs=20), device="cpu")
     assert time.monotonic() - start < 15
     assert (tmp_path / "named").exists()
+
+
+def test_an_error_of_the_model_reaches_everyone() -> None:
+    class BrokenRows(FakeRows):
+        def run(self, plan: RowsPlan) -> list[list[int]]:
+            raise MemoryError("no room for 3 GB")
+
+    limits = dataclasses.replace(LIMITS, num_ranks=1)
+    leader = Leader(EPGroup.single("cpu"), BrokenRows(limits, 0), limits)
+    found: list[Progress] = []
+    leader.submit(Generation(prompt=(1,)), found.append)
+    with pytest.raises(MemoryError):
+        leader.run()
+    assert [str(progress.error) for progress in found] == ["rank 0: MemoryError: no room for 3 GB"]
+    with pytest.raises(ServerEndedError, match="rank 0: MemoryError: no room for 3 GB"):
+        leader.submit(Generation(prompt=(1,)), found.append)
 
 
 # HTTP.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ep_moe.engines.transformers.decoding.rows import RowsPlan
-from ep_moe.group import EPGroup
+from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.serving.channel import PlanChannel
 from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
@@ -118,12 +118,13 @@ class Leader:
                 self._step(plan)
             self._channel.close()
         except Exception as failure:
-            lost = self._group.explain(failure)
-            if lost is not failure:
-                error = lost
-                raise lost from failure
-            error = ServerEndedError(f"rank {self._group.rank}: {type(failure).__name__}: {failure}")
-            raise
+            cause = self._group.explain(failure)
+            error = cause
+            if not isinstance(cause, PeerLostError):
+                error = ServerEndedError(f"rank {self._group.rank}: {type(failure).__name__}: {failure}")
+            if cause is failure:
+                raise
+            raise cause from failure
         finally:
             self._end(error)
 
