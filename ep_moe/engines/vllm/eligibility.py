@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Any
 
+import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ep_moe.config import ALIGNMENT, DTYPES, ActivationConfig
 from ep_moe.engines.vllm.parameters import LoadedFormat, activation_of, format_of
+from ep_moe.experts import SERVES
 from ep_moe.quant import QuantScheme
 
 _OWN_PATH = ("forward_modular", "get_expert_weights")  # methods whose override means another computation
@@ -69,6 +71,21 @@ def kind_of_layer(layer: Any, method: Any, moe: Any) -> LayerKind:
         beta=getattr(layer, "swiglu_beta", None),
         limit=getattr(layer, "swiglu_limit", None),
     )
+    _check_device(loaded.scheme, activation, moe.in_dtype)
     if activation.kind.gated != moe.is_act_and_mul:
         raise ValueError(f"activation '{moe.activation.value}' does not fit is_act_and_mul ({moe.is_act_and_mul})")
     return LayerKind(loaded=loaded, activation=activation, interleaved=interleaved)
+
+
+def _check_device(scheme: QuantScheme, activation: ActivationConfig, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a backend of kernels computes this on the GPU that the model is made on; CPUs do all."""
+    device = torch.empty(0).device
+    if device.type != "cuda":
+        return
+    backend = next((serves for serves in SERVES.values() if serves.computes(scheme)), None)
+    if backend is None:
+        raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
+    try:
+        backend.check(scheme, activation=activation.kind, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
