@@ -8,7 +8,7 @@ Letters: T tokens, H hidden, L local experts, N and K rows and columns of a weig
 
 import torch
 
-from ep_moe.functional.serving import check_like, served_scheme
+from ep_moe.functional.common import check_like, served_scheme
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, dequantize, get_scheme
 
 NVFP4, MXFP4, MXFP8 = "nvfp4", "mxfp4", "mxfp8"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe.experts import create_experts
-from ep_moe.functional import serving
+from ep_moe.functional import common
 from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang import outplace_fused_experts
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
@@ -22,13 +22,13 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def switch() -> None:
         monkeypatch.setattr(
-            serving, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
+            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
-        serving._experts_for.cache_clear()
+        common._experts_for.cache_clear()
 
-    serving._experts_for.cache_clear()
+    common._experts_for.cache_clear()
     yield switch
-    serving._experts_for.cache_clear()
+    common._experts_for.cache_clear()
 
 
 def on_device(given: dict[str, Any]) -> dict[str, Any]:

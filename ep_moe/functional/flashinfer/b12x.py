@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
+from ep_moe.functional.common import check_like, experts_for, kept_weights, served_scheme
 from ep_moe.functional.fp4 import NVFP4, stored_weight
-from ep_moe.functional.serving import check_like, experts_for, kept_weights, served_scheme
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import QuantScheme, StoredMatrix
 from ep_moe.routing import Routing

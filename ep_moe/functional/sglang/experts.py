@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
-from ep_moe.functional.serving import check_like, experts_for, kept_weights
+from ep_moe.functional.common import check_like, experts_for, kept_weights
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme, quantize, unpack_nibbles
 from ep_moe.routing import Routing, apply_weights_to_input
