@@ -22,6 +22,7 @@ from ep_moe.bench.presets import MODEL_PRESETS
 from ep_moe.bench.random_model import experts_of, fill_with_random_numbers
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
+from ep_moe.engines.transformers.decoding import decoder_of
 from ep_moe.engines.transformers.experts import find_experts
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
@@ -101,7 +102,7 @@ class _ModelBench:
                 "seed": config.seed,
                 "nodes": harness.num_nodes(group),
                 **field_values(config, "hook", "repeats"),
-                "graph": session.decoder is not None,
+                "graph": decoder_of(systems[OURS].model, self._config.decode_graphs) is not None,
             },
             check=lambda: self._check(systems),
             time=lambda name: (
