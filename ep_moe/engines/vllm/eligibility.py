@@ -13,7 +13,8 @@ from ep_moe.engines.vllm.parameters import LoadedFormat, activation_of, format_o
 from ep_moe.experts import SERVES
 from ep_moe.quant import QuantScheme
 
-_OWN_PATH = ("forward_modular", "get_expert_weights")  # methods whose override means another computation
+# methods whose override means another computation, or other numbers of experts
+_OWN_PATH = ("forward_modular", "get_expert_weights", "_map_global_expert_id_to_local_expert_id")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
