@@ -42,7 +42,7 @@ def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> C
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
-        SHUFFLED=kind != "none" and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
+        SHUFFLED=kind != "none" and shape.folds and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
         DIVIDE=stored.global_scale == "divisor",
     )
 
