@@ -1,4 +1,5 @@
-"""The command line: ep-moe run | generate | eval | quantize | bench layer | transport | model | experts | report.
+"""The command line: ep-moe run | generate | eval | serve | quantize, and ep-moe bench layer | transport | model |
+experts | report.
 
 Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
 the ranks import transformers, which takes seconds.
@@ -27,16 +28,17 @@ from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.options import config_of, options_of
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
+from ep_moe.app.serve import ServeConfig, serve
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
-from ep_moe.bench.records import Record, RowsFile, append_records, check_writable, flatten, now
-from ep_moe.bench.report import make_report
-from ep_moe.bench.tables import show_rows
 from ep_moe.config import EngineConfig, LaunchEnv
 from ep_moe.experts import EXPERTS
 from ep_moe.fields import Field, described
 from ep_moe.placement import PLACEMENTS
 from ep_moe.quant import SCHEMES, get_scheme
+from ep_moe.report.page import make_report
+from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now
+from ep_moe.report.tables import show_rows
 from ep_moe.transport import TRANSPORTS
 
 app = typer.Typer(
@@ -66,7 +68,7 @@ _NO_CHECKPOINT = _NAMED | {"scheme": Field(help=f"Of experts and payload: {', '.
 
 
 def _job(
-    show: Callable[[dict[str, Any]], None],
+    show: Callable[[dict[str, Any]], None] | None,
     defaults: EngineConfig = _ENGINE,
     leave_out: Collection[str] = (),
     fields: Mapping[str, Field] = types.MappingProxyType(_NAMED),
@@ -74,7 +76,8 @@ def _job(
     """Make a command of a function (engine, config, ...) -> report: its configs' options, the engine's, and --json.
 
     Args:
-        show: prints the report. defaults: those of the engine. leave_out: its fields without an option.
+        show: prints the report; None for a command without one, which has no --json.
+        defaults: those of the engine. leave_out: its fields without an option.
         fields: replace the help and limits of its fields.
     An error becomes one line on standard error and an exit code.
     """
@@ -97,12 +100,12 @@ def _job(
                 own.append(parameter.replace(kind=keyword))
 
         @functools.wraps(function)
-        def command(*, as_json: bool, **given: Any) -> None:
+        def command(*, as_json: bool = False, **given: Any) -> None:
             with _one_line_errors():
                 engine = _engine({option.name: given.pop(option.name) for option in shared}, defaults, fields)
                 made = {name: config_of(config_type, given) for name, config_type in configs.items()}
                 result = function(engine, **made, **given)
-            if is_first_rank():
+            if show is not None and is_first_rank():
                 if as_json:
                     typer.echo(json.dumps(_for_json(_as_written(result)), allow_nan=False))
                 else:
@@ -110,7 +113,9 @@ def _job(
             if not result.get("ok", True):
                 raise typer.Exit(1)
 
-        parameters = [*own, *shared, inspect.Parameter("as_json", keyword, default=False, annotation=json_option)]
+        parameters = [*own, *shared]
+        if show is not None:
+            parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=json_option))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -200,6 +205,13 @@ def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     return evaluate(engine, config)
 
 
+@app.command("serve")
+@_job(None)
+def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
+    """Serve a model by OpenAI's protocol: completions and chats of many clients at once. Needs ep-moe[serve]."""
+    return serve(engine, config)
+
+
 @app.command("quantize")
 def quantize_command(
     scheme: Annotated[str, typer.Option(help="Scheme of the experts' weights; docs/formats.md lists the names.")],
@@ -226,7 +238,7 @@ def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> 
     if not file.sweep and _is_interpreted():
         raise ValueError("append under TRITON_INTERPRET needs --sweep: times of interpreted kernels are not benchmarks")
     if is_first_rank():
-        check_writable(file.append)
+        check_writable(file.append, "append")
     report = on_ranks(target, engine, config)
     if report["ok"] and is_first_rank():
         common = {name: report[name] for name in ("bench", "gpu", "world_size", "versions")}
@@ -266,7 +278,13 @@ def _num_ranks(engine: EngineConfig) -> int:
 
 def _repeatable(arguments: list[str]) -> str:
     """The command line without options that only direct its output; under torchrun preceded by torchrun's own."""
-    num_values = {"--append": 1, "--commit": 1, "--sweep": 0, "--json": 0}  # of the options that are left out
+    num_values = {
+        "--append": 1,
+        "--commit": 1,
+        "--trace": 1,
+        "--sweep": 0,
+        "--json": 0,
+    }  # of the options that are left out
     kept, skip = ["ep-moe"], 0
     env = LaunchEnv.from_environ()
     if env is not None:
@@ -292,6 +310,11 @@ def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: Ro
     if config.graph and _on_cpu(engine):
         kind = ValueError if engine.device == "cpu" else RuntimeError
         raise kind("graph: a CUDA graph needs a GPU for each rank, these ranks compute on the CPU")
+    if config.trace is not None:
+        trace = config.trace.absolute()  # ranks may have another working directory
+        config = dataclasses.replace(config, trace=trace)
+        if is_first_rank():
+            check_writable(trace, "trace")
     return _measure("ep_moe.bench.layer:layer_rank_main", engine, config, file)
 
 

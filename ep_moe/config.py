@@ -357,6 +357,55 @@ class LaunchEnv:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PluginConfig:
+    """Options of the plug-ins of serving engines, as the environment sets them.
+
+    Args:
+        vllm: EP_MOE_VLLM=1, vLLM runs its MoE layers here.
+        strict: EP_MOE_STRICT=1, a layer that cannot run here is an error instead of a warning.
+        layout: EP_MOE_LAYOUT, of the expert batch; None ("auto") chooses by the step's tokens.
+        transport, experts: EP_MOE_TRANSPORT and EP_MOE_EXPERTS, implementations by name.
+        timeout_secs: EP_MOE_TIMEOUT_SECS, how long a rank waits for another before naming it lost.
+    """
+
+    vllm: bool = False
+    strict: bool = False
+    layout: Layout | None = None
+    transport: str = "auto"
+    experts: str = "auto"
+    timeout_secs: float = 60.0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "PluginConfig":
+        """Read the variables. Errors: ValueError names the variable and its valid values."""
+        env = os.environ if environ is None else environ
+
+        def switch(name: str) -> bool:
+            text = env.get(name, "")
+            require(text in ("", "0", "1"), f"environment variable {name} ({text!r}) is not 0 or 1")
+            return text == "1"
+
+        layout, timeout = env.get("EP_MOE_LAYOUT", "auto"), env.get("EP_MOE_TIMEOUT_SECS", "60")
+        layouts = [member.value for member in Layout]
+        require(
+            layout in ("auto", *layouts),
+            f"environment variable EP_MOE_LAYOUT ({layout!r}) is not one of auto, {', '.join(layouts)}",
+        )
+        try:
+            secs = float(timeout)
+        except ValueError:
+            raise ValueError(f"environment variable EP_MOE_TIMEOUT_SECS ({timeout!r}) is not a number") from None
+        return cls(
+            vllm=switch("EP_MOE_VLLM"),
+            strict=switch("EP_MOE_STRICT"),
+            layout=None if layout == "auto" else Layout(layout),
+            transport=env.get("EP_MOE_TRANSPORT", "auto"),
+            experts=env.get("EP_MOE_EXPERTS", "auto"),
+            timeout_secs=secs,
+        )
+
+
 Config = TypeVar("Config")
 
 

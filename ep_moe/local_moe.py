@@ -10,7 +10,7 @@ import torch
 
 from ep_moe.config import Layout
 from ep_moe.experts import Experts
-from ep_moe.layout import Flat, pack_routed, weighted_sum
+from ep_moe.layout import Flat, Packed, pack_routed, weighted_sum
 from ep_moe.quant import Quantized, quantize
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
@@ -47,6 +47,73 @@ def local_moe(
     Errors: ValueError, with the value and the limit, for arguments that do not fit each other.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
+    packed = _pack(
+        x,
+        routing,
+        weights,
+        layout,
+        local_expert_offset=local_expert_offset,
+        num_local_experts=num_local_experts,
+        num_experts=num_experts,
+        dtype=dtype,
+    )
+    if isinstance(packed.batch, Flat):
+        return experts(packed.batch, weights, out=out)
+    return weighted_sum(experts(packed.batch, weights), packed.token_to_row, packed.topk_weights, out=out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRows:
+    """The local experts' outputs before they are weighted and summed."""
+
+    y: torch.Tensor  # [rows, H] in the model's dtype; rows that no token has are undefined
+    token_to_row: torch.Tensor  # [T, K] int32, the row that computes token t's k-th expert, -1 none
+    topk_weights: torch.Tensor  # [T, K] float32, of those rows, 0 where there is none
+
+
+def local_rows(
+    x: torch.Tensor | Quantized,
+    routing: Routing,
+    weights: ExpertWeights,
+    experts: Experts,
+    *,
+    local_expert_offset: int = 0,
+    num_local_experts: int | None = None,
+    num_experts: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> ExpertRows:
+    """`local_moe` without its last step, the weighted sum.
+
+    Args and errors: as of `local_moe`.
+    Returns: T * min(K, L) rows; a repeated expert has one row, at its first place, and the sum of its weights.
+    Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
+    """
+    packed = _pack(
+        x,
+        routing,
+        weights,
+        Layout.COMPACT,
+        local_expert_offset=local_expert_offset,
+        num_local_experts=num_local_experts,
+        num_experts=num_experts,
+        dtype=dtype,
+    )
+    y = experts(packed.batch, weights)
+    return ExpertRows(y=y, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights)
+
+
+def _pack(
+    x: torch.Tensor | Quantized,
+    routing: Routing,
+    weights: ExpertWeights,
+    layout: Layout,
+    *,
+    local_expert_offset: int,
+    num_local_experts: int | None,
+    num_experts: int | None,
+    dtype: torch.dtype | None,
+) -> Packed:
+    """Check the arguments of `local_moe`, quantize and pack."""
     num_local = weights.num_local_experts if num_local_experts is None else num_local_experts
     num_total = num_local if num_experts is None else num_experts
     num_rows, num_topk = routing.topk_ids.shape
@@ -80,7 +147,4 @@ def local_moe(
     )
     # packing assumes that all of a token's experts are local, which would choose tiles for too many rows
     expected_rows = max(math.ceil(num_rows * num_topk / max(num_total, 1)), 1)
-    batch = dataclasses.replace(packed.batch, expected_rows=expected_rows)
-    if isinstance(batch, Flat):
-        return experts(batch, weights, out=out)
-    return weighted_sum(experts(batch, weights), packed.token_to_row, packed.topk_weights, out=out)
+    return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, expected_rows=expected_rows))

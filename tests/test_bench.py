@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
-from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, plots
+from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, timing
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench import transport as transport_bench
@@ -31,24 +31,28 @@ from ep_moe.bench.configs import (
     TransportBenchConfig,
     TransportPoint,
 )
-from ep_moe.bench.exchanges import all_to_all, gather_scatter
+from ep_moe.bench.exchanges import by_collectives
 from ep_moe.bench.experts_alone import experts_rank_main
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.model import model_rank_main
 from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.records import FIELDS, Record, append_records, read_records
-from ep_moe.bench.report import make_report, newest
-from ep_moe.bench.round_check import make_routing
-from ep_moe.bench.timing import Captured, PhaseTimes, Timing, capture, part_times, profile_kernels, slowest, time_calls
+from ep_moe.bench.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.bench.transport import transport_rank_main
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
+from ep_moe.profiling import trace
+from ep_moe.profiling.kernels import part_times, profile_kernels
+from ep_moe.profiling.phases import PhaseTimes
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
+from ep_moe.report import plots
+from ep_moe.report.page import make_report, newest
+from ep_moe.report.records import FIELDS, Record, append_records, read_records
+from ep_moe.testing.whole_rounds import make_routing
 from ep_moe.transport import CollectiveTransport, Dispatched, Transport, create_transport
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +61,9 @@ HAS_HOOK = VERSION >= (5, 23) or VERSION < (5, 19)
 needs_accelerate = pytest.mark.skipif(
     not is_accelerate_available(), reason="transformers spreads nothing over ranks without accelerate"
 )
-PHASE_FIGURES = {"call_us", "route_us", "dispatch_us", "experts_us", "combine_us", "tokens_per_sec"}
+PHASES = ("route", "dispatch", "experts", "combine")
+PHASE_FIGURES = {"call_us", *(f"{phase}_us" for phase in PHASES), "tokens_per_sec"}
+HOST_FIGURES = {"host_us", *(f"host_{phase}_us" for phase in PHASES)}
 
 
 def bench(*words: str, cwd: Path, ranks: tuple[str, ...] = ("--nproc", "2")) -> Result:
@@ -250,7 +256,7 @@ def test_times_of_calls_and_of_their_phases() -> None:
         capture(lambda: torch.zeros(1), group.device)
 
 
-def slowest_of_two(group: EPGroup) -> dict[str, Timing]:
+def slowest_of_two(group: EPGroup) -> dict[str, list[float]]:
     """Samples in which rank 1 has the longer calls, rank 0 the longer dispatch."""
     calls, dispatch = ([5.0, 4.0, 90.0], [8.0, 6.0, 7.0]), (4.0, 1.0)
     return slowest(group, {"call": calls[group.rank], "dispatch": [dispatch[group.rank]] * 3}, whole="call")
@@ -258,8 +264,8 @@ def slowest_of_two(group: EPGroup) -> dict[str, Timing]:
 
 def test_all_phases_are_those_of_the_rank_with_the_slowest_call() -> None:
     for timings in launch(slowest_of_two, num_ranks=2, device="cpu"):
-        assert timings["call"] == Timing(median_us=7.0, min_us=6.0, max_us=8.0)
-        assert timings["dispatch"].median_us == 1.0
+        assert spread("call", timings["call"]) == {"call_us": 7.0, "call_min_us": 6.0, "call_max_us": 8.0}
+        assert timings["dispatch"] == [1.0] * 3
 
 
 def test_kernels_belong_to_the_part_that_they_name() -> None:
@@ -333,8 +339,8 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
     assert [record.shapes["tokens_per_rank"] for record in records] == [5, 24]
     for record, row in zip(records, report["rows"], strict=True):
         gathered = record.baselines["allgather_reducescatter"]
-        assert set(record.figures) >= PHASE_FIGURES
-        assert set(gathered) >= PHASE_FIGURES
+        assert set(record.figures) >= PHASE_FIGURES | HOST_FIGURES
+        assert set(gathered) >= PHASE_FIGURES | HOST_FIGURES
         assert min([*record.figures.values(), *gathered.values()]) > 0
         assert 1e-4 < record.figures["worst_row_error"] < row["row_error_limit"]
         assert 1e-4 < gathered["worst_row_error"] < row["row_error_limit"]
@@ -346,6 +352,81 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
         assert {name: record.setup[name] for name in ran} == ran
         assert (record.sweep, record.commit, record.world_size) == (True, "0123456789abcdef", 2)
         assert record.command == " ".join(["ep-moe bench layer", *options, *more, "--nproc 2 --device cpu"])
+
+
+def test_bench_layer_traces_all_ranks(tmp_path: Path) -> None:
+    options = ["--preset", "tiny", "--tokens", "5", "--tokens", "6", "--repeats", "1", "--warmup", "1"]
+    done = bench("layer", *options, "--trace", "new/trace.json", cwd=tmp_path)
+    assert done.exit_code == 0, done.stderr
+    assert re.search(r"host us, median.*\n.*\n *route +\S+ +\S+ *\n *dispatch ", done.stdout)
+    found = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    named = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    ranges: list[list[dict[str, Any]]] = []
+    for rank in range(2):
+        host = [event for event in found if event["ph"] == "X" and named[event["pid"], event["tid"]] == "host"]
+        ranges.append([event for event in host if event["pid"] == rank and event["cat"] == "user_annotation"])
+    calls = [f"{tokens} tokens, call {number}" for tokens in (5, 6) for number in (1, 2, 3)]
+    wanted = [name for call in calls for name in (call, *PHASES)]
+    assert [[event["name"] for event in events] for events in ranges] == [wanted] * 2
+    for call in range(len(calls)):  # no rank combines before all have dispatched: the ranks' times are of one clock
+        _, _, dispatch, _, combine = zip(*(events[5 * call : 5 * call + 5] for events in ranges), strict=True)
+        assert max(event["ts"] for event in dispatch) < min(event["ts"] + event["dur"] for event in combine)
+        assert min(event["dur"] for event in (*dispatch, *combine)) > 0
+
+
+class TwoMachines:
+    """Rank 2 of three: ranks 0 and 1 on machine 0, this rank on machine 1, whose clock is 5 s ahead."""
+
+    rank, node = 2, 1
+
+    def barrier(self) -> None:
+        """Every rank leaves at once."""
+
+    def all_gather_object(self, mine: tuple[int, list[int]]) -> list[tuple[int, list[int]]]:
+        """The readings of ranks 0 and 1, then this rank's."""
+        theirs = [(0, [stamp - 5 * 10**9 + late for stamp in mine[1]]) for late in (0, 400)]
+        self.first_ns = theirs[0][1][0]
+        return [*theirs, mine]
+
+
+def test_machines_of_a_trace_have_one_clock(tmp_path: Path) -> None:
+    group = TwoMachines()
+    made = trace.Trace(group, tmp_path / "t.json")
+    assert made._begin_ns == group.first_ns + 5 * 10**9
+
+
+def test_lanes_of_a_trace() -> None:
+    def event(name: str, category: str, pid: int, tid: int, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": 10.0, **more}
+
+    events = [
+        event("dispatch", "user_annotation", 77, 770),
+        event("launch", "cuda_runtime", 77, 770, args={"correlation": 5}),
+        event("_dispatch_kernel", "kernel", 0, 7, args={"stream": 7}),
+        event("dispatch", "gpu_user_annotation", 0, 7),
+        event("Memset", "gpu_memset", 0, 9),
+        event("beat", "cpu_op", 77, 771),
+        event("to kernel", "ac2g", 77, 770) | {"ph": "s", "id": 5},
+        event("to kernel", "ac2g", 0, 7) | {"ph": "f", "id": 5},
+        event("other arrow", "fwdbwd", 77, 770) | {"ph": "s", "id": 5},
+        event("PyTorch Profiler (0)", "Trace", 0, 0) | {"pid": "Spans", "tid": "PyTorch Profiler"},
+        {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
+    ]
+    lanes: dict[tuple[Any, Any, bool], int] = {(77, 770, False): 1}
+    moved = trace._moved(events, 3, lanes, shift_us=2.5, flow="3.0.")
+    names = {e["tid"]: e["args"]["name"] for e in trace._names(lanes, 3, "rank 3") if e["name"] == "thread_name"}
+    assert [(event["name"], names[event["tid"]]) for event in moved] == [
+        ("dispatch", "host"),
+        ("launch", "host"),
+        ("_dispatch_kernel", "device, stream 7"),
+        ("dispatch", "device, stream 7: ranges"),
+        ("Memset", "device, stream 9"),
+        ("beat", "host, thread 2"),
+        ("to kernel", "host"),
+        ("to kernel", "device, stream 7"),
+    ]
+    assert {(event["pid"], event["ts"]) for event in moved} == {(3, 12.5)}
+    assert [event["id"] for event in moved if "id" in event] == ["3.0.5", "3.0.5"]
 
 
 SCHEMES = {
@@ -378,7 +459,7 @@ def louder_expert(sound: Callable[..., Any]) -> Callable[..., Any]:
 
     def local(self: RandomExperts, *args: Any) -> Any:
         weights = sound(self, *args)
-        weights.w2.values[3] *= 1.01
+        weights.w2.values[3] *= 1.01 if weights.w2.values.dtype != torch.bfloat16 else 1  # not of the baseline
         return weights
 
     return local
@@ -403,7 +484,7 @@ def not_a_number(sound: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (GatheredMoE, "_scatter", lost_row),
-    "oracle": (layer_bench, "expected_output", not_a_number),
+    "oracle": (RandomExperts, "expected_output", not_a_number),
 }
 
 
@@ -455,13 +536,13 @@ def test_presets_have_the_sizes_of_the_models(name: str) -> None:
 def fake_capture(missing_rows: int) -> Callable[..., Captured]:
     """A capture for a CPU, whose replay omits the first rows."""
 
-    def capture(call: Callable[[], torch.Tensor], device: torch.device) -> Captured:
+    def capture(call: Callable[[], torch.Tensor], device: torch.device, count: int = 1) -> Captured:
         output = call().clone()
 
         def replay() -> None:
             output[missing_rows:] = call()[missing_rows:]
 
-        return Captured(replay=replay, output=output)
+        return Captured(replay, output, count)
 
     return capture
 
@@ -627,19 +708,19 @@ def test_a_graph_of_pairs_is_checked_and_its_kernels_are_told_apart(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(transport_bench, "is_timed", lambda device: True)
-    monkeypatch.setattr(exchanges, "capture", fake_capture(int(fault == "missing-row")))
+    monkeypatch.setattr(transport_bench, "capture", fake_capture(int(fault == "missing-row")))
     other, pairs = [("memset", 0.5)] if fault == "other-kernel" else [], transport_bench.MANY_PAIRS
 
     def kernels(call: Callable[[], object], group: EPGroup, *, repeats: int) -> list[tuple[str, float]]:
         return [("_dispatch_kernel", 30.0), ("_combine_rows", 12.0), ("_combine_sum", 8.0), *other] * pairs * repeats
 
-    monkeypatch.setattr(transport_bench, "profile_kernels", kernels)
+    monkeypatch.setattr(exchanges, "profile_kernels", kernels)
 
     def clock(*args: Any, cold: bool, on_call: Callable[[], None] | None = None, **options: Any) -> list[float]:
         samples = time_calls(*args, cold=cold, on_call=on_call, **options)
         return samples if on_call else [50.0 * pairs + cold] * len(samples)
 
-    monkeypatch.setattr(exchanges, "time_calls", clock)
+    monkeypatch.setattr(timing, "time_calls", clock)
     config = TransportBenchConfig(tokens=(20,), transport=("auto", "local"), **SMALL_POINT)
     report = transport_rank_main(EPGroup.single("cpu"), EngineConfig(), config)
     [row] = report["rows"]  # "auto" is "local", which is not measured twice
@@ -680,8 +761,8 @@ def exchange_rows(group: EPGroup) -> dict[str, torch.Tensor]:
         name: (100 * rank + n).to(torch.uint8).unsqueeze(1).expand(-1, 5).contiguous() for name, n in rows.items()
     }
     y = {name: (100.0 * rank + n).unsqueeze(1).expand(-1, 3).contiguous() for name, n in rows.items()}
-    gathered = gather_scatter(group, payload["T"], y["all"])
-    to_all = all_to_all(group, payload["sent"], y["got"], send_counts=sent, recv_counts=received)
+    gathered = by_collectives(group, payload["T"], y["all"])
+    to_all = by_collectives(group, payload["sent"], y["got"], (sent, received))
     found = {}
     for name, exchange in {"gathered": gathered, "to_all": to_all}.items():
         found[f"{name}-out"], found[f"{name}-home"] = exchange.dispatch(), exchange.combine()
@@ -786,15 +867,16 @@ def measure_experts(dtype: str = "float32", scheme: str = "none", layout: str = 
 
 def make_small(monkeypatch: pytest.MonkeyPatch, like: str) -> None:
     """Add the preset "small", 8 small experts, and let the baseline run on a CPU."""
-    sizes = dataclasses.replace(LAYER_PRESETS[like], hidden=160, intermediate=48, num_experts=8)
-    monkeypatch.setitem(LAYER_PRESETS, "small", sizes)
+    preset = LAYER_PRESETS[like]
+    sizes = dataclasses.replace(preset.sizes, hidden=160, intermediate=48, num_experts=8)
+    monkeypatch.setitem(LAYER_PRESETS, "small", dataclasses.replace(preset, sizes=sizes))
     monkeypatch.setattr(experts_alone, "has_grouped_gemm", lambda device: True)
 
 
 @pytest.mark.parametrize("like", ["gpt-oss-120b", "qwen3-30b"])
 def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch, like)
-    sizes = LAYER_PRESETS["small"]
+    preset = LAYER_PRESETS["small"]
     for layout, dtype, scheme in (
         ("batched", "float32", "none"),
         ("compact", "bfloat16", "fp8_tensor"),
@@ -805,14 +887,14 @@ def test_experts_and_grouped_gemm_are_checked(like: str, monkeypatch: pytest.Mon
         assert row["ok"], row
         assert 1e-3 < theirs["worst_row_error"] < 1e-2
         assert theirs["speedup_ratio"] == theirs["call_us"] / row["figures"]["call_us"]
-        weights = 4 * (3 * 160 * 48 + (2 * 48 + 160 if sizes.bias else 0)) * 2
+        weights = 4 * (3 * 160 * 48 + (2 * 48 + 160 if preset.bias else 0)) * 2
         assert theirs["weight_gbs"] == pytest.approx(weights / theirs["call_us"] / 1e3)
 
 
 EXPERTS_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "expert": (RandomExperts, "local", louder_expert),
     "baseline": (grouped, "_activate", lambda sound: lambda *args: sound(*args) * 1.02),
-    "oracle": (experts_alone, "expected_output", not_a_number),
+    "oracle": (RandomExperts, "expected_output", not_a_number),
 }
 
 
@@ -867,7 +949,7 @@ def test_bench_model_and_its_row(tmp_path: Path) -> None:
     }
     assert {name: record.setup[name] for name in ran} == ran
     for figures in (record.figures, *record.baselines.values()):
-        assert {"tokens_per_sec", "generate_secs", "prefill_ms", "decode_step_ms"} < set(figures)
+        assert {"tokens_per_sec", "generate_secs", "prefill_ms", "decode_step_ms", "host_us"} < set(figures)
         assert figures["tokens_per_sec"] == 2 * 2 * 4 / figures["generate_secs"]
     assert record.command == " ".join(["ep-moe bench model", *options, *more, "--nproc 2 --device cpu"])
     assert not record.sweep
@@ -1135,7 +1217,7 @@ def test_the_page_shows_the_exchange(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **options: None
 
-    plots.plot_transport(Axes(), records)
+    plots.plot_rows(Axes(), records)
     assert list(drawn) == ["nvlink", "allgather_reducescatter, beside nvlink", "all_to_all_single, beside nvlink"]
     assert drawn["nvlink"] == ([1, 128, 4096], [16.6, 43.7, 800.0])
 
@@ -1167,7 +1249,7 @@ def test_labels_say_in_what_rows_differ() -> None:
         make_record(setup=setup | {"layout": "compact"}),
         make_record(setup=setup, world_size=8),
     ]
-    labels = plots._labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens"})
+    labels = plots.row_labels(rows, {"shapes.preset": "", "shapes.tokens_per_rank": " tokens"})
     assert labels == [f"tiny, 128 tokens, layout {a}, ranks {b}" for a, b in (("flat", 4), ("compact", 4), ("flat", 8))]
 
 
@@ -1186,6 +1268,7 @@ WRONG = {
         ["layer", "--append", f"{__file__}/a.jsonl", "--commit", "0123abc"],
         f"append ('{__file__}/a.jsonl') cannot be written",
     ),
+    "trace": (["layer", "--trace", f"{__file__}/t.json"], f"trace ('{__file__}/t.json') cannot be written"),
     "preset": (["layer", "--preset", "huge"], "preset ('huge') is not one of deepseek-v3, qwen3-235b"),
     "tokens": (["layer", "--tokens", "0"], "tokens ((0,)) must be one or more numbers of at least 1"),
     "routing": (["layer", "--routing", "odd"], "routing ('odd') is not one of uniform, skewed"),
@@ -1293,15 +1376,15 @@ def test_a_row_of_torchrun_is_repeated_by_torchrun(monkeypatch: pytest.MonkeyPat
     place = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 8, "MASTER_PORT": 29500}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    repeated = cli._repeatable(["bench", "layer", "--json", "--append", "a.jsonl", "--graph"])
+    repeated = cli._repeatable(["bench", "layer", "--json", "--append", "a.jsonl", "--trace=t.json", "--graph"])
     assert repeated == "torchrun --nnodes 2 --nproc-per-node 8 -m ep_moe bench layer --graph"
 
 
 def test_defaults_have_the_sizes_of_the_models() -> None:
     layer, model = LayerBenchConfig(), ModelBenchConfig()
     assert (layer.preset, layer.tokens) == ("deepseek-v3", (128, 4096))
-    sizes = dataclasses.asdict(layer.sizes)
-    assert [sizes[name] for name in ("hidden", "intermediate", "num_experts")] == [7168, 2048, 256]
+    sizes = layer.moe(EngineConfig(scheme="none"))
+    assert (sizes.hidden, sizes.intermediate, sizes.num_experts) == (7168, 2048, 256)
     assert (model.preset, model.layers) == ("qwen3-30b", 8)
     config = model_bench.transformers_config(model)
     assert (config.hidden_size, config.moe_intermediate_size, config.num_experts) == (2048, 768, 128)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from faults import broken_main
+from processes import EP_MOE, ROOT, environ, processes_with, ranks_of
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
@@ -23,16 +24,15 @@ from ep_moe.app import run as job
 from ep_moe.app import run_rank
 from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
+from ep_moe.app.serve import ServeConfig
 from ep_moe.app.start import on_ranks
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
-from ep_moe.bench.records import RowsFile
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
 from ep_moe.fields import described
 from ep_moe.group import EPGroup
+from ep_moe.report.records import RowsFile
 
-ROOT = Path(__file__).parent.parent
-EP_MOE = [sys.executable, "-m", "ep_moe"]
 HELDOUT_LOSS = 0.7336  # nats per byte of the first 16 KB in float32
 SMALL = """
 [run]
@@ -41,13 +41,6 @@ new_tokens = [6, 4]
 teacher_tokens = 96
 window = 32
 """
-
-
-def environ() -> dict[str, str]:
-    """This environment with the source tree and the tests on the path, without variables of an outer launcher."""
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    # a rank with as many threads as cores is many times slower if another process uses a core
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 def call(*command: str, cwd: Path, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
@@ -176,6 +169,8 @@ WRONG = {
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
     "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
     "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must be at least 0"),
+    "port": (["serve", "--port", "65536"], "port (65536) must be at most 65535"),
+    "passes": (["serve", "--passes-per-plan", "17"], "passes_per_plan (17) must be at most 16"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
 }
 
@@ -202,6 +197,7 @@ CONFIGS = {
     "run": (EngineConfig,),
     "generate": (GenerateConfig, EngineConfig),
     "eval": (EvalConfig, EngineConfig),
+    "serve": (ServeConfig, EngineConfig),
     "quantize": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
@@ -255,7 +251,9 @@ UNREADABLE = {"llama": ({"model_type": "llama"}, "model_type ('llama') is not on
 }
 
 
-@pytest.mark.parametrize("command", [["run"], ["generate", "Blessed"], ["eval"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [["run"], ["generate", "Blessed"], ["eval"], ["serve"]], ids=lambda command: command[0]
+)
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_model_that_is_not_read_is_told_before_ranks_start(
     name: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -338,24 +336,6 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path, small: str) -> None:
     assert report["world_size"] == 2
 
 
-def processes_with(mark: str) -> list[int]:
-    """Processes whose environment holds `mark`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:  # it has ended meanwhile
-                continue
-    return found
-
-
-def parent_of(process: int) -> int:
-    """The parent's id; field 4 of the line, where field 2 is a name in brackets."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def disturb(act: Callable[[subprocess.Popen[bytes], list[int]], None], cwd: Path) -> tuple[int, str, float]:
     """Start a long job on 4 ranks and act on it and them; returns exit code, last error line, seconds until the end.
 
@@ -373,8 +353,7 @@ def disturb(act: Callable[[subprocess.Popen[bytes], list[int]], None], cwd: Path
             chunk = process.stderr.read1()
             assert chunk, errors.decode()
             errors += chunk
-        # the fork server is a child of ours, and the ranks are its children
-        ranks = [rank for rank in processes_with(mark) if parent_of(parent_of(rank)) == process.pid]
+        ranks = ranks_of(process.pid, mark)
         assert len(ranks) == 4
         act(process, ranks)
         start = time.monotonic()

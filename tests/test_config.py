@@ -20,6 +20,7 @@ from ep_moe.config import (
     LaunchEnv,
     Layout,
     MoEConfig,
+    PluginConfig,
     RoutingConfig,
     RoutingMethod,
     TransportConfig,
@@ -471,3 +472,19 @@ def test_launch_env_errors(changes: dict[str, str | None], message: str) -> None
     environ = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
         LaunchEnv.from_environ(environ)
+
+
+def test_plugin_options_of_the_environment() -> None:
+    assert PluginConfig.from_environ({}) == PluginConfig()
+    given = {"EP_MOE_VLLM": "1", "EP_MOE_STRICT": "1", "EP_MOE_LAYOUT": "flat", "EP_MOE_TIMEOUT_SECS": "2.5"}
+    expected = PluginConfig(vllm=True, strict=True, layout=Layout.FLAT, timeout_secs=2.5)
+    assert PluginConfig.from_environ(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("EP_MOE_VLLM", "yes"), ("EP_MOE_STRICT", "2"), ("EP_MOE_LAYOUT", "flash"), ("EP_MOE_TIMEOUT_SECS", "soon")],
+)
+def test_a_bad_plugin_option_is_named(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*{text}"):
+        PluginConfig.from_environ({name: text})

@@ -19,6 +19,7 @@ from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig, Layout
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
 from ep_moe.engines.transformers.decoding import Decoder, decoder, decoder_of, why_no_graphs, why_not_fixed
+from ep_moe.engines.transformers.decoding.attention import attend
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.sampling import sample, uniform
 from ep_moe.engines.transformers.decoding.sequences import Sequences
@@ -165,6 +166,22 @@ def test_models_say_the_same(name: str, prompt_tokens: int) -> None:
     found = by_passes(model, ids, mask, max_new_tokens=20)
     assert torch.equal(found[::2], expected[::2])
     assert torch.equal(found[1:2], alone)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 6])
+def test_grouped_attention(num_groups: int) -> None:
+    """Against softmax in float64, each key head repeated for its query heads; values are narrower than keys."""
+    generator = torch.Generator().manual_seed(num_groups)
+    sizes = [(3, 6, 1, 16), (3, num_groups, 9, 16), (3, num_groups, 9, 8)]
+    query, key, value = (torch.randn(size, generator=generator) for size in sizes)
+    mask = torch.zeros(3, 1, 1, 9).masked_fill(
+        torch.arange(9) >= torch.tensor([9, 4, 1])[:, None, None, None], -torch.inf
+    )
+    repeated_key, repeated_value = (part.double().repeat_interleave(6 // num_groups, 1) for part in (key, value))
+    scores = query.double() @ repeated_key.transpose(2, 3) * 0.3 + mask
+    expected = (scores.softmax(-1) @ repeated_value).transpose(1, 2)
+    found, _ = attend(torch.nn.Identity(), query, key, value, mask, scaling=0.3, softcap=None)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_end_tokens_and_lengths(shipped: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from ep_moe.quant import (
     QuantScheme,
     StoredMatrix,
     TensorFormat,
+    as_bytes,
     dequantize_weight,
     get_scheme,
     quantize,
@@ -375,6 +376,32 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...], layout: Lay
     changed = dataclasses.replace(case, weights=dataclasses.replace(case.weights, per_expert=own))
     assert_equals_reference(changed, activation, layout)
     assert len(list(changed.weights.tensors())) == len(list(case.weights.tensors())) + len(names)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+def test_up_before_gate(scheme: str) -> None:
+    """The same bits as [gate; up], with biases and numbers of each expert."""
+    case = make_case(scheme, "float32", GPT_OSS)
+    weights = dataclasses.replace(case.weights, per_expert=OWN)
+    assert weights.w13_bias is not None
+    # bytes, since a CPU does not roll fp8
+    swapped = dataclasses.replace(
+        weights,
+        w13=weights.w13.map(
+            lambda part: as_bytes(part).roll(part.shape[1] // 2, dims=1).view(part.dtype),
+        ),
+        w13_bias=weights.w13_bias.roll(weights.w13_bias.shape[1] // 2, dims=1),
+        up_first=True,
+    )
+    batch = pack_case(case, Layout.COMPACT).batch
+    expected, found = (ReferenceExperts(GPT_OSS)(batch, given) for given in (weights, swapped))
+    rows = used_rows(batch)
+    assert torch.equal(found[rows], expected[rows])
+    assert not torch.equal(
+        ReferenceExperts(GPT_OSS)(batch, dataclasses.replace(swapped, up_first=False))[rows], expected[rows]
+    )
+    with pytest.raises(ValueError, match="weights are up_first, activation 'relu2' has no up half"):
+        ReferenceExperts(ACTIVATIONS["relu2"])(batch, dataclasses.replace(swapped, per_expert=PerExpert()))
 
 
 def test_output_scales_without_a_gate() -> None:

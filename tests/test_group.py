@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -309,6 +310,22 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
     assert len(said) == len(expected)
     for message, pattern in zip(said, expected, strict=True):
         assert re.match(pattern, message), message
+
+
+def device_without_an_index(group: EPGroup) -> tuple[str, str]:
+    """The devices of groups that ask for "cuda" and for GPU 1, while GPU 2 is the current one."""
+    whole, store = group.process_group, dist.distributed_c10d._get_default_store()
+    assert whole is not None
+    backends = mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:gloo")
+    with backends, mock.patch.object(torch.cuda, "current_device", return_value=2):
+        groups = [EPGroup.from_process_group(whole, store, device=device) for device in ("cuda", "cuda:1")]
+    for made in groups:
+        made.destroy()
+    return str(groups[0].device), str(groups[1].device)
+
+
+def test_cuda_is_the_current_device() -> None:
+    assert launch(device_without_an_index, num_ranks=1, config=CONFIG, device="cpu") == [("cuda:2", "cuda:1")]
 
 
 def bare_rank(rank: int, num_ranks: int, port: int, target: Any, *args: Any) -> None:

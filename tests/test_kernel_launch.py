@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import itertools
+import struct
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,16 +17,18 @@ from ep_moe.kernel_launch import cuda_driver
 pytest.importorskip("triton")
 
 
-# as Triton describes a kernel: a tuple with an integer 1, which is a constant, tuples of pointers, integers, constants
+# as Triton describes a kernel: a tuple with an integer 1, which is a constant, pointers of which one is absent,
+# integers, a float, constants
 SIGNATURE = {
     "links": (("i64", "constexpr"), "*i64"),
     "size": "i32",
-    "tokens": ("*bf16", "*i32"),
+    "tokens": ("*bf16", "constexpr", "*i32"),
     "stride": "i32",
     "timeout_ns": "i64",
+    "limit": "fp32",
     "H": "constexpr",
 }
-SIZES = (8, 8, 4, 8, 8, 4, 8)
+SIZES = (8, 8, 4, 8, 8, 4, 8, 4)
 SCRATCH = (8, 8)
 
 
@@ -62,24 +67,34 @@ def make_launch(
     monkeypatch: pytest.MonkeyPatch, fake: Driver, tokens: Any, kernel: Any = None
 ) -> cuda_driver.DriverLaunch:
     monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: fake)
-    arguments = (((2**46, 1), torch.zeros(1)), 12, tokens, -5, 10**11)
-    return cuda_driver.DriverLaunch(kernel or compiled(), 9, arguments, num_last=4, device=torch.device("cpu"))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    arguments = (((2**46, 1), torch.zeros(1)), 12, tokens, -5, 10**11, 1.5)
+    streams = itertools.count(33)
+    return cuda_driver.DriverLaunch(
+        kernel or compiled(),
+        (9, 2, 1),
+        arguments,
+        changing=slice(2, 5),
+        device=torch.device("cpu"),
+        current_stream=lambda index: next(streams) + index,
+    )
 
 
-def test_a_launch_changes_its_last_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_changes_some_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Driver((*SIZES, *SCRATCH))
-    tokens = torch.zeros(3), torch.ones(2)
-    first = [tensor.data_ptr() for tensor in tokens]
+    tokens = torch.zeros(3), None, torch.ones(2)
+    first = [tokens[0].data_ptr(), tokens[2].data_ptr()]
     kept = weakref.ref(tokens[0])
     run = make_launch(monkeypatch, fake, tokens)
-    run([*first, -5, 10**11], stream=33)
-    run([4096, 8192, -2, 5], stream=34)
+    run([*first, -5, 10**11])
+    run([4096, 8192, -2, 5])
     (function, grid, block, shared, stream, early, values), second = fake.launched
-    assert (function, grid, block, shared, stream) == (7, [9, 1, 1], [128, 1, 1], 96, 33)
+    assert (function, grid, block, shared, stream) == (7, [9, 2, 1], [128, 1, 1], 96, 33)
     assert early == [(6, 1)]
-    assert values == [2**46, values[1], 12, *first, -5, 10**11, 0, 0]
+    half = struct.unpack("<i", struct.pack("<f", 1.5))[0]
+    assert values == [2**46, values[1], 12, *first, -5, 10**11, half, 0, 0]
     assert second[4] == 34
-    assert second[6] == [2**46, values[1], 12, 4096, 8192, -2, 5, 0, 0]
+    assert second[6] == [2**46, values[1], 12, 4096, 8192, -2, 5, half, 0, 0]
     del tokens
     gc.collect()
     assert kept() is None  # a round's tensors are freed with the round
@@ -98,13 +113,36 @@ def test_other_arguments_are_left_to_triton(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], changes: dict[str, int]
 ) -> None:
     with pytest.raises(cuda_driver.LaunchMismatchError, match="takes other arguments"):
-        make_launch(monkeypatch, Driver(sizes), (torch.zeros(3), torch.ones(2)), compiled(**changes))
+        make_launch(monkeypatch, Driver(sizes), (torch.zeros(3), None, torch.ones(2)), compiled(**changes))
 
 
 def test_a_refused_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_launch(monkeypatch, Driver((*SIZES, *SCRATCH), status=719), (torch.zeros(3), torch.ones(2)))
+    run = make_launch(monkeypatch, Driver((*SIZES, *SCRATCH), status=719), (torch.zeros(3), None, torch.ones(2)))
     with pytest.raises(RuntimeError, match="CUresult 719"):
-        run([1, 2, 3, 4], stream=0)
+        run([1, 2, 3, 4])
+
+
+def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that launches while the driver reads another's arguments waits for it."""
+    fake, inside, goes_on = Driver((*SIZES, *SCRATCH)), threading.Event(), threading.Event()
+    run = make_launch(monkeypatch, fake, (torch.zeros(3), None, torch.ones(2)))
+    launch = run._launch
+
+    def read_late(*addresses: Any) -> int:
+        inside.set()
+        assert goes_on.wait(20)
+        return launch(*addresses)
+
+    run._launch = read_late
+    threads = [threading.Thread(target=run, args=([number] * 4,)) for number in (1, 2)]
+    threads[0].start()
+    assert inside.wait(20)
+    threads[1].start()
+    threads[1].join(0.1)
+    goes_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert [values[3:7] for *_, values in fake.launched] == [[1] * 4, [2] * 4]
 
 
 class Sizes(NamedTuple):

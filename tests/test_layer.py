@@ -480,12 +480,15 @@ def call_after_the_end(group: EPGroup, name: str) -> list[str]:
     routing = Routing(topk_ids=route(logits, ROUTING).topk_ids, topk_weights=torch.ones(x.shape[0], NUM_TOPK))
     dispatched = layer.transport.dispatch(x, routing, **options)
     y = torch.zeros(dispatched.batch.output_shape)
+    idle = create_transport("auto", group, layer.placement, layer.transport.config)
     group.barrier()
     group.destroy()
     calls = [
         lambda: layer(x, logits),
         lambda: layer.transport.combine(y, dispatched),
         layer.transport.abandon,
+        idle.abandon,
+        idle.check,
         layer.transport.check,
         lambda: create_transport("auto", group, layer.placement, layer.transport.config),
         group.barrier,
@@ -504,6 +507,7 @@ def call_after_the_end(group: EPGroup, name: str) -> list[str]:
         else:
             told.append(f"call {number} raised nothing")
     layer.transport.destroy()
+    idle.destroy()
     group.destroy()
     return told
 

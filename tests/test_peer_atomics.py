@@ -36,7 +36,7 @@ def group_of(rank: int, gpus: list[int]) -> Any:
 
     def gather(said: Any) -> list[Any]:
         if isinstance(said, tuple):
-            return [(0, UUIDS[gpu], sorted(UUIDS)) for gpu in gpus]
+            return [(0, UUIDS[gpu]) for gpu in gpus]
         return [said]
 
     device = torch.device("cuda", gpus[rank])
@@ -69,6 +69,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_peers_without_atomics_are_not_reached(rank: int, gpus: list[int], reason: str, driver: Driver) -> None:
     words = f"the GPUs of {reason} have no native atomics between them (as over PCIe)"
     assert why_unreachable(group_of(rank, gpus)) == (words if reason else "")
+
+
+def test_a_gpu_that_is_hidden_from_another_rank(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has GPU 0 and sees no other; rank 1 has GPU 1 and sees both."""
+    monkeypatch.setattr(symmetric.torch.cuda, "device_count", lambda: 1)
+    assert why_unreachable(group_of(0, [0, 1])) == "rank 0 does not see the GPU of rank 1 (CUDA_VISIBLE_DEVICES)"
+    monkeypatch.setattr(symmetric.torch.cuda, "device_count", lambda: 2)
+    assert why_unreachable(group_of(1, [0, 1])) == ""
 
 
 def test_a_driver_that_does_not_say(driver: Driver) -> None:

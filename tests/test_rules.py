@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ FLOORS = [
     {"config", "fields", "quant", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
-    {"local_moe", "layer", "functional", "testing"},
-    {"engines", "bench"},
+    {"local_moe", "layer", "functional", "testing", "profiling"},
+    {"engines", "serving", "bench", "report"},
     {"app", "cli", "__main__", "__init__"},
 ]
 STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other
@@ -32,6 +33,17 @@ ALONE = {
 
 # words in names that meant nothing to a reader: `test_retired_names_stay_retired` says what took their place
 MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
+OF_OTHERS = {  # signatures that other libraries own
+    "functional": {
+        "trtllm_fp4_block_scale_moe",
+        "b12x_fused_moe",
+        "inplace_fused_experts",
+        "outplace_fused_experts",
+        "fused_experts_impl",
+        "fused_experts",
+        "fused_moe",
+    }
+}
 
 RETIRED = ("news", "patience", "impatient", "spoilt", "guilty", "quantis", "homes", "unplanned", "wordy")
 # whole names whose words have one meaning elsewhere, and what took their place
@@ -160,14 +172,14 @@ def test_every_folder_is_packaged() -> None:
     assert folders | {"ep_moe.configs"} == set(packages)
 
 
-def wide_signatures(source: str) -> list[str]:
+def wide_signatures(source: str, of_others: Set[str] = frozenset()) -> list[str]:
     """Functions with more parameters than a reader can hold, `self` aside; commands take what their options are."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-        if any(".command(" in decorator for decorator in decorators):
+        if any(".command(" in decorator for decorator in decorators) or node.name in of_others:
             continue
         given = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         count = len(given) - (given[:1] in (["self"], ["cls"]))
@@ -179,7 +191,7 @@ def wide_signatures(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_signatures_are_short(path: Path) -> None:
-    assert wide_signatures(path.read_text()) == []
+    assert wide_signatures(path.read_text(), OF_OTHERS.get(room_of(path), frozenset())) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Functions for the ranks of `run`, `generate` and `eval`: loading the model, progress bars, times of phases."""
+"""Functions for the ranks of the commands: loading the model, progress bars, times of phases."""
 
 import collections
 import contextlib

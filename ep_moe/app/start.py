@@ -1,4 +1,4 @@
-"""Steps of `run`, `generate` and `eval` before ranks start: check the model, pick a device, start the ranks.
+"""Steps of `run`, `generate`, `eval` and `serve` before ranks start: check the model, pick a device, start the ranks.
 
 This module does not import transformers, which takes seconds: the server that forks the ranks imports it, once.
 """
@@ -14,7 +14,7 @@ from ep_moe.weights import Checkpoint
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
 # modules of the worker entry points, which import transformers
-PRELOAD = ("ep_moe.app.run_rank", "ep_moe.app.generate_rank", "ep_moe.app.eval_rank")
+PRELOAD = ("ep_moe.app.run_rank", "ep_moe.app.generate_rank", "ep_moe.app.eval_rank", "ep_moe.app.serve_rank")
 
 
 def model_dir(engine: EngineConfig) -> Path:

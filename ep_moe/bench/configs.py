@@ -9,11 +9,12 @@ import importlib.metadata
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
-from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS, LayerPreset
+from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.config import EngineConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.fields import Field, check_fields
 from ep_moe.quant import SCHEMES, get_scheme, payload_bytes
@@ -44,22 +45,21 @@ class LayerBenchConfig:
     repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 20
     sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 16
     graph: Annotated[bool, Field(help="Time the replay of CUDA graphs too")] = False
+    trace: Annotated[
+        Path | None, Field(help="Write a trace of host and device of all ranks to this file, for ui.perfetto.dev")
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @property
-    def sizes(self) -> LayerPreset:
-        """The preset with the overrides."""
-        preset = LAYER_PRESETS[self.preset]
-        names = ("hidden", "intermediate", "num_experts")
-        given = {name: getattr(self, name) for name in names if getattr(self, name)}
-        routing = dataclasses.replace(preset.routing, num_topk=self.num_topk or preset.routing.num_topk)
-        return dataclasses.replace(preset, routing=routing, **given)
-
     def moe(self, engine: EngineConfig) -> MoEConfig:
-        """The layer's config. Errors: ValueError for sizes that do not fit each other."""
-        return self.sizes.moe(engine)
+        """The preset with the overrides. Errors: ValueError for sizes that do not fit each other."""
+        preset, names = LAYER_PRESETS[self.preset], ("hidden", "intermediate", "num_experts")
+        changes: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
+        if self.num_topk:
+            assert preset.sizes.routing is not None
+            changes["routing"] = dataclasses.replace(preset.sizes.routing, num_topk=self.num_topk)
+        return preset.moe(engine, **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +78,14 @@ class ExpertsBenchConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        experts = LAYER_PRESETS[self.preset].num_experts
+        experts = LAYER_PRESETS[self.preset].sizes.num_experts
         if self.ep_size > experts:
             raise ValueError(f"ep_size ({self.ep_size}) exceeds the {experts} experts of {self.preset}")
 
     @property
     def num_local_experts(self) -> int:
         """L."""
-        return math.ceil(LAYER_PRESETS[self.preset].num_experts / self.ep_size)
+        return math.ceil(LAYER_PRESETS[self.preset].sizes.num_experts / self.ep_size)
 
     def row_counts(self, rows: int) -> torch.Tensor:
         """Rows of each expert, [L] int64 on the CPU: `rows` times 0.7 to 1.3, and at least 1. Local."""
@@ -151,22 +151,30 @@ def spreads_dense() -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TransportPoint:
-    """One measurement of one transport, with the fields of `TransportBenchConfig`.
+class ExchangeSizes:
+    """Fields that all points of one `ep-moe bench transport` share, without a suite."""
 
-    `graph`: replay a CUDA graph, if there is a GPU and the transport can be captured.
-    Errors: ValueError names the value and the limit.
-    """
+    hidden: Annotated[int, Field(help="Hidden size")] = 7168
+    num_topk: Annotated[int, Field(help="Experts per token")] = 8
+    num_experts: Annotated[int, Field(help="Experts of all ranks")] = 256
+    routing: Annotated[str, Field(help="Expert popularity", choices=ROUTINGS)] = "uniform"
+    graph: Annotated[
+        bool,
+        Field(
+            help="Replay CUDA graphs, or call eagerly; collective and local are always called",
+            option="--graph/--eager",
+        ),
+    ] = True
+    num_sms: Annotated[int, Field(help="Most SMs that a kernel of nvlink takes; 0 sets no limit")] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransportPoint(ExchangeSizes):
+    """One measurement of one transport. Errors: ValueError names the value and the limit."""
 
     tokens: Annotated[int, Field(at_least=1)] = 128
-    hidden: int = 7168
-    num_topk: int = 8
-    num_experts: int = 256
     layout: Layout = Layout.BATCHED
     payload: str = "fp8_block"
-    routing: Annotated[str, Field(choices=ROUTINGS)] = "uniform"
-    graph: bool = True
-    num_sms: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -206,30 +214,15 @@ SUITES = {"standard": tuple(dataclasses.replace(_BASE, **change) for change in _
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TransportBenchConfig:
+class TransportBenchConfig(ExchangeSizes):
     """Measurements of `ep-moe bench transport`. Errors: ValueError names the value and the limit."""
 
-    suite: Annotated[
-        str,
-        Field(help=f"A named set of sizes, which replaces all options below but the transports: {', '.join(SUITES)}"),
-    ] = ""
     tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)")] = (1, 16, 128, 512, 4096)
-    hidden: Annotated[int, Field(help="Hidden size")] = _BASE.hidden
-    num_topk: Annotated[int, Field(help="Experts per token")] = _BASE.num_topk
-    num_experts: Annotated[int, Field(help="Experts of all ranks")] = _BASE.num_experts
     layout: Annotated[tuple[Layout, ...], Field(help="Layout of the expert batch (repeatable)")] = (Layout.COMPACT,)
     payload: Annotated[tuple[str, ...], Field(help=f"Payload format (repeatable): {', '.join(SCHEMES)}")] = (
-        _BASE.payload,
+        "fp8_block",
     )
-    routing: Annotated[str, Field(help="Expert popularity", choices=ROUTINGS)] = _BASE.routing
-    graph: Annotated[
-        bool,
-        Field(
-            help="Replay CUDA graphs, or call eagerly; collective and local are always called",
-            option="--graph/--eager",
-        ),
-    ] = _BASE.graph
-    num_sms: Annotated[int, Field(help="Most SMs that a kernel of nvlink takes; 0 sets no limit")] = _BASE.num_sms
+    suite: Annotated[str, Field(help=f"Named sizes, in place of all options above: {', '.join(SUITES)}")] = ""
     transport: Annotated[tuple[str, ...], Field(help="Transports (repeatable)", choices=("auto", *TRANSPORTS))] = (
         "auto",
     )
@@ -241,9 +234,10 @@ class TransportBenchConfig:
         check_fields(self)
         if self.suite and self.suite not in SUITES:
             raise ValueError(f"suite ({self.suite!r}) is not one of {', '.join(SUITES)}")
-        for field in dataclasses.fields(self) if self.suite else ():
-            value, ours = getattr(self, field.name), ("suite", "transport", "seed", "warmup", "repeats")
-            if field.name not in ours and value != field.default:
+        of_suite = {field.name for field in dataclasses.fields(TransportPoint)} if self.suite else set()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in of_suite and value != field.default:
                 raise ValueError(f"{field.name} ({value}) is set by suite {self.suite!r}; leave it out")
         _ = self.points  # each checks its sizes
 
@@ -252,8 +246,7 @@ class TransportBenchConfig:
         """The points to measure, in order: the suite's, or all combinations of layouts, payloads and tokens."""
         if self.suite:
             return SUITES[self.suite]
-        names = ("hidden", "num_topk", "num_experts", "routing", "graph", "num_sms")
-        same = {name: getattr(self, name) for name in names}
+        same = {field.name: getattr(self, field.name) for field in dataclasses.fields(ExchangeSizes)}
         return tuple(
             TransportPoint(tokens=tokens, layout=layout, payload=payload, **same)
             for layout, payload, tokens in itertools.product(self.layout, self.payload, self.tokens)

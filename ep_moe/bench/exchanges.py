@@ -4,37 +4,48 @@ A pair is a dispatch and the combine that follows it. Letters: T tokens per rank
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ep_moe.bench.gathered import all_gather, reduce_scatter
-from ep_moe.bench.timing import Captured, PhaseTimes, capture, time_calls, time_phases
+from ep_moe.bench.harness import tell
+from ep_moe.bench.timing import Captured, capture, time_calls, time_phases
 from ep_moe.config import Layout
 from ep_moe.group import EPGroup
+from ep_moe.profiling.kernels import part_times, profile_kernels
+from ep_moe.profiling.phases import PhaseTimes
 from ep_moe.quant import QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport import Dispatched, Transport
 
 HALVES = ("dispatch", "combine")
+PROFILED_REPLAYS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """A dispatch and combine that can be repeated on the same input; collective, on the current stream.
 
-    `combine` returns the results to the source ranks, in the same tensor each time, allocated beforehand.
+    Args:
+        dispatch, combine: the halves; `combine` returns the results to the source ranks, in the same tensor each time,
+            allocated beforehand. apart: True if each can be called without the other.
     """
 
     dispatch: Callable[[], torch.Tensor | None]
     combine: Callable[[], torch.Tensor]
+    apart: bool = False
 
-    def pair(self) -> torch.Tensor:
-        """One dispatch and its combine; returns the combined output. Collective, on the current stream."""
-        self.dispatch()
-        return self.combine()
+    def pair(self, times: PhaseTimes | None = None) -> torch.Tensor:
+        """One dispatch and its combine, both timed by `times`; returns the combined output. Collective."""
+        if times is None:
+            self.dispatch()
+            return self.combine()
+        with times.phase("dispatch"):
+            self.dispatch()
+        with times.phase("combine"):
+            return self.combine()
 
 
 def by_transport(
@@ -53,107 +64,83 @@ def by_transport(
     return Exchange(dispatch=dispatch, combine=combine)
 
 
-def gather_scatter(group: EPGroup, payload: torch.Tensor, y: torch.Tensor) -> Exchange:
-    """An exchange by all-gather of the payload and reduce-scatter of the outputs: every token goes to every rank.
-
-    Args:
-        group: with a process group. payload: [T, row bytes] uint8, T the same on all ranks.
-        y: [R * T, H] in the model's dtype.
-    Its dispatch returns the rows of all ranks, [R * T, row bytes], its combine [T, H], in rank order.
-    """
-    gathered = payload.new_empty(y.shape[0], payload.shape[1])
-    out = y.new_empty(payload.shape[0], y.shape[1])
-
-    def dispatch() -> torch.Tensor:
-        all_gather(gathered, payload, group=group.process_group)
-        return gathered
-
-    def combine() -> torch.Tensor:
-        reduce_scatter(out, y, group=group.process_group)
-        return out
-
-    return Exchange(dispatch=dispatch, combine=combine)
-
-
-def all_to_all(
-    group: EPGroup, payload: torch.Tensor, y: torch.Tensor, *, send_counts: Sequence[int], recv_counts: Sequence[int]
+def by_collectives(
+    group: EPGroup, payload: torch.Tensor, y: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]] | None = None
 ) -> Exchange:
-    """An exchange by all_to_all_single with row counts known beforehand, including a rank's rows for itself.
+    """An exchange by collectives of a process group. Its dispatch returns the received rows, its combine the results.
 
     Args:
-        group: with a process group. payload: [rows sent, row bytes] uint8, ordered by rank.
-        y: [rows received, H] in the model's dtype, ordered by rank.
-        send_counts, recv_counts: rows to and from each rank.
-    Its dispatch returns the received rows, its combine the returned rows [rows sent, H].
+        payload: [rows sent, row bytes] uint8. y: [rows received, H] in the model's dtype. Both ordered by rank.
+        counts: rows to and from each rank, this one included, for all_to_all_single. Without them an all-gather of the
+            payload [T, row bytes] and a reduce-scatter of y [R * T, H]: every token goes to every rank.
     """
-    sent, received = list(send_counts), list(recv_counts)
     rows = payload.new_empty(y.shape[0], payload.shape[1])
     out = y.new_empty(payload.shape[0], y.shape[1])
+    sent, received = map(list, counts or ([], []))
 
     def dispatch() -> torch.Tensor:
-        dist.all_to_all_single(rows, payload, received, sent, group=group.process_group)
+        if counts is None:
+            all_gather(rows, payload, group=group.process_group)
+        else:
+            dist.all_to_all_single(rows, payload, received, sent, group=group.process_group)
         return rows
 
     def combine() -> torch.Tensor:
-        dist.all_to_all_single(out, y, sent, received, group=group.process_group)
+        if counts is None:
+            reduce_scatter(out, y, group=group.process_group)
+        else:
+            dist.all_to_all_single(out, y, sent, received, group=group.process_group)
         return out
 
-    return Exchange(dispatch=dispatch, combine=combine)
+    return Exchange(dispatch=dispatch, combine=combine, apart=True)
 
 
-def capture_many(call: Callable[[], torch.Tensor], device: torch.device, *, count: int) -> Captured:
-    """Capture `count` calls, one after another, into one CUDA graph. Errors and notes: as `capture`."""
+def time_exchange(
+    exchange: Exchange, graph: Captured | None, group: EPGroup, *, count: int, warmup: int, repeats: int
+) -> dict[str, list[float]]:
+    """Microseconds of pairs on this rank: "sum", of a pair, and "dispatch" and "combine", its halves.
 
-    def calls() -> torch.Tensor:
-        for _ in range(count - 1):
-            call()
-        return call()
-
-    return capture(calls, device)
-
-
-def time_replays(graph: Captured, group: EPGroup, *, count: int, warmup: int, repeats: int) -> list[float]:
-    """Microseconds per call of each replay of a graph of `count` calls, with a warm L2. Collective, host sync."""
-    times = time_calls(graph.replay, group, warmup=warmup, repeats=repeats, cold=False)
-    return [us / count for us in times]
-
-
-def time_eager(exchange: Exchange, group: EPGroup, *, count: int, warmup: int, repeats: int) -> dict[str, list[float]]:
-    """Times of pairs that are called one by one, in microseconds, on this rank.
-
-    Returns: "sum", wall-clock time per pair of `count` pairs and a device sync; "host_dispatch" and "host_combine", the
-    host time of a call; "dispatch" and "combine", between events on the stream (wall-clock on a CPU), including the
-    call's waits on the host.
+    With a graph, of `count` pairs, with a warm L2: of replays; of the halves' own graphs if they can be called apart,
+    else of their kernels in replays, or, if kernels cannot be assigned, by events of eager calls.
+    Without: "sum", wall-clock time per pair of `count` pairs and a device sync; the halves between events on the stream
+    (wall-clock on a CPU), including the call's waits on the host; "host_dispatch" and "host_combine", the host time.
     Collective, host sync.
     """
-    host: dict[str, list[float]] = {"host_dispatch": [], "host_combine": []}
+    if graph is None:
+        host = PhaseTimes(torch.device("cpu"))  # its clock
 
-    def pairs() -> None:
-        for _ in range(count):
-            start = time.perf_counter()
-            exchange.dispatch()
-            between = time.perf_counter()
-            exchange.combine()
-            end = time.perf_counter()
-            host["host_dispatch"].append((between - start) * 1e6)
-            host["host_combine"].append((end - between) * 1e6)
+        def pairs() -> None:
+            for _ in range(count):
+                host.start_call()
+                exchange.pair(host)
 
-    for _ in range(warmup):
-        exchange.pair()
-    sums = time_calls(pairs, group, warmup=0, repeats=repeats, wall=True)
-    return {"sum": [us / count for us in sums], **host, **time_halves(exchange, group, repeats=repeats)}
+        for _ in range(warmup):
+            exchange.pair()
+        sums = time_calls(pairs, group, warmup=0, repeats=repeats, by="wall")
+        samples = {"sum": [us / count for us in sums]}
+        samples |= {f"host_{name}": times for name, times in host.samples_us().items()}
+        return samples | time_phases(exchange.pair, group, repeats=repeats, cold=False)
+    run = {"warmup": warmup, "repeats": repeats}
+    samples = {"sum": graph.times(group, cold=False, **run)}
+    if not exchange.apart:
+        return samples | _time_kernels(exchange, graph, group, count=count, repeats=repeats)
+    for name in HALVES:
+        samples[name] = capture(getattr(exchange, name), group.device, count).times(group, cold=False, **run)
+    return samples
 
 
-def time_halves(exchange: Exchange, group: EPGroup, *, repeats: int) -> dict[str, list[float]]:
-    """Microseconds of "dispatch" and "combine" of pairs that are called one by one, as of `time_eager`.
-
-    Collective, host sync.
-    """
-
-    def timed_pair(times: PhaseTimes) -> None:
-        with times.phase("dispatch"):
-            exchange.dispatch()
-        with times.phase("combine"):
-            exchange.combine()
-
-    return time_phases(timed_pair, group, repeats=repeats, cold=False)
+def _time_kernels(
+    exchange: Exchange, graph: Captured, group: EPGroup, *, count: int, repeats: int
+) -> dict[str, list[float]]:
+    """Times of each half's kernels in the graph; of eager calls by events if kernels cannot be assigned on a rank."""
+    kernels = profile_kernels(graph.replay, group, repeats=PROFILED_REPLAYS)
+    halves, problem = {}, ""
+    try:
+        halves = part_times(kernels, HALVES, repeats=PROFILED_REPLAYS)
+    except ValueError as error:
+        problem = str(error)
+    problems = [text for text in group.all_gather_object(problem) if text]
+    if problems:
+        tell(group, f"dispatch and combine are timed by events of eager calls: {problems[0]}")
+        return time_phases(exchange.pair, group, repeats=repeats, cold=False)
+    return {name: [us / count for us in times] for name, times in halves.items()}

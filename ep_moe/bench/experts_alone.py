@@ -3,27 +3,29 @@
 Letters: N rows of all experts, E logical experts, L local experts, H hidden, I intermediate.
 """
 
-import dataclasses
+import contextlib
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ep_moe.bench import harness
 from ep_moe.bench.configs import SEED_STRIDE, ExpertsBenchConfig
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
-from ep_moe.bench.harness import OURS, Contender, Row, field_values
-from ep_moe.bench.oracle import Expert, RandomExperts, expected_output
+from ep_moe.bench.harness import Contender, Work, field_values
+from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
-from ep_moe.experts import EXPERTS, create_experts
+from ep_moe.experts import EXPERTS, Experts, create_experts
 from ep_moe.group import EPGroup
-from ep_moe.layout import ExpertBatch, pack_routed
-from ep_moe.quant import QuantScheme, get_scheme, quantize
+from ep_moe.layout import ExpertBatch
+from ep_moe.local_moe import local_moe
+from ep_moe.quant import get_scheme
+from ep_moe.report.records import OURS
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS
+from ep_moe.weights import ExpertWeights
 
 GROUPED = "grouped_mm"
 
@@ -37,52 +39,47 @@ def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBench
     if group.num_ranks != 1:
         raise ValueError(f"bench experts measures one rank alone, there are {group.num_ranks}")
     harness.tell(group, f"bench experts: {config.preset}, {config.num_local_experts} experts on {group.device}")
-    return harness.measure_all("experts", group, config.rows, _ExpertsBench(group.device, engine, config).measure)
+    # without a process group: one rank needs no all-reduce before a timed call, whose launch would delay the call
+    alone = EPGroup.single(group.device)
+    return harness.measure_all("experts", alone, config.rows, _ExpertsBench(alone, engine, config).prepare)
 
 
 class _ExpertsBench:
     """The weights of one rank, measured for one number of rows after another."""
 
-    def __init__(self, device: torch.device, engine: EngineConfig, config: ExpertsBenchConfig) -> None:
-        self._device, self._engine, self._config = device, engine, config
-        # without a process group: one rank needs no all-reduce before a timed call, whose launch would delay the call
-        self._alone = EPGroup.single(device)
-        sizes = LAYER_PRESETS[config.preset]
-        self._moe, self._scheme, self._bias = sizes.moe(engine), get_scheme(engine.scheme), sizes.bias
-        self._random = RandomExperts(self._moe, engine.torch_dtype, device, bias=sizes.bias, seed=config.seed)
-        self._weights = self._random.local(range(config.num_local_experts), self._scheme)
-        self._experts = create_experts(engine.experts, self._moe.activation, device)
-        self._grouped = GroupedExperts(self._weights, self._moe.activation) if has_grouped_gemm(device) else None
+    def __init__(self, group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig) -> None:
+        self._group, self._engine, self._config = group, engine, config
+        preset, self._scheme = LAYER_PRESETS[config.preset], get_scheme(engine.scheme)
+        self._moe, self._bias = preset.moe(engine), preset.bias
+        self._random, self._weights = dict[str, RandomExperts](), dict[str, ExpertWeights]()
+        schemes = {OURS: (engine.torch_dtype, self._scheme)}
+        if has_grouped_gemm(group.device):  # experts of the same seed in bfloat16
+            schemes[GROUPED] = (DTYPE, get_scheme("none"))
+        for name, (dtype, scheme) in schemes.items():
+            made = RandomExperts(self._moe, dtype, group.device, bias=preset.bias, seed=config.seed)
+            self._random[name], self._weights[name] = made, made.local(range(config.num_local_experts), scheme)
+        self._experts = create_experts(engine.experts, self._moe.activation, group.device)
 
-    def measure(self, rows: int) -> Row:
-        """Check, then time, the experts and the baseline for `rows` rows per expert on average; returns the row."""
-        config, moe = self._config, self._moe
-        harness.tell(self._alone, f"{rows} rows of each expert: check and time")
+    def prepare(self, rows: int, stack: contextlib.ExitStack) -> Work:
+        """The experts and the baseline, to be measured for `rows` rows per expert on average."""
+        del stack
+        config, moe, engine = self._config, self._moe, self._engine
         ids, x = self._tokens(rows)
-        weights = {OURS: self._weights}
         contenders = {
             OURS: self._contender(
-                ids,
-                x,
-                layout=self._engine.layout,
-                scheme=self._scheme,
-                prepare=lambda batch: functools.partial(self._experts, batch, self._weights),
-                make_expert=self._random.expert,
+                OURS, ids, x, engine.layout, lambda batch: functools.partial(self._experts, batch, self._weights[OURS])
             )
         }
-        if self._grouped is not None:  # on the same rows in bfloat16; its oracle uses its own weights
-            weights[GROUPED] = self._grouped.weights
+        if GROUPED in self._weights:
             contenders[GROUPED] = self._contender(
+                GROUPED,
                 ids,
                 x.to(DTYPE),
-                layout=Layout.COMPACT,
-                scheme=self._grouped.weights.scheme,
-                prepare=functools.partial(self._grouped.prepare, row_expert=ids.long().sort().values),
-                make_expert=self._grouped.expert,
+                Layout.COMPACT,
+                lambda batch: GroupedExperts(batch, self._weights[GROUPED], moe.activation),
             )
-        checked = harness.check(self._alone, contenders, graph=self._device.type == "cuda")
-        row = harness.make_row(
-            checked.broken,
+        return Work(
+            what=f"{rows} rows of each expert",
             shapes={
                 "preset": config.preset,
                 "rows_per_expert": rows,
@@ -90,85 +87,71 @@ class _ExpertsBench:
                 **field_values(moe, "hidden", "intermediate"),
             },
             setup={
-                **field_values(self._engine, "dtype", "scheme"),
+                **field_values(engine, "dtype", "scheme"),
                 "experts": harness.implementation_name(self._experts, EXPERTS),
-                **field_values(self._engine, "layout"),
+                **field_values(engine, "layout"),
                 "activation": moe.activation.kind.value,
                 "bias": self._bias,
                 **field_values(config, "seed", "warmup", "repeats"),
             },
-            figures=checked.errors[OURS],
-            baselines={name: found for name, found in checked.errors.items() if name != OURS},
+            check=functools.partial(harness.check, self._group, contenders, graph=self._group.device.type == "cuda"),
+            time=lambda name: self._time(name, contenders[name], x),
             limit=contenders[OURS].limit,
         )
-        if not row["ok"]:
-            return row
-        products = x.numel() * moe.intermediate * (3 if moe.activation.kind.gated else 2)
-        for name, figures in checked.errors.items():
-            # on a GPU the replay of the call's graph
-            timed = checked.graphs[name].replay if name in checked.graphs else contenders[name].call
-            figures |= harness.time_whole(self._alone, timed, name="call", warmup=config.warmup, repeats=config.repeats)
-            figures["tflops"] = 2 * products / figures["call_us"] / 1e6
-            figures["weight_gbs"] = weights[name].num_bytes / figures["call_us"] / 1e3  # every expert has rows
-        for theirs in row["baselines"].values():
-            theirs["speedup_ratio"] = theirs["call_us"] / row["figures"]["call_us"]
-        return row
+
+    def _time(self, name: str, made: Contender, x: torch.Tensor) -> dict[str, float]:
+        """Microseconds of a call, on a GPU of the replay of its graph, and the rates of arithmetic and memory."""
+        run = field_values(self._config, "warmup", "repeats")
+        figures = harness.time_whole(self._group, made.graph.replay if made.graph else made.call, name="call", **run)
+        products = x.numel() * self._moe.intermediate * (3 if self._moe.activation.kind.gated else 2)
+        figures["tflops"] = 2 * products / figures["call_us"] / 1e6
+        figures["weight_gbs"] = self._weights[name].num_bytes / figures["call_us"] / 1e3  # every expert has rows
+        return figures
 
     def _tokens(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of one expert each, in random order: ids [N] int32, and x [N, H]."""
-        counts = self._config.row_counts(rows)
+        counts, device = self._config.row_counts(rows), self._group.device
         ids = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(self._config.seed))]
         other_seed = (self._config.seed + 1) * SEED_STRIDE - 1  # no expert's seed: tokens must not equal weights
-        generator = torch.Generator(self._device).manual_seed(other_seed)
-        x = torch.randn(len(ids), self._moe.hidden, generator=generator, device=self._device)
-        return ids.to(self._device), x.to(self._engine.torch_dtype)
+        generator = torch.Generator(device).manual_seed(other_seed)
+        x = torch.randn(len(ids), self._moe.hidden, generator=generator, device=device)
+        return ids.to(device), x.to(self._engine.torch_dtype)
 
     def _contender(
         self,
+        name: str,
         ids: torch.Tensor,
         x: torch.Tensor,
-        *,
         layout: Layout,
-        scheme: QuantScheme,
-        prepare: Callable[[ExpertBatch], Callable[[], torch.Tensor]],
-        make_expert: Callable[[int], Expert],
+        call_on: Callable[[ExpertBatch], Callable[[], torch.Tensor]],
     ) -> Contender:
         """Experts on the tokens as a transport would lay them out, to be checked on all rows of sampled experts.
 
         Args:
-            prepare: makes the call that computes a batch. make_expert: makes an expert of the call for the oracle.
+            call_on: makes the call that computes a batch.
         """
-        num_local, device = self._config.num_local_experts, self._device
-        routing = Routing(topk_ids=ids.unsqueeze(1), topk_weights=torch.ones(len(ids), 1, device=device))
-        static_scale = self._weights.w13_input_scale
-        packed = pack_routed(
-            quantize(x, scheme, static_scale=static_scale) if scheme.payload.quantized else x,
-            routing.topk_ids,
-            routing.topk_weights,
-            layout,
-            scheme=scheme,
-            dtype=x.dtype,
-            first=0,
-            num_local_experts=num_local,
-            capacity=len(ids),
-        )
-        batch = dataclasses.replace(packed.batch, expected_rows=math.ceil(len(ids) / num_local))
-        # row of the output that is token n's; for FLAT the experts return one row per token, in token order
-        flat = layout is Layout.FLAT
-        place = torch.arange(len(ids), device=device) if flat else packed.token_to_row[:, 0].long()
+        num_local, weights = self._config.num_local_experts, self._weights[name]
+        routing = Routing(topk_ids=ids.unsqueeze(1), topk_weights=torch.ones(len(ids), 1, device=ids.device))
+        batches: list[ExpertBatch] = []
+
+        def place(y: torch.Tensor | None = None) -> torch.Tensor:
+            """The rows of the tokens [N, H] in the experts' output: their sums, as each has one expert of weight 1."""
+
+            def experts(batch: ExpertBatch, *args: object, **options: object) -> torch.Tensor:
+                batches[:] = [batch]
+                return x.new_zeros(batch.output_shape) if y is None else y
+
+            return local_moe(x, routing, weights, cast(Experts, experts), layout=layout)
+
+        place()  # for the batch
         # the first and the last expert are among the sampled
-        chosen = torch.linspace(0, num_local - 1, min(self._config.sample_experts, num_local), device=device).long()
+        chosen = torch.linspace(0, num_local - 1, min(self._config.sample_experts, num_local), device=ids.device).long()
         sample = torch.nonzero(torch.isin(ids.long(), chosen)).squeeze(1)
 
         def expected() -> torch.Tensor:
-            sampled = (x[sample], routing.topk_ids[sample], routing.topk_weights[sample])
-            return expected_output(*sampled, make_expert, activation=self._moe.activation, scheme=scheme)
+            routed = (routing.topk_ids[sample], routing.topk_weights[sample])
+            return self._random[name].expected_output(x[sample], *routed, weights.scheme)
 
-        return Contender(
-            call=prepare(batch),
-            sample=sample,
-            expected=expected,
-            limit=ROW_ERROR_LIMITS["fp8" if scheme.weight.quantized else str(x.dtype).removeprefix("torch.")],
-            rows=lambda output: output.reshape(-1, self._moe.hidden)[place],
-        )
+        limit = ROW_ERROR_LIMITS["fp8" if weights.scheme.weight.quantized else str(x.dtype).removeprefix("torch.")]
+        return Contender(call=call_on(batches[0]), sample=sample, expected=expected, limit=limit, rows=place)

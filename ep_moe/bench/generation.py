@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ep_moe.bench.timing import time_calls
+from ep_moe.bench.timing import medians, slowest, time_calls
 from ep_moe.engines.transformers import GenerationOptions
 from ep_moe.engines.transformers import generate as ours
 from ep_moe.group import EPGroup
+
+HOST_WARMUP, HOST_CALLS = 2, 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +61,13 @@ def generate(system: System, new_tokens: int, *criteria: StoppingCriteria) -> to
     return sequences[:, system.prompts.shape[1] :]
 
 
-def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats: int) -> tuple[float, float, float]:
-    """Time `repeats` generations by the wall clock, after one warm-up; all ranks start together.
+def time_generation(system: System, group: EPGroup, *, tokens: int, new_tokens: int, repeats: int) -> dict[str, float]:
+    """Figures of `repeats` generations by the wall clock, after one warm-up; all ranks start together.
 
-    Returns: seconds of a generation, until its first new token, and after it: the median of each over the repeats, on
-    the slowest rank. Collective, host sync.
+    Args:
+        tokens: that all ranks together generate. new_tokens: of each sequence, at least 2.
+    Returns: tokens per second, and seconds of a generation, ms until its first new token and of each later one: the
+    median of each over the repeats, on the slowest rank. Collective, host sync.
     """
     firsts: list[_FirstToken] = []
 
@@ -71,9 +75,20 @@ def time_generation(system: System, group: EPGroup, *, new_tokens: int, repeats:
         firsts.append(_FirstToken())
         generate(system, new_tokens, firsts[-1])
 
-    with group.guard("time generation"):
-        wholes = [us / 1e6 for us in time_calls(run, group, warmup=1, repeats=repeats, wall=True)]
+    wholes = [us / 1e6 for us in time_calls(run, group, warmup=1, repeats=repeats, by="wall")]
     samples = [(whole, first.secs, whole - first.secs) for whole, first in zip(wholes, firsts[1:], strict=True)]
-    medians = tuple(statistics.median(values) for values in zip(*samples, strict=True))
-    whole, first, others = max(group.all_gather_object(medians))  # the whole comes first
-    return whole, first, others
+    middle = tuple(statistics.median(values) for values in zip(*samples, strict=True))
+    whole, first, others = max(group.all_gather_object(middle))  # the whole comes first
+    figures = {"tokens_per_sec": tokens / whole, "generate_secs": whole, "prefill_ms": first * 1e3}
+    return figures | {"decode_step_ms": others / (new_tokens - 1) * 1e3}
+
+
+def host_time(system: System, group: EPGroup) -> dict[str, float]:
+    """Figures: the host's time of one eager forward pass of one token per sequence, without a cache. Collective."""
+
+    def run() -> None:
+        system.model(system.prompts[:, :1], use_cache=False, logits_to_keep=1)
+
+    with torch.inference_mode():
+        samples = time_calls(run, group, warmup=HOST_WARMUP, repeats=HOST_CALLS, by="host")
+    return medians(slowest(group, {"host": samples}, whole="host"))

@@ -3,34 +3,102 @@
 Letters: N rows of an output, H hidden, n checked rows.
 """
 
+import contextlib
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from ep_moe.bench.records import device_name, versions
-from ep_moe.bench.timing import Captured, capture, slowest, time_calls
+from ep_moe.bench.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.group import EPGroup
+from ep_moe.report.records import OURS, device_name, versions
 from ep_moe.testing import worst_row_error
 from ep_moe.transport import CollectiveTransport, LocalTransport, Transport
 
-OURS, GATHERED = "ep_moe", "allgather_reducescatter"  # names of what is compared, and of a baseline
-PHASES = ("route", "dispatch", "experts", "combine")  # of a layer
 Row = dict[str, Any]
+Figures = dict[str, dict[str, float]]  # by system (ours, each baseline) and name
 Point = TypeVar("Point")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one row measures.
+
+    Args:
+        what: for progress. shapes, setup: of the row. known: figures of ours that need no timing.
+        check: returns errors of each system, ours first, and a line for each broken limit. Collective.
+        time: returns the times of a system, once all are right. Collective. whole: their figure that speedups compare.
+        limit: of the worst row error, if there is one.
+    """
+
+    what: str
+    shapes: Mapping[str, Any]
+    setup: Mapping[str, Any]
+    check: Callable[[], tuple[Figures, list[str]]]
+    time: Callable[[str], dict[str, float]]
+    whole: str = "call_us"
+    known: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    limit: float | None = None
+
+    def measure(self, group: EPGroup) -> Row:
+        """Check, then, if no limit is broken, time; returns the row of a report. Collective."""
+        tell(group, f"{self.what}: check")
+        figures, broken = self.check()
+        figures[OURS] |= self.known
+        for name in figures if not broken else ():
+            tell(group, f"{self.what}: time {name}")
+            with group.guard(f"time {name}"):
+                figures[name] |= self.time(name)
+        ours = figures.pop(OURS)
+        for theirs in figures.values():
+            for prefix in ("", "graph_"):
+                if f"{prefix}{self.whole}" in theirs:
+                    theirs[f"{prefix}speedup_ratio"] = theirs[f"{prefix}{self.whole}"] / ours[f"{prefix}{self.whole}"]
+        row: Row = {"ok": not broken, "broken": broken}
+        row |= {} if self.limit is None else {"row_error_limit": self.limit}
+        baselines = {name: theirs for name, theirs in figures.items() if theirs}
+        return row | {"shapes": dict(self.shapes), "setup": dict(self.setup), "figures": ours, "baselines": baselines}
+
+
+def measure_all(
+    bench: str,
+    group: EPGroup,
+    points: Iterable[Point],
+    prepare: Callable[[Point, contextlib.ExitStack], Work | None],
+) -> dict[str, Any]:
+    """Measure one point after another until a result is wrong; returns the report, the same on every rank. Collective.
+
+    Args:
+        prepare: makes the work of a point, None to leave it out; the stack is closed after it was measured.
+    """
+    rows: list[Row] = []
+    for point in points:
+        with contextlib.ExitStack() as stack:
+            work = prepare(point, stack)
+            rows += [] if work is None else [work.measure(group)]
+        if rows and not rows[-1]["ok"]:
+            break
+    return {
+        "ok": all(row["ok"] for row in rows),
+        "bench": bench,
+        "gpu": device_name(group.device),
+        "world_size": group.num_ranks,
+        "versions": versions(group.device),
+        "rows": rows,
+    }
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Contender:
     """An implementation to check, then time.
 
     Args:
         call: computes the output. rows: the rows [N, H] of the tokens in it.
         sample: [n] int64, rows that are checked. expected: computes what they should be, [n, H] float32.
-        limit: the largest allowed error of a row, a relative L2 error.
+        limit: the largest allowed error of a row, a relative L2 error. graph: of the call, captured by its check.
     """
 
     call: Callable[[], torch.Tensor]
@@ -38,22 +106,14 @@ class Contender:
     expected: Callable[[], torch.Tensor]
     limit: float
     rows: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+    graph: Captured | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    """Results of a check: the errors of each contender by name, the graphs of their calls, the limits broken."""
-
-    errors: dict[str, dict[str, float]]
-    graphs: dict[str, Captured]
-    broken: list[str]
-
-
-def check(group: EPGroup, contenders: Mapping[str, Contender], *, graph: bool) -> Checked:
+def check(group: EPGroup, contenders: Mapping[str, Contender], *, graph: bool) -> tuple[Figures, list[str]]:
     """Compare each contender with its expected rows, over all ranks, and its CUDA graph with its own output on all.
 
     Args:
-        graph: capture graphs. Collective, host sync.
+        graph: capture graphs. Returns: as `Work.check`. Collective, host sync.
     """
     with group.guard("check"):
         outputs = {name: contender.rows(contender.call()) for name, contender in contenders.items()}
@@ -62,18 +122,16 @@ def check(group: EPGroup, contenders: Mapping[str, Contender], *, graph: bool) -
         for name, contender in contenders.items()
     }
     group.wait_for_all("check")  # ranks differ in time to compute what is expected
-    graphs: dict[str, Captured] = {}
     for name, contender in contenders.items() if graph else ():
         with group.guard("check graph"):
-            graphs[name] = capture(contender.call, group.device)
-            replayed = contender.rows(graphs[name].replayed())
+            contender.graph = capture(contender.call, group.device)
+            replayed = contender.rows(contender.graph.replayed())
             errors[name]["worst_graph_row_error"] = worst_row_error(replayed, outputs[name])
     errors = largest_of_ranks(group, errors)
-    limits = {name: dict.fromkeys(found, contenders[name].limit) for name, found in errors.items()}
-    return Checked(errors=errors, graphs=graphs, broken=broken_limits(errors, limits))
+    return errors, broken_limits(errors, {name: dict.fromkeys(errors[name], contenders[name].limit) for name in errors})
 
 
-def largest_of_ranks(group: EPGroup, errors: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def largest_of_ranks(group: EPGroup, errors: Figures) -> Figures:
     """The largest of all ranks for each error, by system and name. Collective."""
     ranks = group.all_gather_object(errors)
     return {
@@ -87,7 +145,7 @@ def largest(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
-def broken_limits(errors: Mapping[str, Mapping[str, float]], limits: Mapping[str, Mapping[str, float]]) -> list[str]:
+def broken_limits(errors: Figures, limits: Figures) -> list[str]:
     """A line for each error that exceeds its limit or is NaN: "gathered worst_row_error (1) exceeds 0.01".
 
     Args:
@@ -105,46 +163,7 @@ def broken_limits(errors: Mapping[str, Mapping[str, float]], limits: Mapping[str
 def time_whole(group: EPGroup, call: Callable[[], object], *, name: str, warmup: int, repeats: int) -> dict[str, float]:
     """Figures of the time of a call, on the slowest rank, from a cold L2. Collective, host sync."""
     samples = time_calls(call, group, warmup=warmup, repeats=repeats)
-    return slowest(group, {name: samples}, whole=name)[name].figures(name)
-
-
-def make_row(
-    broken: Sequence[str],
-    *,
-    shapes: Mapping[str, Any],
-    setup: Mapping[str, Any],
-    figures: dict[str, float],
-    baselines: dict[str, dict[str, float]],
-    limit: float | None = None,
-) -> Row:
-    """A row of a report: `ok` if no limit is broken, then times may be added; `limit` of the worst row error. Local."""
-    row: Row = {"ok": not broken, "broken": list(broken)}
-    row |= {} if limit is None else {"row_error_limit": limit}
-    return row | {"shapes": dict(shapes), "setup": dict(setup), "figures": figures, "baselines": baselines}
-
-
-def measure_all(
-    bench: str, group: EPGroup, points: Iterable[Point], measure: Callable[[Point], Row | None]
-) -> dict[str, Any]:
-    """Measure one point after another until a result is wrong; returns the report, the same on every rank. Collective.
-
-    Args:
-        measure: returns the row of a point, None to leave it out.
-    """
-    rows: list[Row] = []
-    for point in points:
-        row = measure(point)
-        rows += [] if row is None else [row]
-        if rows and not rows[-1]["ok"]:
-            break
-    return {
-        "ok": all(row["ok"] for row in rows),
-        "bench": bench,
-        "gpu": device_name(group.device),
-        "world_size": group.num_ranks,
-        "versions": versions(group.device),
-        "rows": rows,
-    }
+    return spread(name, slowest(group, {name: samples}, whole=name)[name])
 
 
 def field_values(source: object, *names: str) -> dict[str, Any]:

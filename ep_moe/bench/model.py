@@ -4,6 +4,7 @@ Both serve the same sequences, each in its own way: transformers gives all of th
 a share. Letters: B sequences per rank, R ranks, P prompt tokens, N new tokens, H hidden, E experts, V vocabulary.
 """
 
+import contextlib
 import statistics
 from typing import Any
 
@@ -15,17 +16,17 @@ from transformers.utils import logging as transformers_logging
 
 from ep_moe.bench import harness
 from ep_moe.bench.configs import CHECKED_TOKENS, ModelBenchConfig, spreads_dense
-from ep_moe.bench.generation import System, generate, time_generation
-from ep_moe.bench.harness import OURS
-from ep_moe.bench.oracle import Expert, expected_output
+from ep_moe.bench.generation import System, generate, host_time, time_generation
+from ep_moe.bench.harness import Figures, Work, field_values
 from ep_moe.bench.presets import MODEL_PRESETS
-from ep_moe.bench.random_model import expert_values, fill_with_random_numbers
-from ep_moe.config import ActivationConfig, EngineConfig
+from ep_moe.bench.random_model import experts_of, fill_with_random_numbers
+from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
 from ep_moe.engines.transformers.experts import find_experts
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
 from ep_moe.quant import SCHEMES
+from ep_moe.report.records import OURS
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from ep_moe.transport import TRANSPORTS
 
@@ -58,7 +59,7 @@ def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConf
         )
     transformers_logging.set_verbosity_error()  # else it reports every weight as missing, as they are filled later
     transformers_logging.disable_progress_bar()
-    return harness.measure_all("model", group, [config], _ModelBench(group, engine, config).measure)
+    return harness.measure_all("model", group, [config], _ModelBench(group, engine, config).prepare)
 
 
 class _ModelBench:
@@ -73,47 +74,42 @@ class _ModelBench:
         self._prompts = torch.randint(vocabulary, shape, generator=generator).to(group.device)  # of all ranks
         self._mine = slice(group.rank * config.batch, (group.rank + 1) * config.batch)
 
-    def measure(self, config: ModelBenchConfig) -> harness.Row:
-        """Build, check, time; returns the row. Collective."""
-        group, systems = self._group, self._build()
-        harness.tell(group, "check")
-        errors = self._check(systems)
-        for name, related in self._compare(systems).items():
-            errors[name] |= related
+    def prepare(self, config: ModelBenchConfig, stack: contextlib.ExitStack) -> Work:
+        """Build the models, to be checked and timed. Collective."""
+        group, engine, systems = self._group, self._engine, self._build()
         session, sizes = systems[OURS].model.ep_moe, systems[OURS].model.config
-        row = harness.make_row(
-            harness.broken_limits(errors, {name: self._limits(name) for name in errors}),
+        stack.callback(session.destroy)
+        run = {"tokens": group.num_ranks * config.batch * config.new_tokens, "new_tokens": config.new_tokens}
+        return Work(
+            what=f"{config.preset}, {config.layers} layers",
             shapes={
-                **harness.field_values(config, "preset", "layers"),
+                **field_values(config, "preset", "layers"),
                 "sequences_per_rank": config.batch,
-                **harness.field_values(config, "prompt_tokens", "new_tokens"),
+                **field_values(config, "prompt_tokens", "new_tokens"),
                 "hidden": sizes.hidden_size,
                 "intermediate": sizes.moe_intermediate_size,
                 "num_experts": sizes.num_experts,
                 "num_topk": sizes.num_experts_per_tok,
             },
             setup={
-                "dtype": self._engine.dtype,
+                "dtype": engine.dtype,
                 "transport": harness.implementation_name(session.transport, TRANSPORTS),
                 "experts": harness.implementation_name(session.layers[0].experts, EXPERTS),
-                **harness.field_values(self._engine, "layout", "placement"),
+                **field_values(engine, "layout", "placement"),
                 "baseline_experts": config.baseline_experts,
                 "baseline_dense": "tensor_parallel" if _has_spread_dense(systems[OWN].model) else "replicated",
                 "seed": config.seed,
                 "nodes": harness.num_nodes(group),
-                **harness.field_values(config, "hook", "repeats"),
+                **field_values(config, "hook", "repeats"),
                 "graph": session.decoder is not None,
             },
-            figures=errors[OURS],
-            baselines={name: found for name, found in errors.items() if name != OURS},
+            check=lambda: self._check(systems),
+            time=lambda name: (
+                time_generation(systems[name], group, **run, repeats=config.repeats) | host_time(systems[name], group)
+            ),
+            whole="generate_secs",
             limit=self._limit,
         )
-        for name, figures in errors.items() if row["ok"] else ():
-            figures |= self._time(name, systems[name])
-            if name != OURS:
-                figures["speedup_ratio"] = errors[OURS]["tokens_per_sec"] / figures["tokens_per_sec"]
-        session.destroy()
-        return row
 
     def _limits(self, system: str) -> dict[str, float]:
         """The limit of each error of a system; worst logits only in float32, where no expert choice flips."""
@@ -159,50 +155,38 @@ class _ModelBench:
         self._group.wait_for_all(f"build {name}")
         return System(model=model.eval(), prompts=self._prompts)
 
-    def _check(self, systems: dict[str, System]) -> dict[str, dict[str, float]]:
+    def _check(self, systems: dict[str, System]) -> tuple[Figures, list[str]]:
         """The worst row error of each system's MoE blocks against float32 experts, over all ranks. Collective.
 
         Every rank has its own tokens: ours gets those, transformers those of all ranks, so that rows returned to the
         wrong rank are detected. All systems' blocks get the same input, so that routers choose the same experts; after
         several layers they would not, as rounding may flip a choice and change all that follows.
+        Returns: these errors and the figures of `_compare`, and the broken limits.
         """
-        group, model = self._group, systems[OURS].model
-        generator = torch.Generator(group.device).manual_seed(self._config.seed)
+        group, model, engine, seed = self._group, systems[OURS].model, self._engine, self._config.seed
+        generator = torch.Generator(group.device).manual_seed(seed)
         shape = (group.num_ranks * CHECKED_TOKENS, model.config.hidden_size)
-        everyones = torch.randn(shape, generator=generator, device=group.device).to(self._engine.torch_dtype)
+        everyones = torch.randn(shape, generator=generator, device=group.device).to(engine.torch_dtype)
         mine = slice(group.rank * CHECKED_TOKENS, (group.rank + 1) * CHECKED_TOKENS)
         x = everyones[mine]
-        errors = {name: [0.0] for name in systems}
+        found = {name: [0.0] for name in systems}
         with torch.inference_mode(), group.guard("check"):
             for name in find_experts(model):
-                gate = _block(model, name).gate
+                gate, experts = _block(model, name).gate, experts_of(model.config, name, seed, x.dtype, x.device)
                 for key, system in systems.items():
                     # the router gets the block's own input: the number of rows may change how its GEMM rounds
                     shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
                     output = _block(system.model, name)(shown.unsqueeze(0))[0][part]
                     _, weights, ids = gate(shown)
-                    expected = self._expected(model, name, x, ids[part], weights[part].float())
-                    errors[key].append(worst_row_error(output, expected))
-        worst = {name: {"worst_block_row_error": harness.largest(found)} for name, found in errors.items()}
-        return harness.largest_of_ranks(group, worst)
+                    expected = experts.expected_output(x, ids[part], weights[part].float(), SCHEMES["none"])
+                    found[key].append(worst_row_error(output, expected))
+        worst = {name: {"worst_block_row_error": harness.largest(values)} for name, values in found.items()}
+        errors = harness.largest_of_ranks(group, worst)
+        for name, related in self._compare(systems).items():
+            errors[name] |= related
+        return errors, harness.broken_limits(errors, {name: self._limits(name) for name in errors})
 
-    def _expected(
-        self, model: Any, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """A block's expected output for routed tokens, by experts regenerated from their seeds, in float32. Local."""
-        hidden, intermediate = model.config.hidden_size, model.config.moe_intermediate_size
-
-        def expert(index: int) -> Expert:
-            wanted = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
-            w13, w2 = (
-                expert_values(f"{name}.{key}", index, shape, self._config.seed, x.device).to(x.dtype)
-                for key, shape in wanted.items()
-            )
-            return Expert(w13=w13, w2=w2)
-
-        return expected_output(x, ids, weights, expert, activation=ActivationConfig(), scheme=SCHEMES["none"])
-
-    def _compare(self, systems: dict[str, System]) -> dict[str, dict[str, float]]:
+    def _compare(self, systems: dict[str, System]) -> Figures:
         """The first step's logits of each system against transformers' own, row by row, and the share of equal tokens.
 
         In bfloat16 some expert choices flip, and texts differ from the first different token on: these figures then
@@ -232,19 +216,6 @@ class _ModelBench:
         shares = {name: {"same_tokens_share": statistics.fmean(rank[name] for rank in ranks)} for name in same}
         worst = harness.largest_of_ranks(self._group, related)
         return {name: worst[name] | shares[name] for name in related}
-
-    def _time(self, name: str, system: System) -> dict[str, float]:
-        """Tokens per second, and times of its parts, on the slowest rank. Collective."""
-        config, group = self._config, self._group
-        harness.tell(group, f"time {name}")
-        run = {"new_tokens": config.new_tokens, "repeats": config.repeats}
-        whole, first_token, other_tokens = time_generation(system, group, **run)
-        return {
-            "tokens_per_sec": group.num_ranks * config.batch * config.new_tokens / whole,
-            "generate_secs": whole,
-            "prefill_ms": first_token * 1e3,
-            "decode_step_ms": other_tokens / (config.new_tokens - 1) * 1e3,
-        }
 
 
 def _has_spread_dense(model: Any) -> bool:

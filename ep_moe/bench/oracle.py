@@ -5,13 +5,13 @@ activation is gated, else I.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ep_moe.bench.configs import SEED_STRIDE
-from ep_moe.config import ActivationConfig, MoEConfig
+from ep_moe.config import MoEConfig
 from ep_moe.experts import apply_activation
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize, dequantize_weight, quantize, quantize_weight, round_trip
 from ep_moe.weights import ExpertWeights
@@ -57,6 +57,34 @@ class RandomExperts:
             w13_bias=normal(width, std=0.5) if self._bias else None,
             w2_bias=normal(hidden, std=0.5) if self._bias else None,
         )
+
+    def expected_output(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, scheme: QuantScheme
+    ) -> torch.Tensor:
+        """The experts' weighted sum of some tokens, in float32 throughout except for the scheme's rounding.
+
+        Tokens, weights and the activation's output are quantized by the scheme; without quantization the activation's
+        output is rounded to x's dtype. Uses no router, layout or exchange.
+
+        Args:
+            x: [n, H] in the dtype of the experts. topk_ids: [n, K] logical, -1 none. topk_weights: [n, K] float32.
+        Returns: [n, H] float32. Local, host sync.
+        """
+        tokens = _rounded(x, scheme, x.dtype, TOKEN_AMAX, travels=True)
+        total = torch.zeros_like(tokens)
+        for index in torch.unique(topk_ids[topk_ids >= 0]).tolist():
+            row, column = torch.nonzero(topk_ids == index, as_tuple=True)
+            expert = self.expert(index)
+            w13, w2 = (dequantize_weight(_stored(weight, scheme), scheme) for weight in (expert.w13, expert.w2))
+            first = tokens[row] @ w13.t()
+            if expert.w13_bias is not None:
+                first += expert.w13_bias.float()
+            activated = apply_activation(first, self._config.activation)
+            second = _rounded(activated, scheme, x.dtype, INNER_AMAX, travels=False) @ w2.t()
+            if expert.w2_bias is not None:
+                second += expert.w2_bias.float()
+            total.index_add_(0, row, second * topk_weights[row, column].unsqueeze(1))
+        return total
 
     def local(self, indices: Sequence[int], scheme: QuantScheme) -> ExpertWeights:
         """Make the experts `indices`, quantized one by one, with static scales if the scheme scales per tensor.
@@ -110,39 +138,3 @@ def _rounded(x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, amax: flo
     if travels:
         return dequantize(quantize(x, scheme, static_scale=static))
     return round_trip(x, scheme, static_scale=static)
-
-
-def expected_output(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    make_expert: Callable[[int], Expert],
-    *,
-    activation: ActivationConfig,
-    scheme: QuantScheme,
-) -> torch.Tensor:
-    """The experts' weighted sum of some tokens, in float32 throughout except for the scheme's rounding.
-
-    Tokens, weights and the activation's output are quantized by the scheme; without quantization the activation's
-    output is rounded to x's dtype. Uses no router, layout or exchange.
-
-    Args:
-        x: [n, H] in the model's dtype. topk_ids: [n, K] logical, -1 none. topk_weights: [n, K] float32.
-        make_expert: makes the unquantized expert of a logical id, in x's dtype.
-    Returns: [n, H] float32. Local, host sync.
-    """
-    tokens = _rounded(x, scheme, x.dtype, TOKEN_AMAX, travels=True)
-    total = torch.zeros_like(tokens)
-    for index in torch.unique(topk_ids[topk_ids >= 0]).tolist():
-        row, column = torch.nonzero(topk_ids == index, as_tuple=True)
-        expert = make_expert(index)
-        w13, w2 = (dequantize_weight(_stored(weight, scheme), scheme) for weight in (expert.w13, expert.w2))
-        first = tokens[row] @ w13.t()
-        if expert.w13_bias is not None:
-            first += expert.w13_bias.float()
-        inner = _rounded(apply_activation(first, activation), scheme, x.dtype, INNER_AMAX, travels=False)
-        second = inner @ w2.t()
-        if expert.w2_bias is not None:
-            second += expert.w2_bias.float()
-        total.index_add_(0, row, second * topk_weights[row, column].unsqueeze(1))
-    return total

@@ -3,6 +3,7 @@
 Letters: T tokens per rank, H hidden, K top-k, E experts, R ranks, M max_tokens_per_rank.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
@@ -11,29 +12,20 @@ import torch
 
 from ep_moe.bench import harness
 from ep_moe.bench.configs import TransportBenchConfig, TransportPoint
-from ep_moe.bench.exchanges import (
-    HALVES,
-    Exchange,
-    all_to_all,
-    by_transport,
-    capture_many,
-    gather_scatter,
-    time_eager,
-    time_halves,
-    time_replays,
-)
-from ep_moe.bench.round_check import COUNTS, compare_rows, expected_output, make_routing, run_round
-from ep_moe.bench.timing import Captured, part_times, profile_kernels, slowest
+from ep_moe.bench.exchanges import HALVES, Exchange, by_collectives, by_transport, time_exchange
+from ep_moe.bench.harness import Figures, Work, field_values
+from ep_moe.bench.timing import Captured, capture, medians, slowest
 from ep_moe.config import EngineConfig
 from ep_moe.group import EPGroup
-from ep_moe.placement import Placement, create_placement
+from ep_moe.placement import create_placement
 from ep_moe.quant import get_scheme
-from ep_moe.routing import Routing
+from ep_moe.report.records import GATHERED, OURS
+from ep_moe.testing.whole_rounds import COUNTS, compare_rows, expected_output, make_routing, run_round
 from ep_moe.transport import TRANSPORTS, Transport, create_transport
 
 FLOOR_GBS = 370  # best rate out of an H200 over NVLink; the floor of a pair is its bytes at this rate
 MANY_PAIRS, FEW_PAIRS, MANY_TOKENS = 40, 4, 512  # pairs per graph up to MANY_TOKENS tokens, and above
-PROFILED_REPLAYS = 5
+ALL_TO_ALL = "all_to_all_single"
 ROW_ALIGNMENT_BYTES = 16  # of the baselines' payload rows, with which NCCL is fastest
 
 
@@ -53,7 +45,7 @@ def transport_rank_main(group: EPGroup, engine: EngineConfig, config: TransportB
     timed = "" if is_timed(group.device) else ": results are checked, nothing is timed on a CPU"
     harness.tell(group, f"bench transport: {group.num_ranks} ranks on {group.device.type}{timed}")
     points = itertools.product(config.transport, config.points)
-    return harness.measure_all("transport", group, points, _TransportBench(group, engine, config).measure)
+    return harness.measure_all("transport", group, points, _TransportBench(group, engine, config).prepare)
 
 
 class _TransportBench:
@@ -61,76 +53,75 @@ class _TransportBench:
 
     def __init__(self, group: EPGroup, engine: EngineConfig, config: TransportBenchConfig) -> None:
         self._group, self._engine, self._config = group, engine, config
-        self._dtype = engine.torch_dtype
-        self._run = {"warmup": config.warmup, "repeats": config.repeats}
-        self._nodes = harness.num_nodes(group)
+        self._dtype, self._nodes = engine.torch_dtype, harness.num_nodes(group)
         self._seen: set[tuple[str, TransportPoint]] = set()
 
-    def measure(self, named: tuple[str, TransportPoint]) -> harness.Row | None:
-        """Check a transport, then time it and the baselines; returns the row, None if measured before. Collective."""
-        (name, point), group = named, self._group
+    def prepare(self, named: tuple[str, TransportPoint], stack: contextlib.ExitStack) -> Work | None:
+        """A transport on a point, and the baselines; None if it was measured before. Collective."""
+        (name, point), group, config = named, self._group, self._config
+        if group.device.type == "cuda":
+            stack.callback(torch.cuda.empty_cache)  # the next point has other sizes
         placement = create_placement("linear", point.num_experts, group.num_ranks)
         transport = create_transport(name, group, placement, point.config(self._dtype))
-        try:
-            chosen = harness.implementation_name(transport, TRANSPORTS)
-            captured = point.graph and is_timed(group.device) and not harness.waits_on_host(transport, group.device)
-            point = dataclasses.replace(point, graph=captured)
-            if (chosen, point) in self._seen:
-                return None
-            self._seen.add((chosen, point))
-            return self._row(transport, chosen, point)
-        finally:
-            transport.destroy()
-            if group.device.type == "cuda":
-                torch.cuda.empty_cache()  # the next point has other sizes
-
-    def _row(self, transport: Transport, chosen: str, point: TransportPoint) -> harness.Row:
-        group, config, what = self._group, self._config, f"{point.tokens} tokens, {point.layout.value}, {point.payload}"
-        generator = torch.Generator(group.device).manual_seed(config.seed * 1000 + group.rank + 1)
-        x = torch.randn(point.tokens, point.hidden, generator=generator, device=group.device).to(self._dtype)
-        sizes = {"num_tokens": point.tokens, "num_topk": point.num_topk}
-        routing = make_routing(point.routing, transport.placement, generator=generator, **sizes)
-        harness.tell(group, f"{chosen}, {what}: check")
-        exchange, graph, broken = self._check(transport, x, routing, point)
-        sent = self._sent(routing, transport.placement)
-        figures = {"wire_bytes": self._wire_bytes(sent, point)}
-        row = harness.make_row(
-            broken,
-            shapes=harness.field_values(point, "tokens", "hidden", "num_topk", "num_experts"),
+        stack.callback(transport.destroy)
+        chosen = harness.implementation_name(transport, TRANSPORTS)
+        captured = point.graph and is_timed(group.device) and not harness.waits_on_host(transport, group.device)
+        point = dataclasses.replace(point, graph=captured)
+        if (chosen, point) in self._seen:
+            return None
+        self._seen.add((chosen, point))
+        checked = _Round(group, transport, point, config)
+        return Work(
+            what=f"{chosen}, {point.tokens} tokens, {point.layout.value}, {point.payload}",
+            shapes=field_values(point, "tokens", "hidden", "num_topk", "num_experts"),
             setup={
                 "transport": chosen,
-                **harness.field_values(point, "layout", "payload"),
+                **field_values(point, "layout", "payload"),
                 "dtype": self._engine.dtype,
-                **harness.field_values(point, "graph", "routing", "num_sms"),
+                **field_values(point, "graph", "routing", "num_sms"),
                 "nodes": self._nodes,
-                **harness.field_values(config, "seed", "warmup", "repeats"),
+                **field_values(config, "seed", "warmup", "repeats"),
             },
-            figures=figures,
-            baselines={},
+            check=checked.check,
+            time=checked.time,
+            whole="sum_us",
+            known={"wire_bytes": checked.wire_bytes},
         )
-        if row["ok"] and is_timed(group.device):
-            harness.tell(group, f"{chosen}, {what}: time")
-            with group.guard("time"):
-                figures |= self._time(exchange, graph, point)
-                transport.check()
-            figures["wire_gbs"] = figures["wire_bytes"] / figures["sum_us"] / 1e3
-            figures["floor_share_ratio"] = figures["wire_bytes"] / FLOOR_GBS / 1e3 / figures["sum_us"]
-            with group.guard("time baselines"):
-                for name, baseline in self._baselines(sent, point).items():
-                    theirs = self._time_baseline(baseline, point)
-                    row["baselines"][name] = theirs | {"speedup_ratio": theirs["sum_us"] / figures["sum_us"]}
-        return row
 
-    def _check(
-        self, transport: Transport, x: torch.Tensor, routing: Routing, point: TransportPoint
-    ) -> tuple[Exchange, Captured | None, list[str]]:
+
+class _Round:
+    """Rounds of one transport on one point: the same tokens each time."""
+
+    def __init__(
+        self, group: EPGroup, transport: Transport, point: TransportPoint, config: TransportBenchConfig
+    ) -> None:
+        self._group, self._transport, self._point = group, transport, point
+        self._run = field_values(config, "warmup", "repeats")
+        self._dtype, self._num_pairs = transport.config.dtype, MANY_PAIRS if point.tokens <= MANY_TOKENS else FEW_PAIRS
+        generator = torch.Generator(group.device).manual_seed(config.seed * 1000 + group.rank + 1)
+        self._x = torch.randn(point.tokens, point.hidden, generator=generator, device=group.device).to(self._dtype)
+        sizes = {"num_tokens": point.tokens, "num_topk": point.num_topk}
+        self._routing = make_routing(point.routing, transport.placement, generator=generator, **sizes)
+        starts, ids = transport.placement.starts, self._routing.topk_ids
+        spans = zip(starts[:-1], starts[1:], strict=True)
+        # tokens sent to each rank, this one included
+        self._sent = [int(((ids >= first) & (ids < last)).any(1).sum()) for first, last in spans]
+        self._exchange: Exchange | None = None
+        self._graph: Captured | None = None
+        ranks = group.all_gather_object(self._sent)
+        self._received = [counts[group.rank] for counts in ranks]
+        copies = sum(count for rank, counts in enumerate(ranks) for to, count in enumerate(counts) if to != rank)
+        # bytes sent by a rank in one pair, mean over the ranks: for every copy its destination returns a row
+        self.wire_bytes = copies * (point.row_bytes(self._dtype) + point.hidden * self._dtype.itemsize) / len(ranks)
+
+    def check(self) -> tuple[Figures, list[str]]:
         """Compare two rounds with one of `collective` and with the expected output, and a graph with its own rounds.
 
         The second round runs on the buffers as the first left them.
-        Returns: the exchange, its graph if it is to be replayed, and all ranks' differences. Collective.
+        Returns: no errors, and all ranks' differences. Collective.
         """
-        group, wrong = self._group, []
-        how: dict[str, Any] = {"layout": point.layout, "scheme": get_scheme(point.payload)}
+        group, transport, x, routing, wrong = self._group, self._transport, self._x, self._routing, list[str]()
+        how: dict[str, Any] = {"layout": self._point.layout, "scheme": get_scheme(self._point.payload)}
         with group.guard("check"):
             other = create_transport("collective", group, transport.placement, transport.config)
             try:
@@ -147,88 +138,42 @@ class _TransportBench:
                         break  # row n is not the same token's
                 wrong += compare_rows("output against the other transport's", output, their_output)
                 wrong += compare_rows("output against the expectation", output, expected)
-        exchange, graph = by_transport(transport, x, routing, y, **how), None
-        if point.graph:
+        self._exchange = by_transport(transport, x, routing, y, **how)
+        if self._point.graph:
             with group.guard("check graph"):
-                graph = capture_many(exchange.pair, group.device, count=self._num_pairs(point))
-                wrong += compare_rows("output of the graph", graph.replayed(), output)
+                self._graph = capture(self._exchange.pair, group.device, self._num_pairs)
+                wrong += compare_rows("output of the graph", self._graph.replayed(), output)
                 transport.check()
         ranks = group.all_gather_object(list(dict.fromkeys(wrong)))
-        return exchange, graph, [f"rank {rank}: {text}" for rank, texts in enumerate(ranks) for text in texts]
+        broken = [f"rank {rank}: {text}" for rank, texts in enumerate(ranks) for text in texts]
+        baselines = (GATHERED, ALL_TO_ALL) if is_timed(group.device) and group.process_group is not None else ()
+        return {name: {} for name in (OURS, *baselines)}, broken
 
-    @staticmethod
-    def _num_pairs(point: TransportPoint) -> int:
-        return MANY_PAIRS if point.tokens <= MANY_TOKENS else FEW_PAIRS
-
-    @staticmethod
-    def _sent(routing: Routing, placement: Placement) -> list[int]:
-        """The number of tokens sent to each rank, this one included. Host sync."""
-        spans = zip(placement.starts[:-1], placement.starts[1:], strict=True)
-        ids = routing.topk_ids
-        return [int(((ids >= first) & (ids < last)).any(1).sum()) for first, last in spans]
-
-    def _wire_bytes(self, sent: list[int], point: TransportPoint) -> float:
-        """Bytes sent by a rank in one pair, mean over the ranks. Collective."""
-        ranks = self._group.all_gather_object(sent)
-        copies = sum(count for rank, counts in enumerate(ranks) for to, count in enumerate(counts) if to != rank)
-        # for every copy that is sent, its destination rank returns a row
-        return copies * (point.row_bytes(self._dtype) + point.hidden * self._dtype.itemsize) / len(ranks)
-
-    def _time(self, exchange: Exchange, graph: Captured | None, point: TransportPoint) -> dict[str, float]:
-        """Microseconds of a pair and of its halves, on the slowest rank. Collective."""
-        group, count = self._group, self._num_pairs(point)
-        if graph is None:
-            samples = time_eager(exchange, group, count=count, **self._run)
-        else:
-            samples = {"sum": time_replays(graph, group, count=count, **self._run)}
-            samples |= self._time_kernels(exchange, graph, count)
-        return {f"{name}_us": timing.median_us for name, timing in slowest(group, samples, whole="sum").items()}
-
-    def _time_kernels(self, exchange: Exchange, graph: Captured, count: int) -> dict[str, list[float]]:
-        """Times of each half's kernels in the graph; of eager calls by events if kernels cannot be assigned."""
-        kernels = profile_kernels(graph.replay, self._group, repeats=PROFILED_REPLAYS)
-        halves, problem = {}, ""
-        try:
-            halves = part_times(kernels, HALVES, repeats=PROFILED_REPLAYS)
-        except ValueError as error:
-            problem = str(error)
-        problems = [text for text in self._group.all_gather_object(problem) if text]
-        if problems:
-            harness.tell(self._group, f"dispatch and combine are timed by events of eager calls: {problems[0]}")
-            return time_halves(exchange, self._group, repeats=self._config.repeats)
-        return {name: [us / count for us in times] for name, times in halves.items()}
-
-    def _time_baseline(self, exchange: Exchange, point: TransportPoint) -> dict[str, float]:
-        """Figures of a baseline, timed in the same way as our pair. Collective."""
-        group, count = self._group, self._num_pairs(point)
-        samples: dict[str, list[float]] = {}
-        if point.graph:
-            # a baseline's halves are independent, so each has its own graph
-            calls: dict[str, Any] = {"sum": exchange.pair, "dispatch": exchange.dispatch, "combine": exchange.combine}
-            for name, call in calls.items():
-                graph = capture_many(call, group.device, count=count)
-                samples[name] = time_replays(graph, group, count=count, **self._run)
-        else:
-            samples = time_eager(exchange, group, count=count, **self._run)
-        timings = slowest(group, samples, whole="sum")
-        return {f"{name}_us": timings[name].median_us for name in (*HALVES, "sum")}
-
-    def _baselines(self, sent: list[int], point: TransportPoint) -> dict[str, Exchange]:
-        """NCCL's collectives on rows of the payload's size; none for one rank. Collective."""
-        group = self._group
-        if group.process_group is None:
+    def time(self, name: str) -> dict[str, float]:
+        """Microseconds of a pair and of its halves, on the slowest rank, all systems in the same way. Collective."""
+        if not is_timed(self._group.device):
             return {}
+        exchange, graph = self._exchange, self._graph
+        if name != OURS:
+            exchange = self._baseline(name)
+            graph = capture(exchange.pair, self._group.device, self._num_pairs) if self._point.graph else None
+        assert exchange is not None  # it was checked
+        samples = time_exchange(exchange, graph, self._group, count=self._num_pairs, **self._run)
+        figures = medians(slowest(self._group, samples, whole="sum"))
+        if name != OURS:
+            return {f"{part}_us": figures[f"{part}_us"] for part in (*HALVES, "sum")}
+        self._transport.check()
+        figures["wire_gbs"] = self.wire_bytes / figures["sum_us"] / 1e3
+        return figures | {"floor_share_ratio": figures["wire_gbs"] / FLOOR_GBS}
+
+    def _baseline(self, name: str) -> Exchange:
+        """A collective of NCCL on rows of the payload's size."""
+        group, point = self._group, self._point
+        gathers = name == GATHERED
+        out_rows, back_rows = sum(self._sent), sum(self._received)
+        if gathers:
+            out_rows, back_rows = point.tokens, group.num_ranks * point.tokens
         row_bytes = -(-point.row_bytes(self._dtype) // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
-        received = [counts[group.rank] for counts in group.all_gather_object(sent)]
-
-        def payload(rows: int) -> torch.Tensor:
-            return torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, device=group.device)
-
-        def outputs(rows: int) -> torch.Tensor:
-            return torch.randn(rows, point.hidden, device=group.device).to(self._dtype)
-
-        everyones, counts = group.num_ranks * point.tokens, {"send_counts": sent, "recv_counts": received}
-        return {
-            harness.GATHERED: gather_scatter(group, payload(point.tokens), outputs(everyones)),
-            "all_to_all_single": all_to_all(group, payload(sum(sent)), outputs(sum(received)), **counts),
-        }
+        payload = torch.randint(0, 256, (out_rows, row_bytes), dtype=torch.uint8, device=group.device)
+        y = torch.randn(back_rows, point.hidden, device=group.device).to(self._dtype)
+        return by_collectives(group, payload, y, None if gathers else (self._sent, self._received))

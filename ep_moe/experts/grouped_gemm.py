@@ -14,6 +14,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.repeated import Repeat
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -71,6 +72,7 @@ class CallShape:
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
         limited: the activation has a limit, one for all experts or one for each.
+        up_first: w13 is [up; gate].
     """
 
     device: torch.device
@@ -88,6 +90,7 @@ class CallShape:
     scale_strides: tuple[int, int, int]
     static_scale: bool
     limited: bool
+    up_first: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -115,6 +118,7 @@ class CallShape:
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
+            up_first=weights.up_first,
         )
 
     @property
@@ -146,6 +150,11 @@ class CallShape:
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
 
     @property
+    def activation_name(self) -> str:
+        """The name by which kernels know the activation and the order of w13's halves."""
+        return self.activation.kind.value + ("_up_first" if self.up_first else "")
+
+    @property
     def halves_aligned(self) -> bool:
         """True if no block of scales of w13 spans both the gate and the up half."""
         return not self.activation.kind.gated or self.intermediate % self.scheme.weight.block[0] == 0
@@ -160,11 +169,18 @@ class CallShape:
 class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
-    def __call__(self, operands: Operands, out: Stored, scalars: ExpertScalars, rows: Rows, tiles: TileList, /) -> None:
-        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors.
+    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
+        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors, of
+        which the second group is written.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.
         """
+        ...
+
+    @property
+    def repeat(self) -> Repeat | None:
+        """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
+        bytes. None until a call has loaded the kernel: each call then passes tensors."""
         ...
 
 

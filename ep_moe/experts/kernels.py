@@ -1,96 +1,48 @@
 """The experts as kernels: the tile list, the first GEMM with its epilogue, requantization, the second GEMM.
 
-The launches of a call follow from its `CallShape` and are prepared once; a call allocates the intermediates and
-launches. No host sync, and launches do not depend on the counts: a call can be captured in a CUDA graph and replayed
-with other counts. Runs on a CPU under TRITON_INTERPRET=1.
+The launches of a call follow from its `CallShape` and are prepared once (`ep_moe.experts.prepared`). No host sync, and
+launches do not depend on the counts: a call can be captured in a CUDA graph and replayed with other counts. Runs on a
+CPU under TRITON_INTERPRET=1.
 
 Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts.
 """
 
-import dataclasses
+import functools
+import weakref
 from pathlib import Path
 
 import torch
 import triton
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
+from ep_moe.experts.grouped_gemm import Backend, CallShape
+from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
 from ep_moe.experts.reference import check_fit
-from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, find_table
 from ep_moe.experts.tuning import ExpertTiles, fit_stages, fit_steps
-from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
-from ep_moe.layout import ExpertBatch, Flat, weighted_sum
-from ep_moe.quant import StoredMatrix, as_bytes
+from ep_moe.layout import ExpertBatch
 from ep_moe.weights import ExpertWeights
 
 _MAX_PREPARED = 256  # shapes that one object keeps; captured calls of all batch sizes are fewer
 
 
-class PreparedCall:
-    """The launches of calls of one shape.
+class _Known:
+    """The calls with some weights, as long as these exist."""
 
-    Args:
-        shape: of the calls. backend: of both GEMMs. tiles: of both GEMMs.
-    Local; nothing is launched.
-    """
+    def __init__(self, weights: ExpertWeights, forget: "functools.partial[None]") -> None:
+        self.calls: dict[object, RepeatedCall] = {}
+        self.weights = weakref.ref(weights, forget)
 
-    def __init__(self, shape: CallShape, backend: Backend, tiles: ExpertTiles) -> None:
-        scheme, self._device = shape.scheme, shape.device
-        self._num_experts, self._max_tiles = shape.num_experts, shape.max_tiles(tiles.block_m)
-        self._between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
-        self._rows, self._columns = self._max_tiles * tiles.block_m, shape.intermediate
-        self._groups = self._between.num_scales(scheme, shape.intermediate)
-        micro = scheme.activation.family == "micro"
-        self._dtype = torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype
-        self._tile_list = prepare_tile_list(shape.num_experts, self._max_tiles, tiles.block_m)
-        self._first = backend.first(shape, tiles, self._between)
-        self._requantize = prepare_requantize(shape, self._between, self._max_tiles, tiles.block_m)
-        self._second = backend.second(shape, tiles, self._between)
 
-    def _make_tile_list(self, rows: Rows) -> TileList:
-        """Cut the tokens of every expert into row tiles. Local, no host sync."""
-        sizes = self._max_tiles, self._num_experts, 1, self._num_experts
-        names = TileList._fields if self._between is Between.TENSOR else TileList._fields[:-1]
-        tensors = (torch.empty(size, dtype=torch.int32, device=self._device) for size in sizes)
-        tiles = TileList(**{"amax": None, **dict(zip(names, tensors, strict=False))})
-        self._tile_list(rows, tiles)
-        return tiles
+def _forget(known: dict[int, _Known], key: int, _: object) -> None:
+    known.pop(key, None)
 
-    def _empty_inner(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self._rows, self._columns, dtype=dtype, device=self._device)
 
-    def __call__(self, batch: ExpertBatch, weights: ExpertWeights, y: torch.Tensor) -> None:
-        """Write the output rows of every expert that has tokens; y is contiguous. Local, no host sync."""
-        rows = Rows(batch.expert_row_start.contiguous(), batch.expert_num_tokens.contiguous(), None)
-        pool_rows = rows._replace(row_index=_contiguous(batch.row_index))
-        tiles = self._make_tile_list(rows)
-        static = _contiguous(weights.w2_input_scale)
-        own = {name: tensor.contiguous() for name, tensor in weights.per_expert.tensors.items()}
-        first = ExpertScalars(
-            static_scale=static,
-            output_scale=own.get("w13_output_scale"),
-            gate_output_scale=own.get("w13_gate_output_scale"),
-            alpha=own.get("alpha"),
-            beta=own.get("beta"),
-            limit=own.get("limit"),
-        )
-        second = ExpertScalars(None, own.get("w2_output_scale"), *[None] * 4)
-        scale = None
-        if self._groups:
-            scale = torch.empty(self._groups, self._rows, dtype=torch.float32, device=self._device)
-        inner = stored = Stored(self._empty_inner(self._dtype), scale)
-        if self._requantize is not None:
-            inner = Stored(self._empty_inner(torch.float32), None)
-        w13, w2 = _weight_operands(weights.w13), _weight_operands(weights.w2)
-        bias13, bias2 = _contiguous(weights.w13_bias), _contiguous(weights.w2_bias)
-        pool_scale = _plain(batch.scale)
-        self._first(Operands(x=batch.x, x_scale=pool_scale, bias=bias13, **w13), inner, first, pool_rows, tiles)
-        if self._requantize is not None:
-            self._requantize(inner, stored, rows, tiles)
-        x_scale = stored.scale if static is None else static
-        operands = Operands(x=stored.data, x_scale=x_scale, bias=bias2, **w2)
-        self._second(operands, Stored(y, None), second, rows, tiles)
+def _signature_of(batch: ExpertBatch) -> tuple[object, ...]:
+    """All of a batch but the addresses and values of its tensors."""
+    tensors = batch_tensors(batch)
+    sizes = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in tensors.items()]
+    return type(batch), id(batch.scheme), batch.dtype, batch.expected_rows, *sizes
 
 
 class KernelExperts:
@@ -99,6 +51,8 @@ class KernelExperts:
     Results differ from `ReferenceExperts` only in the order of sums: products accumulate in float32, and the
     intermediate is requantized from float32. That is fused into the first GEMM if each tile holds whole scale groups
     (of 16, 32, 64 or 128) or scales are static.
+
+    Weights are checked in their first call: later their tensors keep shapes and dtypes, but may move.
 
     Args:
         activation: between the two GEMMs.
@@ -114,7 +68,8 @@ class KernelExperts:
         self.activation = activation
         self.backend = backend
         self.tiles = tiles
-        self._prepared: dict[CallShape, PreparedCall] = {}
+        self._prepared: dict[object, PreparedCall] = {}
+        self._known: dict[int, _Known] = {}  # by the weights' id
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the experts of every row; `ep_moe.experts.base.Experts` has the arguments and the result.
@@ -124,32 +79,48 @@ class KernelExperts:
         Errors: also ValueError for what the backend does not compute, RuntimeError for a GPU that it does not run on.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
-        check_fit(batch, weights, self.activation, out)
+        signature = getattr(batch, "signature", None)
+        if signature is None:
+            signature = _signature_of(batch)
+        known = self._known.get(id(weights))
+        call = None if known is None else known.calls.get(signature)
+        if call is None or out is not None:
+            check_fit(batch, weights, self.activation, out)
+        if call is None:
+            call = self._new_call(batch, weights, signature)
+        return call(batch, out)
+
+    def _new_call(self, batch: ExpertBatch, weights: ExpertWeights, signature: object) -> RepeatedCall:
+        """The call of batches with this signature and of these weights, from now on."""
         self.backend.serves.check(
             weights.scheme, activation=self.activation.kind, dtype=batch.dtype, device=weights.w13.values.device
         )
-        if isinstance(batch, Flat) or out is None:
-            rows = batch.output_shape if batch.row_index is None else (batch.row_index.shape[0], batch.hidden)
-            y = batch.x.new_empty(rows, dtype=batch.dtype)
-        else:
-            y = out.contiguous()
-        if y.numel() and batch.x.numel():
-            if batch.x.stride(-1) != 1 or (batch.x.dim() == 3 and not batch.x.is_contiguous()):
-                batch = dataclasses.replace(batch, x=batch.x.contiguous())
-            with torch.cuda.device_of(batch.x):
-                self.prepare(batch, weights)(batch, weights, y)
-        if isinstance(batch, Flat):
-            return weighted_sum(y, batch.token_to_row, batch.topk_weights, out=out)
-        return y if out is None or y is out else out.copy_(y)
+        known = self._known.get(id(weights))
+        if known is None:
+            key = id(weights)
+            known = self._known[key] = _Known(weights, functools.partial(_forget, self._known, key))
+        if len(known.calls) >= _MAX_PREPARED:
+            known.calls.clear()
+        call = known.calls[signature] = RepeatedCall(self.prepare(batch, weights), batch, weights)
+        return call
 
     def prepare(self, batch: ExpertBatch, weights: ExpertWeights) -> PreparedCall:
-        """The launches of calls like this one, prepared once for each shape. Local."""
-        shape = CallShape.of(batch, weights, self.activation)
-        found = self._prepared.get(shape)
+        """The launches of calls like this one, prepared once for each shape and choice of optional tensors. Local."""
+        batch = with_dense_rows(batch)
+        shape, given, held = (
+            CallShape.of(batch, weights, self.activation),
+            batch_tensors(batch),
+            weight_tensors(weights),
+        )
+        summed = given["token_to_row"].shape if "token_to_row" in given else None
+        key = shape, tuple((name, tensor.dtype) for name, tensor in (given | held).items()), summed
+        found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            found = self._prepared[shape] = PreparedCall(shape, self.backend, self.choose_tiles(shape))
+            tiles = self.choose_tiles(shape)
+            found = PreparedCall(shape, self.backend, tiles, tuple(given), tuple(held), summed=summed)
+            self._prepared[key] = found
         return found
 
     def choose_tiles(self, shape: CallShape) -> ExpertTiles:
@@ -198,25 +169,3 @@ def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTi
                 f"that share a scale in scheme '{shape.scheme.name}'"
             )
     return tiles
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _plain(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Scales of one byte as bytes: Triton has no e8m0."""
-    return None if scale is None else as_bytes(scale)
-
-
-def _weight_operands(matrix: StoredMatrix) -> dict[str, torch.Tensor | None]:
-    """A weight's tensors by the names of `Operands`."""
-    scale = matrix.scale
-    if scale is not None and scale.dtype == torch.float8_e8m0fnu:  # Triton has no such dtype
-        scale = as_bytes(scale)
-    return {
-        "w": matrix.values.contiguous(),
-        "w_scale": _contiguous(scale),
-        "w_zero": _contiguous(matrix.zero),
-        "w_global_scale": _contiguous(matrix.global_scale),
-    }

@@ -83,6 +83,8 @@ def check_fit(
         raise ValueError(f"{name} of each expert is set, it belongs to 'swiglu', not to '{activation.kind.value}'")
     if "w13_gate_output_scale" in own and not activation.kind.gated:
         raise ValueError(f"w13_gate_output_scale is set, activation '{activation.kind.value}' has no gate")
+    if weights.up_first and not activation.kind.gated:
+        raise ValueError(f"weights are up_first, activation '{activation.kind.value}' has no up half")
     needed = _needed(batch, weights, activation)
     for name, matrix in (("w13", weights.w13), ("w2", weights.w2)):
         for part in ("scale", "zero", "global_scale"):
@@ -187,13 +189,16 @@ class ReferenceExperts:
         scheme = weights.scheme
         own = {name: tensor[expert] for name, tensor in weights.per_expert.tensors.items()}
         first = x @ dequantize_weight(weights.w13[expert], scheme).t()
-        gate_width = first.shape[1] // 2 if self.activation.kind.gated else 0
-        if "w13_gate_output_scale" in own:
-            first[:, :gate_width] *= own["w13_gate_output_scale"]
-        if "w13_output_scale" in own:
-            first[:, gate_width:] *= own["w13_output_scale"]
+        halves = list(first.chunk(2, dim=1)) if self.activation.kind.gated else [first[:, :0], first]
+        if weights.up_first:
+            halves.reverse()
+        for half, name in zip(halves, ("w13_gate_output_scale", "w13_output_scale"), strict=True):
+            if name in own:
+                half *= own[name]
         if weights.w13_bias is not None:
             first += weights.w13_bias[expert].float()
+        if weights.up_first:
+            first = torch.cat(halves, dim=1)
         inner = apply_activation(first, self.activation, own)
         if scheme.activation.quantized:
             static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]

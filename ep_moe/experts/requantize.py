@@ -3,14 +3,16 @@
 Letters: L local experts, I intermediate, G scale groups, Q row tiles of all experts.
 """
 
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 import triton
 
 from ep_moe.experts.grouped_gemm import Between, CallShape
-from ep_moe.experts.launching import PreparedKernel, num_programs
+from ep_moe.experts.launching import num_programs
 from ep_moe.kernel_launch.constants import constants
-from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.gemm.arguments import RowGroups
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.kernels.gemm.tile_list import _tile_list_kernel
 
@@ -18,23 +20,30 @@ _LIST_BLOCK = 128  # entries of the tile list that one program writes
 _ELEMENTS = 2048  # that one program requantizes at a time, unless a single row has more
 _PROGRAMS_PER_SM = 8
 
-Requantize = Callable[[Stored, Stored, Rows, TileList], None]  # from float32 rows to values and scales
+
+class Requantize(NamedTuple):
+    """The kernels between the GEMMs, each None if there is none."""
+
+    find_amax: RepeatedLaunch | None  # takes `Stored` float32 rows, `Rows` and `TileList`, whose amax it writes
+    requantize: RepeatedLaunch | None  # takes `Stored` float32 rows, `Stored` values and scales, `Rows`, `TileList`
 
 
-def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int) -> PreparedKernel:
+def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int, device: torch.device) -> RepeatedLaunch:
     """Prepare the kernel that cuts the tokens of every expert into tiles of `block_m`; it takes `Rows`, `TileList`."""
-    return PreparedKernel(
-        kernel=_tile_list_kernel,
-        grid=triton.cdiv(max_tiles, _LIST_BLOCK),
-        numbers=(num_experts, max_tiles),
+    return RepeatedLaunch(
+        _tile_list_kernel,
+        triton.cdiv(max_tiles, _LIST_BLOCK),
+        settings=(num_experts, max_tiles),
         constants={"BLOCK_M": block_m, "EXPERTS": triton.next_power_of_2(num_experts), "TILES": _LIST_BLOCK},
+        options={},
+        device=device,
     )
 
 
-def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block_m: int) -> Requantize | None:
-    """Prepare the kernels between the GEMMs; None if the first GEMM does what `between` says."""
+def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block_m: int) -> Requantize:
+    """Prepare the kernels between the GEMMs; there are none if the first GEMM does what `between` says."""
     if between.fused:
-        return None
+        return Requantize(None, None)
     stored, intermediate, rows = shape.scheme.activation, shape.intermediate, max_tiles * block_m
     whole_rows = stored.granularity != "group" or between is Between.NVFP4
     width = intermediate if whole_rows else stored.block[1]
@@ -42,23 +51,21 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
     per_program = max(min(_ELEMENTS // block, block_m), 1)
     pieces = constants(RowGroups, BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
 
-    def prepare(kernel: object, most: int, *numbers: int, **options: object) -> PreparedKernel:
-        grid = num_programs(shape.device, _PROGRAMS_PER_SM, most)
-        return PreparedKernel(
-            kernel=kernel, grid=grid, numbers=(intermediate, *numbers), constants={"PIECES": pieces, **options}
+    def prepare(kernel: Any, most: int, *numbers: int, num_warps: int = 4, **others: int) -> RepeatedLaunch:
+        return RepeatedLaunch(
+            kernel,
+            num_programs(shape.device, _PROGRAMS_PER_SM, most),
+            settings=(intermediate, *numbers),
+            constants={"PIECES": pieces, **others},
+            options={"num_warps": num_warps},
+            device=shape.device,
         )
 
     if between is Between.NVFP4:
-        num_warps = 4 if block <= 4096 else 16
-        return prepare(_requantize_nvfp4_kernel, rows // per_program, GROUP=stored.block[1], num_warps=num_warps)
+        options: dict[str, Any] = {"num_warps": 4 if block <= 4096 else 16, "GROUP": stored.block[1]}
+        return Requantize(None, prepare(_requantize_nvfp4_kernel, rows // per_program, **options))
     options = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
-    requantize = prepare(_requantize_kernel, rows // per_program, width, rows, **options)
-    if between is not Between.TENSOR:
-        return requantize
-    find_amax = prepare(_expert_amax_kernel, rows // per_program)
-
-    def requantize_per_expert(inner: Stored, out: Stored, rows: Rows, tiles: TileList) -> None:
-        find_amax(inner, rows, tiles)
-        requantize(inner, out, rows, tiles)
-
-    return requantize_per_expert
+    find_amax = None
+    if between is Between.TENSOR:
+        find_amax = prepare(_expert_amax_kernel, rows // per_program)
+    return Requantize(find_amax, prepare(_requantize_kernel, rows // per_program, width, rows, **options))

@@ -13,10 +13,11 @@ import triton
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.launching import PreparedKernel, num_programs
+from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 
@@ -86,15 +87,18 @@ def _prepare(
     between: Between,
     *,
     second: bool,
-) -> PreparedKernel:
+) -> RepeatedLaunch:
     """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights."""
     gemm, sums, columns = tiles.second if second else tiles.first, int(numbers[0]), int(numbers[1])
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
     scales = _scales(shape, tiles, between, second=second)
-    return PreparedKernel(
-        kernel=kernel,
-        grid=num_programs(shape.device, gemm.programs_per_sm, most),
-        numbers=numbers,
+    options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
+    if shape.decodes:
+        options["maxnreg"] = _registers(gemm)
+    return RepeatedLaunch(
+        kernel,
+        num_programs(shape.device, gemm.programs_per_sm, most),
+        settings=numbers,
         constants={
             "TILE": constants(
                 TileShape,
@@ -109,10 +113,9 @@ def _prepare(
             "SCALES": scales,
             "CODES": _codes(shape, gemm, scales, few=tiles.block_m <= _MOST_SCALED_ROWS),
             "EPILOGUE": epilogue,
-            "num_warps": gemm.num_warps,
-            "num_stages": gemm.num_stages,
-            **({"maxnreg": _registers(gemm)} if shape.decodes else {}),
         },
+        options=options,
+        device=shape.device,
     )
 
 
@@ -126,7 +129,7 @@ class TritonGemms:
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
         epilogue = constants(
             Epilogue,
-            ACTIVATION=activation.kind.value,
+            ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",

@@ -138,14 +138,17 @@ class EPGroup:
             process_group: with a gloo or NCCL backend; its ranks become the group's.
             store: a TCPStore, prefixed or not, that all its ranks share and that outlives them. Each group uses its own
                 keys; several groups may have the same ranks.
-            device: by default the current CUDA device if the process group has NCCL, else the CPU.
+            device: by default the current CUDA device if the process group has NCCL, else the CPU; "cuda" is the
+                current one too.
         Errors: ValueError for an unsupported store or device; PeerLostError as `connect`. Collective among the ranks of
         `process_group`.
         """
         backends = dist.get_backend_config(process_group)
         if device is None:
-            device = f"cuda:{torch.cuda.current_device()}" if "nccl" in backends else "cpu"
+            device = "cuda" if "nccl" in backends else "cpu"
         picked = torch.device(device)
+        if picked.type == "cuda" and picked.index is None:  # a tensor's device always has an index
+            picked = torch.device("cuda", torch.cuda.current_device())
         backend = dict(pair.split(":") for pair in backends.split(",")).get(picked.type)
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"device ({picked}) has no gloo or nccl among the process group's backends ({backends})")

@@ -31,16 +31,14 @@ def why_unreachable(group: EPGroup) -> str:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
-    told = group.all_gather_object((group.node, mine, sorted(visible)))
+    told = group.all_gather_object((group.node, mine))
     reasons = [_why_not(group, rank, *place, mine=mine, visible=visible) for rank, place in enumerate(told)]
     found = group.all_gather_object(next((reason for reason in reasons if reason), ""))
     return next((reason for reason in found if reason), "")
 
 
-def _why_not(
-    group: EPGroup, rank: int, node: int, theirs: str, seen: list[str], *, mine: str, visible: dict[str, int]
-) -> str:
-    del seen
+def _why_not(group: EPGroup, rank: int, node: int, theirs: str, *, mine: str, visible: dict[str, int]) -> str:
+    """Why this rank does not reach the GPU of another; that one finds out by itself whether it reaches this rank's."""
     pair = f"rank {group.rank} and rank {rank}"
     if node != group.node:
         return f"{pair} are on different machines"
@@ -49,7 +47,7 @@ def _why_not(
     if theirs == mine:
         return f"{pair} share a GPU"
     if theirs not in visible:
-        return f"{pair} do not see each other's GPU (CUDA_VISIBLE_DEVICES)"
+        return f"rank {group.rank} does not see the GPU of rank {rank} (CUDA_VISIBLE_DEVICES)"
     if not torch.cuda.can_device_access_peer(group.device, visible[theirs]):
         return f"the GPUs of {pair} have no peer access"
     try:

@@ -1,1 +1,3 @@
-"""Kernels that are launched many times: `repeated`, through `cuda_driver`, with constants in groups (`constants`)."""
+"""Kernels that are launched many times: `repeated`, through `cuda_driver`, with constants in groups (`constants`), and
+the memory of such calls (`allocation`).
+"""

@@ -6,6 +6,8 @@ host several times as long as a small exchange takes the GPU. Structures and con
 
 import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_CONTEXT = 201  # CUresult
 _SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
-_BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # of an argument, by Triton's type name; a pointer has 8
+_BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4}  # of an argument, by Triton's type name; a pointer has 8
 
 
 class LaunchMismatchError(RuntimeError):
@@ -73,43 +75,63 @@ def _takes(function: int, sizes: Sequence[int]) -> bool:
     return all(size_of(index) == -wanted for index, wanted in enumerate(sizes)) and size_of(len(sizes)) > 0
 
 
-class DriverLaunch:
-    """A compiled kernel on a grid, launched repeatedly with new values of its last arguments.
+def _bits(type_: str, value: Any) -> int:
+    """What an argument's 8 bytes hold, as an integer; 4-byte arguments use the low half."""
+    if type_ == "fp32":
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return int(value.data_ptr() if hasattr(value, "data_ptr") else value)
 
-    Eager host time beside Triton's launcher: dispatch 24 us, not 76, combine 12 us, not 37 (2 H200s, 1 and 128 tokens,
-    median of 400, Triton 3.6.0; docs/benchmarks/notes/2026-11-22-host-time.md, 2026-11-21).
+
+class DriverLaunch:
+    """A compiled kernel on a grid, launched repeatedly with new values of some of its arguments.
+
+    Several threads may share one. Eager host time beside Triton's launcher: dispatch 24 us, not 76, combine 12 us, not
+    37 (2 H200s, 1 and 128 tokens, median of 400, Triton 3.6.0; docs/benchmarks/notes/2026-11-22-host-time.md).
 
     Args:
         compiled: Triton's CompiledKernel, loaded.
+        grid: programs along each axis.
         arguments: one set of arguments, nested as the kernel takes them. Only the addresses of tensors are kept: the
             caller keeps the tensors themselves alive.
-        num_last: how many of the flattened arguments, the last ones, change from launch to launch.
+        changing: which of `arguments` change from launch to launch: pointers and integers.
         device: the GPU that the kernel was loaded on.
+        current_stream: gives a GPU's current stream by its index.
     Errors: LaunchMismatchError if the driver and Triton disagree on the arguments, or the driver is too old to tell
     (before CUDA 12.4): the caller then uses Triton's own launcher.
     """
 
     def __init__(
-        self, compiled: Any, grid: int, arguments: Sequence[Any], *, num_last: int, device: torch.device
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        *,
+        changing: slice,
+        device: torch.device,
+        current_stream: Any,
     ) -> None:
-        flat = list(_flatten(tuple(compiled.src.signature.values()), arguments))
+        types = tuple(compiled.src.signature.values())[: len(arguments)]
+        first, last = (len(list(_flatten(types[:end], arguments[:end]))) for end in (changing.start, changing.stop))
+        flat = list(_flatten(types, arguments))
         sizes = [8 if type_.startswith("*") else _BYTES.get(type_, 0) for type_, _ in flat] + [8] * _SCRATCH_POINTERS
         try:
             self._launch, fits = cuda_driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
         except (AttributeError, RuntimeError) as error:
             raise LaunchMismatchError(f"the CUDA driver does not report a kernel's parameters: {error}") from None
-        metadata = compiled.metadata
-        if not fits or metadata.global_scratch_size or metadata.profile_scratch_size:
+        metadata, named = compiled.metadata, {type_ for type_, _ in flat[first:last]}
+        if not fits or metadata.global_scratch_size or metadata.profile_scratch_size or "fp32" in named:
             raise LaunchMismatchError(f"the kernel takes other arguments than {flat}")
         self._compiled, self._device = compiled, device  # the kernel is valid as long as `compiled` lives
-        values = [value.data_ptr() if hasattr(value, "data_ptr") else value for _, value in flat]
-        self._cells = (ctypes.c_int64 * len(sizes))(*values, *[0] * _SCRATCH_POINTERS)  # 4-byte ones use the low half
-        self._last = slice(len(flat) - num_last, len(flat))
+        self._index, self._current_stream = device.index or 0, current_stream
+        self._current_device = getattr(torch._C, "_cuda_getDevice", int)
+        self._lock = threading.Lock()  # the driver reads the arguments while other threads run
+        self._cells = (ctypes.c_int64 * len(sizes))(*(_bits(*each) for each in flat), *[0] * _SCRATCH_POINTERS)
+        self._changing = slice(first, last)
         start = ctypes.addressof(self._cells)
         self._parameters = (ctypes.c_void_p * len(sizes))(*range(start, start + 8 * len(sizes), 8))
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
         self._config = _Config(
-            (grid, 1, 1),
+            grid,
             (32 * metadata.num_warps, 1, 1),
             metadata.shared,
             None,
@@ -118,14 +140,21 @@ class DriverLaunch:
         )
         self._addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
 
-    def __call__(self, last: list[int], stream: int) -> None:
-        """Launch with these last arguments on a stream of the current device. Local, no host sync."""
-        self._cells[self._last] = last  # type: ignore[assignment]
-        self._config.stream = stream
-        status = self._launch(*self._addresses)
-        if status == _NO_CONTEXT:  # this thread has not used CUDA yet: a torch kernel makes the context current
+    def __call__(self, values: Sequence[int]) -> None:
+        """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync."""
+        if self._current_device() != self._index:
             with torch.cuda.device(self._device):
-                torch.zeros(1, device=self._device)
+                self(values)
+            return
+        with self._lock:
+            self._cells[self._changing] = values  # type: ignore[call-overload]
+            self._config.stream = self._current_stream(self._index)
             status = self._launch(*self._addresses)
+        if status == _NO_CONTEXT:  # this thread has not used CUDA yet: a torch kernel makes the context current
+            torch.zeros(1, device=self._device)
+            with self._lock:
+                self._cells[self._changing] = values  # type: ignore[call-overload]
+                self._config.stream = self._current_stream(self._index)
+                status = self._launch(*self._addresses)
         if status:
             raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")

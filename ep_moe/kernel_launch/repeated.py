@@ -1,7 +1,8 @@
 """A kernel that is launched repeatedly, with the arguments that its launches share."""
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from triton.runtime.jit import JITFunction
 from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
 
-Tensors = tuple[tuple[torch.Tensor, ...], ...]  # one inner tuple for each tuple that the kernel takes
+Tensors = tuple[Any, ...]  # tensors, or tuples of tensors; None for those that are absent
+Repeat = Callable[[Sequence[int]], None]  # launches with addresses and numbers in one sequence
 _log = logging.getLogger(__name__)
 
 
@@ -22,81 +24,122 @@ class RepeatedLaunch:
     of 37 for a combine (`DriverLaunch`).
 
     Args:
-        kernel: takes `fixed`, then tuples of tensors, then numbers, then its constants. Every pointer is aligned to 16
-            bytes and no number is specialized, so that one compiled kernel serves all launches.
-        grid: programs. options: of the compiler.
+        kernel: takes `fixed`, then tensors in tuples or one by one, then numbers, then `settings`, then its constants.
+            Numbers are not specialized, so one compiled kernel serves all launches whose tensors have the same dtypes,
+            are aligned to 16 bytes, and are absent (None) in the same places. Others go through Triton.
+        grid: programs, along one axis or several. options: of the compiler.
+        fixed, settings: arguments that are the same in all launches; the compiler may specialize them.
         constants: of the kernel, by name: plain values, or NamedTuples of them (`as_constants`).
         device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
+
+    Attributes:
+        repeat: launches with the addresses of the tensors that are present and the numbers, in one sequence, once the
+            kernel is loaded; None before that. Addresses are aligned to 16 bytes, or the kernel is not specialized by
+            their alignment. On the current stream, no host sync.
     """
 
     def __init__(
         self,
         kernel: JITFunction,
-        grid: int,
+        grid: int | tuple[int, ...],
         *,
-        fixed: tuple[Any, ...],
         constants: dict[str, Any],
         options: dict[str, Any],
         device: torch.device,
+        fixed: tuple[Any, ...] = (),
+        settings: tuple[int | float, ...] = (),
     ) -> None:
-        self._kernel, self._grid, self._fixed = kernel, grid, fixed
+        self._kernel, self._fixed, self._settings = kernel, fixed, settings
+        along = (grid,) if isinstance(grid, int) else grid
+        self._grid: tuple[int, int, int] = (*along, 1, 1)[:3]  # type: ignore[assignment]
         self._constants = {
             name: as_constants(value, kernel) if hasattr(value, "_fields") else value
             for name, value in constants.items()
         }
         self._options, self._device = options, device
-        self._run: Callable[[list[int], int], None] | None = None
-        self._current_stream: Callable[[int | None], int] = _no_stream
+        self.repeat: Repeat | None = None
 
     @property
     def loaded(self) -> bool:
         """Whether the kernel is loaded: from then on only the addresses of tensors matter, not their dtypes."""
-        return self._run is not None
+        return self.repeat is not None
 
-    def compile(self, tensors: Tensors, numbers: tuple[int, ...]) -> Any:
+    def compile(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> Any:
         """Compile for arguments like these; returns Triton's CompiledKernel, which it keeps. Local."""
-        arguments = (*self._fixed, *tensors, *numbers)
-        return self._kernel.warmup(*arguments, grid=(self._grid,), **self._constants, **self._options)
+        arguments = (*self._fixed, *tensors, *numbers, *self._settings)
+        with self._on_device():
+            return self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
 
-    def load(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:
+    def load(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
         """Load the compiled kernel onto the GPU without launching it. Local; may wait for the whole device."""
         compiled = self.compile(tensors, numbers)
-        self._current_stream = triton.runtime.driver.active.get_current_stream
-        run = compiled[(self._grid, 1, 1)]  # loads the kernel
-        num_last = sum(map(len, tensors)) + len(numbers)
+        with self._on_device():
+            run = compiled[self._grid]  # loads the kernel
+        start = len(self._fixed)
+        current_stream = triton.runtime.driver.active.get_current_stream
         try:
-            arguments = (*self._fixed, *tensors, *numbers)
-            self._run = DriverLaunch(compiled, self._grid, arguments, num_last=num_last, device=self._device)
+            self.repeat = DriverLaunch(
+                compiled,
+                self._grid,
+                (*self._fixed, *tensors, *numbers, *self._settings),
+                changing=slice(start, start + len(tensors) + len(numbers)),
+                device=self._device,
+                current_stream=current_stream,
+            )
         except LaunchMismatchError as error:
             _log.info("launches go through Triton's launcher, which is slower: %s", error)
-            sizes = [len(group) for group in tensors]
-            constants = self._constants_in_order(len(self._fixed) + len(sizes) + len(numbers))
+            given = start + len(tensors) + len(numbers) + len(self._settings)
+            last = (*self._settings, *self._constants_in_order(given))
 
-            def run_by_triton(last: list[int], stream: int) -> None:
-                rest, groups = last, []
-                for size in sizes:
-                    groups.append(tuple(rest[:size]))
-                    rest = rest[size:]
-                run(*self._fixed, *groups, *rest, *constants, stream=stream)
+            def run_by_triton(values: Sequence[int]) -> None:
+                rest = iter(values)
+                changing = _nested((*tensors, *numbers), rest)
+                with self._on_device():
+                    run(*self._fixed, *changing, *last, stream=current_stream(self._device.index))
 
-            self._run = run_by_triton
+            tensors = _nested(tensors, iter([0] * len(present(tensors))))  # which are absent, without their memory
+            self.repeat = run_by_triton
 
     def _constants_in_order(self, given: int) -> list[Any]:
         """The constants in the kernel's order; the first `given` parameters of the kernel are no constants."""
         return [self._constants[name] for name in self._kernel.arg_names[given:]]
 
-    def __call__(self, tensors: Tensors, numbers: tuple[int, ...]) -> None:
+    def through_triton(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
+        """Launch through Triton, which compiles anew for what it specializes on, on the current stream. Local."""
+        arguments = (*self._fixed, *tensors, *numbers, *self._settings)
+        with self._on_device():
+            self._kernel[self._grid](*arguments, **self._constants, **self._options)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the GPU of the tensors the current one, which Triton launches on."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def __call__(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
         """Launch on the current stream. Local, no host sync; the first call compiles and loads the kernel."""
-        if self._run is None:
-            if self._device.type != "cuda":
-                self._kernel[(self._grid,)](*self._fixed, *tensors, *numbers, **self._constants, **self._options)
-                return
+        addresses = [tensor.data_ptr() for tensor in present(tensors)]
+        if self._device.type != "cuda" or any(address % 16 for address in addresses):
+            self.through_triton(tensors, numbers)
+            return
+        if self.repeat is None:
             self.load(tensors, numbers)
-            assert self._run is not None
-        last = [tensor.data_ptr() for group in tensors for tensor in group]
-        last += numbers
-        self._run(last, self._current_stream(self._device.index))
+            assert self.repeat is not None
+        self.repeat([*addresses, *numbers])
 
 
-def _no_stream(device: int | None) -> int:
-    raise RuntimeError("the kernel is not loaded yet")
+def present(tensors: Tensors) -> list[Any]:
+    """The tensors that are not absent (None), flattened. Local."""
+    found: list[Any] = []
+    for each in tensors:
+        if isinstance(each, tuple):
+            found += present(each)
+        elif each is not None:
+            found.append(each)
+    return found
+
+
+def _nested(arguments: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
+    """Values from an iterator in place of the arguments that are there, in the same tuples."""
+    return tuple(
+        _nested(each, values) if isinstance(each, tuple) else None if each is None else next(values)
+        for each in arguments
+    )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ep_moe.kernels.numerics import INT32_MAX, INTERPRET, clamp_to_int32
+from ep_moe.kernels.numerics import INT32_MAX, INTERPRET, clamp_to_int32, to_bf16
 
 NOTHING = tl.constexpr(-(2**31))  # below every score's key: no expert, or one that is chosen already
 KEY_OF_INFINITY = tl.constexpr(0x7F800000)
@@ -133,6 +133,7 @@ def _route_kernel(
     MAPPED: tl.constexpr,
     REPLAY: tl.constexpr,
     ALIGNMENT: tl.constexpr,  # of rows of logits, and of the bias, in bytes
+    ROUNDED: tl.constexpr,  # the dtype that weights are rounded to: "float32", "bfloat16" or "float16"
 ):
     """Choose K experts for one token, and weight them.
 
@@ -182,7 +183,12 @@ def _route_kernel(
     if NORMALIZE:
         weight = tl.div_rn(weight, tl.sum(tl.where(used, weight, 0.0)) + EPSILON)
     place = token * K + column
-    tl.store(chosen.weights_ptr + place, weight * FACTOR, mask=used)
+    weight *= FACTOR
+    if ROUNDED == "bfloat16":
+        weight = to_bf16(weight).to(tl.float32)
+    elif ROUNDED == "float16":
+        weight = weight.to(tl.float16).to(tl.float32)
+    tl.store(chosen.weights_ptr + place, weight, mask=used)
     if REPLAY:
         replay_ptr = chosen.replay_ptr + token * replay_stride + column * replay_column_stride
         tl.store(replay_ptr, ids.to(tl.int16), mask=used)

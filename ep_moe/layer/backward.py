@@ -40,6 +40,10 @@ def refuse_backward(run: Callable[[], torch.Tensor], inputs: Iterable[Any]) -> t
     trained = recorded(inputs)
     if trained:
         return _NoBackward.apply(run, *trained)
-    result = run()
-    # `run` may have read tensors that are not in `inputs`: shared experts given as a function, for example
+    return refuse_result(run())
+
+
+def refuse_result(result: torch.Tensor) -> torch.Tensor:
+    """Refuse a backward pass through a result that autograd has recorded from tensors that were not known before: of
+    shared experts given as a function, for example. Local."""
     return _NoBackward.apply(result.detach, result) if result.requires_grad else result

@@ -15,11 +15,11 @@ from ep_moe.experts import Experts, create_experts
 from ep_moe.fields import check_tensor
 from ep_moe.group import PeerLostError
 from ep_moe.layer import op
-from ep_moe.layer.backward import recorded, refuse_backward
+from ep_moe.layer.backward import recorded, refuse_backward, refuse_result
 from ep_moe.layer.warmup import warm_up
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
-from ep_moe.routing import Routing, apply_weights_to_input, route, to_physical
+from ep_moe.routing import Routing, apply_weights_to_input, make_routing, route, to_physical
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights
@@ -93,9 +93,8 @@ class ExpertParallelMoE(torch.nn.Module):
         if type(number) is not int or number < 0:
             raise ValueError(f"layer_index ({number!r}) must be an int of at least 0")
         self.tag = LayerTag.of(number, config, self.placement)
-        # built once, since every call reads them
-        self._dispatch_options: dict[str, Any] = {"layout": config.layout, "scheme": self.scheme, "layer": self.tag}
-        self._weight_tensors = tuple(weights.tensors())
+        # found once, since every call reads them
+        self._layout, self._weight_tensors = config.layout, tuple(weights.tensors())
         self._number = op.number_of(self)
 
     def _check(self) -> None:
@@ -230,8 +229,11 @@ class ExpertParallelMoE(torch.nn.Module):
             )
         if not torch.is_grad_enabled():
             return self.run(hidden_states, router, num_tokens, max_num_tokens)
-        run = functools.partial(self.run, hidden_states, router, num_tokens, max_num_tokens)
-        return refuse_backward(run, (hidden_states, *router, *self._held()))
+        for value in (hidden_states, *router, *self._held()):
+            if getattr(value, "requires_grad", False):
+                run = functools.partial(self.run, hidden_states, router, num_tokens, max_num_tokens)
+                return refuse_backward(run, (hidden_states, *router, *self._held()))
+        return refuse_result(self.run(hidden_states, router, num_tokens, max_num_tokens))
 
     def _held(self) -> tuple[Any, ...]:
         """Everything that the result depends on besides a call's arguments: weights, bias, shared experts."""
@@ -249,17 +251,23 @@ class ExpertParallelMoE(torch.nn.Module):
         """Dispatch, experts, combine."""
         transport, phase, shared_experts = self.transport, self.phases.phase, self.shared_experts
         shared = out = None
-        options = {**self._dispatch_options, "num_tokens": num_tokens, "max_num_tokens": max_num_tokens}
-        if shared_experts is None:
-            with phase("dispatch"):
-                dispatched = transport.dispatch(x, routing, **options)
-        else:
-            with phase("dispatch"):
-                transport.dispatch_send(x, routing, **options)
+        send = transport.dispatch if shared_experts is None else transport.dispatch_send
+        with phase("dispatch"):
+            dispatched = send(
+                x,
+                routing,
+                layout=self._layout,
+                scheme=self.scheme,
+                num_tokens=num_tokens,
+                max_num_tokens=max_num_tokens,
+                layer=self.tag,
+            )
+        if shared_experts is not None:
             with phase("shared"):
                 shared = shared_experts(hidden_states)
             with phase("dispatch"):
                 dispatched = transport.dispatch_recv()
+        assert dispatched is not None
         with phase("experts"):
             y = self.experts(dispatched.batch, self.weights)
         with phase("combine"):
@@ -282,12 +290,12 @@ class ExpertParallelMoE(torch.nn.Module):
         """Check the input; return the tokens for the transport, scaled by router weights or quantized as configured,
         and the routing with physical ids."""
         check_tensor(hidden_states, "hidden_states")
-        if hidden_states.dim() != 2:
+        shape = hidden_states.shape
+        if len(shape) != 2:
             raise ValueError(
-                f"hidden_states is {tuple(hidden_states.shape)} on rank {self.transport.rank}, "
-                "expected [num_tokens, hidden]"
+                f"hidden_states is {tuple(shape)} on rank {self.transport.rank}, expected [num_tokens, hidden]"
             )
-        routing = self._place(*router) if len(router) == 2 else self._route(hidden_states, router[0])
+        routing = self._place(*router) if len(router) == 2 else self._route(shape[0], router[0])
         x: torch.Tensor | Quantized = hidden_states
         if self.config.apply_router_weight_on_input:
             x, routing = apply_weights_to_input(hidden_states, routing)
@@ -300,16 +308,17 @@ class ExpertParallelMoE(torch.nn.Module):
         routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
         if self.placement.is_identity and topk_ids.dtype == torch.int32:
             return routing
-        return Routing(topk_ids=to_physical(topk_ids, self.placement), topk_weights=topk_weights)
+        return make_routing(to_physical(topk_ids, self.placement), topk_weights)
 
-    def _route(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Routing:
+    def _route(self, num_tokens: int, router_logits: torch.Tensor) -> Routing:
         """Route these tokens to physical experts."""
-        if self.config.routing is None:
+        routing = self.config.routing
+        if routing is None:
             raise ValueError("the layer has no routing config: call forward_routed, with topk_ids and topk_weights")
         check_tensor(router_logits, "router_logits")
-        expected = (hidden_states.shape[0], self.config.num_experts)
-        if tuple(router_logits.shape) != expected:
+        if router_logits.shape != (num_tokens, self.config.num_experts):
+            expected = num_tokens, self.config.num_experts
             raise ValueError(
                 f"router_logits is {tuple(router_logits.shape)}, expected [num_tokens, num_experts] {expected}"
             )
-        return route(router_logits, self.config.routing, routing_bias=self.routing_bias, placement=self.placement)
+        return route(router_logits, routing, routing_bias=self.routing_bias, placement=self.placement)

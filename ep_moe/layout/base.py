@@ -24,8 +24,23 @@ class TokenRows:
     topk_weights: torch.Tensor  # [N, K] float32, 0 where the id is -1
 
 
+class _Signed:
+    """An attribute of batches that is no field, so that a copy by `dataclasses.replace` has none.
+
+    Batches with the same signature differ in the addresses and values of their tensors alone, and experts look for
+    nothing else. A transport may set it, by `sign`.
+    """
+
+    __slots__ = ("signature",)
+    signature: object
+
+    def sign(self, signature: object) -> None:
+        """Set the signature, which is hashable. Local."""
+        object.__setattr__(self, "signature", signature)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertBatch:
+class ExpertBatch(_Signed):
     """The fields of all layouts. Row i of expert e is `expert_row_start[e] + i`, for i < `expert_num_tokens[e]`.
 
     If `row_index` is set, `x` is a pool of rows, and that row of the batch is row `row_index[expert_row_start[e] + i]`

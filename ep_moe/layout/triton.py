@@ -13,6 +13,7 @@ import triton
 
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.rows.permute import (
     Ids,
     ScaleGroups,
@@ -230,6 +231,22 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
     )
 
 
+def prepare_weighted_sum(
+    summed: torch.Size, hidden: int, device: torch.device, *, shared_stride: int = 0, out_stride: int
+) -> RepeatedLaunch:
+    """Prepare `weighted_sum` for a token_to_row of this shape; it takes y, token_to_row, weights, shared and out."""
+    num_tokens, num_topk = summed
+    block = min(max(triton.next_power_of_2(hidden), 32 * _SUMMED_BY_THREAD), 128 * _SUMMED_BY_THREAD)
+    return RepeatedLaunch(
+        _weighted_sum_kernel,
+        (num_tokens, triton.cdiv(hidden, block)),
+        settings=(shared_stride, out_stride),
+        constants={"H": hidden, "K": num_topk, "BLOCK": block},
+        options={"num_warps": block // (32 * _SUMMED_BY_THREAD), "enable_fp_fusion": False},
+        device=device,
+    )
+
+
 def weighted_sum(
     y: torch.Tensor,
     token_to_row: torch.Tensor,
@@ -240,25 +257,15 @@ def weighted_sum(
 ) -> torch.Tensor:
     """`ep_moe.layout.weighted_sum` in one launch. Local, on the current stream, no host sync."""
     y, token_to_row = y.reshape(-1, y.shape[-1]).contiguous(), token_to_row.contiguous()
-    (num_tokens, num_topk), hidden = token_to_row.shape, y.shape[1]
+    num_tokens, hidden = token_to_row.shape[0], y.shape[1]
     target = out if out is not None and out.stride(1) == 1 else y.new_empty(num_tokens, hidden)
     if shared is not None and shared.stride(1) != 1:
         shared = shared.contiguous()
     if target.numel():
-        block = min(max(triton.next_power_of_2(hidden), 32 * _SUMMED_BY_THREAD), 128 * _SUMMED_BY_THREAD)
-        with torch.cuda.device_of(y):
-            _weighted_sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-                y,
-                token_to_row,
-                None if topk_weights is None else topk_weights.contiguous(),
-                shared,
-                target,
-                0 if shared is None else shared.stride(0),
-                target.stride(0),
-                H=hidden,
-                K=num_topk,
-                BLOCK=block,
-                num_warps=block // (32 * _SUMMED_BY_THREAD),
-                enable_fp_fusion=False,
-            )
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        stride = 0 if shared is None else shared.stride(0)
+        launch = prepare_weighted_sum(
+            token_to_row.shape, hidden, y.device, shared_stride=stride, out_stride=target.stride(0)
+        )
+        launch.through_triton((y, token_to_row, weights, shared, target))
     return target if out is None or target is out else out.copy_(target)

@@ -6,6 +6,9 @@ Letters: T tokens on this rank, E experts, K top-k, H hidden.
 """
 
 import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -13,7 +16,7 @@ from ep_moe.config import RoutingConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import reference
-from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check
+from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check, make_routing
 
 
 def route(
@@ -23,6 +26,7 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
     placement: Placement | None = None,
+    weights_dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """Choose K experts for every token and compute their weights, in float32.
 
@@ -41,26 +45,34 @@ def route(
         routing_bias: [E], any float dtype, for the choice only, methods 2 and 7 only.
         routing_replay_out: optional [at least T, K] int16; logical ids are written to rows [0, T).
         placement: of the E experts; topk_ids are physical ids if given, by `placement.to_physical`, else logical ones.
+        weights_dtype: float32, bfloat16 or float16; the float32 weights have values of this dtype, as in models that
+            round theirs.
     Returns: topk_ids [T, K] int32, columns by descending score, and topk_weights.
     Errors: ValueError if shapes, dtypes, devices, the method and its arguments do not fit each other.
     Local, on the current stream, no host sync. On a GPU one kernel, safe in CUDA graphs once a call of the same kind
     has loaded it; for more than 1024 experts, or if autograd records the logits, the kernels of torch.
     """
-    check(router_logits, config, routing_bias, routing_replay_out, placement)
+    given: dict[str, Any] = {
+        "routing_bias": routing_bias,
+        "routing_replay_out": routing_replay_out,
+        "placement": placement,
+        "weights_dtype": weights_dtype,
+    }
     recorded = router_logits.requires_grad and torch.is_grad_enabled()
-    if router_logits.is_cuda and router_logits.shape[1] <= MAX_KERNEL_EXPERTS and not recorded:
-        from ep_moe.routing import triton  # Triton exists only on Linux and is slow to import
+    small = router_logits.dim() == 2 and router_logits.shape[1] <= MAX_KERNEL_EXPERTS
+    if router_logits.is_cuda and small and not recorded:
+        routing: Routing = _kernels().route(router_logits, config, **given)
+        return routing
+    check(router_logits, config, **given)
+    return reference.route(router_logits, config, **given)
 
-        return triton.route(
-            router_logits,
-            config,
-            routing_bias=routing_bias,
-            routing_replay_out=routing_replay_out,
-            placement=placement,
-        )
-    return reference.route(
-        router_logits, config, routing_bias=routing_bias, routing_replay_out=routing_replay_out, placement=placement
-    )
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The launchers of kernels. Triton exists only on Linux and is slow to import."""
+    from ep_moe.routing import triton
+
+    return triton
 
 
 def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -71,9 +83,7 @@ def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
     """
     if not topk_ids.is_cuda or topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         return placement.to_physical(topk_ids)
-    from ep_moe.routing import triton
-
-    return triton.to_physical(topk_ids, placement)
+    return _kernels().to_physical(topk_ids, placement)
 
 
 def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tuple[torch.Tensor | Quantized, Routing]:
@@ -102,4 +112,4 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
     return weighted, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
 
 
-__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "route", "to_physical"]
+__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "make_routing", "route", "to_physical"]

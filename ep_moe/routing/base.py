@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from ep_moe.config import RoutingConfig, RoutingMethod
+from ep_moe.config import DTYPES, RoutingConfig, RoutingMethod
 from ep_moe.fields import check_tensor
 from ep_moe.placement import Placement
 
@@ -42,16 +42,32 @@ class Routing:
             raise ValueError(f"topk_weights are on {weights.device}, topk_ids on {ids.device}")
 
 
+def make_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
+    """A `Routing` of tensors that are known to fit, without its checks. Local."""
+    routing = object.__new__(Routing)
+    object.__setattr__(routing, "topk_ids", topk_ids)
+    object.__setattr__(routing, "topk_weights", topk_weights)
+    return routing
+
+
 def check(
     logits: torch.Tensor,
     config: RoutingConfig,
-    bias: torch.Tensor | None,
-    replay_out: torch.Tensor | None,
+    *,
+    routing_bias: torch.Tensor | None,
+    routing_replay_out: torch.Tensor | None,
     placement: Placement | None,
+    weights_dtype: torch.dtype,
 ) -> None:
-    """Raise ValueError for arguments of `ep_moe.routing.route` that do not fit each other. Local, no host sync."""
+    """Raise ValueError for arguments of `ep_moe.routing.route` that do not fit each other. Local, no host sync.
+
+    Only shapes, dtypes and devices are checked, so equal ones need no further check.
+    """
+    bias, replay_out = routing_bias, routing_replay_out
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"router_logits are {tuple(logits.shape)} {logits.dtype}; [T, E] of a float dtype needed")
+    if weights_dtype not in DTYPES.values():
+        raise ValueError(f"weights_dtype is {weights_dtype}; one of {', '.join(DTYPES)} needed")
     num_tokens, num_experts = logits.shape
     candidates = num_experts // config.num_group * config.topk_group
     if config.num_topk > num_experts:

@@ -58,6 +58,7 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
     placement: Placement | None = None,
+    weights_dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """`ep_moe.routing.route`. Local, on the current stream, no host sync."""
     logits, method = router_logits.float(), config.method
@@ -74,6 +75,7 @@ def route(
         if config.norm_topk_prob:
             weights = weights / (weights.sum(1, keepdim=True) + EPSILON)
         weights = weights * config.routed_scaling_factor
+    weights = weights.to(weights_dtype).float()
     if routing_replay_out is not None:
         routing_replay_out[: ids.shape[0]].copy_(ids)
     ids = ids.int()

@@ -6,18 +6,19 @@ Letters: T tokens on this rank, E experts, K top-k.
 """
 
 import functools
-import threading
 
 import torch
 import triton
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernels.route import Chosen, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
-from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing
+from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing, check, make_routing
 
 _MOST_KERNELS = 256  # of different settings and numbers of programs
+_MOST_PLANS = 512
 _READ = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernel reads
 _MAPPED_IDS = 128  # of one program, one for each of its threads
 _VECTOR_BYTES = 16  # the widest load
@@ -32,23 +33,21 @@ _WEIGHTS = {
 
 @functools.lru_cache(maxsize=_MOST_KERNELS)
 def _kernel_of(
-    thread: int,
     config: RoutingConfig,
     num_experts: int,
     programs: int,
     device: torch.device,
-    logits_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
     mapped: bool,
     replay: bool,
     alignment: int,
 ) -> RepeatedLaunch:
     """The kernel of calls with these settings. All that depends on them and not on the tensors is found here, once.
 
-    It keeps its arguments in its own memory, so that threads do not share one. Pointers need only `alignment`: the
-    kernel is not specialized by theirs.
+    Pointers need only `alignment`: the kernel is not specialized by theirs. `dtypes` are those of logits, bias and
+    weights, the latter as in `route`.
     """
-    del thread, logits_dtype  # Triton reads dtypes off the arguments of the first call
+    _, bias_dtype, weights_dtype = dtypes  # Triton reads those of tensors off the arguments of the first call
     method = config.method
     groups = config.num_group if config.topk_group < config.num_group else 1
     group_size = num_experts // groups
@@ -70,9 +69,10 @@ def _kernel_of(
         "MAPPED": mapped,
         "REPLAY": replay,
         "ALIGNMENT": alignment,
+        "ROUNDED": str(weights_dtype).removeprefix("torch."),
     }
     options = {"num_warps": 1}
-    return RepeatedLaunch(_route_kernel, programs, fixed=(), constants=constants, options=options, device=device)
+    return RepeatedLaunch(_route_kernel, programs, constants=constants, options=options, device=device)
 
 
 def _programs_for(count: int) -> int:
@@ -89,6 +89,89 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class _Plan:
+    """What calls of one configuration, whose tensors differ in their addresses alone, share.
+
+    Args:
+        as of `route`, from a call that was checked. Keeps config and placement alive, whose ids are in `_key_of`.
+
+    Attributes:
+        in_place: the kernel reads logits and bias as they are.
+        starts: what the alignment depends on besides addresses. numbers: of a launch, without a replay tensor.
+        repeats: launches that are loaded, by the alignment of the logits' rows and the bias.
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        config: RoutingConfig,
+        routing_bias: torch.Tensor | None,
+        placement: Placement | None,
+        weights_dtype: torch.dtype,
+    ) -> None:
+        self._config, self._placement, self._weights_dtype = config, placement, weights_dtype
+        self.num_tokens = logits.shape[0]
+        self.device, shape = logits.device, (self.num_tokens, config.num_topk)
+        self.new_ids, self.new_weights = (
+            allocator(shape, (config.num_topk, 1), dtype, logits.device) for dtype in (torch.int32, torch.float32)
+        )
+        self._physical: torch.Tensor | None = None
+        if placement is not None and not placement.is_identity:
+            self._physical = placement.logical_to_physical(self.device)
+        self.physical_address = 0 if self._physical is None else self._physical.data_ptr()
+        self.in_place = all(tensor is None or _readable(tensor) is tensor for tensor in (logits, routing_bias))
+        self.numbers = self.num_tokens, logits.stride(0), config.num_topk, 1
+        self.starts = _VECTOR_BYTES | logits.stride(0) * logits.element_size()
+        self.repeats: dict[int, Repeat] = {}
+
+    def launch(self, logits: torch.Tensor, bias: torch.Tensor | None, chosen: Chosen) -> None:
+        """Launch a call's kernel; without a replay tensor, it is kept in `repeats`."""
+        logits, bias = _readable(logits), None if bias is None else _readable(bias)
+        stride = logits.stride(0)
+        starts = _VECTOR_BYTES | stride * logits.element_size() | logits.data_ptr()
+        if bias is not None:
+            starts |= bias.data_ptr()
+        replay, alignment = chosen.replay_ptr is not None, starts & -starts  # the lowest bit
+        launch = _kernel_of(
+            self._config,
+            logits.shape[1],
+            _programs_for(self.num_tokens),
+            self.device,
+            (logits.dtype, None if bias is None else bias.dtype, self._weights_dtype),
+            self._physical is not None,
+            replay,
+            alignment,
+        )
+        if not replay:
+            chosen = chosen._replace(replay_ptr=chosen.ids_ptr)
+        scores = Scores(logits, logits if bias is None else bias, logits if self._physical is None else self._physical)
+        _launch(launch, (scores, chosen), (self.num_tokens, stride, *chosen.replay_ptr.stride()))
+        if launch.repeat is not None and self.in_place and not replay:
+            self.repeats[alignment] = launch.repeat
+
+
+@functools.cache
+def _plans() -> dict[object, _Plan]:
+    """The plans of this process, by `_key_of`."""
+    return {}
+
+
+def _key_of(
+    logits: torch.Tensor,
+    config: RoutingConfig,
+    bias: torch.Tensor | None,
+    replay_out: torch.Tensor | None,
+    placement: Placement | None,
+    weights_dtype: torch.dtype,
+) -> tuple[object, ...]:
+    """All that a plan and `check` depend on."""
+    key: tuple[object, ...] = (id(config), id(placement), weights_dtype, logits.shape, logits.stride(), logits.dtype)
+    key += (logits.device,)
+    for tensor in (bias, replay_out):
+        key += (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return key
+
+
 def route(
     router_logits: torch.Tensor,
     config: RoutingConfig,
@@ -96,46 +179,55 @@ def route(
     routing_bias: torch.Tensor | None = None,
     routing_replay_out: torch.Tensor | None = None,
     placement: Placement | None = None,
+    weights_dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """`ep_moe.routing.route` in one launch, for E up to `MAX_KERNEL_EXPERTS`.
 
     Local, on the current stream, no host sync; the first call with its settings compiles and loads their kernel.
     """
-    logits = _readable(router_logits)
-    bias = None if routing_bias is None else _readable(routing_bias)
-    (num_tokens, num_experts), num_topk, device = logits.shape, config.num_topk, logits.device
-    ids = torch.empty_strided((num_tokens, num_topk), (num_topk, 1), dtype=torch.int32, device=device)
-    weights = torch.empty_strided((num_tokens, num_topk), (num_topk, 1), dtype=torch.float32, device=device)
-    if num_tokens:
-        physical = None
-        if placement is not None and not placement.is_identity:
-            physical = placement.logical_to_physical(device)
-        stride = logits.stride(0)
-        starts = _VECTOR_BYTES | logits.data_ptr() | stride * logits.element_size()
-        if bias is not None:
-            starts |= bias.data_ptr()
-        kernel = _kernel_of(
-            threading.get_ident(),
+    key = _key_of(router_logits, config, routing_bias, routing_replay_out, placement, weights_dtype)
+    plans = _plans()
+    plan = plans.get(key)
+    if plan is None:
+        check(
+            router_logits,
             config,
-            num_experts,
-            _programs_for(num_tokens),
-            device,
-            logits.dtype,
-            None if bias is None else bias.dtype,
-            physical is not None,
-            routing_replay_out is not None,
-            starts & -starts,  # the lowest bit
+            routing_bias=routing_bias,
+            routing_replay_out=routing_replay_out,
+            placement=placement,
+            weights_dtype=weights_dtype,
         )
-        scores = Scores(logits, logits if bias is None else bias, logits if physical is None else physical)
-        replay = ids if routing_replay_out is None else routing_replay_out
-        with torch.cuda.device_of(logits):
-            kernel((scores, Chosen(ids, weights, replay)), (num_tokens, stride, *replay.stride()))
-    return Routing(topk_ids=ids, topk_weights=weights)
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plan = plans[key] = _Plan(router_logits, config, routing_bias, placement, weights_dtype)
+    ids, weights = plan.new_ids(), plan.new_weights()
+    if plan.in_place and routing_replay_out is None:
+        logits, ids_address = router_logits.data_ptr(), ids.data_ptr()
+        bias = logits if routing_bias is None else routing_bias.data_ptr()
+        starts = plan.starts | logits | bias
+        repeat = plan.repeats.get(starts & -starts)
+        if repeat is not None:
+            physical = plan.physical_address or logits
+            repeat((logits, bias, physical, ids_address, weights.data_ptr(), ids_address, *plan.numbers))
+            return make_routing(ids, weights)
+    if plan.num_tokens:
+        plan.launch(router_logits, routing_bias, Chosen(ids, weights, routing_replay_out))
+    return make_routing(ids, weights)
+
+
+def _launch(launch: RepeatedLaunch, tensors: tuple[tuple[torch.Tensor, ...], ...], numbers: tuple[int, ...]) -> None:
+    """Launch a kernel that is not specialized by the alignment of its pointers."""
+    if launch.repeat is None:
+        if not tensors[0][0].is_cuda:
+            launch.through_triton(tensors, numbers)
+            return
+        launch.load(tensors, numbers)
+        assert launch.repeat is not None
+    launch.repeat([*(tensor.data_ptr() for group in tensors for tensor in group), *numbers])
 
 
 @functools.lru_cache(maxsize=_MOST_KERNELS)
 def _map_kernel_of(
-    thread: int,
     num_topk: int,
     num_mapped: int,
     added: int,
@@ -144,9 +236,9 @@ def _map_kernel_of(
     ids_dtype: torch.dtype,
 ) -> RepeatedLaunch:
     """The kernel of `to_physical`; see `_kernel_of`."""
-    del thread, ids_dtype
+    del ids_dtype
     constants = {"K": num_topk, "E": num_mapped, "ADDED": added, "BLOCK": _MAPPED_IDS}
-    return RepeatedLaunch(_map_ids_kernel, programs, fixed=(), constants=constants, options={}, device=device)
+    return RepeatedLaunch(_map_ids_kernel, programs, constants=constants, options={}, device=device)
 
 
 def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -162,8 +254,6 @@ def to_physical(topk_ids: torch.Tensor, placement: Placement) -> torch.Tensor:
             num_mapped = len(physical)
             added = placement.num_physical - num_mapped
         programs = _programs_for(triton.cdiv(ids.numel(), _MAPPED_IDS))
-        thread = threading.get_ident()
-        kernel = _map_kernel_of(thread, num_topk, num_mapped, added, programs, device, topk_ids.dtype)
-        with torch.cuda.device_of(topk_ids):
-            kernel(((topk_ids, physical, ids),), (ids.numel(), *topk_ids.stride()))
+        kernel = _map_kernel_of(num_topk, num_mapped, added, programs, device, topk_ids.dtype)
+        _launch(kernel, ((topk_ids, physical, ids),), (ids.numel(), *topk_ids.stride()))
     return ids

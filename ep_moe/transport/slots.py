@@ -8,7 +8,7 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(slots=True)
 class _Slot(Generic[State]):
-    stage: str = "idle"
+    next: str = "dispatch_send"
     state: State | None = None
 
 
@@ -19,17 +19,11 @@ class Slots(Generic[State]):
     call after `destroy` raises RuntimeError.
     """
 
-    _NEXT = {
-        "idle": "dispatch_send",
-        "sent": "dispatch_recv",
-        "received": "combine_send",
-        "returning": "combine_recv",
-    }
-    _AFTER = {
-        "dispatch_send": "sent",
-        "dispatch_recv": "received",
-        "combine_send": "returning",
-        "combine_recv": "idle",
+    _FOLLOWING = {
+        "dispatch_send": "dispatch_recv",
+        "dispatch_recv": "combine_send",
+        "combine_send": "combine_recv",
+        "combine_recv": "dispatch_send",
     }
 
     def __init__(self, num_slots: int) -> None:
@@ -39,8 +33,8 @@ class Slots(Generic[State]):
     def expect(self, slot: int, call: str, round_: int | None = None) -> State | None:
         """Return the slot's state if `call` is its next one. Errors: ValueError for a bad slot, RuntimeError else."""
         entry = self._entry(slot)
-        if self._NEXT[entry.stage] != call:
-            raise RuntimeError(f"slot {slot} waits for {self._NEXT[entry.stage]}, not for {call}")
+        if entry.next != call:
+            raise RuntimeError(f"slot {slot} waits for {entry.next}, not for {call}")
         state = entry.state
         if round_ is not None and getattr(state, "round", round_) != round_:
             raise RuntimeError(
@@ -51,12 +45,12 @@ class Slots(Generic[State]):
     def stage(self, slot: int) -> tuple[str, State | None]:
         """The slot's next call, and its state. Errors: as `expect`."""
         entry = self._entry(slot)
-        return self._NEXT[entry.stage], entry.state
+        return entry.next, entry.state
 
     @property
     def open(self) -> tuple[int, ...]:
         """The slots that hold a round."""
-        return tuple(index for index, entry in enumerate(self._slots) if entry.stage != "idle")
+        return tuple(index for index, entry in enumerate(self._slots) if entry.next != "dispatch_send")
 
     def close(self, slot: int) -> None:
         """Forget the round that the slot holds."""
@@ -65,7 +59,7 @@ class Slots(Generic[State]):
     def advance(self, slot: int, call: str, state: State | None) -> None:
         """Record that `call` is done, with the state for the next one."""
         entry = self._slots[slot]
-        entry.stage, entry.state = self._AFTER[call], state
+        entry.next, entry.state = self._FOLLOWING[call], state
 
     def check_open(self) -> None:
         """Raise RuntimeError once the transport is destroyed."""
@@ -78,7 +72,8 @@ class Slots(Generic[State]):
         self._destroyed = True
 
     def _entry(self, slot: int) -> _Slot[State]:
-        self.check_open()
+        if self._destroyed:
+            self.check_open()
         if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
             raise ValueError(f"slot ({slot!r}) is not in [0, num_slots ({len(self._slots)}))")
         return self._slots[slot]

@@ -40,11 +40,18 @@ class PerExpert:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+class _Referable:
+    """Allows weak references to a dataclass with slots, by which experts keep launches as long as weights exist."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertWeights:
+class ExpertWeights(_Referable):
     """Local experts of one layer; local expert e is physical expert `starts[rank] + e`.
 
-    A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half.
+    A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half; with `up_first` it is [up; gate],
+    the order of FlashInfer, and so is `w13_bias`.
     `scheme.weight` describes both matrices; `StoredMatrix(tensor)` is an unquantized one.
     Errors: ValueError for a matrix that is not a `StoredMatrix`.
     """
@@ -59,6 +66,7 @@ class ExpertWeights:
     )
     w2_input_scale: torch.Tensor | None = None  # [L] float32, the same for the second GEMM, one for each expert
     per_expert: PerExpert = PerExpert()
+    up_first: bool = False
 
     def __post_init__(self) -> None:
         for name, matrix in (("w13", self.w13), ("w2", self.w2)):

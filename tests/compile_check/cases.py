@@ -317,6 +317,7 @@ def _routing(
     biased: bool = False,
     mapped: bool = False,
     replay: bool = False,
+    weights_dtype: torch.dtype = torch.float32,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
     **numbers: Any,
 ) -> Case:
@@ -331,6 +332,7 @@ def _routing(
             routing_bias=_empty(num_experts, dtype=torch.float32, device="cpu") if biased else None,
             routing_replay_out=_empty(128, config.num_topk, dtype=torch.int16, device="cpu") if replay else None,
             placement=placement,
+            weights_dtype=weights_dtype,
         )
 
     return Case(name=f"routing {name}", launch=launch, excuses=excuses)
@@ -341,8 +343,8 @@ def _routing_cases() -> list[Case]:
     return [
         _routing("DeepSeek-V3", 256, 2, biased=True, mapped=True, **deepseek),
         _routing("DeepSeek-V3 float32", 256, 2, dtype=torch.float32, biased=True, **deepseek),
-        _routing("Qwen3", 128, 4, num_topk=8),
-        _routing("Default", 64, 0, dtype=torch.float16, num_topk=8),
+        _routing("Qwen3", 128, 4, weights_dtype=torch.bfloat16, num_topk=8),
+        _routing("Default", 64, 0, dtype=torch.float16, weights_dtype=torch.float16, num_topk=8),
         _routing("Mixtral", 8, 1, num_topk=2),
         _routing("Llama4", 128, 3, num_topk=1),
         _routing("SigmoidRenorm of 60", 60, 6, num_topk=4),

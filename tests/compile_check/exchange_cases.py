@@ -69,7 +69,7 @@ def make_launchers(config: TransportConfig, placement: Placement) -> Launchers:
         timeout_ns=10**10,
         early=True,
     )
-    plans = RoundPlans(config, placement, ranks, tuning)
+    plans = RoundPlans(config, placement, ranks, tuning, CPU)
     return Launchers(plans=plans, dispatches=DispatchLauncher(context, plans), combines=CombineLauncher(context))
 
 

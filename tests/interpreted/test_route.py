@@ -197,6 +197,19 @@ def test_sizes_of_groups(num_experts: int, numbers: dict[str, Any]) -> None:
     assert torch.equal(found[clear].long(), ids[clear])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["0_default", "2_groups", "4_renormalize_naive", "5_topk"])
+def test_rounded_weights(name: str, dtype: torch.dtype) -> None:
+    config = configured(name, 60)
+    logits = torch.randn(9, 60, generator=generator(f"rounded {name}")).to(DEVICE) * 3
+    for route in (triton.route, reference.route):
+        exact_weights = route(logits, config).topk_weights
+        found = route(logits, config, weights_dtype=dtype).topk_weights
+        assert found.dtype == torch.float32
+        assert torch.equal(found, exact_weights.to(dtype).float())
+        assert not torch.equal(found, exact_weights)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
 def test_replay_and_rows_of_the_tokens_alone(num_tokens: int) -> None:
     """The program of the third row of three is there for a power of two, and must write nothing."""

@@ -130,7 +130,7 @@ def test_abandon_goes_on_where_it_failed() -> None:
 
 def launch_combine(transport: Any, y: torch.Tensor | None, send: bool, receive: bool, out: torch.Tensor) -> None:
     """Launch halves of the combine of slot 0's round, whatever the slot waits for."""
-    plan = transport._slots.stage(0)[1].inputs.plan
+    plan = transport._slots.stage(0)[1].plan
     if receive:
         transport._combines.receive(0, plan, y, send=send, out=out)
     else:

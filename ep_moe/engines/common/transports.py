@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import TransportConfig
+from ep_moe.config import GroupConfig, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
@@ -25,7 +25,7 @@ def with_topk(config: TransportConfig, num_topk: int | None) -> TransportConfig:
 class SharedTransport:
     """One transport for all layers over one process group."""
 
-    process_group: dist.ProcessGroup
+    process_group: dist.ProcessGroup | None  # None for one rank without any
     group: EPGroup
     transport: Transport
 
@@ -43,11 +43,13 @@ class SharedTransports:
     transport and another a new one.
 
     Args:
-        transport: name of their implementation.
+        transport: name of their implementation. config: deadlines of their ranks.
     """
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, config: GroupConfig | None = None) -> None:
         self._transport = transport
+        self._config = GroupConfig() if config is None else config
+        self._joined: dict[str, tuple[dist.ProcessGroup, EPGroup]] = {}
         self._open: dict[tuple[Any, ...], SharedTransport] = {}
         self._num_modules = 0
 
@@ -56,21 +58,37 @@ class SharedTransports:
         self._num_modules += 1
         return self._num_modules - 1
 
+    def join(self, process_group: dist.ProcessGroup | None, device: torch.device) -> EPGroup:
+        """The group that transports over a process group share; None is this rank alone.
+
+        An engine joins while its ranks still keep step, and lets them wait for each other (`EPGroup.wait_for_all`,
+        which has no deadline) before `get`. Collective at its first call for a process group, with a deadline.
+        """
+        if process_group is None:
+            return EPGroup.single(device, self._config)
+        known = self._joined.get(process_group.group_name)
+        if known is None or known[0] is not process_group or known[1].destroyed:
+            store = dist.distributed_c10d._get_default_store()
+            group = EPGroup.from_process_group(process_group, store, self._config, device=device)
+            self._joined[process_group.group_name] = known = (process_group, group)
+        return known[1]
+
     def get(
-        self, process_group: dist.ProcessGroup, num_experts: int, sizes: TransportConfig, device: torch.device
+        self, process_group: dist.ProcessGroup | None, num_experts: int, sizes: TransportConfig, device: torch.device
     ) -> SharedTransport:
         """The transport over a process group, for E experts placed linearly, with these sizes on this device.
 
+        A process group of None is this rank alone.
+
         Collective for the first layer with these sizes; all ranks call it in the same order.
         """
-        key = (process_group.group_name, num_experts, sizes, device)
+        key = ("" if process_group is None else process_group.group_name, num_experts, sizes, device)
         shared = self._open.get(key)
         if shared is not None and shared.process_group is not process_group:
             shared.close()
             shared = None
         if shared is None:
-            store = dist.distributed_c10d._get_default_store()
-            group = EPGroup.from_process_group(process_group, store, device=device)
+            group = self.join(process_group, device)
             placement = Placement.linear(num_experts, group.num_ranks)
             transport = create_transport(self._transport, group, placement, sizes)
             shared = SharedTransport(process_group=process_group, group=group, transport=transport)

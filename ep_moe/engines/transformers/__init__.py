@@ -70,7 +70,7 @@ def from_pretrained(
         the model equally often, with its own tokens; in `model.generate`, `synced_gpus=True` ensures that. Every rank
         also calls `model.save_pretrained`: rank 0 gathers the experts, a layer at a time, and writes them; experts in
         a scheme other than "none" are refused (see `ep_moe.engines.transformers.saving`). `state_dict` does not contain
-        the experts.
+        the experts. Routers are replaced too if `ep_moe.engines.transformers.routers` knows them.
     Errors: ValueError for a checkpoint that cannot be read, as in `ExpertWeights.from_pretrained`, and for missing or
         unexpected tensors. Collective.
     """

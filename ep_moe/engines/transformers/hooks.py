@@ -139,6 +139,7 @@ class Session:
         experts: name of the layers' experts implementation.
         decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
         why_no_graphs: the reason why there is no decoder, "" until one is needed.
+        why_own_routers: the reason why the model keeps its own routers, "" if ours route.
         decode_experts: a function that experts modules call in place of their layers, set by `decoding`.
     """
 
@@ -153,6 +154,7 @@ class Session:
         self.experts = experts
         self.decoder: Any = None
         self.why_no_graphs = ""
+        self.why_own_routers = ""
         self.decode_experts: DecodeExperts | None = None
 
     @property

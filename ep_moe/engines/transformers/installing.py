@@ -5,6 +5,7 @@ Letters: K top-k, E logical experts, R ranks.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +19,15 @@ from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
 from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts
+from ep_moe.engines.transformers.routers import replace_routers
 from ep_moe.engines.transformers.saving import save_pretrained
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
 from ep_moe.transport import Transport, create_transport
 from ep_moe.weights import ExpertWeights
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +57,8 @@ class Options:
 def install(
     model: PreTrainedModel, group: EPGroup, parts: Mapping[str, Part], options: Options, config: TransportConfig
 ) -> PreTrainedModel:
-    """Replace each experts module by a layer. Until the first layer is made, an error leaves the model unchanged.
+    """Replace each experts module by a layer, and the routers if ours mean the same. Until the first layer is made, an
+    error leaves the model unchanged.
 
     Layers are made one by one: each frees its module's parameters before the next needs memory. Collective.
     """
@@ -72,6 +77,9 @@ def install(
     for index, part in enumerate(parts.values()):
         setattr(part.module, SHARDED, ShardedExperts(session, index))
     keep_in_step(model, num_topk)
+    session.why_own_routers = replace_routers(model, parts)
+    if session.why_own_routers and group.rank == 0:
+        _log.info("%s keeps its own routers: %s", type(model).__name__, session.why_own_routers)
     setattr(model, NAME, session)
     vars(model)["_has_unfinished_sequences"] = functools.partial(_any_rank_unfinished, group)
     for name, module in model.named_modules():

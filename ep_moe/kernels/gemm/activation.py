@@ -5,12 +5,25 @@ import triton.language as tl
 
 
 @triton.jit
-def activate(gate, up, KIND: tl.constexpr, alpha, beta, limit, LIMITED: tl.constexpr):
-    """Apply the activation to float32 tiles. Example: "silu" of gate 1 and up 2 is 1 * sigmoid(1) * 2 = 1.4621.
+def activate(first, second, KIND: tl.constexpr, alpha, beta, limit, LIMITED: tl.constexpr):
+    """Apply the activation to float32 tiles of the first and the second half of w13's rows.
 
-    KIND is the value of an `ActivationKind`; `up` is unused if the kind is not gated. With LIMITED, "swiglu" clamps
-    gate from above and up from both sides; NaN propagates.
+    Example: "silu" of gate 1 and up 2 is 1 * sigmoid(1) * 2 = 1.4621. KIND is the value of an `ActivationKind`, whose
+    first half is the gate, or that and "_up_first". Without a gate the second half is unused.
     """
+    if KIND == "silu_up_first":
+        return _activate(second, first, "silu", alpha, beta, limit, LIMITED)
+    elif KIND == "gelu_up_first":
+        return _activate(second, first, "gelu", alpha, beta, limit, LIMITED)
+    elif KIND == "swiglu_up_first":
+        return _activate(second, first, "swiglu", alpha, beta, limit, LIMITED)
+    else:
+        return _activate(first, second, KIND, alpha, beta, limit, LIMITED)
+
+
+@triton.jit
+def _activate(gate, up, KIND: tl.constexpr, alpha, beta, limit, LIMITED: tl.constexpr):
+    """With LIMITED, "swiglu" clamps gate from above and up from both sides; NaN propagates."""
     if KIND == "silu":
         return gate * tl.sigmoid(gate) * up
     elif KIND == "gelu":

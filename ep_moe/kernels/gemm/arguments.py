@@ -37,8 +37,8 @@ class ExpertScalars(NamedTuple):
     """Factors and limits of each expert, [L] float32."""
 
     static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
-    output_scale: Any  # multiplies the sums before the bias: of the up half if GATED
-    gate_output_scale: Any  # the same for the gate half
+    output_scale: Any  # multiplies the sums before the bias: of the second half of the rows of w if GATED
+    gate_output_scale: Any  # the same for the first half, which is the gate unless ACTIVATION ends with "_up_first"
     alpha: Any  # of the activation, in place of the numbers that all experts share
     beta: Any
     limit: Any
@@ -102,7 +102,7 @@ class Codes(NamedTuple):
 class Epilogue(NamedTuple):
     """The operations on a tile's sums before they are stored."""
 
-    ACTIVATION: tl.constexpr  # the value of an `ActivationKind`
+    ACTIVATION: tl.constexpr  # `CallShape.activation_name`
     GATED: tl.constexpr  # the weights have a gate and an up half
     LIMITED: tl.constexpr  # the activation clamps its input
     REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"

@@ -250,6 +250,7 @@ class CollectiveTransport(Transport):
 
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`."""
+        self._group.check_open()
         call, state = self._slots.stage(slot)
         if state is None:
             return

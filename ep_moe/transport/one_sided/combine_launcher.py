@@ -23,6 +23,7 @@ class CombineLauncher:
     def __init__(self, context: KernelContext) -> None:
         self._context = context
         self.unused = torch.empty(0, dtype=context.config.dtype, device=context.device)
+        self._unused_address = self.unused.data_ptr()
 
     def send(self, slot: int, plan: RoundPlan, y: torch.Tensor | None) -> None:
         """Launch the sending half of a combine, which without `y` sends NaN. Local, no host sync."""
@@ -48,16 +49,31 @@ class CombineLauncher:
         shared = None if shared is None else aligned_rows(shared)
         target = out
         if out is None or not is_aligned(out):
-            hidden = context.config.hidden
-            target = torch.empty_strided(
-                (plan.num_tokens, hidden), (hidden, 1), dtype=context.config.dtype, device=context.device
-            )
+            target = plan.new_result()
         assert target is not None
         kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=shared, send=send, receive=True)
         results = Results(unused if y is None else aligned(y), unused if shared is None else shared, target)
         shared_stride = 0 if shared is None else shared.stride(0) // ALIGNMENT
         kernel((results,), (shared_stride, target.stride(0) // ALIGNMENT, context.timeout_ns))
+        if send and y is not None and kernel.repeat is not None:
+            plan.repeated_combines[slot, None if shared is None else shared.dtype] = kernel.repeat
         return target if out is None or target is out else out.copy_(target)
+
+    def repeat(self, slot: int, plan: RoundPlan, y: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor | None:
+        """`receive` with `send`, if its kernel is loaded and reads y and shared in place; else None. No host sync."""
+        context, unused = self._context, self._unused_address
+        repeat = plan.repeated_combines.get((slot, None if shared is None else shared.dtype))
+        y_address, shared_address, shared_stride = y.data_ptr(), unused, 0
+        if repeat is None or y_address & 15 or not y.is_contiguous():
+            return None
+        if shared is not None:
+            if not is_aligned(shared):
+                return None
+            shared_address, shared_stride = shared.data_ptr(), shared.stride(0) // ALIGNMENT
+        result = plan.new_result()
+        numbers = shared_stride, context.config.hidden // ALIGNMENT, context.timeout_ns
+        repeat((y_address, shared_address, result.data_ptr(), *numbers))
+        return result
 
     def kernel_of(
         self, slot: int, plan: RoundPlan, *, poisoned: bool, shared: torch.Tensor | None, send: bool, receive: bool

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from ep_moe.config import Layout
+from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
@@ -44,9 +45,11 @@ class RoundInputs(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The pool and the constructor that batches of one plan and slot share."""
+    """What batches of one plan and slot share."""
 
     pool: torch.Tensor  # [R * M, V]: the slot's received rows
+    new_x: Callable[[], torch.Tensor]
+    new_scale: Callable[[], torch.Tensor] | None
     make: Callable[..., ExpertBatch]  # from x and scale
 
 
@@ -63,6 +66,7 @@ class DispatchLauncher:
         self.unused = torch.zeros(4, dtype=torch.int32, device=device)  # for arguments that a launch does not need
         self._unscaled = torch.zeros(4, device=device)
         self.no_batch = Batch(self.unused, self._unscaled)
+        self._addresses = self.unused.data_ptr(), self._unscaled.data_ptr()
 
     def send(
         self,
@@ -90,7 +94,52 @@ class DispatchLauncher:
         else:  # in the dtypes that the kernel stores
             batch = Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
         kernel((inputs.tokens, batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
-        return kept.make(x=x, scale=scale)
+        if send and kernel.repeat is not None and plan.in_place and not inputs.refusal:
+            plan.repeated_dispatches[slot] = kernel.repeat
+        return _signed(kept.make(x=x, scale=scale), plan)
+
+    def repeat(
+        self,
+        slot: int,
+        plan: RoundPlan,
+        x: torch.Tensor,
+        routing: Routing,
+        *,
+        num_tokens: torch.Tensor | None,
+        layer: tuple[int, int],
+    ) -> ExpertBatch | None:
+        """`inputs_of` and `receive` with `send`, if their kernel is loaded and reads these inputs in place; else None.
+
+        Local, no host sync.
+        """
+        repeat = plan.repeated_dispatches.get(slot)
+        if repeat is None:
+            return None
+        ids, weights = routing.topk_ids, routing.topk_weights
+        if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
+            return None
+        unused, unscaled = self._addresses
+        x_address, ids_address, weights_address = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        count = unused if num_tokens is None else num_tokens.data_ptr()
+        if (x_address | ids_address | weights_address | count) & 15:
+            return None
+        kept, values, scale = self._allocate(plan, slot)
+        repeat(
+            (
+                x_address,
+                unused,
+                ids_address,
+                weights_address,
+                count,
+                unused,
+                values.data_ptr(),
+                unscaled if scale is None else scale.data_ptr(),
+                *plan.strides,
+                *layer,
+                self._context.timeout_ns,
+            )
+        )
+        return _signed(kept.make(x=values, scale=scale), plan)
 
     def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
         """Launch the receiving half of a dispatch whose rows are not needed, without allocating memory for x.
@@ -210,14 +259,11 @@ class DispatchLauncher:
 
     def _allocate(self, plan: RoundPlan, slot: int) -> tuple[_Kept, torch.Tensor, torch.Tensor | None]:
         """Allocate a batch's x and scale; in FLAT x is the slot's pool."""
-        kept, scale, device = plan.kept.get(slot), None, self._context.device
+        kept = plan.kept.get(slot)
         if kept is None:
             kept = plan.kept[slot] = self._make_kept(slot, plan)
-        if plan.scale_dtype is not None:  # empty_strided takes half the time of torch.empty
-            scale = torch.empty_strided(plan.scale_shape, plan.scale_strides, dtype=plan.scale_dtype, device=device)
-        if plan.layout is Layout.FLAT:
-            return kept, kept.pool, scale
-        return kept, torch.empty_strided(plan.x_shape, plan.x_strides, dtype=plan.x_dtype, device=device), scale
+        scale = None if kept.new_scale is None else kept.new_scale()
+        return kept, kept.pool if plan.layout is Layout.FLAT else kept.new_x(), scale
 
     def _make_kept(self, slot: int, plan: RoundPlan) -> _Kept:
         """Views of the slot's memory, and values of the plan."""
@@ -245,7 +291,16 @@ class DispatchLauncher:
             Layout.FLAT: Flat,
         }
         pool = context.memory.values(slot)[:size].view(plan.x_dtype).view(num_rows, -1)
-        return _Kept(pool, functools.partial(classes[plan.layout], **fields))
+        new_x, new_scale = allocator(plan.x_shape, plan.x_strides, plan.x_dtype, context.device), None
+        if plan.scale_dtype is not None:
+            new_scale = allocator(plan.scale_shape, plan.scale_strides, plan.scale_dtype, context.device)
+        return _Kept(pool, new_x, new_scale, functools.partial(classes[plan.layout], **fields))
+
+
+def _signed(batch: ExpertBatch, plan: RoundPlan) -> ExpertBatch:
+    """The batch, with the signature of the plan's batches."""
+    batch.sign(plan.signature)
+    return batch
 
 
 def _are_dense(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -5,14 +5,15 @@ Letters: T tokens on this rank, H hidden, K top-k, R ranks, M max_tokens_per_ran
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import triton
 
 from ep_moe.config import ALIGNMENT, Layout, TransportConfig
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernels.exchange.dispatch_receive import Receiving
 from ep_moe.kernels.exchange.dispatch_send import Sending
 from ep_moe.kernels.exchange.wire_layout import Ranks, Regions, Row
@@ -57,6 +58,7 @@ class RoundPlan:
     scale_strides: tuple[int, ...]
     scale_dtype: torch.dtype | None  # None if the payload has no scales
     output_shape: tuple[int, ...]  # of the experts' output
+    new_result: Callable[[], torch.Tensor]  # allocates [T, H]
     in_place: bool  # contiguous inputs are sent as they are: nothing runs before the dispatch kernel
     strides: tuple[int, ...]  # of inputs sent in place, see `RoundInputs`
     expected_rows: int
@@ -66,6 +68,10 @@ class RoundPlan:
     dispatches: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
     combines: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
     kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, fields that batches share
+    signature: object = dataclasses.field(default_factory=object)  # of its batches
+    # loaded launches of both halves at once, whose tensors are sent and received in place
+    repeated_dispatches: dict[int, Repeat] = dataclasses.field(default_factory=dict)  # by slot
+    repeated_combines: dict[tuple[int, torch.dtype | None], Repeat] = dataclasses.field(default_factory=dict)
 
 
 def plan_key(
@@ -126,8 +132,11 @@ def distinct_sizes(max_tokens: int) -> Iterator[int]:
 class RoundPlans:
     """The plans of a transport's rounds on this rank, by `plan_key`."""
 
-    def __init__(self, config: TransportConfig, placement: Placement, ranks: Ranks, tuning: Tuning) -> None:
+    def __init__(
+        self, config: TransportConfig, placement: Placement, ranks: Ranks, tuning: Tuning, device: torch.device
+    ) -> None:
         self._config, self._placement, self._ranks, self._tuning = config, placement, ranks, tuning
+        self._device = device
         self._plans: dict[tuple[Any, ...], RoundPlan] = {}
         self.find = self._plans.get
 
@@ -187,6 +196,7 @@ class RoundPlans:
             scale_shape=scale.shape[lead:],
             scale_strides=scale.stride()[lead:],
             scale_dtype=scheme.payload.scale_dtype if scheme.payload.quantized else None,
+            new_result=allocator((rows, config.hidden), (config.hidden, 1), config.dtype, self._device),
             output_shape=(*frame.x.shape[lead:-1], config.hidden),
             in_place=not sending.IDS_COUNTED and not quantized and bool(fused_quant or not scheme.payload.quantized),
             strides=(row_units, 0, 0, num_topk, num_topk),

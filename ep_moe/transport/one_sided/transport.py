@@ -50,7 +50,8 @@ _STILL_IN_USE: list[object] = []  # memory of kernels that did not end: freeing 
 @dataclasses.dataclass(slots=True)
 class _Round:
     round: int
-    inputs: RoundInputs
+    plan: RoundPlan
+    inputs: RoundInputs | None  # of a dispatch whose rows are to be received
     sent_y: torch.Tensor | None = None  # y of a combine that was sent, kept alive until its kernel has read it
 
 
@@ -104,7 +105,7 @@ class NvlinkTransport(Transport):
             timeout_ns=self._faults.timeout_ns,
             early=may_start_early(group.device),
         )
-        self._plans = RoundPlans(config, placement, ranks, tuning)
+        self._plans = RoundPlans(config, placement, ranks, tuning, group.device)
         self._dispatches = DispatchLauncher(self._context, self._plans)
         self._combines = CombineLauncher(self._context)
         self._slots: Slots[_Round] = Slots(config.num_slots)
@@ -171,13 +172,14 @@ class NvlinkTransport(Transport):
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
         plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
         inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, layer=layer.words)
-        self._begin(slot, "dispatch_send", inputs)
+        self._begin(slot, "dispatch_send", plan, inputs)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
         self._faults.look()
         state = self._slots.expect(slot, "dispatch_recv")
         assert state is not None
+        assert state.inputs is not None
         with self._faults.waiting("dispatch", state.round):
             batch = self._dispatches.receive(slot, state.inputs)
         self._slots.advance(slot, "dispatch_recv", state)
@@ -200,10 +202,14 @@ class NvlinkTransport(Transport):
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
         plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
-        inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer.words)
-        with self._faults.waiting("dispatch", self.num_rounds):
-            batch = self._dispatches.receive(slot, inputs, send=True)
-        state = self._begin(slot, "dispatch_recv", inputs)
+        batch = inputs = None
+        if plan.in_place:  # x is no `Quantized`
+            batch = self._dispatches.repeat(slot, plan, x, routing, num_tokens=num_tokens, layer=layer.words)  # type: ignore[arg-type]
+        if batch is None:
+            inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer.words)
+            with self._faults.waiting("dispatch", self.num_rounds):
+                batch = self._dispatches.receive(slot, inputs, send=True)
+        state = self._begin(slot, "dispatch_recv", plan, inputs)
         return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def _plan_round(
@@ -244,13 +250,13 @@ class NvlinkTransport(Transport):
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
         return self._plans.add(key, x, routing, layout, scheme, num_tokens) if plan is None else plan
 
-    def _begin(self, slot: int, call: str, inputs: RoundInputs) -> _Round:
+    def _begin(self, slot: int, call: str, plan: RoundPlan, inputs: RoundInputs | None) -> _Round:
         """Record a round whose dispatch has been launched, or its sending half."""
-        state = _Round(self.num_rounds, inputs)
+        state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
         self._slots.advance(slot, call, state)
         if self._open is not None:
-            self._open.begin(slot, inputs.plan.num_tokens)
+            self._open.begin(slot, plan.num_tokens)
         return state
 
     def combine(
@@ -267,11 +273,20 @@ class NvlinkTransport(Transport):
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
         self._check_output(y, state, dispatched)
+        if out is None:
+            if shared is not None:
+                check_results(
+                    (state.plan.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out
+                )
+            result = self._combines.repeat(handle.slot, state.plan, y, shared)
+            if result is not None:
+                self._close(handle.slot)
+                return result
         return self._receive_results(handle.slot, state, y.contiguous(), shared=shared, out=out, send=True)
 
     def _check_output(self, y: torch.Tensor, state: _Round, dispatched: Dispatched) -> None:
         """`check_expert_output`, with a fast path for a y that fits."""
-        fits = type(y) is torch.Tensor and y.shape == state.inputs.plan.output_shape and y.dtype == self.config.dtype
+        fits = type(y) is torch.Tensor and y.shape == state.plan.output_shape and y.dtype == self.config.dtype
         if not fits or y.device != self.device or y.layout is not torch.strided:
             check_expert_output(y, dispatched.batch)
 
@@ -283,7 +298,7 @@ class NvlinkTransport(Transport):
         assert state is not None
         self._check_output(y, state, dispatched)
         state.sent_y = y.contiguous()
-        self._combines.send(handle.slot, state.inputs.plan, state.sent_y)
+        self._combines.send(handle.slot, state.plan, state.sent_y)
         self._slots.advance(handle.slot, "combine_send", state)
 
     def combine_recv(
@@ -307,7 +322,7 @@ class NvlinkTransport(Transport):
         send: bool,
     ) -> torch.Tensor:
         """Launch the receiving half of a combine, or with `send` both halves."""
-        plan = state.inputs.plan
+        plan = state.plan
         check_results((plan.num_tokens, self.config.hidden), self.config, self.device, shared=shared, out=out)
         with self._faults.waiting("combine", state.round):
             result = self._combines.receive(slot, plan, y, send=send, shared=shared, out=out)
@@ -334,7 +349,7 @@ class NvlinkTransport(Transport):
         key = plan_key(like, nobody, Layout.FLAT, scheme, count)
         plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count)
         inputs = self._dispatches.inputs_of(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
-        state = _Round(self.num_rounds, inputs)
+        state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
             self._dispatches.receive(slot, inputs, send=True)
@@ -353,17 +368,19 @@ class NvlinkTransport(Transport):
         call, state = self._slots.stage(slot)
         if state is None:
             return
-        shape = state.inputs.plan.num_tokens, self.config.hidden
+        shape = state.plan.num_tokens, self.config.hidden
         out = torch.empty(shape, dtype=self.config.dtype, device=self.device)
         if call == "dispatch_recv":
+            assert state.inputs is not None
             with self._faults.waiting("dispatch", state.round):
                 state.inputs = self._dispatches.discard(slot, state.inputs)
+            state.plan = state.inputs.plan
             self._slots.advance(slot, "dispatch_recv", state)
         if call != "combine_recv":
-            self._combines.send(slot, state.inputs.plan, None)
+            self._combines.send(slot, state.plan, None)
             self._slots.advance(slot, "combine_send", state)
         with self._faults.waiting("combine", state.round):
-            self._combines.receive(slot, state.inputs.plan, out=out)
+            self._combines.receive(slot, state.plan, out=out)
         self._close(slot)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:

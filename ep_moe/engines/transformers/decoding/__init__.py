@@ -13,6 +13,7 @@ from ep_moe.engines.transformers.architectures import KEPT_IN_STEP
 from ep_moe.engines.transformers.decoding.decoder import Decoder
 from ep_moe.engines.transformers.decoding.fixed_cache import windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts, end_ids_of
+from ep_moe.engines.transformers.decoding.rows import RowDecoder
 from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.engines.transformers.hooks import Session
 
@@ -179,6 +180,7 @@ __all__ = [
     "Decoder",
     "FinishRows",
     "GenerationOptions",
+    "RowDecoder",
     "decoder_of",
     "end_ids_of",
     "generate",

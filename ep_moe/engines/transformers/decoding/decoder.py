@@ -15,27 +15,19 @@ import torch
 
 from ep_moe.engines.common.layers import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
+from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
-from ep_moe.engines.transformers.decoding.sequences import NONE, Sequences
+from ep_moe.engines.transformers.decoding.passes import Shape, bucket_of, capture, new_pool, pass_shape
+from ep_moe.engines.transformers.decoding.sequences import NONE, Sampling, Sequences
 from ep_moe.engines.transformers.hooks import Session
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Transport
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
-LEAST_CAPACITY = 64
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """The key of a captured pass: rows of its bucket, capacity, and whether it samples."""
-
-    rows: int
-    capacity: int
-    sampled: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,33 +56,6 @@ class DecoderMemory:
 
     peer_bytes: int
     cache_bytes: int
-
-
-def bucket_of(number: int, least: int = 1) -> int:
-    """The power of two that a number of rows or positions is rounded up to. Local."""
-    return max(1 << max(number - 1, 0).bit_length(), least)
-
-
-def new_pool() -> Any:
-    """A memory pool for graphs, which can share it because they are never replayed at the same time. Local."""
-    return torch.cuda.graph_pool_handle()
-
-
-def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Capture a call, which is not run, as a CUDA graph; returns its replay. Local, host sync.
-
-    Errors: RuntimeError for a call that cannot be captured, for example one with a host sync.
-    """
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # thread_local: NCCL's thread queries events meanwhile, which would invalidate a global capture
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            call()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without graphs: {error}"
-        ) from error
-    return graph.replay
 
 
 class _PassExperts:
@@ -150,6 +115,13 @@ class Decoder:
         """Memory that the decoder holds now. Local, no host sync."""
         return DecoderMemory(peer_bytes=getattr(self._transport, "peer_bytes", 0), cache_bytes=self._cache.num_bytes)
 
+    @property
+    def sequences(self) -> Sequences:
+        """The state of the rows. Errors: RuntimeError before `prepare`."""
+        if self._sequences is None:
+            raise RuntimeError("a decoder has no rows before its first generation")
+        return self._sequences
+
     def drop_graphs(self) -> None:
         """Free the captured passes, which read the parameters that the model had at capture. Local."""
         self._replays.clear()
@@ -178,7 +150,7 @@ class Decoder:
             session.transport.check()
             check_prompts(prompts, mask, options, session)
             num_positions = prompts.shape[1] + options.max_new_tokens
-            shape = self._prepare(prompts.shape[0], num_positions, options.temperature > 0)
+            shape = self.prepare(prompts.shape[0], num_positions, options.temperature > 0)
             request = self._request(prompts, options, shape)
         except ValueError as refusal:
             error, request = refusal, _Request(refused=True)
@@ -196,7 +168,7 @@ class Decoder:
         if logits is not None:
             sequences.advance(logits, sampled=shape.sampled)
         session.transport.check()
-        made = [self._read(1, prompts.shape[0])]
+        made = [self.read(1, prompts.shape[0])]
         on_step(1)
         done, may_end = 1, any(other.ends for other in requests)
         if num_steps > 1:
@@ -204,9 +176,9 @@ class Decoder:
         while done < num_steps and not (may_end and self._all_have_ended()):
             passes = min(PASSES_PER_READ, num_steps - done)
             for _ in range(passes):
-                self._run(model, shape)
-            self._check()
-            made.append(self._read(passes, prompts.shape[0]))
+                self.run(model, shape)
+            self.check()
+            made.append(self.read(passes, prompts.shape[0]))
             done += passes
             on_step(passes)
         found = torch.cat(made)[: options.max_new_tokens].T
@@ -220,26 +192,26 @@ class Decoder:
             num_rows: B of this rank, may be 0. num_positions: P + N. sampled: for a temperature above 0.
         Collective, host sync.
         """
-        shape = self._prepare(num_rows, num_positions, sampled)
-        self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self._is_cold(shape))))
+        shape = self.prepare(num_rows, num_positions, sampled)
+        self._make_ready(model, shape, self._exchange(_Request(rows=num_rows, cold=self.is_cold(shape))))
 
     def _make_ready(self, model: Model, shape: Shape, requests: list[_Request]) -> None:
         """Make the transport and capture the pass, if any rank lacks them. Collective."""
-        rebuilt = self._make_transport(model, max(other.rows for other in requests))
+        rebuilt = self.make_transport(model, max(other.rows for other in requests))
         if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
-            self._capture(model, shape)
+            self.capture_pass(model, shape)
 
-    def _is_cold(self, shape: Shape) -> bool:
+    def is_cold(self, shape: Shape) -> bool:
+        """Whether a pass of this shape has to be captured first. Local."""
         return self._graphs_wanted and shape not in self._replays
 
-    def _prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
+    def prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
         """Allocate sequences and cache; returns the shape of the decode passes. Local."""
-        rows = bucket_of(num_rows)
-        shape = Shape(rows=rows, capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
-        if self._sequences is None or self._sequences.rows < rows:
-            self._sequences = Sequences(rows, PASSES_PER_READ, self._session.group.device)
+        shape = pass_shape(num_rows, num_positions, sampled)
+        if self._sequences is None or self._sequences.rows < shape.rows:
+            self._sequences = Sequences(shape.rows, PASSES_PER_READ, self._session.group.device)
             self.drop_graphs()
-        if self._cache.reserve(rows, shape.capacity):
+        if self._cache.reserve(shape.rows, shape.capacity):
             self.drop_graphs()
         return shape
 
@@ -250,7 +222,7 @@ class Decoder:
             prefills=-(-num_rows // self._rows_per_prefill(num_columns)),
             new_tokens=options.max_new_tokens if num_rows else 0,
             ends=bool(options.end_ids),
-            cold=self._is_cold(shape),
+            cold=self.is_cold(shape),
         )
 
     def _rows_per_prefill(self, num_columns: int) -> int:
@@ -268,7 +240,7 @@ class Decoder:
             for refused, rows, prefills, new, ends, cold in group.all_reduce_sum(table.to(group.device)).tolist()
         ]
 
-    def _make_transport(self, model: Model, rows: int) -> bool:
+    def make_transport(self, model: Model, rows: int) -> bool:
         """Make a transport for this many rows, and layers on it, unless there is one; True if it is new. Collective."""
         session, wanted = self._session, bucket_of(rows)
         if self._transport is not None and self._transport.config.max_tokens_per_rank >= wanted:
@@ -300,75 +272,88 @@ class Decoder:
         self, model: Model, prompts: torch.Tensor, mask: torch.Tensor | None, shape: Shape, passes: int
     ) -> torch.Tensor | None:
         """Fill the cache; returns the logits [B, V] after each prompt, None without rows. Collective."""
-        session, cache = self._session, self._cache
         num_rows, num_columns = prompts.shape
         share, logits = self._rows_per_prefill(num_columns), []
-        keep: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        cache.clear()
+        self._cache.clear()
         for index in range(passes):
             part = slice(index * share, min((index + 1) * share, num_rows))
             if part.start >= num_rows:
-                with session.sitting_out():
-                    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=prompts.device), use_cache=False)
+                self.prefill_nothing(model)
                 continue
             own_mask = None if mask is None else mask[part]
-            lengths = None if own_mask is None else own_mask.sum(-1)
-            positions = torch.arange(num_columns, device=prompts.device)[None]
-            if own_mask is not None:
-                positions = (own_mask.cumsum(-1) - 1).clamp(min=0)
-            cache.begin_prefill(part.start, part.stop - part.start, shape.capacity, lengths)
-            output = model(
-                input_ids=prompts[part],
-                attention_mask=own_mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **keep,
-            )
-            logits.append(output.logits[:, -1])
+            logits.append(self.prefill(model, prompts[part], own_mask, part.start, shape.capacity))
         return torch.cat(logits) if logits else None
+
+    def clear(self, first: int, count: int) -> None:
+        """Zero the keys and values of rows [first, first + count). Local, no host sync."""
+        self._cache.clear(first, count)
+
+    def prefill_nothing(self, model: Model) -> None:
+        """Take part in a prefill of other ranks. Collective."""
+        with self._session.sitting_out():
+            dummy = torch.zeros(1, 1, dtype=torch.int64, device=self._session.group.device)
+            model(input_ids=dummy, use_cache=False)
+
+    def prefill(
+        self, model: Model, prompts: torch.Tensor, mask: torch.Tensor | None, first: int, capacity: int
+    ) -> torch.Tensor:
+        """Compute the prompts [B', P] of rows [first, first + B') in one pass, and store their keys and values.
+
+        Args:
+            mask: [B', P], 0 for padding on the left; None without. capacity: C of the rows' sequences.
+        Returns: the logits [B', V] after each prompt. Collective, no host sync on a transport that has none.
+        """
+        lengths = None if mask is None else mask.sum(-1)
+        positions = torch.arange(prompts.shape[1], device=prompts.device)[None]
+        if mask is not None:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        keep: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        self._cache.begin_prefill(first, prompts.shape[0], capacity, lengths)
+        output = model(
+            input_ids=prompts,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            **keep,
+        )
+        return output.logits[:, -1]
 
     def _begin(self, prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions) -> Sequences:
         """Set the state after the prompts: each row's last position, and the number of tokens that it wants."""
-        sequences = self._sequences
-        assert sequences is not None
+        sequences = self.sequences
         num_rows, num_columns = prompts.shape
-        sequences.live.zero_()
-        sequences.positions.zero_()
-        sequences.tokens.zero_()
-        sequences.left.zero_()
-        sequences.step.zero_()
-        sequences.end_ids.fill_(NONE)
-        if options.end_ids:
-            sequences.end_ids[: len(options.end_ids)] = torch.tensor(options.end_ids)
-        here = slice(num_rows)
-        sequences.positions[here] = (num_columns if mask is None else mask.sum(-1)) - 1
-        sequences.left[here] = options.max_new_tokens
-        sequences.live[here] = options.max_new_tokens > 0
+        sequences.end_all(options.end_ids)
+        sampling = None
         if options.temperature > 0:
-            sequences.temperature[here] = options.temperature
-            sequences.top_p[here] = options.top_p
-            sequences.seeds[here] = torch.tensor(options.seeds_of(num_rows)).to(prompts.device)
+            like = sequences.temperature[:num_rows]
+            sampling = Sampling(
+                temperature=torch.full_like(like, options.temperature),
+                top_p=torch.full_like(like, options.top_p),
+                seeds=torch.tensor(options.seeds_of(num_rows), dtype=torch.int64).to(prompts.device),
+            )
+        lengths = prompts.new_full((num_rows,), num_columns) if mask is None else mask.sum(-1)
+        sequences.begin(0, lengths - 1, torch.full_like(lengths, options.max_new_tokens), sampling)
         return sequences
 
     def _step(self, model: Model, shape: Shape) -> None:
         """One pass: every live row of the bucket gets its next token. A function of fixed shapes without host sync."""
-        sequences, cache, session = self._sequences, self._cache, self._session
-        assert sequences is not None
+        sequences, cache, session = self.sequences, self._cache, self._session
         here = slice(shape.rows)
         cache.begin_decode(shape.rows, shape.capacity, sequences.positions[here])
         experts = _PassExperts(session, self._layers, sequences.live[here], sequences.num_tokens(shape.rows))
-        with session.decoding(experts):
+        text = model.config.get_text_config()
+        with session.decoding(experts), grouped_attention(text):
             output = model(
                 input_ids=sequences.tokens[here, None],
-                attention_mask=cache.masks(model.config.get_text_config(), model.dtype),
+                attention_mask=cache.masks(text, model.dtype),
                 position_ids=sequences.positions[here, None],
                 past_key_values=cache,
                 use_cache=True,
             )
         sequences.advance(output.logits[:, -1], sampled=shape.sampled)
 
-    def _run(self, model: Model, shape: Shape) -> None:
+    def run(self, model: Model, shape: Shape) -> None:
         """One pass, replayed if it is captured. Collective, no host sync."""
         replay = self._replays.get(shape)
         if replay is None:
@@ -376,10 +361,9 @@ class Decoder:
         else:
             replay()
 
-    def _capture(self, model: Model, shape: Shape) -> None:
+    def capture_pass(self, model: Model, shape: Shape) -> None:
         """Capture this rank's pass if necessary. Ranks that have theirs take part in the warm-up passes. Collective."""
-        sequences, group = self._sequences, self._session.group
-        assert sequences is not None
+        sequences, group = self.sequences, self._session.group
         assert self._transport is not None
         for transport in (self._transport, self._session.transport):
             if transport.open_slots:
@@ -390,8 +374,8 @@ class Decoder:
         live = sequences.live.clone()
         sequences.live.zero_()  # rows that are not live keep their tokens and positions, and send nothing
         for _ in range(_WARM_UPS):
-            self._run(model, shape)
-        self._check()
+            self.run(model, shape)
+        self.check()
         if shape not in self._replays:
             self._pool = self._pool or new_pool()
             self._replays[shape] = capture(lambda: self._step(model, shape), self._pool)
@@ -399,18 +383,16 @@ class Decoder:
         sequences.step.zero_()
         group.wait_for_all("capture")  # captures take different times, and the next pass has a timeout
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise errors of the passes before their tokens are read. Host sync."""
         assert self._transport is not None
         self._transport.check()
 
-    def _read(self, passes: int, rows: int) -> torch.Tensor:
+    def read(self, passes: int, rows: int) -> torch.Tensor:
         """The tokens of the last passes, [passes, B] on the host, NONE where a row had ended. Host sync."""
-        assert self._sequences is not None
-        self._sequences.step.zero_()
-        return self._sequences.made[:passes, :rows].to("cpu", copy=True)
+        self.sequences.step.zero_()
+        return self.sequences.made[:passes, :rows].to("cpu", copy=True)
 
     def _all_have_ended(self) -> bool:
         """Whether no row of any rank is live. Collective, host sync."""
-        assert self._sequences is not None
-        return not int(self._session.group.all_reduce_sum(self._sequences.live.sum(0, keepdim=True)))
+        return not int(self._session.group.all_reduce_sum(self.sequences.live.sum(0, keepdim=True)))

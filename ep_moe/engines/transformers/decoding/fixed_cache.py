@@ -120,9 +120,11 @@ class FixedCache(Cache):
         for layer in self._own:
             layer.forget()
 
-    def clear(self) -> None:
-        """Zero all slots: rows that hold no sequence may have stored NaN. Local, no host sync."""
-        if tensors := self._tensors():
+    def clear(self, first: int = 0, count: int | None = None) -> None:
+        """Zero the slots of `count` rows, by default of all: rows that hold no sequence may have stored NaN. Local, no
+        host sync."""
+        last = None if count is None else first + count
+        if tensors := [tensor[first:last] for tensor in self._tensors()]:
             torch._foreach_zero_(tensors)
 
     def begin_prefill(self, first: int, count: int, capacity: int, lengths: torch.Tensor | None) -> None:

@@ -3,12 +3,24 @@
 Letters: B rows, V vocabulary.
 """
 
+import dataclasses
+
 import torch
 
 from ep_moe.engines.transformers.decoding.sampling import sample, uniform
 
 MOST_END_IDS = 16
 NONE = -1  # in place of a token of a row that has ended
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How rows choose their tokens: temperature, top_p [B'] float32 and seeds [B'] int64. Temperature 0 takes the
+    likeliest token."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    seeds: torch.Tensor
 
 
 class Sequences:
@@ -25,6 +37,7 @@ class Sequences:
         self.left = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens that are still wanted
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # the row wants another token
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.greedy = torch.ones(rows, dtype=torch.bool, device=device)  # takes the likeliest token in sampled passes
         self.temperature = torch.ones(rows, device=device)
         self.top_p = torch.ones(rows, device=device)
         self.end_ids = torch.full((MOST_END_IDS,), NONE, dtype=torch.int64, device=device)
@@ -41,22 +54,53 @@ class Sequences:
         """[1] int32: the number of rows up to the last live one among the first `rows`. Local, no host sync."""
         return torch.where(self.live[:rows], self._ordinals[:rows], 0).amax(0, keepdim=True).int()
 
-    def advance(self, logits: torch.Tensor, *, sampled: bool) -> None:
-        """Choose the next token of each live row among the first B' rows, and move these rows on by one position.
+    def end_all(self, end_ids: tuple[int, ...]) -> None:
+        """End all rows, and set the tokens that end a sequence from now on. Local."""
+        for tensor in (self.live, self.positions, self.tokens, self.left, self.step):
+            tensor.zero_()
+        self.end_ids.fill_(NONE)
+        if end_ids:
+            self.end_ids[: len(end_ids)] = torch.tensor(end_ids)
+
+    def begin(
+        self, first: int, positions: torch.Tensor, left: torch.Tensor, sampling: "Sampling | None" = None
+    ) -> None:
+        """Set the state after the prompts of rows [first, first + B').
 
         Args:
-            logits: [B', V]. sampled: sample with the rows' temperature, top_p and seed; else take the likeliest token.
+            positions, left: [B'] int64: of each prompt's last token, and the new tokens that are wanted.
+            sampling: None to take the likeliest tokens.
+        Local, no host sync if the tensors are on the device.
+        """
+        here = slice(first, first + positions.shape[0])
+        self.tokens[here] = 0
+        self.positions[here] = positions
+        self.left[here] = left
+        self.live[here] = left > 0
+        self.greedy[here] = True
+        if sampling is not None:
+            self.greedy[here] = sampling.temperature <= 0
+            self.temperature[here] = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+            self.top_p[here] = sampling.top_p
+            self.seeds[here] = sampling.seeds
+
+    def advance(self, logits: torch.Tensor, *, sampled: bool, first: int = 0) -> None:
+        """Choose the next token of each live row in [first, first + B'), and move these rows on by one position.
+
+        Args:
+            logits: [B', V]. sampled: sample with the rows' temperature, top_p and seed, unless they are greedy; else
+                all rows take the likeliest token.
         Local, no host sync.
         """
-        here = slice(logits.shape[0])
+        here = slice(first, first + logits.shape[0])
         live, positions, tokens, left = self.live[here], self.positions[here], self.tokens[here], self.left[here]
         logits = logits.float()
         positions.add_(live)
+        chosen = logits.argmax(-1)
         if sampled:
             numbers = uniform(self.seeds[here], positions)
-            chosen = sample(logits, self.temperature[here], self.top_p[here], numbers)
-        else:
-            chosen = logits.argmax(-1)
+            drawn = sample(logits, self.temperature[here], self.top_p[here], numbers)
+            chosen = torch.where(self.greedy[here], chosen, drawn)
         self.made[:, here].index_copy_(0, self.step, torch.where(live, chosen, NONE)[None])
         tokens.copy_(torch.where(live, chosen, tokens))
         left.sub_(live.long())

@@ -4,7 +4,6 @@ The page has a section for each benchmark: how it is measured, a plot, and table
 each configuration; then links to the notes. How it is measured and the notes are written by hand.
 """
 
-import dataclasses
 import datetime
 import re
 import textwrap
@@ -12,50 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_moe.bench.plots import PLOTS, draw
-from ep_moe.bench.records import Record, read_records
-from ep_moe.bench.tables import WORDS, markdown_table, show_figure
+from ep_moe.fields import require
+from ep_moe.report.plots import draw
+from ep_moe.report.records import BENCHES, WORDS, Record, read_records
+from ep_moe.report.tables import markdown_table, show_figure
 
+DATE = len("2026-11-22")
 NOTES = "notes"  # their folder, beside the rows
 NOTE_HEADINGS = ["Question", "Method", "Result"]
 PROSE_COLUMNS = 120
 METHODS = "methods"  # folder of the texts that head the sections, one for each benchmark
 MARK = "<!-- Made by `ep-moe bench report` from {folder}/*.jsonl, notes/*.md and methods/*.md; do not edit. -->"
-
-# bench -> columns of its table: names of words and figures, "a baseline/figure" for figures of baselines, with a title
-# where it is not the name in words. A bench that is not here shows all values of its rows.
-_SIZES = "hidden, intermediate, experts = num_experts, top-k = num_topk"
-_RUN = "seed, warm-up calls = warmup, repeats"
-_GATHERED, _ALL_TO_ALL, _OWN = "allgather_reducescatter", "all_to_all_single", "transformers_ep"
-COLUMNS = {
-    "layer": f"""
-        tokens/rank = tokens_per_rank, {_SIZES}, dtype, scheme, transport, implementation = experts, layout, placement,
-        routing, nodes, {_RUN}, route us, dispatch us, experts us, combine us, whole us = call_us,
-        gathered us = {_GATHERED}/call_us, ratio = {_GATHERED}/speedup_ratio, graph us = graph_call_us,
-        gathered graph us = {_GATHERED}/graph_call_us, tokens/s = tokens_per_sec, worst row = worst_row_error""",
-    "transport": f"""
-        transport, tokens/rank = tokens, hidden, top-k = num_topk, experts = num_experts, layout, payload, dtype,
-        routing, graph, SMs = num_sms, nodes, {_RUN}, dispatch us, combine us, sum us, host dispatch us,
-        host combine us, wire bytes, wire GB/s = wire_gbs, floor's share = floor_share_ratio,
-        all-gather us = {_GATHERED}/dispatch_us, reduce-scatter us = {_GATHERED}/combine_us,
-        sum of both us = {_GATHERED}/sum_us, ratio = {_GATHERED}/speedup_ratio,
-        all-to-all us = {_ALL_TO_ALL}/dispatch_us, and back us = {_ALL_TO_ALL}/combine_us,
-        there and back us = {_ALL_TO_ALL}/sum_us, ratio to it = {_ALL_TO_ALL}/speedup_ratio""",
-    "model": f"""
-        layers, sequences/rank = sequences_per_rank, prompt = prompt_tokens, new = new_tokens, {_SIZES}, dtype,
-        transport, implementation = experts, layout, placement, transformers experts = baseline_experts,
-        transformers dense part = baseline_dense, nodes, {_RUN}, tokens/s = tokens_per_sec,
-        transformers tokens/s = {_OWN}/tokens_per_sec, ratio = {_OWN}/speedup_ratio,
-        with our hook tokens/s = {_OWN}_hook/tokens_per_sec, step ms = decode_step_ms,
-        transformers step ms = {_OWN}/decode_step_ms, first token ms = prefill_ms,
-        transformers first token ms = {_OWN}/prefill_ms, worst row = worst_block_row_error""",
-    "experts": f"""
-        local experts = num_local_experts, rows/expert = rows_per_expert, {_SIZES}, activation, bias, dtype, scheme,
-        implementation = experts, layout, {_RUN}, whole us = call_us, TFLOP/s = tflops, weights GB/s = weight_gbs,
-        grouped_mm us = grouped_mm/call_us, grouped_mm TFLOP/s = grouped_mm/tflops,
-        grouped_mm weights GB/s = grouped_mm/weight_gbs, ratio = grouped_mm/speedup_ratio,
-        worst row = worst_row_error""",
-}
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
@@ -72,32 +38,23 @@ def _when(record: Record) -> datetime.datetime:
     return datetime.datetime.fromisoformat(record.date)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """A note written by hand: one measurement, its question, method and result."""
-
-    date: str  # ISO
-    topic: str  # its title
-    file: str  # its name
-
-
-def read_notes(folder: Path) -> list[Note]:
-    """The notes of a directory, the newest first, those of one day by name; none if there is no such directory.
+def read_notes(folder: Path) -> dict[str, str]:
+    """File and topic of each note of a directory, the newest first, those of one day by name; {} without a directory.
 
     A note is named <date>-<topic>.md and has a title and the sections Question, Method and Result.
 
     Errors: ValueError names a note that is named otherwise or lacks one of them. Local.
     """
-    notes = []
+    notes = {}
     for path in sorted(folder.glob("*.md")):
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md", path.name):
-            raise ValueError(f"{path}: the name of a note is <date>-<topic>.md, as in 2026-11-21-host-time.md")
+        named = re.fullmatch(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md", path.name) is not None
+        require(named, f"{path}: the name of a note is <date>-<topic>.md, as in 2026-11-21-host-time.md")
         title, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
         headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
-        if not title.startswith("# ") or headings != NOTE_HEADINGS:
-            raise ValueError(f"{path}: a note is a title (# ...) and the sections {', '.join(NOTE_HEADINGS)} (## ...)")
-        notes.append(Note(date=path.name[:10], topic=title.removeprefix("# ").strip(), file=path.name))
-    return sorted(notes, key=lambda note: note.date, reverse=True)
+        fits = title.startswith("# ") and headings == NOTE_HEADINGS
+        require(fits, f"{path}: a note is a title (# ...) and the sections {', '.join(NOTE_HEADINGS)} (## ...)")
+        notes[path.name] = title.removeprefix("# ").strip()
+    return {name: notes[name] for name in sorted(notes, key=lambda name: name[:DATE], reverse=True)}
 
 
 def read_method(folder: Path, bench: str) -> tuple[str, str]:
@@ -109,8 +66,7 @@ def read_method(folder: Path, bench: str) -> tuple[str, str]:
     if not path.is_file():
         return bench.capitalize(), f"`ep-moe bench {bench}`."
     title, _, text = path.read_text(encoding="utf-8").partition("\n")
-    if not title.startswith("# "):
-        raise ValueError(f"{path}: a benchmark's text begins with a title (# ...)")
+    require(title.startswith("# "), f"{path}: a benchmark's text begins with a title (# ...)")
     return title.removeprefix("# "), text.strip()
 
 
@@ -122,20 +78,16 @@ def render(records: Sequence[Record], folder: Path) -> str:
     rows, notes = newest(records), read_notes(folder / NOTES)
     benches = {record.bench for record in rows}
     parts = [f"# Benchmarks\n\n{MARK.format(folder=folder.name)}\n"]
-    for bench in [*(known for known in COLUMNS if known in benches), *sorted(benches - set(COLUMNS))]:
+    for bench in [*(known for known in BENCHES if known in benches), *sorted(benches - set(BENCHES))]:
         title, text = read_method(folder / METHODS, bench)
         parts.append(f"## {title}\n\n{text}\n")
-        if bench in PLOTS and (folder / f"{bench}.png").is_file():
+        if (folder / f"{bench}.png").is_file():
             parts.append(f"![{title}]({folder.name}/{bench}.png)\n")
         parts += _tables([record for record in rows if record.bench == bench])
     if notes:
-        links = [f"- {note.date}: [{note.topic}]({folder.name}/{NOTES}/{note.file})\n" for note in notes]
+        links = [f"- {file[:DATE]}: [{topic}]({folder.name}/{NOTES}/{file})\n" for file, topic in notes.items()]
         parts.append("## Notes\n\n" + "".join(links))
     return "\n".join(parts)
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), PROSE_COLUMNS, break_on_hyphens=False)
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
@@ -155,7 +107,7 @@ def _tables(records: Sequence[Record]) -> list[str]:
 
 def _table(records: Sequence[Record], runs: Sequence[str]) -> list[str]:
     """Rows as a line of the values that they share, and a table of the others without empty columns."""
-    common, shown = [], [("run", runs), ("date", [record.date[:10] for record in records])]
+    common, shown = [], [("run", runs), ("date", [record.date[:DATE] for record in records])]
     for title, path in _columns(records):
         cells = [_cell(record, path) for record in records]
         if path.startswith(WORDS) and len(set(cells)) == 1:
@@ -163,21 +115,17 @@ def _table(records: Sequence[Record], runs: Sequence[str]) -> list[str]:
         elif any(cells):
             shown.append((title, cells))
     table = markdown_table(shown)
-    return [_filled(f"All rows: {', '.join(common)}.") + "\n", table] if common else [table]
+    words = " ".join(f"All rows: {', '.join(common)}.".split())
+    return [textwrap.fill(words, PROSE_COLUMNS, break_on_hyphens=False) + "\n", table] if common else [table]
 
 
 def _columns(records: Sequence[Record]) -> list[tuple[str, str]]:
     """Title and path of each column of a bench's table."""
     paths = dict.fromkeys(path for record in records for path in _paths(record))
-    if records[0].bench not in COLUMNS:
+    if records[0].bench not in BENCHES:  # shows all values
         return [(path, path) for path in paths]
     known = {path.partition(".")[2].replace(".", "/"): path for path in paths}
-    columns = []
-    for column in COLUMNS[records[0].bench].split(","):
-        title, _, name = column.strip().partition(" = ")
-        path = known.get(name or title.replace(" ", "_"))
-        columns += [(title, path)] if path else []
-    return columns
+    return [(title, known[name]) for title, name in BENCHES[records[0].bench]["columns"].items() if name in known]
 
 
 def _paths(record: Record) -> list[str]:
@@ -195,7 +143,7 @@ def _cell(record: Record, path: str) -> str:
 def _source(record: Record) -> str:
     """Date, commit, versions and command of a row, the same for the rows of one command."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
-    return f"{record.date[:10]}, commit {record.commit[:12]}, {versions}: `{record.command}`"
+    return f"{record.date[:DATE]}, commit {record.commit[:12]}, {versions}: `{record.command}`"
 
 
 def make_report(directory: str | Path, *, check: bool, plots: bool) -> dict[str, Any]:

@@ -9,9 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ep_moe.bench.records import PURE_NUMBERS
-
-WORDS = ("shapes", "setup")  # parts of a row that say what was measured
+from ep_moe.report.records import OURS, PHASES, PURE_NUMBERS, WORDS
 
 
 def show_rows(report: Mapping[str, Any]) -> None:
@@ -21,13 +19,12 @@ def show_rows(report: Mapping[str, Any]) -> None:
         shapes, setup = (", ".join(f"{name} {value}" for name, value in row[part].items()) for part in WORDS)
         console.print(Text(f"{report['world_size']} x {report['gpu']}: {shapes}", style="bold"))
         console.print(Text(setup))
-        columns = {"ep_moe": row["figures"], **row["baselines"]}
-        table = Table("", box=box.SIMPLE)
-        for name in columns:
-            table.add_column(name, justify="right")
-        for name in dict.fromkeys(name for figures in columns.values() for name in figures):
-            table.add_row(name, *(show_figure(name, figures.get(name)) for figures in columns.values()))
-        console.print(table)
+        columns = {OURS: row["figures"], **row["baselines"]}
+        names = dict.fromkeys(name for figures in columns.values() for name in figures)
+        host = {name: f"host_{name}_us" for name in PHASES} | {"whole call": "host_us"}
+        console.print(_table("", columns, {name: name for name in names if name not in host.values()}))
+        if set(host.values()) <= set(names):
+            console.print(_table("host us, median, no sync inside", columns, host))
     if report["ok"]:
         limits = [row["row_error_limit"] for row in report["rows"] if "row_error_limit" in row]
         how = f"worst row at most {max(limits):g}" if limits else "bit for bit"
@@ -36,6 +33,16 @@ def show_rows(report: Mapping[str, Any]) -> None:
     console.print(Text("NOT OK: a result is wrong, it was not timed", style="bold red"))
     for broken in itertools.chain.from_iterable(row["broken"] for row in report["rows"]):
         console.print(Text(broken, style="red"), soft_wrap=True)
+
+
+def _table(title: str, columns: Mapping[str, Mapping[str, float]], lines: Mapping[str, str]) -> Table:
+    """Figures of each system, a line for each title and name of a figure."""
+    table = Table(title, box=box.SIMPLE)
+    for system in columns:
+        table.add_column(system, justify="right")
+    for line, name in lines.items():
+        table.add_row(line, *(show_figure(name, figures.get(name)) for figures in columns.values()))
+    return table
 
 
 def show_figure(name: str, value: float | None) -> str:

@@ -1,5 +1,6 @@
 """One measured row and its JSON line: figures, device, versions, commit, and the command to repeat it."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -14,23 +15,21 @@ from typing import Annotated, Any
 import torch
 
 from ep_moe.config import from_mapping
-from ep_moe.fields import Field, check_fields, check_keys
+from ep_moe.fields import Field, check_fields, check_keys, require
 from ep_moe.weights.json_files import parse_object
 
+OURS, GATHERED = "ep_moe", "allgather_reducescatter"  # names of what is compared, and of a baseline
+PHASES = ("route", "dispatch", "experts", "combine")  # of a layer
 UNITS = ("_us", "_ms", "_gbs", "tflops", "_bytes", "tokens_per_sec", "_secs")  # how a figure's name ends, by its unit
 PURE_NUMBERS = ("_error", "_ratio", "_share", "_count")  # endings of figures without a unit
+ENDINGS = (*UNITS, *PURE_NUMBERS)
+WORDS, WORD_TYPES = ("shapes", "setup"), (str, int, float, bool)  # parts of a row that say what was measured
 
-# Benches whose rows are one flat JSON object: the names of their shapes and of their setup. Any other name that ends in
-# a unit and is not a field of all rows is a figure.
-FLAT_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
-    "transport": {
-        "shapes": ("tokens", "hidden", "num_topk", "num_experts"),
-        "setup": (
-            *("transport", "layout", "payload", "dtype", "graph", "routing", "num_sms", "nodes"),
-            *("seed", "warmup", "repeats"),
-        ),
-    },
-}
+# How each bench shows its rows: `plot` draws them as `ep_moe.report.plots` says; `columns` are those of its table: a
+# title, and the name of a word or figure, "a baseline/figure" for a baseline's. Rows of a bench with `flat` are one
+# flat JSON object: the names of their shapes and of their setup; any other name that ends in a unit is a figure.
+BENCHES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("benches.json").read_text(encoding="utf-8"))
+FLAT_ROWS: dict[str, dict[str, list[str]]] = {name: bench["flat"] for name, bench in BENCHES.items() if "flat" in bench}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,20 +64,20 @@ class Record:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("bench", "date", "commit", "gpu", "command"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} ('') must be a text that is not empty")
+            require(bool(getattr(self, name)), f"{name} ('') must be a text that is not empty")
         check_commit(self.commit)
         try:
             zone = datetime.datetime.fromisoformat(self.date).tzinfo
         except ValueError:
             raise ValueError(f"date ({self.date!r}) is not an ISO 8601 date and time") from None
-        if zone is None:
-            raise ValueError(f"date ({self.date!r}) has no time zone")
-        _check_types("versions", self.versions, (str, type(None)))
-        for part in ("shapes", "setup"):
-            _check_types(part, getattr(self, part), (str, int, float, bool))
-        for part, figures in {"figures": self.figures, **_prefixed("baselines.", self.baselines)}.items():
-            _check_figures(part, figures)
+        require(zone is not None, f"date ({self.date!r}) has no time zone")
+        for part, types in {"versions": (str, type(None)), "shapes": WORD_TYPES, "setup": WORD_TYPES}.items():
+            for name, value in getattr(self, part).items():
+                kinds = ", ".join(kind.__name__ for kind in types)
+                require(isinstance(value, types), f"{part}.{name} ({value!r}) is not one of {kinds}")
+        _check_figures("figures", self.figures)
+        for name, figures in self.baselines.items():
+            _check_figures(f"baselines.{name}", figures)
         for part, names in FLAT_ROWS.get(self.bench, {}).items():
             check_keys(getattr(self, part), names, part)
 
@@ -106,14 +105,13 @@ class Record:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Record))
-PARTS = ("shapes", "setup", "figures")  # that a flat row has at its top level
 
 
 def flatten(bench: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as its bench writes it: with its parts at the top level for a bench of FLAT_ROWS, else unchanged. Local."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
-        flat |= value if bench in FLAT_ROWS and name in PARTS else {name: value}
+        flat |= value if bench in FLAT_ROWS and name in (*WORDS, "figures") else {name: value}
     return flat
 
 
@@ -122,43 +120,29 @@ def _unflatten(content: dict[str, Any], source: str) -> dict[str, Any]:
     parts = FLAT_ROWS.get(content["bench"]) if isinstance(content.get("bench"), str) else None
     if parts is None:
         return content
-    common = [name for name in FIELDS if name not in PARTS]
+    common = [name for name in FIELDS if name not in (*WORDS, "figures")]
     known = [*common, *(name for names in parts.values() for name in names)]
-    figures = {name: value for name, value in content.items() if name not in known and _has_unit(name)}
+    figures = {name: value for name, value in content.items() if name not in known and name.endswith(ENDINGS)}
     check_keys(set(content) - set(figures), known, source)
     nested = {part: {name: content[name] for name in names} for part, names in parts.items()}
     return {name: content[name] for name in common} | nested | {"figures": figures}
 
 
-def _has_unit(figure: str) -> bool:
-    return figure.endswith((*UNITS, *PURE_NUMBERS))
-
-
-def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}{name}": value for name, value in values.items()}
-
-
 def check_commit(commit: str) -> None:
     """Raise ValueError unless `commit` is 7 to 40 hex digits. Local."""
-    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
-        raise ValueError(f"commit ({commit!r}) is not 7 to 40 hex digits, as `git rev-parse HEAD` prints them")
-
-
-def _check_types(what: str, values: Mapping[str, Any], types: tuple[type, ...]) -> None:
-    for name, value in values.items():
-        if not isinstance(value, types):
-            raise ValueError(f"{what}.{name} ({value!r}) is not one of {', '.join(kind.__name__ for kind in types)}")
+    fits = re.fullmatch(r"[0-9a-f]{7,40}", commit) is not None
+    require(fits, f"commit ({commit!r}) is not 7 to 40 hex digits, as `git rev-parse HEAD` prints them")
 
 
 def _check_figures(what: str, figures: Any) -> None:
-    if not isinstance(figures, dict) or not figures:
-        raise ValueError(f"{what} ({figures!r}) is not a mapping with at least one figure")
+    require(
+        isinstance(figures, dict) and bool(figures), f"{what} ({figures!r}) is not a mapping with at least one figure"
+    )
     for name, value in figures.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"{what}.{name} ({value!r}) is not a finite number")
-        if not _has_unit(name):
-            endings = ", ".join((*UNITS, *PURE_NUMBERS))
-            raise ValueError(f"{what}.{name} does not say its unit: a figure's name ends in {endings}")
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        require(is_number, f"{what}.{name} ({value!r}) is not a finite number")
+        known = name.endswith(ENDINGS)
+        require(known, f"{what}.{name} does not say its unit: a figure's name ends in {', '.join(ENDINGS)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,13 +157,12 @@ class RowsFile:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.append is None and (self.commit or self.sweep):
-            raise ValueError("--commit and --sweep require --append")
-        if self.append is not None:
-            check_path(self.append)
-            if not self.commit:
-                raise ValueError("append needs --commit: a row says of which source it is")
-            check_commit(self.commit)
+        if self.append is None:
+            require(not self.commit and not self.sweep, "--commit and --sweep require --append")
+            return
+        check_path(self.append)
+        require(bool(self.commit), "append needs --commit: a row says of which source it is")
+        check_commit(self.commit)
 
 
 def append_records(path: str | Path, records: Sequence[Record]) -> None:
@@ -193,24 +176,24 @@ def append_records(path: str | Path, records: Sequence[Record]) -> None:
         file.write("".join(record.to_line() + "\n" for record in records))  # one write: no partial rows
 
 
-def check_writable(path: str | Path) -> None:
-    """Append nothing to a file of rows, which is removed if this creates it, so that errors come before a run. Local.
+def check_writable(path: Path, option: str) -> None:
+    """Write nothing to a file, which is removed if this creates it, so that errors come before a run. Local.
 
-    Errors: as `check_path`, and ValueError for a file that cannot be written.
+    Errors: ValueError names the option and a file that cannot be written.
     """
-    is_new = not Path(path).exists()
+    is_new = not path.exists()
     try:
-        append_records(path, [])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
         if is_new:
-            Path(path).unlink()
+            path.unlink()
     except OSError as error:
-        raise ValueError(f"append ({str(path)!r}) cannot be written: {error}") from None
+        raise ValueError(f"{option} ({str(path)!r}) cannot be written: {error}") from None
 
 
 def check_path(path: str | Path) -> None:
     """Raise ValueError unless the path of a file of rows ends in .jsonl. Local."""
-    if Path(path).suffix != ".jsonl":
-        raise ValueError(f"append ({str(path)!r}) must end in .jsonl")
+    require(Path(path).suffix == ".jsonl", f"append ({str(path)!r}) must end in .jsonl")
 
 
 def read_records(directory: str | Path) -> list[Record]:
@@ -219,8 +202,7 @@ def read_records(directory: str | Path) -> list[Record]:
     Errors: ValueError names the file and line that is not a row, or a directory that is not there.
     """
     folder = Path(directory)
-    if not folder.is_dir():
-        raise ValueError(f"directory ({str(directory)!r}) is not a directory")
+    require(folder.is_dir(), f"directory ({str(directory)!r}) is not a directory")
     return [
         Record.from_line(line, f"{path}:{number}")
         for path in sorted(folder.glob("*.jsonl"))
@@ -244,22 +226,12 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
-    """The versions that a figure depends on; cuda and nccl are None on the CPU. Local."""
-    on_cuda = device.type == "cuda"
-    return {
-        "torch": str(torch.__version__),
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
-        "cuda": str(torch.version.cuda) if on_cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None,
-        "python": platform.python_version(),
-        "ep_moe": _version("ep-moe"),
-    }
-
-
-def _version(package: str) -> str | None:
-    """The version of an installed package, else None, such as for ep_moe in a source tree."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """The versions that a figure depends on; None if not installed; cuda and nccl on the CPU. Local."""
+    found: dict[str, str | None] = {"torch": str(torch.__version__), "triton": None, "transformers": None}
+    found |= {"cuda": None, "nccl": None, "python": platform.python_version(), "ep_moe": None}
+    for name in ("triton", "transformers", "ep_moe"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # ep_moe: in a source tree
+            found[name] = importlib.metadata.version(name.replace("_", "-"))
+    if device.type == "cuda":
+        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found

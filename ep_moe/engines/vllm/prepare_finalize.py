@@ -1,0 +1,264 @@
+"""Our transports as a prepare/finalize of vLLM's modular kernels.
+
+Letters: T rows on this rank, H hidden, K top-k, L local experts, R ranks, M the transport's max_tokens_per_rank.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+
+from ep_moe.config import Layout
+from ep_moe.engines.vllm.step import RowShare, current_slot, padding, tokens_of_ranks
+from ep_moe.layout import ExpertBatch, Flat
+from ep_moe.quant import Quantized, QuantScheme, quantize
+from ep_moe.routing import Routing, apply_weights_to_input
+from ep_moe.transport import Dispatched, Transport
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+
+FORMATS = {
+    Layout.BATCHED: mk.FusedMoEActivationFormat.BatchedExperts,
+    Layout.COMPACT: mk.FusedMoEActivationFormat.Standard,
+    Layout.FLAT: mk.FusedMoEActivationFormat.Standard,
+}
+
+
+@dataclasses.dataclass
+class BatchMetadata(mk.ExpertTokensMetadata):
+    """vLLM's metadata with our batch, which says more: where rows start, and which rows they are."""
+
+    batch: ExpertBatch | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOptions:
+    """How a layer uses its transport.
+
+    Args:
+        layout: of the batch. scheme: of the payload. layer: compared between ranks.
+        share: which of the engine's rows this rank sends.
+        input_scale: [1] float32, a static scale of the tokens.
+    """
+
+    layout: Layout
+    scheme: QuantScheme
+    layer: LayerTag = NO_LAYER
+    share: RowShare = RowShare()
+    input_scale: torch.Tensor | None = None
+
+
+class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+    """Dispatch and combine of one of our transports.
+
+    BATCHED is vLLM's BatchedExperts format and serves its experts and ours. FLAT and COMPACT are its Standard format
+    for our experts alone: local ids, and rows that only the batch in `BatchMetadata` explains. The combine applies the
+    router weights that were dispatched, whatever the experts say of their own; in FLAT our experts have.
+
+    Args:
+        transport: moves the tokens. options: of the layer's rounds.
+    """
+
+    def __init__(self, transport: Transport, options: RoundOptions) -> None:
+        super().__init__()
+        self.transport = transport
+        self.options = options
+        self._open: dict[int, Dispatched] = {}
+        self._sent: set[int] = set()
+
+    @property
+    def activation_format(self) -> Any:
+        """vLLM's name of the layout's format."""
+        return FORMATS[self.options.layout]
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """The dtype that needs no conversion."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """M."""
+        return self.transport.config.max_tokens_per_rank
+
+    def num_dispatchers(self) -> int:
+        """R."""
+        return self.transport.num_ranks
+
+    def output_is_reduced(self) -> bool:
+        """Whether each rank has its rows whole. Ranks that share rows have a slice each, which vLLM's sum joins."""
+        return self.options.share.sharers == 1
+
+    def supports_async(self) -> bool:
+        """True: vLLM runs shared experts between `combine_send` and `combine_recv`."""
+        return True
+
+    def begin(self) -> None:
+        """Forget the previous round of the caller's slot, before a call of the kernel. Local."""
+        slot = current_slot()
+        self._sent.discard(slot)
+        self._open.pop(slot, None)
+
+    def fail(self, num_topk: int) -> None:
+        """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
+
+        Args: num_topk: K, if the round has not begun. Collective.
+        """
+        slot, options = current_slot(), self.options
+        self._open.pop(slot, None)
+        if slot in self.transport.open_slots:
+            self.transport.abandon(slot=slot)
+        elif slot not in self._sent:
+            self.transport.sit_out(num_topk=num_topk, scheme=options.scheme, slot=slot, layer=options.layer)
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> mk.PrepareResultType:
+        """Send this rank's rows and lay out what arrives: `prepare_async` and its receiver. Collective."""
+        _, receive = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        return receive()
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], mk.PrepareResultType]]:
+        """Send this rank's rows.
+
+        Args:
+            a1: [T, H] in the transport's dtype. topk_ids: [T, K] physical, -1 none. topk_weights: [T, K].
+            apply_router_weight_on_input: multiply rows by their weight before they are sent; K must be 1.
+            num_experts, expert_map, quant_config: not used; the transport's placement and the scheme say the same.
+            defer_input_quant: True is an error with a scheme that quantizes: rows are quantized before they travel.
+        Returns: a hook that does nothing, and the receiver of the batch.
+        Errors: those of `Transport.dispatch_send`, on all ranks. Collective.
+        """
+        del num_experts, expert_map, quant_config
+        transport, options, slot = self.transport, self.options, current_slot()
+        begun = transport.num_rounds
+        try:
+            if defer_input_quant and options.scheme.payload.quantized:
+                raise ValueError(f"defer_input_quant is True, rows travel quantized in scheme '{options.scheme.name}'")
+            x, routing = self._rows(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+            bound = None if transport.num_ranks == 1 else options.share.most(tokens_of_ranks(a1.shape[0])[0])
+        except ValueError as error:
+            self._sent.add(slot)
+            transport.refuse(error, slot=slot)
+        try:
+            transport.dispatch_send(
+                x,
+                routing,
+                layout=options.layout,
+                scheme=options.scheme,
+                slot=slot,
+                max_num_tokens=bound,
+                layer=options.layer,
+            )
+        finally:
+            if transport.num_rounds != begun:
+                self._sent.add(slot)
+        return _nothing, lambda: self._receive(slot)
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Return the experts' output to the source ranks: `finalize_async` and its receiver. Collective."""
+        _, receive = self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        receive()
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Weight, sum and send the experts' output.
+
+        Args:
+            output: [T, H], written by the receiver; rows that another rank sends become zero.
+            fused_expert_output: of the layout's shape; not written to until the receiver has returned.
+        Returns: a hook that does nothing, and the receiver. Collective.
+        """
+        del topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        slot = current_slot()
+        dispatched = self._open[slot]
+        self.transport.combine_send(fused_expert_output, dispatched)
+        aliased = fused_expert_output.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+
+        def receive() -> None:
+            own = output[self.options.share.own(output.shape[0])]
+            found = self.transport.combine_recv(dispatched, out=None if aliased else own)
+            if aliased:
+                own.copy_(found)
+            if self.options.share.sharers > 1:
+                kept = self.options.share.own(output.shape[0])
+                output[: kept.start].zero_()
+                output[kept.stop :].zero_()
+            self._open.pop(slot, None)
+
+        return _nothing, receive
+
+    def _rows(
+        self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weights_on_input: bool
+    ) -> tuple[torch.Tensor | Quantized, Routing]:
+        """This rank's rows and their routing; rows of padding have no expert."""
+        share = self.options.share
+        padded = padding(a1.shape[0], share)
+        if padded is not None:
+            topk_ids = topk_ids.masked_fill(padded.unsqueeze(1), -1)
+        own = share.own(a1.shape[0])
+        routing = Routing(
+            topk_ids=topk_ids[own].contiguous(), topk_weights=topk_weights[own].to(torch.float32).contiguous()
+        )
+        x: torch.Tensor | Quantized = a1[own]
+        if weights_on_input:
+            x, routing = apply_weights_to_input(x, routing)
+        if self.options.input_scale is not None and isinstance(x, torch.Tensor):
+            x = quantize(x, self.options.scheme, static_scale=self.options.input_scale)
+        return x, routing
+
+    def _receive(self, slot: int) -> mk.PrepareResultType:
+        dispatched = self.transport.dispatch_recv(slot=slot)
+        self._open[slot] = dispatched
+        batch = dispatched.batch
+        metadata = BatchMetadata(expert_num_tokens=batch.expert_num_tokens, expert_num_tokens_cpu=None, batch=batch)
+        if isinstance(batch, Flat):
+            return batch.x, batch.scale, metadata, batch.local_topk_ids, batch.topk_weights
+        return batch.x, batch.scale, metadata, None, None
+
+
+def _nothing() -> None:
+    """The hook of vLLM's asynchronous halves: our receivers wait by themselves."""

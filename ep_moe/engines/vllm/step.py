@@ -1,0 +1,77 @@
+"""What a rank brings to a round: which rows are its own, which are padding, and how many any rank has."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.v1.worker import ubatching
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowShare:
+    """The part of the engine's rows that a rank sends.
+
+    Args:
+        sharers: ranks with equal rows, which send a slice each; 1 if all rows are this rank's own.
+        rank: of this rank among them, or among those of a sequence-parallel group.
+        chunks: ranks of a sequence-parallel group, over which the engine has spread the rows already, else 1.
+    """
+
+    sharers: int = 1
+    rank: int = 0
+    chunks: int = 1
+
+    @classmethod
+    def of(cls, parallel: Any) -> "RowShare":
+        """The share of this rank; `parallel`: vLLM's FusedMoEParallelConfig. Local."""
+        alike = parallel.ep_size // max(parallel.dp_size, 1) if parallel.use_ep else 1
+        split = parallel.is_sequence_parallel
+        return cls(sharers=1 if split else alike, rank=parallel.ep_rank % alike, chunks=alike if split else 1)
+
+    def most(self, num_rows: int) -> int:
+        """The most rows that a rank sends if its engine has `num_rows`. Local."""
+        return -(-num_rows // (self.sharers * self.chunks))
+
+    def own(self, num_rows: int) -> slice:
+        """The rows that this rank sends, of those that it is called with. Local."""
+        if self.sharers == 1:
+            return slice(0, num_rows)
+        part = -(-num_rows // self.sharers)
+        return slice(min(self.rank * part, num_rows), min((self.rank + 1) * part, num_rows))
+
+
+def current_slot() -> int:
+    """The slot of the calling micro-batch. Local."""
+    return int(ubatching.dbo_current_ubatch_id())
+
+
+def tokens_of_ranks(num_rows: int) -> tuple[int, int]:
+    """Tokens of this step before they are shared: the most of any data-parallel rank, and of all of them.
+
+    Args:
+        num_rows: rows that the layer is called with, for engines without data parallelism.
+    Local, no device sync: the engine has the counts on the host.
+    """
+    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+    if metadata is None:
+        return num_rows, num_rows
+    counts = metadata.num_tokens_across_dp_cpu
+    return int(counts.max()), int(counts.sum())
+
+
+def padding(num_rows: int, share: RowShare) -> torch.Tensor | None:
+    """A bool mask [T] of the rows that are padding, None if the engine names none. Local, no device sync."""
+    context = get_forward_context() if is_forward_context_available() else None
+    mask: torch.Tensor | None = getattr(context, "is_padding", None)
+    if mask is None:
+        return None
+    offset = getattr(ubatching, "dbo_current_ubatch_token_offset", None)
+    if offset is None and ubatching.dbo_enabled():
+        return None  # 0.26 does not say where a micro-batch begins
+    first = 0 if offset is None else offset()
+    if share.chunks > 1:
+        first += share.rank * num_rows
+    mask = mask[first : first + num_rows]
+    missing = num_rows - mask.shape[0]  # rows that sequence parallelism has added behind the last one
+    return mask if missing <= 0 else torch.nn.functional.pad(mask, (0, missing), value=True)

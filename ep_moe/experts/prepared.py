@@ -1,0 +1,219 @@
+"""The launches of the experts' calls: found once for a shape, then repeated with other addresses.
+
+Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts, N received token rows.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
+from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
+from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.kernel_launch.allocation import Workspace, allocator
+from ep_moe.kernel_launch.repeated import Repeat
+from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
+from ep_moe.layout import ExpertBatch, Flat, weighted_sum
+from ep_moe.layout.triton import prepare_weighted_sum
+from ep_moe.quant import as_bytes
+from ep_moe.weights import ExpertWeights
+
+_BATCH_FIELDS = {  # name of an argument -> field of the batch
+    "x": "x",
+    "row_start": "expert_row_start",
+    "num_tokens": "expert_num_tokens",
+    "x_scale": "scale",
+    "row_index": "row_index",
+    "token_to_row": "token_to_row",
+    "topk_weights": "topk_weights",
+}
+_STRIDED = ("x", "x_scale")  # whose strides kernels take; other tensors are contiguous
+
+
+def batch_tensors(batch: ExpertBatch) -> dict[str, torch.Tensor]:
+    """The tensors of a batch that kernels read, by the names of `PreparedCall`. Local."""
+    named = {name: getattr(batch, field, None) for name, field in _BATCH_FIELDS.items()}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def weight_tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    """The tensors of weights that kernels read, by the names of `PreparedCall`. Local."""
+    named: dict[str, torch.Tensor | None] = {
+        f"{name}_{part}": tensor
+        for name, matrix in (("w13", weights.w13), ("w2", weights.w2))
+        for part, tensor in matrix.tensors.items()
+    }
+    named |= {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias, "static_scale": weights.w2_input_scale}
+    return {name: tensor for name, tensor in named.items() if tensor is not None} | weights.per_expert.tensors
+
+
+def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
+    """The batch, with a copy of x if its rows have gaps between their columns, or are apart. Local."""
+    if batch.x.stride(-1) == 1 and (batch.x.dim() == 2 or batch.x.is_contiguous()):
+        return batch
+    return dataclasses.replace(batch, x=batch.x.contiguous())
+
+
+class PreparedCall:
+    """The launches of calls of one shape. Their tensors have names: those of the batch, "y", those of the weights,
+    those of `workspace`.
+
+    Args:
+        shape: of the calls. backend: of both GEMMs. tiles: of both GEMMs.
+        given: names of the tensors of the batch that are there. held: of the weights.
+        summed: N and K of FLAT batches, whose rows are weighted and summed.
+
+    Attributes:
+        launches: kernels with the names of their arguments, in groups, in the order of their launches.
+        workspace: the intermediates.
+        loaded: the kernels, and functions that pick their arguments from all addresses; None before a first call.
+    Local; nothing is launched.
+    """
+
+    def __init__(
+        self,
+        shape: CallShape,
+        backend: Backend,
+        tiles: ExpertTiles,
+        given: tuple[str, ...],
+        held: tuple[str, ...],
+        *,
+        summed: torch.Size | None,
+    ) -> None:
+        scheme, num_experts = shape.scheme, shape.num_experts
+        max_tiles = shape.max_tiles(tiles.block_m)
+        between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
+        inner = max_tiles * tiles.block_m, shape.intermediate
+        groups = between.num_scales(scheme, shape.intermediate)
+        micro = scheme.activation.family == "micro"  # of which the second GEMM reads the decoded values
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "tile_expert": ((max_tiles,), torch.int32),
+            "first_tile": ((num_experts,), torch.int32),
+            "num_tiles": ((1,), torch.int32),
+            "inner": (inner, torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype),
+        }
+        if between is Between.TENSOR:
+            pieces["amax"] = (num_experts,), torch.int32
+        if groups:
+            pieces["inner_scale"] = (groups, inner[0]), torch.float32
+        if not between.fused:
+            pieces["wide"] = inner, torch.float32
+        if summed is not None:
+            pieces["rows"] = (shape.max_rows, shape.hidden), shape.dtype
+        rows, tile_list = Rows("row_start", "num_tokens", None), TileList(*TileList._fields)
+        stored = Stored("inner", "inner_scale")
+        first = Stored("wide", None) if "wide" in pieces else stored
+        parts = ("values", "scale", "zero", "global_scale", "bias")
+        w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
+        halves = ("w13_output_scale", "w13_gate_output_scale")
+        scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
+        inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
+        requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
+        launches: list[tuple[Any, tuple[Any, ...]]] = [
+            (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
+            (
+                backend.first(shape, tiles, between),
+                (Operands("x", "x_scale", *w13), first, scalars, rows._replace(row_index="row_index"), tile_list),
+            ),
+            (requantize.find_amax, (first, rows, tile_list)),
+            (requantize.requantize, (first, stored, rows, tile_list)),
+            (
+                backend.second(shape, tiles, between),
+                (
+                    Operands("inner", inner_scale, *w2),
+                    Stored("y" if summed is None else "rows", None),
+                    ExpertScalars(None, "w2_output_scale", None, None, None, None),
+                    rows,
+                    tile_list,
+                ),
+            ),
+        ]
+        if summed is not None:
+            launch = prepare_weighted_sum(summed, shape.hidden, shape.device, out_stride=shape.hidden)
+            launches.append((launch, ("rows", "token_to_row", "topk_weights", None, "y")))
+        self.launches = [(kernel, names) for kernel, names in launches if kernel is not None]
+        self.workspace = Workspace(pieces, shape.device)
+        self._names = (*given, "y", *held, *pieces)
+        self.loaded: list[tuple[Repeat, operator.itemgetter[Any]]] | None = None
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Launch with these tensors of batch and weights and y. Local, no host sync."""
+        there = {**tensors, **self.workspace.views(self.workspace.allocate())}
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale":  # Triton has no e8m0
+                there[name] = as_bytes(tensor)
+        for kernel, groups in self.launches:
+            kernel(_replaced(groups, there.get))
+        positions = {name: position for position, name in enumerate(self._names)}
+        repeats = [(kernel.repeat, operator.itemgetter(*_flat(groups, positions))) for kernel, groups in self.launches]
+        if all(repeat is not None for repeat, _ in repeats):
+            self.loaded = repeats
+
+
+def _replaced(names: Any, find: Callable[[str], Any]) -> Any:
+    """What stands for names, in the same tuples."""
+    if isinstance(names, tuple):
+        found = [_replaced(name, find) for name in names]
+        return type(names)(*found) if hasattr(names, "_fields") else tuple(found)
+    return None if names is None else find(names)
+
+
+def _flat(names: Any, positions: Mapping[str, int]) -> list[int]:
+    """The positions of the names that have one, in the order of nested tuples."""
+    if isinstance(names, tuple):
+        return [position for name in names for position in _flat(name, positions)]
+    return [positions[names]] if names in positions else []
+
+
+class RepeatedCall:
+    """Calls with the same weights and with batches of one signature.
+
+    Args:
+        prepared: the launches. batch, weights: of a first call; of the batch nothing is kept alive but its scheme.
+    """
+
+    def __init__(self, prepared: PreparedCall, batch: ExpertBatch, weights: ExpertWeights) -> None:
+        given, held = batch_tensors(batch), weight_tensors(weights)
+        self._prepared, self._weights, self._names = prepared, list(held.values()), (*given, "y", *held)
+        self._of_batch = operator.attrgetter(*(_BATCH_FIELDS[name] for name in given))
+        self._scheme = batch.scheme  # a signature has its id
+        shape = batch.output_shape
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        self._new_y = allocator(shape, strides, batch.dtype, batch.x.device)
+        rows = batch.x if batch.row_index is None else batch.row_index
+        self._is_empty = not rows.numel() or not batch.x.numel()
+        self._is_flat = isinstance(batch, Flat)
+        contiguous = {name: tensor for name, tensor in (given | held).items() if name not in _STRIDED}
+        self._in_place = with_dense_rows(batch) is batch and all(each.is_contiguous() for each in contiguous.values())
+
+    def __call__(self, batch: ExpertBatch, out: torch.Tensor | None) -> torch.Tensor:
+        """Compute the experts of every row; see `KernelExperts`. Local, no host sync."""
+        y = self._new_y() if out is None else out.contiguous()
+        prepared = self._prepared
+        loaded, workspace = prepared.loaded, prepared.workspace
+        tensors = (*self._of_batch(batch), y, *self._weights)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if loaded is None or not self._in_place or functools.reduce(operator.or_, addresses) & 15:
+            self._run(batch, y)
+        else:
+            memory = workspace.allocate()
+            base = memory.data_ptr()
+            addresses += [base + offset for offset in workspace.offsets]
+            for repeat, pick in loaded:
+                repeat(pick(addresses))
+        return y if out is None or y is out else out.copy_(y)
+
+    def _run(self, batch: ExpertBatch, y: torch.Tensor) -> None:
+        """A first call, or one whose tensors have to be copied or are not aligned."""
+        if self._is_empty:
+            if isinstance(batch, Flat):
+                weighted_sum(y.new_empty(0, y.shape[1]), batch.token_to_row, batch.topk_weights, out=y)
+            return
+        tensors = (*self._of_batch(with_dense_rows(batch)), y, *self._weights)
+        named = dict(zip(self._names, tensors, strict=True))
+        self._prepared.run({name: each if name in _STRIDED else each.contiguous() for name, each in named.items()})

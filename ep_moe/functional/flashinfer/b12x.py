@@ -1,0 +1,218 @@
+"""`b12x_fused_moe`: NVFP4 experts of tokens that are routed already.
+
+Letters: T tokens, H hidden, I intermediate, K top-k, L local experts; W = 2I if the activation is gated, else I.
+"""
+
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_moe.config import ActivationConfig, ActivationKind
+from ep_moe.functional.fp4 import NVFP4, stored_weight
+from ep_moe.functional.serving import check_like, experts_for, kept_weights, served_scheme
+from ep_moe.local_moe import local_moe
+from ep_moe.quant import QuantScheme, StoredMatrix
+from ep_moe.routing import Routing
+from ep_moe.weights import ExpertWeights
+
+_ACTIVATIONS = {"silu": ActivationKind.SILU, "relu2": ActivationKind.RELU2}
+_MODES = {"nvfp4": "nvfp4", "w4a4": "nvfp4", "w4a16": "w4a16"}
+_PRECISIONS = {"fp4": "nvfp4", "bf16": "w4a16"}
+_SCHEMES = {  # mode and source format -> schemes, the first of them if kernels do not decide
+    ("nvfp4", "modelopt"): ("nvfp4", "nvfp4_w4a16"),
+    ("w4a16", "modelopt"): ("nvfp4_w4a16",),
+    ("w4a16", "compressed_tensors"): ("nvfp4_w4a16_divisor",),
+}
+_IDS = (torch.int32, torch.int64)
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class B12xCall(NamedTuple):
+    """The arguments of `b12x_fused_moe` that have a meaning here, in its order; `quant_mode` is "nvfp4" or "w4a16"."""
+
+    x: torch.Tensor
+    w1_weight: torch.Tensor
+    w1_weight_sf: torch.Tensor
+    w2_weight: torch.Tensor
+    w2_weight_sf: torch.Tensor
+    token_selected_experts: torch.Tensor
+    token_final_scales: torch.Tensor
+    num_experts: int
+    top_k: int
+    w1_alpha: torch.Tensor
+    w2_alpha: torch.Tensor
+    fc2_input_scale: torch.Tensor | None
+    num_local_experts: int
+    output: torch.Tensor
+    activation: str
+    quant_mode: str
+    source_format: str
+
+
+def b12x_fused_moe(
+    x: torch.Tensor,
+    w1_weight: torch.Tensor,
+    w1_weight_sf: torch.Tensor,
+    w2_weight: torch.Tensor,
+    w2_weight_sf: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    *,
+    w1_alpha: torch.Tensor,
+    w2_alpha: torch.Tensor,
+    fc2_input_scale: torch.Tensor | None = None,
+    num_local_experts: int | None = None,
+    output: torch.Tensor | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    activation: str = "silu",
+    activation_precision: str = "fp4",
+    quant_mode: str | None = None,
+    source_format: str = "modelopt",
+) -> torch.Tensor:
+    """Compute NVFP4 experts [0, num_local_experts) of routed tokens, and sum their weighted outputs.
+
+    Args:
+        x: [T, H] bfloat16. token_selected_experts: [T, K] int32 or int64; other ids than those of local experts add
+            nothing, so that a rank passes ids less its first expert. token_final_scales: [T, K], any float dtype.
+        w1_weight, w1_weight_sf: [L, W, H / 2] uint8 and [L, W, H / 16] e4m3, rows [up; gate] for "silu".
+        w2_weight, w2_weight_sf: [L, H, I / 2] and [L, H, I / 16].
+        w1_alpha, w2_alpha: [L] float32, multiply the sums; divide them if `source_format` is "compressed_tensors".
+        fc2_input_scale: one float32 or [L], needed in "nvfp4", whose `w2_alpha` contains its inverse; else ignored.
+        quant_mode: "nvfp4" or "w4a4", tokens and intermediate are rounded to NVFP4 too (if no kernel computes that on
+            this GPU, but one that keeps them in bfloat16 does, that one); "w4a16", they are not. None: as
+            `activation_precision` says, "fp4" for "nvfp4" and "bf16" for "w4a16".
+        output: [T, H] bfloat16, is written and returned. activation: "silu", gated, or "relu2".
+    Returns: `output`, or [T, H] bfloat16.
+    Errors: ValueError names the argument, its value and what is needed.
+    Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
+    the same kind; an operator under torch.compile.
+    """
+    if output_dtype != torch.bfloat16:
+        raise ValueError(f"output_dtype ({output_dtype}) is not torch.bfloat16")
+    if output is None:
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    call = B12xCall(
+        x=x,
+        w1_weight=w1_weight,
+        w1_weight_sf=w1_weight_sf,
+        w2_weight=w2_weight,
+        w2_weight_sf=w2_weight_sf,
+        token_selected_experts=token_selected_experts,
+        token_final_scales=token_final_scales,
+        num_experts=num_experts,
+        top_k=top_k,
+        w1_alpha=w1_alpha,
+        w2_alpha=w2_alpha,
+        fc2_input_scale=fc2_input_scale,
+        num_local_experts=num_experts if num_local_experts is None else num_local_experts,
+        output=output,
+        activation=activation,
+        quant_mode=_mode_of(quant_mode, activation_precision),
+        source_format=source_format,
+    )
+    if torch.compiler.is_compiling():
+        _b12x_op(*call)
+    else:
+        _b12x_moe(*call)
+    return output
+
+
+def _mode_of(quant_mode: str | None, activation_precision: str) -> str:
+    if activation_precision not in _PRECISIONS:
+        raise ValueError(f"activation_precision ({activation_precision!r}) is not one of {', '.join(_PRECISIONS)}")
+    if quant_mode is None:
+        return _PRECISIONS[activation_precision]
+    if quant_mode not in _MODES:
+        raise ValueError(f"quant_mode ({quant_mode!r}) is not one of {', '.join(_MODES)}")
+    return _MODES[quant_mode]
+
+
+def _matrix(values: torch.Tensor, scale: torch.Tensor, name: str, shape: tuple[int, ...]) -> StoredMatrix:
+    if tuple(values.shape) != shape:
+        raise ValueError(f"{name} is {tuple(values.shape)}; {shape} needed")
+    kind, matrix = stored_weight(values, scale, name, f"{name}_sf")
+    if kind != NVFP4:
+        raise ValueError(f"{name}_sf is {tuple(scale.shape)}, scales of MXFP4; one for 16 columns needed")
+    return matrix
+
+
+@functools.cache
+def _activation_of(name: str) -> ActivationConfig:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation ({name!r}) is not one of {', '.join(_ACTIVATIONS)}")
+    return ActivationConfig(kind=_ACTIVATIONS[name])
+
+
+def _prepare(call: B12xCall) -> tuple[Any, ...]:
+    """Check everything; the arguments of `local_moe`."""
+    num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
+    if not 1 <= num_local <= call.num_experts:
+        raise ValueError(f"num_local_experts ({num_local}) is not in [1, num_experts ({call.num_experts})]")
+    activation = _activation_of(call.activation)
+    names = _SCHEMES.get((call.quant_mode, call.source_format))
+    if names is None:
+        known = "; ".join(f"{mode} with {source}" for mode, source in _SCHEMES)
+        raise ValueError(f"source_format ({call.source_format!r}) in quant_mode '{call.quant_mode}' is none of {known}")
+    check_like(call.x, "x", (num_tokens, hidden), (torch.bfloat16,))
+    check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
+    check_like(call.token_selected_experts, "token_selected_experts", (num_tokens, call.top_k), _IDS)
+    check_like(call.token_final_scales, "token_final_scales", (num_tokens, call.top_k), _WEIGHTS)
+    scheme = served_scheme(names, call.x.device)
+    experts = experts_for(activation, scheme, call.x.device)
+    routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
+    tensors = call.w1_weight, call.w1_weight_sf, call.w2_weight, call.w2_weight_sf, call.w1_alpha, call.w2_alpha
+    make = functools.partial(_weights, call, activation.kind.gated, scheme)
+    if call.quant_mode == "nvfp4":  # a copy of w2_alpha is made, which would miss later writes to it
+        return call.x, routing, make(), experts
+    key = num_local, hidden, activation.kind, scheme.name
+    kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
+    return call.x, routing, kept.get(tensors, key, make), experts
+
+
+def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
+    """The weights of a call, checked."""
+    num_local, hidden = call.num_local_experts, call.x.shape[1]
+    intermediate = 2 * call.w2_weight.shape[-1]
+    width = intermediate * (2 if gated else 1)
+    w1 = _matrix(call.w1_weight, call.w1_weight_sf, "w1_weight", (num_local, width, hidden // 2))
+    w2 = _matrix(call.w2_weight, call.w2_weight_sf, "w2_weight", (num_local, hidden, intermediate // 2))
+    for name in ("w1_alpha", "w2_alpha"):
+        check_like(getattr(call, name), name, (num_local,), (torch.float32,))
+    first, second = call.w1_alpha.view_as(call.w1_alpha), call.w2_alpha.view_as(call.w2_alpha)
+    if call.quant_mode == "nvfp4":
+        scale = call.fc2_input_scale
+        if scale is None or scale.dtype != torch.float32 or scale.numel() not in (1, num_local):
+            given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+            raise ValueError(f"fc2_input_scale is {given}; 1 or {num_local} float32 needed in quant_mode 'nvfp4'")
+        second = second * scale.reshape(-1)
+    return ExpertWeights(
+        w13=StoredMatrix(w1.values, scale=w1.scale, global_scale=first),
+        w2=StoredMatrix(w2.values, scale=w2.scale, global_scale=second),
+        scheme=scheme,
+        up_first=gated,
+    )
+
+
+def _b12x_moe(*arguments: Any) -> None:
+    """Write `output`."""
+    call = B12xCall(*arguments)
+    local_moe(*_prepare(call), num_local_experts=call.num_local_experts, num_experts=call.num_experts, out=call.output)
+
+
+def _b12x_fake(*arguments: Any) -> None:
+    """It returns nothing; the real call checks its arguments."""
+    del arguments
+
+
+_KINDS: dict[Any, str] = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "int", str: "str"}
+_ARGUMENTS = ", ".join(
+    f"{'Tensor(a!)' if name == 'output' else _KINDS[kind]} {name}" for name, kind in B12xCall.__annotations__.items()
+)
+_b12x_op = torch.library.custom_op(
+    "ep_moe::b12x_fused_moe", _b12x_moe, mutates_args=("output",), schema=f"({_ARGUMENTS}) -> ()"
+)
+_b12x_op.register_fake(_b12x_fake)

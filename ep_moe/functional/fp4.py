@@ -1,0 +1,112 @@
+"""Tensors of FP4 calls as the runtime's own formats, and the schemes that compute them.
+
+FP4 values are e2m1, two in a byte, the first in the low four bits. Which format a tensor has follows from the number of
+its scales: one e4m3 scale for 16 elements is NVFP4, one e8m0 scale for 32 is MXFP4, or MXFP8 if values are e4m3.
+
+Letters: T tokens, H hidden, L local experts, N and K rows and columns of a weight.
+"""
+
+import torch
+
+from ep_moe.functional.serving import check_like, served_scheme
+from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, dequantize, get_scheme
+
+NVFP4, MXFP4, MXFP8 = "nvfp4", "mxfp4", "mxfp8"
+_GROUPS = {16: NVFP4, 32: MXFP4}  # columns that share a scale -> format
+_SCALE_DTYPES = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu, MXFP8: torch.float8_e8m0fnu}
+# formats of weights and tokens -> schemes that compute them, the first one as the tokens say. All others expand the
+# tokens to bfloat16, which holds every product of an FP4 or e4m3 value and its scale
+_SCHEMES = {
+    (NVFP4, NVFP4): ("nvfp4", "nvfp4_w4a16"),
+    (MXFP4, MXFP8): ("mxfp4_w4a8", "mxfp4_w4a16"),
+}
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one-byte elements as another such dtype: callers hold FP4 and scales under several. Local."""
+    return tensor if tensor.dtype == dtype or tensor.element_size() != 1 else tensor.view(dtype)
+
+
+def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> tuple[str, StoredMatrix]:
+    """A packed weight and its scales, in the order of their rows.
+
+    Args:
+        values: [L, N, K / 2], any dtype of one byte. scale: [L, N, K / 16] or [L, N, K / 32], any dtype of one byte.
+        name, scale_name: in errors.
+    Returns: NVFP4 or MXFP4, and the matrix, without a global scale.
+    Errors: ValueError for other shapes and dtypes. Local; its tensors are views.
+    """
+    if values.dim() != 3 or values.element_size() != 1:
+        raise ValueError(f"{name} is {tuple(values.shape)} {values.dtype}; [experts, rows, columns / 2] uint8 needed")
+    experts, rows, columns = values.shape[0], values.shape[1], 2 * values.shape[2]
+    shapes = {(experts, rows, columns // group): kind for group, kind in _GROUPS.items() if columns % group == 0}
+    kind = next((kind for shape, kind in shapes.items() if shape == tuple(scale.shape)), None)
+    if kind is None or scale.element_size() != 1:
+        raise ValueError(
+            f"{scale_name} is {tuple(scale.shape)} {scale.dtype}; one byte each, "
+            f"{' or '.join(map(str, shapes))} needed beside {name} {tuple(values.shape)}"
+        )
+    return kind, StoredMatrix(values.view(torch.uint8), scale=scale.view(_SCALE_DTYPES[kind]))
+
+
+def tokens_of(
+    hidden_states: torch.Tensor,
+    scale: torch.Tensor | None,
+    *,
+    hidden: int,
+    weights: str,
+    per_token_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | Quantized, QuantScheme]:
+    """Tokens as an input of `local_moe`, and the scheme that computes them.
+
+    Args:
+        hidden_states: [T, H] bfloat16, [T, H / 2] of one byte (NVFP4) or [T, H] float8_e4m3fn (MXFP8).
+        scale: their block scales, None for bfloat16; a flat tensor of as many elements is taken as [T, groups].
+        hidden: H. weights: NVFP4 or MXFP4.
+        per_token_scale: [T] float32 or None, multiplies each token; the product is rounded to bfloat16.
+    Errors: ValueError for other shapes and dtypes. Local, no host sync.
+    """
+    num_tokens = hidden_states.shape[0]
+    quantized, kind = _quantized(hidden_states, scale, hidden), "none"
+    if quantized is not None:
+        kind = MXFP8 if quantized.scheme.name == MXFP8 else NVFP4
+    weights_alone = f"{weights}_w4a16"
+    names = _SCHEMES.get((weights, kind), (weights_alone,)) if per_token_scale is None else (weights_alone,)
+    scheme = served_scheme(names, hidden_states.device)
+    if quantized is None:
+        x = hidden_states
+    elif scheme.payload == quantized.scheme.payload:
+        return Quantized(values=quantized.values, scale=quantized.scale, scheme=scheme), scheme
+    else:
+        x = dequantize(quantized)
+    if per_token_scale is not None:
+        check_like(per_token_scale, "per_token_scale", (num_tokens,), (torch.float32,))
+        x = x.float() * per_token_scale[:, None]
+    return x.to(torch.bfloat16), scheme
+
+
+def _quantized(hidden_states: torch.Tensor, scale: torch.Tensor | None, hidden: int) -> Quantized | None:
+    """Tokens in MXFP8 or NVFP4, None for bfloat16."""
+    found = f"hidden_states are {tuple(hidden_states.shape)} {hidden_states.dtype}"
+    if hidden_states.dim() != 2:
+        raise ValueError(f"{found}; 2 dimensions needed")
+    num_tokens, width = hidden_states.shape
+    if hidden_states.dtype == torch.bfloat16 and width == hidden:
+        if scale is not None:
+            raise ValueError(f"hidden_states_scale is given, bfloat16 hidden_states have none: {tuple(scale.shape)}")
+        return None
+    if hidden_states.dtype == torch.float8_e4m3fn and width == hidden:
+        kind, group = MXFP8, 32
+    elif hidden_states.element_size() == 1 and 2 * width == hidden:
+        kind, group, hidden_states = NVFP4, 16, as_dtype(hidden_states, torch.uint8)
+    else:
+        raise ValueError(
+            f"{found}; [tokens, {hidden}] bfloat16, [tokens, {hidden}] float8_e4m3fn (MXFP8) or "
+            f"[tokens, {hidden // 2}] uint8 (NVFP4) needed beside the weights"
+        )
+    groups = hidden // group
+    if scale is None or scale.element_size() != 1 or scale.numel() != num_tokens * groups:
+        given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+        raise ValueError(f"hidden_states_scale is {given}; {(num_tokens, groups)} of one byte needed for {kind}")
+    scale = as_dtype(scale.reshape(num_tokens, groups), _SCALE_DTYPES[kind])
+    return Quantized(values=hidden_states, scale=scale, scheme=get_scheme(kind))

@@ -1,0 +1,258 @@
+"""Which sequences run where and when: a queue of generations becomes plans, and the ranks' tokens become progress.
+
+Plain data and no waiting: rank 0 asks for the next plan, all ranks carry it out, rank 0 gives back their tokens.
+Generations start in the order of their submission, on the rank with the fewest sequences. Prefills alternate with
+decode passes, so that sequences that run already get tokens while others start.
+Letters: P prompt tokens, N new tokens, M max_tokens_per_rank, R ranks.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
+from ep_moe.engines.transformers.decoding.sequences import NONE
+from ep_moe.fields import shown
+
+STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token, or max_new_tokens
+MOST_SEED = 2**63
+
+
+class BadRequestError(ValueError):
+    """A generation that cannot be served; the message names the value and the limit.
+
+    Args:
+        param: the parameter at fault, as OpenAI's API calls it.
+    """
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(RuntimeError):
+    """So many generations wait already that another one is refused."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """A sequence that a client asks for; fields as in `RowStart`. max_new_tokens None: as many as fit."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """New tokens of a sequence, the end token included.
+
+    Args:
+        finish: "" while it goes on; else STOP or LENGTH. error: what ended the server, with `finish` "".
+    """
+
+    tokens: tuple[int, ...] = ()
+    finish: str = ""
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a server can do at once.
+
+    Args:
+        num_ranks: R. num_rows: sequences of one rank. num_positions: P + N of a sequence.
+        max_prompt_tokens: M, also of all prompts in one prefill of a rank. max_waiting: generations without a row.
+        passes_per_plan: the most decode passes between two looks at the queue.
+        vocab_size: of the model's input embedding. end_ids: tokens that end a sequence.
+    """
+
+    num_ranks: int
+    num_rows: int
+    num_positions: int
+    max_prompt_tokens: int
+    max_waiting: int
+    passes_per_plan: int
+    vocab_size: int
+    end_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Sequence:
+    ticket: int
+    rank: int
+    start: RowStart
+    num_made: int = 0
+
+    @property
+    def left(self) -> int:
+        """New tokens that are still wanted."""
+        return self.start.max_new_tokens - self.num_made
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and continuation."""
+        return len(self.start.prompt) + self.num_made
+
+
+class Scheduler:
+    """The queue and the rows of all ranks. Not safe for several threads."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._tickets = itertools.count()
+        self._waiting: collections.OrderedDict[int, Generation] = collections.OrderedDict()
+        self._rows: list[list[_Sequence | None]] = [[None] * limits.num_rows for _ in range(limits.num_ranks)]
+        self._ended: list[set[int]] = [set() for _ in range(limits.num_ranks)]  # rows the ranks have not yet ended
+        self._planned: list[_Sequence] = []  # sequences that get tokens from the plan in progress
+        self._started = False  # whether the last plan was a prefill
+
+    @property
+    def num_waiting(self) -> int:
+        """Generations without a row."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row."""
+        return sum(1 for _ in self._running())
+
+    def _running(self) -> Iterator[_Sequence]:
+        return (sequence for rows in self._rows for sequence in rows if sequence is not None)
+
+    def submit(self, generation: Generation) -> int:
+        """Queue a generation; returns its ticket.
+
+        Errors: BadRequestError, QueueFullError name the value and the limit.
+        """
+        limits, room = self._limits, self.room(generation.prompt)
+        wanted = room if generation.max_new_tokens is None else generation.max_new_tokens
+        if wanted > room:
+            raise BadRequestError(
+                f"a prompt of {len(generation.prompt)} tokens and max_tokens ({wanted}) exceed the "
+                f"{limits.num_positions} positions of a sequence; the most for this prompt is {room}",
+                "max_tokens",
+            )
+        if wanted < 1:
+            raise BadRequestError(f"max_tokens ({wanted}) must be at least 1", "max_tokens")
+        if not -MOST_SEED <= generation.seed < MOST_SEED:
+            raise BadRequestError(f"seed ({generation.seed}) is not a number of 64 bits", "seed")
+        if len(self._waiting) >= limits.max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} generations wait already, the limit is {limits.max_waiting}")
+        ticket = next(self._tickets)
+        self._waiting[ticket] = dataclasses.replace(generation, max_new_tokens=wanted)
+        return ticket
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """The most new tokens after a prompt, 1 or more. Errors: BadRequestError for a prompt that is not served."""
+        limits, length = self._limits, len(prompt)
+        if not length:
+            raise BadRequestError("the prompt has no tokens", "prompt")
+        most = min(limits.max_prompt_tokens, limits.num_positions - 1)
+        if length > most:
+            raise BadRequestError(f"the prompt has {length} tokens, the limit is {most}", "prompt")
+        unknown = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
+        if unknown is not None:
+            raise BadRequestError(
+                f"the prompt has token {shown(unknown)}, tokens are in [0, {limits.vocab_size})", "prompt"
+            )
+        return limits.num_positions - length
+
+    def cancel(self, ticket: int) -> bool:
+        """End a generation whose tokens nobody wants; False if it has ended already."""
+        if self._waiting.pop(ticket, None) is not None:
+            return True
+        for sequence in self._running():
+            if sequence.ticket == ticket:
+                self._rows[sequence.rank][sequence.start.row] = None
+                self._ended[sequence.rank].add(sequence.start.row)
+                return True
+        return False
+
+    def next_plan(self) -> RowsPlan | None:
+        """What the ranks do next; None if there is nothing to do. After a plan comes `take` of its tokens."""
+        busy = any(True for _ in self._running())
+        planned = [] if busy and self._started else self._choose()
+        starts = [[new.start for new in planned if new.rank == rank] for rank in range(self._limits.num_ranks)]
+        self._started = bool(planned)
+        if not planned:
+            planned = list(self._running())
+            if not planned:
+                return None
+        ended = tuple(tuple(sorted(rows)) for rows in self._ended)
+        self._ended = [set() for _ in self._ended]
+        self._planned = planned
+        if self._started:
+            return RowsPlan(ended=ended, starts=tuple(map(tuple, starts)))
+        passes = min(self._limits.passes_per_plan, max(sequence.left for sequence in planned))
+        shapes = tuple(self._shape(rows, passes) for rows in self._rows)
+        return RowsPlan(ended=ended, starts=((),) * len(starts), passes=passes, shapes=shapes)
+
+    def _shape(self, rows: Sequence[_Sequence | None], passes: int) -> Shape:
+        live = [sequence for sequence in rows if sequence is not None]
+        positions = max((sequence.length for sequence in live), default=0) + passes
+        return pass_shape(
+            max((sequence.start.row + 1 for sequence in live), default=0),
+            min(positions, self._limits.num_positions),
+            any(sequence.start.temperature > 0 for sequence in live),
+        )
+
+    def _choose(self) -> list[_Sequence]:
+        """Give rows to generations from the head of the queue, as many as one prefill of each rank takes."""
+        new: list[_Sequence] = []
+        while self._waiting:
+            ticket, generation = next(iter(self._waiting.items()))
+            place = self._place(generation, new)
+            if place is None:
+                break
+            rank, row = place
+            assert generation.max_new_tokens is not None
+            start = RowStart(
+                row=row,
+                prompt=generation.prompt,
+                max_new_tokens=generation.max_new_tokens,
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                seed=generation.seed,
+            )
+            sequence = _Sequence(ticket=ticket, rank=rank, start=start)
+            self._rows[rank][row] = sequence
+            new.append(sequence)
+            del self._waiting[ticket]
+        return new
+
+    def _place(self, generation: Generation, new: Sequence[_Sequence]) -> tuple[int, int] | None:
+        """The rank and row for a generation beside those that start now; None if no rank has both row and room."""
+        num_running = [sum(row is not None for row in rows) for rows in self._rows]
+        for rank in sorted(range(self._limits.num_ranks), key=num_running.__getitem__):
+            rows, beside = self._rows[rank], [sequence.start for sequence in new if sequence.rank == rank]
+            row = next((index for index, row in enumerate(rows) if row is None), None)
+            if row is None or (beside and row != beside[-1].row + 1):  # a prefill takes consecutive rows
+                continue
+            longest = max(len(prompt) for prompt in [generation.prompt, *(start.prompt for start in beside)])
+            if (len(beside) + 1) * longest <= self._limits.max_prompt_tokens:
+                return rank, row
+        return None
+
+    def take(self, tokens: Sequence[list[list[int]]]) -> list[tuple[int, Progress]]:
+        """The tokens of the last plan, as `RowDecoder.run` returns them, by rank; returns (ticket, progress) pairs."""
+        found, place = [], [0] * self._limits.num_ranks
+        for sequence in self._planned:
+            rank, row = sequence.rank, sequence.start.row
+            column = row
+            if self._started:  # one token for each start of the rank, in order
+                column, place[rank] = place[rank], place[rank] + 1
+            if self._rows[rank][row] is not sequence:
+                continue  # cancelled meanwhile
+            new = tuple(step[column] for step in tokens[rank] if step[column] != NONE)
+            sequence.num_made += len(new)
+            finish = STOP if new and new[-1] in self._limits.end_ids else "" if sequence.left > 0 else LENGTH
+            if finish:
+                self._rows[rank][row] = None
+            found.append((sequence.ticket, Progress(tokens=new, finish=finish)))
+        self._planned = []
+        return found

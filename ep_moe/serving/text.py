@@ -1,0 +1,126 @@
+"""Tokens of one sequence become text as they arrive, up to a stop string."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ep_moe.serving.core import Leader, OnProgress, ServerEndedError
+from ep_moe.serving.scheduler import STOP, Generation, Progress
+
+_UNFINISHED = "\ufffd"  # what tokenizers make of bytes that are not a whole character (yet)
+_MOST_HELD = 8  # tokens; no character has more bytes than 4
+
+Tokenizer = Any  # of transformers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """New text of a sequence.
+
+    Args:
+        num_tokens: of the sequence so far. finish: "" while it goes on; else STOP or LENGTH.
+    """
+
+    text: str
+    num_tokens: int
+    finish: str = ""
+
+
+class TextStream:
+    """Decodes the tokens of one sequence, and ends it at a stop string, which is not part of the text.
+
+    Text is held back while it may be the beginning of a stop string, or of a character of several tokens. Special
+    tokens are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._tokens: list[int] = []
+        self._shown = 0  # tokens whose text is complete
+        self._context = 0  # tokens before them that the decoding of the next ones depends on
+        self._held = ""
+
+    def push(self, tokens: Sequence[int], finish: str) -> Piece:
+        """The text that is complete with these tokens. Nothing may be pushed after a piece with a `finish`."""
+        text = ""
+        for token in tokens:
+            self._tokens.append(token)
+            self._held += self._decode()
+            place = self._stop_place()
+            if place is not None:
+                return Piece(text=text + self._held[:place], num_tokens=len(self._tokens), finish=STOP)
+            text += self._release()
+        if finish:
+            self._held += self._decode(flush=True)
+            place = self._stop_place()
+            text, finish = text + self._held[:place], finish if place is None else STOP
+        return Piece(text=text, num_tokens=len(self._tokens), finish=finish)
+
+    def _decode(self, *, flush: bool = False) -> str:
+        """The text of the tokens after the last shown one, "" while it ends within a character."""
+        decode, tokens = self._tokenizer.decode, self._tokens
+        before = decode(tokens[self._context : self._shown], skip_special_tokens=True)
+        now = decode(tokens[self._context :], skip_special_tokens=True)
+        if now.endswith(_UNFINISHED) and not flush and len(tokens) - self._shown < _MOST_HELD:
+            return ""
+        self._context, self._shown = self._shown, len(tokens)
+        return now[len(before) :]
+
+    def _stop_place(self) -> int | None:
+        """Where in the held text the first stop string begins."""
+        places = [self._held.find(stop) for stop in self._stops]
+        return min((place for place in places if place >= 0), default=None)
+
+    def _release(self) -> str:
+        """Held text that cannot be the beginning of a stop string."""
+        held = self._held
+        keep = max(
+            (
+                size
+                for stop in self._stops
+                for size in range(min(len(stop) - 1, len(held)), 0, -1)
+                if held.endswith(stop[:size])
+            ),
+            default=0,
+        )
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+
+async def stream_texts(
+    leader: Leader, tokenizer: Tokenizer, generations: Sequence[Generation], stops: Sequence[str] = ()
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Generate several sequences, and yield (index, piece) as text is complete; each one's last piece has a `finish`.
+
+    If the iterator is closed or its task is cancelled, the rows of all sequences are freed.
+    Errors: those of `Leader.submit`, with the first piece; ServerEndedError if a rank is lost meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
+
+    def watcher(index: int) -> OnProgress:
+        def on_progress(progress: Progress) -> None:  # in the thread of `Leader.run`
+            loop.call_soon_threadsafe(found.put_nowait, (index, progress))
+
+        return on_progress
+
+    tickets: dict[int, int] = {}
+    texts = [TextStream(tokenizer, stops) for _ in generations]
+    try:
+        for index, generation in enumerate(generations):
+            tickets[index] = leader.submit(generation, watcher(index))
+        while tickets:
+            index, progress = await found.get()
+            if progress.error is not None:
+                raise ServerEndedError(str(progress.error)) from progress.error
+            if index not in tickets:
+                continue  # tokens behind its stop string
+            piece = texts[index].push(progress.tokens, progress.finish)
+            if piece.finish:
+                leader.cancel(tickets.pop(index))
+            if piece.text or piece.finish:
+                yield index, piece
+    finally:  # awaits nothing: a cancelled task may be cancelled again in any wait
+        for ticket in tickets.values():
+            leader.cancel(ticket)

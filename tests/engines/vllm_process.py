@@ -1,0 +1,251 @@
+"""One rank of one version of vLLM: all cases, one after another, since importing vLLM takes 20 seconds.
+
+Run as `python vllm_process.py WORLD RANK PORT CHECKPOINTS [CASE ...]`, with vLLM, its dependencies and a folder of
+entry points on PYTHONPATH and EP_MOE_VLLM=1. It prints a line per case; the last one is "all cases passed".
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_cases
+import vllm_twins
+from prompts import prompts
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader import get_model
+
+from ep_moe.config import Layout
+
+WORLD, RANK, PORT = (int(text) for text in sys.argv[1:4])
+CHECKPOINTS = Path(sys.argv[4])
+MAX_TOKENS = 64
+FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
+OURS = "ep_moe_adopted"  # of a method's class that computes here
+QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
+LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2} | dict.fromkeys(QUANTIZED, 2)
+
+
+@dataclasses.dataclass
+class Engine:
+    """A model of vLLM's own class, loaded by its own loader, on ranks with data or tensor parallelism."""
+
+    name: str
+    dp: int
+    tp: int
+    config: VllmConfig
+    model: Any = None
+
+    @property
+    def experts(self) -> list[Any]:
+        """The layers of routed experts."""
+        return [module for module in self.model.modules() if isinstance(module, RoutedExperts)]
+
+    @property
+    def rank(self) -> int:
+        """This rank among those with rows of their own."""
+        return RANK % self.dp
+
+    @property
+    def group(self) -> Any:
+        """The ranks, as our transports know them."""
+        return self.experts[0].quant_method.ep_moe._group
+
+    @property
+    def plugin(self) -> Any:
+        """What our layers of this process share."""
+        return self.experts[0].quant_method.ep_moe._plugin
+
+    def use(self, layout: Layout | None) -> None:
+        """Load the parameters again with another layout, as vLLM does after a reload of weights."""
+        self.plugin.config = dataclasses.replace(self.plugin.config, layout=layout)
+        for layer in self.experts:
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def forward(self, indices: list[int], padded: int = 0) -> list[torch.Tensor]:
+        """Logits of prompts; with data parallelism a rank has those of its own, and `padded` rows behind them."""
+        mine = indices[RANK % self.dp :: self.dp]
+        lengths = [len(prompts()[index]) for index in mine] + [padded] * bool(padded)
+        ids = torch.cat([*(prompts()[index] for index in mine), torch.zeros(padded, dtype=torch.int64)])
+        vllm_twins.LENGTHS[:] = lengths
+        counts = [sum(len(prompts()[index]) for index in indices[rank :: self.dp]) + padded for rank in range(self.dp)]
+        context: dict[str, Any] = {"num_tokens": len(ids)}
+        if self.dp > 1:
+            context["num_tokens_across_dp"] = torch.tensor(counts, dtype=torch.int32)
+        if padded:
+            context["is_padding"] = torch.arange(len(ids)) >= len(ids) - padded
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        with torch.no_grad(), set_forward_context(None, self.config, **context):
+            logits = self.model.compute_logits(self.model(ids, positions))
+        return list(logits.split(lengths))[: len(mine)]
+
+    def check_ours(self) -> None:
+        """Every layer of experts is ours."""
+        ours = [hasattr(type(layer.quant_method), OURS) for layer in self.experts]
+        assert len(ours) == LAYERS[self.name], ours
+        assert all(ours), ours
+
+    def check(self, padded: int = 0) -> float:
+        """Compare the logits of all prompts with the reference; return the largest error."""
+        reference = torch.load(CHECKPOINTS / self.name / "reference.pt")
+        indices = list(range(len(reference)))
+        worst = 0.0
+        for index, found in zip(indices[RANK % self.dp :: self.dp], self.forward(indices, padded), strict=True):
+            difference = found - reference[index]
+            if self.name in QUANTIZED:
+                worst = max(worst, float((difference.norm(dim=-1) / reference[index].norm(dim=-1)).nan_to_num(9).max()))
+            else:
+                worst = max(worst, float(difference.abs().nan_to_num(9).max()))
+        limit = FP8_LIMIT if self.name in QUANTIZED else FLOAT32_LIMIT
+        assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
+        return worst
+
+
+@contextlib.contextmanager
+def engine(name: str, *, tp: int = 1) -> Iterator[Engine]:
+    """vLLM's ranks and the model of a checkpoint."""
+    dp = WORLD // tp
+    port = next_port()
+    config = EngineArgs(
+        model=str(CHECKPOINTS / name),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_TOKENS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=8,
+        enable_expert_parallel=WORLD > 1,
+        tensor_parallel_size=tp,
+    ).create_engine_config()
+    if dp > 1:
+        parallel = config.parallel_config
+        parallel.data_parallel_size, parallel.data_parallel_rank = dp, RANK
+        parallel.data_parallel_master_ip, parallel.data_parallel_master_port = "127.0.0.1", port
+        parallel._data_parallel_master_port_list = [port + step for step in range(1, 5)]
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(
+            world_size=tp,
+            rank=RANK % tp,
+            distributed_init_method=f"tcp://127.0.0.1:{port + 5}",
+            local_rank=RANK,
+            backend="gloo",
+        )
+        parallel_state.initialize_model_parallel(tp, 1)
+        made = Engine(name, dp, tp, config)
+        try:
+            made.model = get_model(vllm_config=config)
+            yield made
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+
+
+def next_port() -> int:
+    """The first of ten ports that no earlier engine of this process has used."""
+    global PORT
+    PORT += 10
+    return PORT
+
+
+def say(text: str) -> None:
+    """A line of the report."""
+    print(f"rank {RANK} of {WORLD}: {text} ({time.monotonic() - START:.1f} s)", flush=True)
+
+
+def attempt(case: Callable[..., None], *arguments: Any, name: str = "") -> None:
+    """Run a case; one that fails is noted, so that a run shows all that do."""
+    name = name or case.__name__
+    try:
+        case(*arguments)
+        say(f"{name}: ok")
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 all of them are shown, and the process fails
+        FAILED.append(name)
+        traceback.print_exc()
+        say(f"{name}: FAILED")
+
+
+def family(name: str, tp: int = 1) -> Iterator[Engine]:
+    """A model in every layout, with and without rows of padding; then what the caller adds."""
+    with engine(name, tp=tp) as made:
+        made.check_ours()
+        for layout in (None, *Layout):
+            made.use(layout)
+            error = made.check()
+            say(f"{name}, tp {tp}, layout {'auto' if layout is None else layout.value}: {error:.1e}")
+        say(f"{name}, tp {tp}, 5 rows of padding: {made.check(padded=5):.1e}")
+        yield made
+
+
+def qwen3_moe() -> None:
+    """The first family, and what is tested with one alone."""
+    for made in family("qwen3_moe"):
+        attempt(vllm_cases.faults_are_seen, made)
+        attempt(vllm_cases.parameters_stay, made)
+        attempt(vllm_cases.ranks_without_rows, made)
+        attempt(vllm_cases.bad_input, made, MAX_TOKENS)
+        attempt(vllm_cases.two_slots, made)
+        if WORLD == 1:
+            attempt(vllm_cases.crossed, made)
+            attempt(vllm_cases.hooks_are_checked)
+        attempt(vllm_cases.other_layers, made)
+
+
+def deepseek_v3(tp: int = 1) -> None:
+    """Groups, a bias, a shared expert."""
+    for made in family("deepseek_v3", tp):
+        attempt(vllm_cases.halves_in_order, made)
+
+
+def plain(name: str) -> None:
+    """A family without cases of its own."""
+    for _ in family(name):
+        pass
+
+
+def dead_rank() -> None:
+    """The last case of a process."""
+    with engine("qwen3_moe") as made:
+        if RANK < WORLD - 1:
+            attempt(vllm_cases.dead_rank, made)
+        if not FAILED:
+            say("all cases passed")
+        os._exit(len(FAILED))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "qwen3_moe": qwen3_moe,
+    **{name: functools.partial(plain, name) for name in QUANTIZED},
+    "deepseek_v3": deepseek_v3,
+    "gpt_oss": functools.partial(plain, "gpt_oss"),
+}
+if WORLD > 1:
+    CASES |= {"deepseek_v3_tp": functools.partial(deepseek_v3, tp=WORLD), "dead_rank": dead_rank}
+
+
+FAILED: list[str] = []
+
+if __name__ == "__main__":
+    START = time.monotonic()
+    faulthandler.dump_traceback_later(280, exit=True)
+    vllm_twins.install()
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    for case in sys.argv[5:] or CASES:
+        attempt(CASES[case], name=case)
+    if FAILED:
+        sys.exit(f"failed: {', '.join(FAILED)}")
+    say("all cases passed")

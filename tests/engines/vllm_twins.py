@@ -1,0 +1,107 @@
+"""What vLLM needs on a machine without a GPU and without its compiled parts: its CPU platform, and torch twins.
+
+Only what is beside the experts: the layers of experts and their routers run vLLM's own code.
+"""
+
+import types
+from typing import Any
+
+import torch
+
+LENGTHS: list[int] = []  # of the sequences of the current forward pass
+LIBRARIES: list[torch.library.Library] = []  # an operation exists as long as its library
+
+
+def platform() -> str:
+    """The entry point of the test-only platform plug-in."""
+    return "vllm.platforms.cpu.CpuPlatform"
+
+
+def attention(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Causal attention of whole prompts that stand one behind another, with sliding windows and sinks."""
+    q = query.view(-1, self.num_heads, self.head_size).transpose(0, 1)
+    k = key.view(-1, self.num_kv_heads, self.head_size).transpose(0, 1)
+    v = value.view(-1, self.num_kv_heads, self.head_size).transpose(0, 1)
+    k, v = (tensor.repeat_interleave(self.num_heads // self.num_kv_heads, dim=0) for tensor in (k, v))
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    position = torch.arange(q.shape[1])
+    sequence = torch.bucketize(position, ends, right=True)
+    distance = position[:, None] - position[None]
+    seen = (sequence[:, None] == sequence[None]) & (distance >= 0)
+    window = getattr(self, "sliding_window", None)
+    if window is not None:
+        seen &= distance < window
+    scores = (q @ k.transpose(1, 2)) * self.impl_scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if self.twin_sinks is not None:
+        sinks = self.twin_sinks.view(-1, 1, 1).expand(-1, q.shape[1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v).transpose(0, 1).reshape(query.shape[0], -1)
+
+
+def _twins() -> dict[str, tuple[str, Any]]:
+    """Compiled operations by name: their schema, and a function in torch."""
+
+    def silu_and_mul(result: torch.Tensor, x: torch.Tensor) -> None:
+        gate, up = x.chunk(2, dim=-1)
+        result.copy_(torch.nn.functional.silu(gate) * up)
+
+    def topk(scores: Any, weights: torch.Tensor, ids: torch.Tensor, renormalize: bool, bias: Any) -> None:
+        chosen = scores if bias is None else scores + bias
+        found = chosen.topk(weights.shape[1], dim=-1).indices
+        picked = scores.gather(1, found)
+        weights.copy_(picked / picked.sum(-1, keepdim=True) if renormalize else picked)
+        ids.copy_(found)
+
+    def topk_softmax(weights: Any, ids: Any, rows: Any, logits: torch.Tensor, renormalize: bool, bias: Any) -> None:
+        topk(logits.float().softmax(-1), weights, ids, renormalize, bias)
+
+    return {
+        "_C::silu_and_mul": ("(Tensor! result, Tensor input) -> ()", silu_and_mul),
+        "_moe_C::topk_softmax": (
+            "(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, "
+            "bool renormalize, Tensor? bias) -> ()",
+            topk_softmax,
+        ),
+    }
+
+
+def install() -> None:
+    """Replace compiled operations and attention; call it before a model is made."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native
+    made = Attention.__init__
+
+    def init(self: Any, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any) -> None:
+        made(self, num_heads, head_size, scale, *args, **kwargs)
+        self.impl_scale, self.twin_sinks = scale, kwargs.get("sinks")
+
+    def inspect_model_cls(self: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls  # vLLM starts a process, which imports again
+    for config in (Fp8Config, CompressedTensorsConfig):
+        config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    Attention.__init__ = init
+    Attention.forward = attention
+    torch.accelerator.empty_cache = lambda: None
+    init_workspace_manager(torch.device("cpu"))  # as vLLM's workers do
+    torch.accelerator.current_stream = lambda *_: types.SimpleNamespace(is_capturing=lambda: False)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    for name, (schema, function) in _twins().items():
+        library, operation = name.split("::")
+        if not hasattr(getattr(torch.ops, library), operation):
+            fragment = torch.library.Library(library, "FRAGMENT")
+            fragment.define(operation + schema)
+            fragment.impl(operation, function, "CPU")
+            LIBRARIES.append(fragment)

@@ -1,0 +1,560 @@
+"""FlashInfer's FP4 calls against float64, written from the formats and FlashInfer's documentation (`fp4_oracle`)."""
+
+import dataclasses
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp4_oracle import Layer, choose, random_layer, random_stored, real, round_nvfp4
+
+from ep_moe.functional.flashinfer import (
+    b12x_fused_moe,
+    trtllm_fp4_block_scale_moe,
+    unshuffle_rows,
+    unshuffle_weight,
+    untile_scales,
+)
+from ep_moe.testing import worst_row_error
+
+EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 8, 3, 24, 64, 96
+LIMITS = {"bf16": 1e-2, "mxfp8": 2e-2, "nvfp4": 2e-2}  # a value near a rounding boundary may go either way
+NUMBERS = ("routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias")
+SCALARS = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """For tiny operators a second one costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def hidden_states(kind: str, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Tokens in a format, their scales, and the real numbers that these stand for."""
+    if kind == "bf16":
+        x = torch.randn(TOKENS, HIDDEN, generator=generator(seed)).bfloat16()
+        return x, None, x.double()
+    values, scale = random_stored((TOKENS, HIDDEN), kind, 1.0, generator(seed))
+    exact = real(values, scale, kind)
+    if kind == "mxfp8":
+        return values.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), exact
+    return values, scale.view(torch.float8_e4m3fn), exact
+
+
+def logits(seed: int = 2) -> torch.Tensor:
+    return torch.randn(TOKENS, EXPERTS, generator=generator(seed)) * 2
+
+
+def arguments(layer: Layer, x: torch.Tensor, scale: torch.Tensor | None, **changes: Any) -> dict[str, Any]:
+    """Arguments of a call with all experts, Renormalize, and no optional argument."""
+    dtype = torch.float8_e4m3fn if layer.kind == "nvfp4" else torch.float8_e8m0fnu
+    given: dict[str, Any] = dict.fromkeys((*NUMBERS, *SCALARS, "n_group", "topk_group"))
+    given |= {
+        "routing_logits": logits(),
+        "hidden_states": x,
+        "hidden_states_scale": scale,
+        "gemm1_weights": layer.w1,
+        "gemm1_weights_scale": layer.w1_scale.view(dtype),
+        "gemm2_weights": layer.w2,
+        "gemm2_weights_scale": layer.w2_scale.view(dtype),
+        "num_experts": EXPERTS,
+        "top_k": TOPK,
+        "intermediate_size": INNER,
+        "local_expert_offset": 0,
+        "local_num_experts": EXPERTS,
+        "routed_scaling_factor": None,
+        "routing_method_type": 1,
+    }
+    return given | changes
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, how: str) -> None:
+    assert found.dtype == torch.bfloat16
+    assert float(worst_row_error(found, expected)) < LIMITS[how]
+
+
+SEEDS_ARGUMENTS = {
+    trtllm_fp4_block_scale_moe: (
+        "routing_logits routing_bias hidden_states hidden_states_scale gemm1_weights gemm1_weights_scale gemm1_bias "
+        "gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale gemm2_bias output1_scale_scalar "
+        "output1_scale_gate_scalar output2_scale_scalar num_experts top_k n_group topk_group intermediate_size "
+        "local_expert_offset local_num_experts routed_scaling_factor routing_method_type=0 do_finalize=True "
+        "enable_pdl=None activation_type=3 per_token_scale=None output=None tune_max_num_tokens=8192 "
+        "norm_topk_prob=True routing_replay_out=None"
+    ),
+    b12x_fused_moe: (
+        "x w1_weight w1_weight_sf w2_weight w2_weight_sf token_selected_experts token_final_scales num_experts top_k "
+        "*w1_alpha *w2_alpha *fc2_input_scale=None *num_local_experts=None *output=None *output_dtype=torch.bfloat16 "
+        "*activation='silu' *activation_precision='fp4' *quant_mode=None *source_format='modelopt'"
+    ),
+}
+
+
+@pytest.mark.parametrize("call", SEEDS_ARGUMENTS, ids=lambda call: call.__name__)
+def test_names_order_and_defaults(call: Callable[..., Any]) -> None:
+    found = []
+    for parameter in inspect.signature(call).parameters.values():
+        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+        found.append("*" * (parameter.kind is inspect.Parameter.KEYWORD_ONLY) + parameter.name + default)
+    assert " ".join(found) == SEEDS_ARGUMENTS[call]
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["", "per_token_scale"])
+@pytest.mark.parametrize("tokens", ["bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])
+def test_formats(weights: str, tokens: str, per_token: bool) -> None:
+    layer = random_layer(weights, True, EXPERTS, HIDDEN, INNER, generator(3))
+    x, scale, exact = hidden_states(tokens)
+    factor = torch.rand(TOKENS, generator=generator(4)) * 3 + 0.1 if per_token else None
+    given = arguments(layer, x, scale, per_token_scale=factor)
+    how = {("mxfp4", "mxfp8"): "mxfp8", ("nvfp4", "nvfp4"): "nvfp4"}.get((weights, tokens), "bf16")
+    if factor is not None:
+        exact, how = (exact * factor[:, None].double()).bfloat16().double(), "bf16"
+    [found] = trtllm_fp4_block_scale_moe(**given)
+    ids, chosen = choose(logits(), 1, TOPK)
+    check(found, layer(exact, ids, chosen, "swiglu", how, range(EXPERTS)), how)
+    if scale is not None:  # dtypes and shapes under which callers hold bytes
+        given["hidden_states_scale"] = scale.view(torch.uint8).reshape(-1)
+        given["gemm1_weights"] = layer.w1.view(torch.float8_e4m3fn)
+        given["gemm2_weights_scale"] = layer.w2_scale
+        assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], found)
+
+
+def numbers(low: float, high: float, seed: int) -> torch.Tensor:
+    return torch.rand(EXPERTS, generator=generator(seed)) * (high - low) + low
+
+
+ACTIVATIONS = {3: "swiglu", 4: "geglu", 6: "relu2", 7: "identity"}
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize("scalars", ["", "111", "100", "010", "001", "110"])
+@pytest.mark.parametrize(
+    ("number", "own"), [(3, ""), (3, "alpha"), (3, "alpha beta limit"), (3, "limit"), (4, ""), (6, ""), (7, "")]
+)
+def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool) -> None:
+    """Biases, beta and limit are in the units of the unscaled sums; they matter most where scalars are far from 1."""
+    layer = random_layer("nvfp4", number in (3, 4), EXPERTS, HIDDEN, INNER, generator(number))
+    given: dict[str, torch.Tensor] = {
+        name: tensor
+        for name, tensor in (
+            ("alpha", numbers(0.5, 2.0, 11)),
+            ("beta", numbers(-1.0, 1.5, 12)),
+            ("limit", numbers(0.3, 1.5, 13)),
+        )
+        if name in own.split()
+    }
+    names = ("up", "gate", "second")
+    sizes = ((0.2, 3.0), (0.4, 2.5), (0.5, 4.0))
+    for name, size, flag in zip(names, sizes, scalars or "000", strict=True):
+        if flag == "1":
+            given[name] = numbers(*size, seed=14 + len(name))
+    if biased:
+        given["b1"] = torch.randn(EXPERTS, layer.w1.shape[1], generator=generator(15))
+        given["b2"] = torch.randn(EXPERTS, HIDDEN, generator=generator(16))
+    layer = dataclasses.replace(layer, **given)
+    x, _, exact = hidden_states("bf16")
+    ids, chosen = choose(logits(), 1, TOPK)
+    expected = layer(exact, ids, chosen, ACTIVATIONS[number], "bf16", range(EXPERTS))
+    fields = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", *SCALARS)
+    ours = ("b1", "b2", "alpha", "beta", "limit", *names)
+    changes = {field: getattr(layer, name) for field, name in zip(fields, ours, strict=True)}
+    [found] = trtllm_fp4_block_scale_moe(**arguments(layer, x, None, activation_type=number, **changes))
+    check(found, expected, "bf16")
+
+
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "0": {"routing_method_type": 0},
+    "1": {"routing_method_type": 1},
+    "2": {"routing_method_type": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    "2_without_groups": {"routing_method_type": 2, "n_group": None, "topk_group": None},
+    "2_unnormalized": {"routing_method_type": 2, "n_group": 0, "topk_group": 0, "norm_topk_prob": False},
+    "3": {"routing_method_type": 3, "top_k": 1},
+    "4": {"routing_method_type": 4, "routed_scaling_factor": 1.0},
+    "4_unnormalized": {"routing_method_type": 4, "norm_topk_prob": False},
+    "5": {"routing_method_type": 5, "norm_topk_prob": False},
+    "6": {"routing_method_type": 6},
+    "6_unnormalized": {"routing_method_type": 6, "norm_topk_prob": False},
+    "7": {"routing_method_type": 7, "routed_scaling_factor": 1.5},
+    "8": {"routing_method_type": 8},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing_methods(name: str, dtype: torch.dtype) -> None:
+    more, layer = ROUTINGS[name], random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(5))
+    method, topk = more["routing_method_type"], more.get("top_k", TOPK)
+    # distinct also in bfloat16: of equal scores, the oracle takes any
+    scores = (torch.rand(TOKENS, EXPERTS, generator=generator(6)).argsort(1) * 0.37 - 1.3).to(dtype)
+    bias = (torch.randn(EXPERTS, generator=generator(7)) * 0.3).to(dtype) if method in (2, 7) else None
+    replay = torch.full((TOKENS + 3, topk), -7, dtype=torch.int16)
+    x, _, exact = hidden_states("bf16")
+    changes = {"routing_logits": scores, "routing_bias": bias, "routing_replay_out": replay, **more}
+    [found] = trtllm_fp4_block_scale_moe(**arguments(layer, x, None, **changes))
+    ids, chosen = choose(
+        scores,
+        method,
+        topk,
+        bias,
+        n_group=more.get("n_group") or 1,
+        topk_group=more.get("topk_group") or 1,
+        factor=more.get("routed_scaling_factor") or 1.0,
+        norm=more.get("norm_topk_prob", True),
+    )
+    check(found, layer(exact, ids, chosen, "swiglu", "bf16", range(EXPERTS)), "bf16")
+    assert torch.equal(replay[:TOKENS].sort(1).values.long(), ids.sort(1).values)
+    assert bool((replay[TOKENS:] == -7).all())
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["own_weights", "all_weights"])
+@pytest.mark.parametrize("bounds", [(0, 8), (0, 3, 8), (0, 1, 4, 6, 8)], ids=["1_rank", "2_ranks", "4_ranks"])
+def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None:
+    """Each rank passes its own experts' tensors, or all experts' as the documentation's shapes say."""
+    made = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(8))
+    layer = dataclasses.replace(
+        made,
+        b1=torch.randn(EXPERTS, 2 * INNER, generator=generator(9)),
+        b2=torch.randn(EXPERTS, HIDDEN, generator=generator(10)),
+        alpha=numbers(0.5, 2.0, 11),
+        second=numbers(0.5, 2.0, 12),
+    )
+    x, scale, exact = hidden_states("bf16")
+    ids, chosen = choose(logits(), 1, TOPK)
+    total = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        rank = slice(0, EXPERTS) if whole else slice(first, last)
+        given = arguments(layer, x, scale, local_expert_offset=first, local_num_experts=last - first)
+        given |= {"gemm1_bias": layer.b1, "gemm2_bias": layer.b2, "gemm1_alpha": layer.alpha}
+        given["output2_scale_scalar"] = layer.second
+        for name in (
+            name for name, tensor in given.items() if name.startswith(("gemm", "output")) and tensor is not None
+        ):
+            given[name] = given[name].view(torch.uint8)[rank] if given[name].element_size() == 1 else given[name][rank]
+        [part] = trtllm_fp4_block_scale_moe(**given)
+        expected = layer(exact, ids, chosen, "swiglu", "bf16", range(first, last))
+        idle = (expected == 0).all(1)
+        assert torch.equal(part[idle], torch.zeros_like(part[idle]))
+        check(part[~idle], expected[~idle], "bf16")
+        total += part.double()
+    assert float(worst_row_error(total, layer(exact, ids, chosen, "swiglu", "bf16", range(EXPERTS)))) < LIMITS["bf16"]
+
+
+def test_rows_before_the_sum() -> None:
+    layer = random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    given = arguments(layer, *hidden_states("bf16")[:2], local_expert_offset=2, local_num_experts=5)
+    given["gemm1_weights"], given["gemm1_weights_scale"] = layer.w1[2:7], layer.w1_scale[2:7]
+    [found] = trtllm_fp4_block_scale_moe(**given)
+    rows, weights, permuted = trtllm_fp4_block_scale_moe(**given, do_finalize=False)
+    assert (rows.dtype, weights.dtype, permuted.dtype) == (torch.bfloat16, torch.bfloat16, torch.int32)
+    assert (rows.shape[1], weights.shape, permuted.shape) == (HIDDEN, (TOKENS, TOPK), (TOKENS * TOPK,))
+    ids, chosen = choose(logits(), 1, TOPK)
+    assert torch.equal(weights, chosen.float().bfloat16())
+    here = ((ids >= 2) & (ids < 7)).reshape(-1)
+    assert torch.equal(permuted >= 0, here)
+    assert len(set(permuted[here].tolist())) == int(here.sum())
+    parts = torch.where(here[:, None], rows[permuted.clamp(min=0)].float(), 0.0).view(TOKENS, TOPK, HIDDEN)
+    expected = (parts * weights.float()[:, :, None]).sum(1)
+    some = here.view(TOKENS, TOPK).any(1)
+    assert float(worst_row_error(found[some], expected[some])) < LIMITS["bf16"]
+    with pytest.raises(ValueError, match="output is given, but do_finalize=False"):
+        trtllm_fp4_block_scale_moe(**given, do_finalize=False, output=found)
+
+
+def test_output_is_written_and_other_arguments_change_nothing() -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    given = arguments(layer, *hidden_states("nvfp4")[:2])
+    [expected] = trtllm_fp4_block_scale_moe(**given)
+    output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
+    [found] = trtllm_fp4_block_scale_moe(**given, output=output, enable_pdl=True, tune_max_num_tokens=1)
+    assert found is output
+    assert torch.equal(output, expected)
+
+
+def test_writes_to_weights_are_seen_and_freed_weights_are_not_kept() -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    other = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(4))
+    scalars = {name: numbers(0.5, 2.0, 30 + index) for index, name in enumerate(SCALARS)}
+    given = arguments(layer, *hidden_states("bf16")[:2], **scalars)
+    [before] = trtllm_fp4_block_scale_moe(**given)
+    assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], before)
+    changed = given | {"gemm2_weights": other.w2}
+    [expected] = trtllm_fp4_block_scale_moe(**changed)
+    assert not torch.equal(expected, before)
+    assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], before)
+    given["gemm2_weights"].copy_(other.w2)
+    assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], expected)
+    given["output2_scale_scalar"].mul_(4)
+    torch.testing.assert_close(trtllm_fp4_block_scale_moe(**given)[0], expected * 4, rtol=0, atol=0)
+    memory = weakref.ref(layer.w1)
+    del layer, given, changed
+    gc.collect()
+    assert memory() is None
+
+
+def test_no_tokens() -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    x, scale, _ = hidden_states("nvfp4")
+    assert scale is not None
+    given = arguments(layer, x[:0], scale.view(torch.uint8)[:0], routing_logits=logits()[:0])
+    assert trtllm_fp4_block_scale_moe(**given)[0].shape == (0, HIDDEN)
+    assert [tuple(part.shape) for part in trtllm_fp4_block_scale_moe(**given, do_finalize=False)] == [
+        (0, HIDDEN),
+        (0, TOPK),
+        (0,),
+    ]
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+HALF_LOGITS = torch.zeros(TOKENS, EXPERTS, dtype=torch.float16)
+PACKED = torch.zeros(TOKENS, HIDDEN // 2, dtype=torch.uint8)
+BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "method 9": ({"routing_method_type": 9}, ("routing_method_type (9)", "0 to 8")),
+    "factor": ({"routed_scaling_factor": 2.5}, ("routed_scaling_factor (2.5)", "2 and 7")),
+    "groups": ({"n_group": 4, "topk_group": 2}, ("num_group (4)", "method 2")),
+    "norm": ({"norm_topk_prob": False}, ("norm_topk_prob=False", "got 1")),
+    "bias": ({"routing_bias": torch.zeros(EXPERTS)}, ("routing_bias", "method 2 or 7, got 1")),
+    "bias's shape": ({"routing_bias": torch.zeros(3), "routing_method_type": 2}, ("routing_bias", "(3,)", "(8,)")),
+    "logits": ({"routing_logits": torch.zeros(TOKENS, 9)}, ("routing_logits", "(24, 9)", "(24, 8)")),
+    "logits' dtype": ({"routing_logits": HALF_LOGITS}, ("routing_logits", "float16", "bfloat16")),
+    "activation": ({"activation_type": 5}, ("activation_type (5)", "3 (swiglu)", "7 (identity)")),
+    "alpha": ({"activation_type": 4, "gemm1_alpha": torch.ones(8)}, ("gemm1_alpha", "activation_type 3, not to 4")),
+    "width": ({"activation_type": 6}, ("gemm1_weights", "(8, 192, 32)", "(8, 96, 32)", "activation_type (6)")),
+    "intermediate": ({"intermediate_size": 48}, ("gemm1_weights", "(8, 96, 32)", "intermediate_size (48)")),
+    "offset": ({"local_expert_offset": 1}, ("[1, 9)", "num_experts (8)")),
+    "scale": ({"hidden_states_scale": scales(TOKENS, 4)}, ("hidden_states_scale", "bfloat16 hidden_states have none")),
+    "float16": ({"hidden_states": torch.zeros(TOKENS, HIDDEN).half()}, ("hidden_states", "float16", "bfloat16")),
+    "nvfp4 alone": ({"hidden_states": PACKED}, ("hidden_states_scale is missing", "(24, 4)")),
+    "weight scale": ({"gemm1_weights_scale": scales(8, 192, 3)}, ("gemm1_weights_scale", "(8, 192, 4)", "(8, 192, 2)")),
+    "mixed": ({"gemm2_weights_scale": scales(8, 64, 3)}, ("gemm1_weights are nvfp4, gemm2_weights are mxfp4",)),
+    "scalar": ({"output1_scale_scalar": torch.ones(3)}, ("output1_scale_scalar", "(3,)", "(8,)")),
+    "scalar's dtype": ({"gemm1_alpha": torch.ones(8).half()}, ("gemm1_alpha", "float16", "float32")),
+    "gemm1_bias": ({"gemm1_bias": torch.ones(8, 96)}, ("gemm1_bias", "(8, 96)", "(8, 192)")),
+    "per_token_scale": ({"per_token_scale": torch.ones(TOKENS, 1)}, ("per_token_scale", "(24, 1)", "(24,)")),
+    "output": ({"output": torch.empty(TOKENS, HIDDEN)}, ("output", "float32", "bfloat16")),
+    "replay": ({"routing_replay_out": torch.zeros(TOKENS, TOPK)}, ("routing_replay_out", "float32", "int16")),
+    "top_k": ({"top_k": 9}, ("num_topk (9)", "num_experts (8)")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    changes, words = BAD[name]
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    with pytest.raises(ValueError) as caught:
+        trtllm_fp4_block_scale_moe(**arguments(layer, *hidden_states("bf16")[:2], **changes))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_compiled_into_one_graph() -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    given = arguments(layer, *hidden_states("bf16")[:2], output2_scale_scalar=numbers(0.5, 2.0, 1))
+
+    def finalized(x: torch.Tensor, replay: torch.Tensor) -> torch.Tensor:
+        [out] = trtllm_fp4_block_scale_moe(**given | {"hidden_states": x * 2}, routing_replay_out=replay)
+        return out + 1
+
+    def rows(x: torch.Tensor, replay: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        changed = given | {"hidden_states": x * 2}
+        return tuple(trtllm_fp4_block_scale_moe(**changed, do_finalize=False, routing_replay_out=replay))
+
+    for function in (finalized, rows):
+        replays = [torch.zeros(TOKENS, TOPK, dtype=torch.int16) for _ in range(2)]
+        expected = function(given["hidden_states"], replays[0])
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(given["hidden_states"], replays[1])
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert torch.equal(*replays)
+        assert bool(replays[0].any())
+
+
+# b12x_fused_moe
+
+
+def b12x_arguments(layer: Layer, seed: int = 20, **changes: Any) -> dict[str, Any]:
+    random = generator(seed)
+    ids = torch.rand(TOKENS, EXPERTS, generator=random).argsort(1)[:, :TOPK]
+    given = {
+        "x": torch.randn(TOKENS, HIDDEN, generator=random).bfloat16(),
+        "w1_weight": layer.w1,
+        "w1_weight_sf": layer.w1_scale.view(torch.float8_e4m3fn),
+        "w2_weight": layer.w2,
+        "w2_weight_sf": layer.w2_scale.view(torch.float8_e4m3fn),
+        "token_selected_experts": ids.int(),
+        "token_final_scales": torch.rand(TOKENS, TOPK, generator=random),
+        "num_experts": EXPERTS,
+        "top_k": TOPK,
+        "w1_alpha": numbers(0.5, 2.0, 21),
+        "w2_alpha": numbers(0.5, 2.0, 22),
+    }
+    return given | changes
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {"fc2_input_scale": torch.tensor([4.0])},
+    "nvfp4": {"quant_mode": "nvfp4", "fc2_input_scale": torch.tensor(0.25)},
+    "w4a4": {"quant_mode": "w4a4", "fc2_input_scale": numbers(0.5, 2.0, 23)},
+    "fp4": {"activation_precision": "fp4", "fc2_input_scale": torch.tensor([1.0])},
+    "bf16": {"activation_precision": "bf16"},
+    "w4a16": {"quant_mode": "w4a16", "fc2_input_scale": torch.tensor([1e30])},
+    "compressed_tensors": {"quant_mode": "w4a16", "source_format": "compressed_tensors"},
+}
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_b12x(mode: str, activation: str) -> None:
+    more = MODES[mode]
+    layer = random_layer("nvfp4", activation == "silu", EXPERTS, HIDDEN, INNER, generator(3))
+    given = b12x_arguments(layer, activation=activation, **more)
+    rounded = mode in ("default", "nvfp4", "w4a4", "fp4")
+    first, second = given["w1_alpha"], given["w2_alpha"]
+    if rounded:
+        second = second * more["fc2_input_scale"].reshape(-1)
+    if mode == "compressed_tensors":
+        first, second = 1 / first.double(), 1 / second.double()
+    layer = dataclasses.replace(layer, gate=first, up=first if activation == "silu" else None, second=second)
+    x = given["x"].double()
+    if rounded:
+        x = round_nvfp4(x, torch.ones(TOKENS, 1, dtype=torch.float64))
+    how = "nvfp4" if rounded else "bf16"
+    ids, weights = given["token_selected_experts"], given["token_final_scales"]
+    expected = layer(x, ids, weights, "swiglu" if activation == "silu" else "relu2", how, range(EXPERTS))
+    found = b12x_fused_moe(**given)
+    check(found, expected, how)
+    output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
+    assert b12x_fused_moe(**given, output=output) is output
+    assert torch.equal(output, found)
+
+
+def test_b12x_on_two_ranks() -> None:
+    """A rank passes ids less its first expert; those of the other rank's experts add nothing."""
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    given = b12x_arguments(layer, quant_mode="w4a16")
+    expected, total = b12x_fused_moe(**given).double(), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for first, last in ((0, 5), (5, 8)):
+        part = {name: given[name].view(torch.uint8)[first:last] for name in given if name.startswith(("w1_w", "w2_w"))}
+        part |= {name: given[name][first:last] for name in ("w1_alpha", "w2_alpha")}
+        part |= {"token_selected_experts": given["token_selected_experts"] - first, "num_local_experts": last - first}
+        total += b12x_fused_moe(**given | part).double()
+    assert float(worst_row_error(total, expected)) < LIMITS["bf16"]
+
+
+BAD_B12X: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "scale": ({}, ("fc2_input_scale is missing", "'nvfp4'")),
+    "mode": ({"quant_mode": "w8a8"}, ("quant_mode ('w8a8')", "nvfp4, w4a4, w4a16")),
+    "precision": ({"activation_precision": "fp8"}, ("activation_precision ('fp8')", "fp4, bf16")),
+    "source": ({"source_format": "gguf", "quant_mode": "w4a16"}, ("source_format ('gguf')", "compressed_tensors")),
+    "pair": ({"source_format": "compressed_tensors"}, ("source_format ('compressed_tensors')", "'nvfp4'")),
+    "dtype": ({"output_dtype": torch.float16}, ("output_dtype (torch.float16)",)),
+    "activation": ({"activation": "gelu"}, ("activation ('gelu')", "silu, relu2")),
+    "local": ({"num_local_experts": 9, "quant_mode": "w4a16"}, ("num_local_experts (9)", "[1, num_experts (8)]")),
+    "weights": ({"num_local_experts": 4, "quant_mode": "w4a16"}, ("w1_weight is (8, 192, 32)", "(4, 192, 32)")),
+    "x": ({"x": torch.zeros(TOKENS, HIDDEN), "quant_mode": "w4a16"}, ("x is", "float32", "bfloat16")),
+    "alpha": ({"w1_alpha": torch.ones(1), "quant_mode": "w4a16"}, ("w1_alpha is (1,)", "(8,)")),
+    "top_k": ({"top_k": 2, "quant_mode": "w4a16"}, ("token_selected_experts is (24, 3)", "(24, 2)")),
+    "mxfp4": (
+        {"w1_weight_sf": torch.zeros(8, 192, 2, dtype=torch.uint8), "quant_mode": "w4a16"},
+        ("w1_weight_sf is (8, 192, 2)", "16 columns"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_B12X)
+def test_bad_arguments_of_b12x_are_named(name: str) -> None:
+    changes, words = BAD_B12X[name]
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    with pytest.raises(ValueError) as caught:
+        b12x_fused_moe(**b12x_arguments(layer, **changes))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_b12x_compiled_into_one_graph() -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    given = b12x_arguments(layer, quant_mode="w4a16")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return b12x_fused_moe(**given | {"x": x * 2}) + 1
+
+    found = torch.compile(function, backend="aot_eager", fullgraph=True)(given["x"])
+    assert torch.equal(found, function(given["x"]))
+
+
+# Shuffled weights
+
+
+def shuffled(rows: torch.Tensor, gated: bool, block: int) -> torch.Tensor:
+    """Rows [N, ...] as FlashInfer stores them for Blackwell: gate and up alternate, then rows move within blocks."""
+    count, order = len(rows), list(range(len(rows)))
+    if gated:
+        order = [index for pair in zip(range(count // 2), range(count // 2, count), strict=True) for index in pair]
+    stored, part = [0] * count, block // 8
+    for place, row in enumerate(order):
+        start, within = divmod(place, block)
+        stored[start * block + within % part * 8 + within // part] = row
+    return rows[stored]
+
+
+def tiled(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [N, G], multiples of 128 and 4, in tiles of 128 x 4: row r begins at 16 * (r % 32) + 4 * (r // 32)."""
+    rows, columns = scale.shape
+    out = torch.empty(rows * columns, dtype=scale.dtype)
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 128 * (columns // 4) + column // 4
+            out[512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4] = scale[row, column]
+    return out
+
+
+@pytest.mark.parametrize(("gated", "tile_m"), [(True, 128), (False, 128), (True, 64)])
+def test_shuffled_weights(gated: bool, tile_m: int) -> None:
+    block = {128: 32, 64: 16}[tile_m]
+    weight = torch.randint(0, 256, (2, 256, 64), generator=generator(1), dtype=torch.uint8)
+    scale = torch.randint(0, 256, (2, 256, 8), generator=generator(2), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    bias = torch.randn(2, 256, generator=generator(3))
+    stored = torch.stack([shuffled(rows, gated, block) for rows in weight])
+    stored_scale = torch.stack([tiled(shuffled(rows, gated, block)) for rows in scale.view(torch.uint8)])
+    found, found_scale = unshuffle_weight(
+        stored, stored_scale.view(2, 256, 8).view(torch.float8_e4m3fn), gated=gated, epilogue_tile_m=tile_m
+    )
+    assert torch.equal(found, weight)
+    assert found_scale.dtype == torch.float8_e4m3fn
+    assert torch.equal(found_scale.view(torch.uint8), scale.view(torch.uint8))
+    stored_bias = torch.stack([shuffled(row, gated, block) for row in bias])
+    assert torch.equal(unshuffle_rows(stored_bias, gated=gated, epilogue_tile_m=tile_m), bias)
+
+
+def test_scales_in_tiles_that_are_not_full() -> None:
+    scale = torch.randint(0, 256, (3, 256, 8), generator=generator(2), dtype=torch.uint8)
+    stored = torch.stack([tiled(rows) for rows in scale])
+    assert torch.equal(untile_scales(stored, 200, 6), scale[:, :200, :6])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: unshuffle_rows(torch.zeros(2, 40, 4), gated=True), ("(40)", "multiple of 32")),
+        (
+            lambda: unshuffle_rows(torch.zeros(2, 64), gated=True, epilogue_tile_m=96),
+            ("epilogue_tile_m (96)", "128, 64"),
+        ),
+        (lambda: untile_scales(torch.zeros(2, 100, dtype=torch.uint8), 128, 4), ("(2, 100)", "512 for each expert")),
+        (lambda: unshuffle_weight(torch.zeros(2, 64, 8), torch.zeros(2, 32, 1), gated=True), ("(2, 32, 1)",)),
+    ],
+)
+def test_bad_layouts_are_named(call: Callable[[], Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert [word for word in words if word not in str(caught.value)] == []
