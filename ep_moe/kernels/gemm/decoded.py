@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.pairs import decode_pairs, scale_pairs, zero_pairs
+from ep_moe.kernels.gemm.small_integers import decode_small_integers
 from ep_moe.kernels.gemm.tokens import decode_rows, load_byte_scales, load_rows
 from ep_moe.kernels.gemm.weights import decode, load_stored, scale_offsets, scale_values
 from ep_moe.kernels.numerics import INTERPRET
@@ -104,6 +105,10 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
             zero = zero_pairs(tl.full([1, 1], 8, tl.int32), dtype)
         low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
         return _order(tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K]), TILE, CODES)
+    elif dtype == tl.float8e4nv:
+        if CODES.ZERO:
+            zero = _spread(zero, TILE.BLOCK_K // 2, CODES.GROUPS)
+        return decode_small_integers(stored, zero, CODES.ZERO)
     else:
         return _order(decode(stored, scale, zero, dtype, SCALES, CODES), TILE, CODES)
 
@@ -114,6 +119,9 @@ def _add_product(acc, x, w, TILE):
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
+    if x.dtype == tl.float8e4nv and TILE.BLOCK_K < 32:  # too narrow; float16 represents all these numbers
+        x = x.to(tl.float16)
+        w = w.to(tl.float16)
     if TILE.SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     else:
@@ -176,6 +184,8 @@ def _accumulate(
             scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
             w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask, other=0.0))
             acc += step * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
+        elif dtype == tl.float8e4nv:  # tensor cores sum fp8 in 14 bits: promoted after each step
+            acc += _add_product(tl.zeros_like(acc), x, w, TILE)
         else:
             acc = _add_product(acc, x, w, TILE)
         x_ptrs += TILE.BLOCK_K // X_PACKED
@@ -185,7 +195,7 @@ def _accumulate(
 
 @triton.jit
 def accumulate_decoded(
-    operands,  # Operands; groups of x are not scaled, or its scales are of one byte
+    operands,  # Operands; x has no scales of groups, or scales of one byte
     x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
     x_scale_ptrs,  # [BLOCK_M]
     x_scale_stride_group,

@@ -22,12 +22,11 @@ from ep_moe.kernels.numerics import INTERPRET
 
 
 @triton.jit
-def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES):
+def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
     """Return acc plus the product of x [BLOCK_M, BLOCK_K] and w [BLOCK_N, BLOCK_K], times the scales of this block.
 
     acc is [BLOCK_M, BLOCK_N], or its transpose with SWAP. fp8 products are promoted to float32 accumulators after each
-    step if they have block scales, else after 64 columns: Hopper's tensor cores accumulate fp8 with 14 bits
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    step: Hopper's tensor cores accumulate fp8 with 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     """
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
@@ -58,11 +57,8 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES):
             return acc + product * (x_scale * w_scale)[None, :]
         else:
             return acc + product * (x_scale * w_scale)[:, None]
-    elif FLOAT8 and CODES.KIND != "none":  # from registers, where a product is cut into steps of 32
-        return acc + tl.dot(left, right)
     elif FLOAT8:
-        PROMOTE: tl.constexpr = 64 if TILE.BLOCK_K >= 64 else TILE.BLOCK_K
-        return tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
+        return acc + tl.dot(left, right)
     else:
         return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
 
@@ -96,7 +92,7 @@ def _accumulate(
         acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
         up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
     x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
-    w_ptrs += tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
+    w_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     for k in range(0, K, TILE.BLOCK_K):
         x = load_rows(x_ptrs, row_mask, K - k, TILE, 1)
         if SCALES.X == "group":
@@ -104,13 +100,13 @@ def _accumulate(
         else:
             x_scale = 1.0
         w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, TILE, SCALES, CODES)
-        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES)
+        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES)
         if PAIR:
             up_ptrs = w_ptrs + up_offset
             up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, TILE, SCALES, CODES)
-            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES, CODES)
+            up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES)
         x_ptrs += TILE.BLOCK_K
-        w_ptrs += TILE.BLOCK_K // CODES.PACKED
+        w_ptrs += TILE.BLOCK_K
     acc = acc.to(tl.float32)
     up_acc = up_acc.to(tl.float32)
     if TILE.SWAP:
@@ -151,7 +147,7 @@ def _compute_tile(
         up_offsets = w_offsets
         if EPILOGUE.GATED:
             up_offsets = scale_offsets(expert, first_column + N, columns + N, halves * N, K, SCALES)
-    if CODES.KIND != "none" and (SCALES.X == "fold" or operands.x.dtype.element_ty != tl.float8e4nv):
+    if CODES.KIND != "none":
         gate, up = accumulate_decoded(
             operands,
             x_ptrs,

@@ -9,7 +9,6 @@ A format is a `KIND` of `Codes`: `decode` turns its stored values into real numb
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.gemm.small_integers import decode_small_integers
 from ep_moe.kernels.numerics import e2m1_value, e4m3_value, round_to
 
 _ROUNDER_BITS = tl.constexpr(0x4B000000)  # of 2^23 in float32: an integer in its low bits is added to it
@@ -69,7 +68,7 @@ def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     """Turn stored values [BLOCK_N, BLOCK_K / PACKED] into weights [BLOCK_N, BLOCK_K] of `dtype`.
 
     Args:
-        scale: [BLOCK_N, G] as `_load_groups` returns them, multiplied if "fold", else any. zero: the same, if ZERO.
+        scale: [BLOCK_N, G] as they are stored, multiplied if "fold", else any. zero: the same, if ZERO.
     Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
     """
     width: tl.constexpr = stored.shape[1]
@@ -113,21 +112,13 @@ def load_stored(ptrs, column_mask, places_left, TILE, CODES):
 
 
 @triton.jit
-def _load_groups(ptr, offsets, k, K, column_mask, SCALES, CODES):
-    """Load scales, or zero points, for the weights of the step over K that begins at k: [BLOCK_N, G]."""
-    groups = k // SCALES.GROUP_K + tl.arange(0, CODES.GROUPS)[None, :]
-    mask = column_mask[:, None] & (groups < tl.cdiv(K, SCALES.GROUP_K))
-    return tl.load(ptr + offsets[:, None] + groups, mask=mask, other=0.0)
-
-
-@triton.jit
 def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES):
-    """Load the weights of a step over K that begins at k; decode them to e4m3 if they are integers of 4 bits.
+    """Load the weights of a step over K that begins at k, which are multiplied as they are stored.
 
     Args:
-        ptrs: [BLOCK_N, BLOCK_K / PACKED], of the step's stored values. offsets: as `scale_offsets` returns them.
-    Returns: [BLOCK_N, BLOCK_K] as stored, or in e4m3 times 2^-9; and the scales of the sums of this step,
-    if SCALES.WEIGHT is "block": [BLOCK_N] if VECTOR, else a scalar.
+        ptrs: [BLOCK_N, BLOCK_K], of the step's weights. offsets: as `scale_offsets` returns them.
+    Returns: [BLOCK_N, BLOCK_K]; and the scales of the sums of this step, if SCALES.WEIGHT is "block": [BLOCK_N] if
+    VECTOR, else a scalar.
     """
     w = load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
     w_scale = 1.0
@@ -137,10 +128,4 @@ def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES)
         else:
             w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K)
         w_scale = scale_values(w_scale)
-    if CODES.KIND != "none":
-        zero = 8
-        if CODES.ZERO:
-            zero = _load_groups(operands.w_zero, offsets, k, K, column_mask, SCALES, CODES)
-            zero = _spread(zero, TILE.BLOCK_K // CODES.PACKED, CODES.GROUPS)
-        w = decode_small_integers(w, zero, CODES.ZERO)
     return w, w_scale
