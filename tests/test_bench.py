@@ -374,6 +374,27 @@ def test_bench_layer_traces_all_ranks(tmp_path: Path) -> None:
         assert min(event["dur"] for event in (*dispatch, *combine)) > 0
 
 
+class TwoMachines:
+    """Rank 2 of three: ranks 0 and 1 on machine 0, this rank on machine 1, whose clock is 5 s ahead."""
+
+    rank, node = 2, 1
+
+    def barrier(self) -> None:
+        """Every rank leaves at once."""
+
+    def all_gather_object(self, mine: tuple[int, list[int]]) -> list[tuple[int, list[int]]]:
+        """The readings of ranks 0 and 1, then this rank's."""
+        theirs = [(0, [stamp - 5 * 10**9 + late for stamp in mine[1]]) for late in (0, 400)]
+        self.first_ns = theirs[0][1][0]
+        return [*theirs, mine]
+
+
+def test_machines_of_a_trace_have_one_clock(tmp_path: Path) -> None:
+    group = TwoMachines()
+    made = trace.Trace(group, tmp_path / "t.json")
+    assert made._begin_ns == group.first_ns + 5 * 10**9
+
+
 def test_lanes_of_a_trace() -> None:
     def event(name: str, category: str, pid: int, tid: int, **more: Any) -> dict[str, Any]:
         return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": 10.0, **more}

@@ -1,7 +1,9 @@
 """FlashInfer's FP4 calls against float64, written from the formats and FlashInfer's documentation (`fp4_oracle`)."""
 
 import dataclasses
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -277,6 +279,27 @@ def test_output_is_written_and_other_arguments_change_nothing() -> None:
     [found] = trtllm_fp4_block_scale_moe(**given, output=output, enable_pdl=True, tune_max_num_tokens=1)
     assert found is output
     assert torch.equal(output, expected)
+
+
+def test_writes_to_weights_are_seen_and_freed_weights_are_not_kept() -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    other = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(4))
+    scalars = {name: numbers(0.5, 2.0, 30 + index) for index, name in enumerate(SCALARS)}
+    given = arguments(layer, *hidden_states("bf16")[:2], **scalars)
+    [before] = trtllm_fp4_block_scale_moe(**given)
+    assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], before)
+    changed = given | {"gemm2_weights": other.w2}
+    [expected] = trtllm_fp4_block_scale_moe(**changed)
+    assert not torch.equal(expected, before)
+    assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], before)
+    given["gemm2_weights"].copy_(other.w2)
+    assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], expected)
+    given["output2_scale_scalar"].mul_(4)
+    torch.testing.assert_close(trtllm_fp4_block_scale_moe(**given)[0], expected * 4, rtol=0, atol=0)
+    memory = weakref.ref(layer.w1)
+    del layer, given, changed
+    gc.collect()
+    assert memory() is None
 
 
 def test_no_tokens() -> None:

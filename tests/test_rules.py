@@ -33,7 +33,17 @@ ALONE = {
 
 # words in names that meant nothing to a reader: `test_retired_names_stay_retired` says what took their place
 MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
-OF_OTHERS = {"functional": {"trtllm_fp4_block_scale_moe", "b12x_fused_moe"}}  # signatures that other libraries own
+OF_OTHERS = {  # signatures that other libraries own
+    "functional": {
+        "trtllm_fp4_block_scale_moe",
+        "b12x_fused_moe",
+        "inplace_fused_experts",
+        "outplace_fused_experts",
+        "fused_experts_impl",
+        "fused_experts",
+        "fused_moe",
+    }
+}
 
 RETIRED = ("news", "patience", "impatient", "spoilt", "guilty", "quantis", "homes", "unplanned", "wordy")
 # whole names whose words have one meaning elsewhere, and what took their place

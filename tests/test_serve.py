@@ -54,33 +54,40 @@ class Server:
         return code, self.errors[-1], processes_with(self.mark)
 
 
-@contextlib.contextmanager
-def started(*options: str, cwd: Path) -> Iterator[Server]:
-    """A server on two ranks at a free port; killed at the end if it has not ended."""
-    value = f"{os.getpid()}.{time.time_ns()}"
-    command = [*EP_MOE, "serve", "--nproc", "2", "--device", "cpu", "--port", "0", *options]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, cwd=cwd, env=environ() | {"EP_MOE_TEST_MARK": value}
-    ) as process:
-        assert process.stderr is not None
-        errors: list[str] = []
-        for line in process.stderr:
-            errors.append(line.decode().rstrip())
-            if errors[-1].startswith("serving"):
-                break
-        place = re.search(r"http://\S+/v1", errors[-1])
-        assert place is not None, errors
-        reader = threading.Thread(
-            target=lambda: errors.extend(line.decode().rstrip() for line in process.stderr or ()), daemon=True
-        )
-        reader.start()
+class _Starting:
+    """A server on two ranks at a free port, from its start on; killed at the end if it has not ended."""
+
+    def __init__(self, *options: str, cwd: Path) -> None:
+        self.mark = f"{os.getpid()}.{time.time_ns()}"
+        command = [*EP_MOE, "serve", "--nproc", "2", "--device", "cpu", "--port", "0", *options]
+        environment = environ() | {"EP_MOE_TEST_MARK": self.mark}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=cwd, env=environment)
+        self._errors: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            self._errors.append(line.decode().rstrip())
+            if self._errors[-1].startswith("serving"):
+                self._ready.set()
+        self._ready.set()
+
+    def server(self) -> Server:
+        """Wait until it serves."""
+        assert self._ready.wait(120), self._errors
+        place = re.search(r"http://\S+/v1", self._errors[-1])
+        assert place is not None, self._errors
         client = openai.OpenAI(base_url=place[0], api_key="none", max_retries=0, timeout=60)
-        server = Server(process=process, client=client, mark=f"EP_MOE_TEST_MARK={value}", errors=errors)
-        try:
-            yield server
-        finally:
-            process.kill()
-            reader.join(10)
+        mark = f"EP_MOE_TEST_MARK={self.mark}"
+        return Server(process=self.process, client=client, mark=mark, errors=self._errors)
+
+    def close(self) -> None:
+        """Kill the launcher, and with it its ranks."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +101,20 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(chat_model: Path) -> Iterator[Server]:
-    """A server of the model with a chat template."""
-    with started("--model", str(chat_model), "--max-rows", "2", cwd=chat_model) as made:
-        yield made
+def servers(chat_model: Path) -> Iterator[tuple[_Starting, _Starting]]:
+    """Two servers that start at the same time: of the model with a chat template, and of the shipped one."""
+    with contextlib.ExitStack() as ends:
+        chat = ends.enter_context(
+            contextlib.closing(_Starting("--model", str(chat_model), "--max-rows", "2", cwd=chat_model))
+        )
+        shipped = ends.enter_context(contextlib.closing(_Starting("--timeout-secs", "5", cwd=chat_model)))
+        yield chat, shipped
+
+
+@pytest.fixture(scope="module")
+def server(servers: tuple[_Starting, _Starting]) -> Server:
+    """The server of the model with a chat template."""
+    return servers[0].server()
 
 
 @pytest.fixture(scope="module")
@@ -178,33 +195,31 @@ def test_ctrl_c_ends_all(server: Server) -> None:
     assert server.ended() == (130, "interrupted", [])
 
 
-def test_a_killed_rank_is_named_to_all_clients(tmp_path: Path) -> None:
-    with started("--timeout-secs", "5", cwd=tmp_path) as server:
-        client, found = server.client, []
+def test_a_killed_rank_is_named_to_all_clients(servers: tuple[_Starting, _Starting]) -> None:
+    server = servers[1].server()
+    client, found = server.client, []
 
-        def complete() -> None:
-            try:
-                client.completions.create(model="ep-moe", prompt="The", max_tokens=900)
-            except openai.APIStatusError as error:
-                found.append(error)
+    def complete() -> None:
+        try:
+            client.completions.create(model="ep-moe", prompt="The", max_tokens=900)
+        except openai.APIStatusError as error:
+            found.append(error)
 
-        stream = client.completions.create(model="ep-moe", prompt="And", max_tokens=900, stream=True)
-        next(iter(stream))
-        thread = threading.Thread(target=complete)
-        thread.start()
-        while server.running() < 2:
-            time.sleep(0.05)
-        os.kill(ranks_of(server.process.pid, server.mark)[1], signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
-            list(stream)
-        with pytest.raises(openai.InternalServerError, match="rank 1 was killed by SIGKILL") as late:
-            client.completions.create(model="ep-moe", prompt="The")
-        thread.join()
-        assert [error.status_code for error in (*found, late.value)] == [503, 503]
-        assert "rank 1 was killed by SIGKILL" in str(found[0])
-        code, line, left = server.ended()
-        assert (code, left) == (1, [])
-        assert line == "error: rank 1 was killed by SIGKILL"
+    stream = client.completions.create(model="ep-moe", prompt="And", max_tokens=900, stream=True)
+    next(iter(stream))
+    thread = threading.Thread(target=complete)
+    thread.start()
+    while server.running() < 2:
+        time.sleep(0.05)
+    os.kill(ranks_of(server.process.pid, server.mark)[1], signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError, match="rank 1 was killed by SIGKILL") as late:
+        client.completions.create(model="ep-moe", prompt="The")
+    thread.join()
+    assert [error.status_code for error in (*found, late.value)] == [503, 503]
+    assert str(found[0].body["message"]).startswith("rank 1 was killed by SIGKILL")
+    assert server.ended() == (1, "error: rank 1 was killed by SIGKILL", [])
 
 
 def test_a_port_in_use_and_missing_packages_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

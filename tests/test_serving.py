@@ -3,16 +3,16 @@
 import contextlib
 import dataclasses
 import json
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_rows import LIMITS, FakeRows, continuation, lead
 from starlette.testclient import TestClient
 from test_decoding import TEXTS, captured_on_a_cpu, make_model
 from transformers import AutoTokenizer
@@ -21,79 +21,15 @@ from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate
 from ep_moe.engines.transformers.decoding import RowDecoder
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart, pass_shape
+from ep_moe.engines.transformers.decoding.passes import pass_shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
-from ep_moe.serving.core import Leader, ServerEndedError, follow
+from ep_moe.serving.core import Leader, ServerEndedError
 from ep_moe.serving.http import Service, create_app
 from ep_moe.serving.metrics import Metrics
-from ep_moe.serving.scheduler import BadRequestError, Generation, Limits, Progress, QueueFullError, Scheduler
+from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
-
-LIMITS = Limits(
-    num_ranks=3,
-    num_rows=4,
-    num_positions=96,
-    max_prompt_tokens=24,
-    max_waiting=1000,
-    passes_per_plan=4,
-    vocab_size=256,
-    end_ids=(0,),
-)
-
-
-def next_token(token: int, position: int) -> int:
-    """What the fake ranks' model says after a token; 0, the end, now and then."""
-    return (token * 31 + position * 7 + 5) % 251
-
-
-def continuation(generation: Generation) -> list[int]:
-    """All tokens of a generation by that model."""
-    token, position, made = generation.prompt[-1], len(generation.prompt), []
-    assert generation.max_new_tokens is not None
-    while len(made) < generation.max_new_tokens and (not made or made[-1] != 0):
-        token = next_token(token, position)
-        made.append(token)
-        position += 1
-    return made
-
-
-class FakeRows:
-    """One rank without a model, which carries out plans as `RowDecoder` does, and checks what it may rely on."""
-
-    def __init__(self, limits: Limits, rank: int) -> None:
-        self._limits, self._rank = limits, rank
-        self._live: dict[int, list[int]] = {}  # row -> last token, its position, tokens left
-
-    def run(self, plan: RowsPlan) -> list[list[int]]:
-        """See `RowDecoder.run`."""
-        for row in plan.ended[self._rank]:
-            self._live.pop(row, None)
-        starts = plan.starts[self._rank]
-        if any(plan.starts):
-            assert plan.passes == 0
-            assert [start.row for start in starts] == [starts[0].row + index for index in range(len(starts))]
-            padded = len(starts) * max((len(start.prompt) for start in starts), default=0)
-            assert padded <= self._limits.max_prompt_tokens
-            for start in starts:
-                assert start.row not in self._live
-                self._live[start.row] = [start.prompt[-1], len(start.prompt) - 1, start.max_new_tokens]
-            return [[self._advance(start.row) for start in starts]]
-        shape = plan.shapes[self._rank]
-        assert all(row < shape.rows for row in self._live)
-        made = [[self._advance(row) for row in range(shape.rows)] for _ in range(plan.passes)]
-        assert all(position <= shape.capacity for _, position, _ in self._live.values())
-        return made
-
-    def _advance(self, row: int) -> int:
-        if row not in self._live:
-            return -1
-        token, position, left = self._live[row]
-        token = next_token(token, position + 1)
-        self._live[row] = [token, position + 1, left - 1]
-        if left == 1 or token == 0:
-            del self._live[row]
-        return token
 
 
 def test_everyone_gets_all_tokens_whatever_comes_and_goes() -> None:
@@ -284,60 +220,33 @@ def test_rows_say_the_same_as_sequences_alone(name: str, one_thread: None) -> No
 # Ranks.
 
 
-def lead(group: EPGroup, act: str) -> list[Any]:
-    """Serve with fake rows; rank 1 kills itself if `act` says so. Returns what the generations got."""
-    limits = dataclasses.replace(LIMITS, num_ranks=group.num_ranks)
-    rows = FakeRows(limits, group.rank)
-    if group.rank:
-        if act == "die":
-            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        follow(group, rows)
-        return []
-    leader = Leader(group, rows, limits)
-    found: list[list[Progress]] = []
-    ended = threading.Semaphore(0)
-
-    def submit(generation: Generation) -> None:
-        mine: list[Progress] = []
-        found.append(mine)
-
-        def on_progress(progress: Progress) -> None:
-            mine.append(progress)
-            if progress.finish:
-                ended.release()
-
-        leader.submit(generation, on_progress)
-
-    def feed() -> None:
-        for size in range(1, 21):
-            submit(Generation(prompt=(size,) * size, max_new_tokens=size))
-        for _ in range(20):
-            ended.acquire()
-        if act == "close":
-            leader.close()
-
-    threading.Thread(target=feed, daemon=True).start()
-    if act == "close":
-        leader.run()
-    else:  # idle by the time of the death
-        with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
-            leader.run()
-    with pytest.raises(ServerEndedError, match="closed" if act == "close" else "rank 1 was killed"):
-        submit(Generation(prompt=(1,)))
-    return [[token for progress in mine for token in progress.tokens] for mine in found[:20]]
-
-
 def test_ranks_follow_until_the_leader_closes() -> None:
     found = launch(lead, "close", num_ranks=3, config=GroupConfig(timeout_secs=20), device="cpu")[0]
     assert found == [continuation(Generation(prompt=(size,) * size, max_new_tokens=size)) for size in range(1, 21)]
 
 
-def test_a_rank_that_dies_while_nobody_asks_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_dies_while_nobody_asks_is_named(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
-        launch(lead, "die", num_ranks=2, config=GroupConfig(timeout_secs=20), device="cpu")
+        launch(lead, "die", tmp_path, num_ranks=2, config=GroupConfig(timeout_secs=20), device="cpu")
     assert time.monotonic() - start < 15
-    assert "did not match" not in capfd.readouterr().err
+    assert (tmp_path / "named").exists()
+
+
+def test_an_error_of_the_model_reaches_everyone() -> None:
+    class BrokenRows(FakeRows):
+        def run(self, plan: RowsPlan) -> list[list[int]]:
+            raise MemoryError("no room for 3 GB")
+
+    limits = dataclasses.replace(LIMITS, num_ranks=1)
+    leader = Leader(EPGroup.single("cpu"), BrokenRows(limits, 0), limits)
+    found: list[Progress] = []
+    leader.submit(Generation(prompt=(1,)), found.append)
+    with pytest.raises(MemoryError):
+        leader.run()
+    assert [str(progress.error) for progress in found] == ["rank 0: MemoryError: no room for 3 GB"]
+    with pytest.raises(ServerEndedError, match="rank 0: MemoryError: no room for 3 GB"):
+        leader.submit(Generation(prompt=(1,)), found.append)
 
 
 # HTTP.

@@ -58,7 +58,7 @@ def serve_rank_main(group: EPGroup, engine: EngineConfig, config: ServeConfig) -
     leader = Leader(group, rows, limits)
     metrics = Metrics(leader)
     app = create_app(Service(leader=leader, tokenizer=tokenizer, name=config.name_of(engine), metrics=metrics))
-    with run_beside(app, listener):
+    with run_beside(app, listener, leader.close):
         host, port = listener.getsockname()[:2]
         sys.stderr.write(
             f"serving {config.name_of(engine)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "

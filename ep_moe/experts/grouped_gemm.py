@@ -138,6 +138,12 @@ class CallShape:
         return self.decodes and self.row_dtype.itemsize > 1
 
     @property
+    def row_bits(self) -> int:
+        """Bits of a stored element of rows that are decoded before they are multiplied, else 0."""
+        stored = self.scheme.payload
+        return 8 // stored.packed if stored.family == "micro" else 0
+
+    @property
     def weight_bits(self) -> int:
         """Bits of a stored element of the weights."""
         stored = self.scheme.weight

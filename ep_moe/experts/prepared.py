@@ -196,8 +196,7 @@ class RepeatedCall:
         y = self._new_y() if out is None else out.contiguous()
         prepared = self._prepared
         loaded, workspace = prepared.loaded, prepared.workspace
-        tensors = (*self._of_batch(batch), y, *self._weights)
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [*map(torch.Tensor.data_ptr, (*self._of_batch(batch), y, *self._weights))]
         if loaded is None or not self._in_place or functools.reduce(operator.or_, addresses) & 15:
             self._run(batch, y)
         else:

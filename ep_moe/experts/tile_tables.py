@@ -40,7 +40,14 @@ _LIMITS = {  # smallest, largest, whether a power of two
     "num_stages": (1, 8, False),
     "PROGRAMS_PER_SM": (1, 32, False),
 }
-_CONDITIONS = {"dtypes": list, "gated": bool, "group_k": int, "whole_blocks": bool, "weight_bits": int}
+_CONDITIONS = {
+    "dtypes": list,
+    "gated": bool,
+    "group_k": int,
+    "whole_blocks": bool,
+    "weight_bits": int,
+    "row_bits": int,
+}
 _WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
 
 
@@ -140,7 +147,13 @@ def read_default_tables(path: Path = _DEFAULT) -> tuple[TileTable, ...]:
 
 
 def default_table(
-    dtype: torch.dtype, *, gated: bool, group_k: int = 0, whole_blocks: bool = True, weight_bits: int = 0
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    group_k: int = 0,
+    whole_blocks: bool = True,
+    weight_bits: int = 0,
+    row_bits: int = 0,
 ) -> TileTable:
     """The table for shapes without one of their own, as measured fastest on an H200 (docs/BENCHMARKS.md).
 
@@ -151,12 +164,13 @@ def default_table(
         dtype: of the rows that weights multiply. gated: whether w13 has two halves.
         group_k: columns that share a weight scale, which no step of the reduction crosses; 0 without block scales.
         whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
-        weight_bits: of an element of weights that are decoded to `dtype`; 0 if they are stored in it.
+        weight_bits, row_bits: of an element of weights, and of rows, that are decoded to `dtype`; 0 if they are not.
     Errors: ValueError if no table is for this dtype. Local.
     """
     name = str(dtype).removeprefix("torch.")
     group = min(group_k & -group_k, _WIDEST_GROUP)
-    facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks, "weight_bits": weight_bits}
+    facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks}
+    facts |= {"weight_bits": weight_bits, "row_bits": row_bits}
     for table in read_default_tables():
         wanted = dict(table.when)
         if name in wanted.pop("dtypes", [name]) and wanted.items() <= facts.items():

@@ -27,8 +27,8 @@ _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 _MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
 
 
-def _own_loop(shape: CallShape, scales: Scales) -> bool:
-    """True if `ep_moe.kernels.gemm.decoded` computes a GEMM: rows are not scaled, and weights are decoded."""
+def _plain_rows(shape: CallShape, scales: Scales) -> bool:
+    """True if weights are decoded for rows that are stored in the model's dtype."""
     return shape.decodes and scales.X.value == "none"
 
 
@@ -49,10 +49,10 @@ def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> C
         Codes,
         KIND=kind,
         PACKED=stored.packed,
-        PAIRS=pairs.get(kind, False) and _own_loop(shape, scales) and not triton.knobs.runtime.interpret,
+        PAIRS=pairs.get(kind, False) and _plain_rows(shape, scales) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
-        SHUFFLED=_own_loop(shape, scales) and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
+        SHUFFLED=_plain_rows(shape, scales) and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
         DIVIDE=stored.global_scale == "divisor",
     )
 
@@ -102,7 +102,7 @@ def _prepare(
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
     scales = _scales(shape, tiles, between, second=second)
     options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
-    if _own_loop(shape, scales):
+    if _plain_rows(shape, scales):
         options["maxnreg"] = _registers(gemm)
     return RepeatedLaunch(
         kernel,

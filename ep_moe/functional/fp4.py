@@ -1,4 +1,4 @@
-"""Tensors of FP4 calls as the runtime's own formats, and the scheme and experts that serve them.
+"""Tensors of FP4 calls as the runtime's own formats, and the schemes that compute them.
 
 FP4 values are e2m1, two in a byte, the first in the low four bits. Which format a tensor has follows from the number of
 its scales: one e4m3 scale for 16 elements is NVFP4, one e8m0 scale for 32 is MXFP4, or MXFP8 if values are e4m3.
@@ -6,14 +6,9 @@ its scales: one e4m3 scale for 16 elements is NVFP4, one e8m0 scale for 32 is MX
 Letters: T tokens, H hidden, L local experts, N and K rows and columns of a weight.
 """
 
-import functools
-import logging
-import threading
-
 import torch
 
-from ep_moe.config import ActivationConfig
-from ep_moe.experts import SERVES, Experts, create_experts
+from ep_moe.functional.common import check_like, served_scheme
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, dequantize, get_scheme
 
 NVFP4, MXFP4, MXFP8 = "nvfp4", "mxfp4", "mxfp8"
@@ -25,21 +20,11 @@ _SCHEMES = {
     (NVFP4, NVFP4): ("nvfp4", "nvfp4_w4a16"),
     (MXFP4, MXFP8): ("mxfp4_w4a8", "mxfp4_w4a16"),
 }
-_MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
-
-_log = logging.getLogger(__name__)
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of one-byte elements as another such dtype: callers hold FP4 and scales under several. Local."""
     return tensor if tensor.dtype == dtype or tensor.element_size() != 1 else tensor.view(dtype)
-
-
-def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise ValueError unless a tensor has this shape and one of these dtypes. Local."""
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
 
 
 def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> tuple[str, StoredMatrix]:
@@ -49,7 +34,7 @@ def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_na
         values: [L, N, K / 2], any dtype of one byte. scale: [L, N, K / 16] or [L, N, K / 32], any dtype of one byte.
         name, scale_name: in errors.
     Returns: NVFP4 or MXFP4, and the matrix, without a global scale.
-    Errors: ValueError for other shapes and dtypes. Local, nothing is copied.
+    Errors: ValueError for other shapes and dtypes. Local; its tensors are views.
     """
     if values.dim() != 3 or values.element_size() != 1:
         raise ValueError(f"{name} is {tuple(values.shape)} {values.dtype}; [experts, rows, columns / 2] uint8 needed")
@@ -61,7 +46,7 @@ def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_na
             f"{scale_name} is {tuple(scale.shape)} {scale.dtype}; one byte each, "
             f"{' or '.join(map(str, shapes))} needed beside {name} {tuple(values.shape)}"
         )
-    return kind, StoredMatrix(as_dtype(values, torch.uint8), scale=as_dtype(scale, _SCALE_DTYPES[kind]))
+    return kind, StoredMatrix(values.view(torch.uint8), scale=scale.view(_SCALE_DTYPES[kind]))
 
 
 def tokens_of(
@@ -125,28 +110,3 @@ def _quantized(hidden_states: torch.Tensor, scale: torch.Tensor | None, hidden: 
         raise ValueError(f"hidden_states_scale is {given}; {(num_tokens, groups)} of one byte needed for {kind}")
     scale = as_dtype(scale.reshape(num_tokens, groups), _SCALE_DTYPES[kind])
     return Quantized(values=hidden_states, scale=scale, scheme=get_scheme(kind))
-
-
-def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
-    """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
-    schemes = [get_scheme(name) for name in names]
-    if device.type == "cuda":
-        served = (one for one in schemes if any(backend.computes(one) for backend in SERVES.values()))
-        return next(served, schemes[0])
-    return schemes[0]
-
-
-def experts_for(activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
-    """The experts for a scheme, kept for later calls, which find their launches prepared. Local.
-
-    A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
-    """
-    return _experts_for(threading.get_ident(), activation, scheme, device)
-
-
-@functools.lru_cache(maxsize=_MOST_EXPERTS)
-def _experts_for(thread: int, activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
-    del thread  # prepared launches keep their arguments, so threads do not share them
-    if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
-        _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
-    return create_experts("auto", activation, device, scheme=scheme)

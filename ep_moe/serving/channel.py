@@ -14,31 +14,37 @@ from typing import Any
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 
+_CLOSED = pickle.dumps(None)
 _LONG = datetime.timedelta(days=20)  # the longest wait that fits the store's milliseconds
 
 
 class _Inbox:
-    """Messages of a queue of the store; a thread waits for them, since the store's own wait cannot be interrupted."""
+    """Messages of a queue of the store; a thread waits for them, since the store's own wait cannot be interrupted.
 
-    def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key
+    The thread ends when all senders have sent `_CLOSED`, which is None to `receive`.
+    """
+
+    def __init__(self, store: Any, key: str, num_senders: int) -> None:
+        self._store, self._key, self._num_senders = store, key, num_senders
         self._found: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         store.set_timeout(_LONG)
         threading.Thread(target=self._run, name="ep_moe-inbox", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            while True:
-                self._found.put(self._store.queue_pop(self._key))
+            while self._num_senders:
+                message = self._store.queue_pop(self._key)
+                self._num_senders -= message == _CLOSED
+                self._found.put(message)
         except RuntimeError as error:  # the launcher has gone, and its store with it
             self._found.put(error)
 
-    def receive(self, secs: float) -> Any:
+    def receive(self, secs: float) -> bytes:
         """The next message; queue.Empty after so many seconds."""
         message = self._found.get(timeout=secs)
         if isinstance(message, Exception):
             raise message
-        return pickle.loads(message)
+        return message
 
 
 class PlanChannel:
@@ -55,7 +61,9 @@ class PlanChannel:
         self._outbox = plans if lead else answers
         self._inbox = None
         if group.num_ranks > 1:
-            self._inbox = _Inbox(answers, "answers") if lead else _Inbox(plans, f"plans/{group.rank}")
+            self._inbox = (
+                _Inbox(answers, "answers", group.num_ranks - 1) if lead else _Inbox(plans, f"plans/{group.rank}", 1)
+            )
 
     def send(self, plan: Any) -> None:
         """Send a plan to all other ranks."""
@@ -71,29 +79,38 @@ class PlanChannel:
         phase, count = "plan", self._round + 1  # a rank that has answered waits for the next plan
         with group.waiting(phase, count):
             while len(results) < group.num_ranks:
-                answer = self._poll()
-                if answer is not None:
-                    results[answer[0]] = answer[1]
+                message = self._poll()
+                if message is not None:
+                    rank, answer = pickle.loads(message)
+                    results[rank] = answer
                 elif time.monotonic() - start > limit:
                     missing = tuple(rank for rank in range(group.num_ranks) if rank not in results)
                     reason = f"did not arrive: no answer to a plan (timeout {limit:g} s)"
                     raise group.blame(missing, phase, self._round, reason)
         return [results[rank] for rank in range(group.num_ranks)]
 
+    def close(self) -> None:
+        """Tell the other ranks that no plan follows; their `receive` returns None."""
+        self.send(None)
+
     def receive(self) -> Any:
-        """Wait for the next plan, without a timeout."""
+        """Wait for the next plan, without a timeout; None if none follows."""
         self._round += 1
         with self._group.waiting("plan", self._round):
             while True:
-                plan = self._poll()
-                if plan is not None:
-                    return plan
+                message = self._poll()
+                if message is not None:
+                    break
+        if message == _CLOSED:
+            self._outbox.queue_push("answers", _CLOSED)
+            return None
+        return pickle.loads(message)
 
     def answer(self, result: Any) -> None:
         """Send this rank's result of the plan to rank 0."""
         self._outbox.queue_push("answers", pickle.dumps((self._group.rank, result)))
 
-    def _poll(self) -> Any:
+    def _poll(self) -> bytes | None:
         """The next message; None if there is none for a moment and no rank is lost."""
         assert self._inbox is not None
         self._group.check()

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ep_moe.engines.transformers.decoding.rows import RowsPlan
-from ep_moe.group import EPGroup
+from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
 from ep_moe.serving.channel import PlanChannel
 from ep_moe.serving.scheduler import Generation, Limits, Progress, Scheduler
 
 OnProgress = Callable[[Progress], None]
 PREFILL, DECODE = "prefill", "decode"
-_END = "end"  # in place of a plan
 
 
 class Rows(Protocol):
@@ -39,10 +38,7 @@ class ServerEndedError(RuntimeError):
 def follow(group: EPGroup, rows: Rows) -> None:
     """Carry out rank 0's plans until it closes. Errors: those of the model; PeerLostError. Collective."""
     channel = PlanChannel(group)
-    while True:
-        plan = channel.receive()
-        if plan == _END:
-            return
+    while (plan := channel.receive()) is not None:
         channel.answer(rows.run(plan))
 
 
@@ -120,12 +116,15 @@ class Leader:
         try:
             while (plan := self._next()) is not None:
                 self._step(plan)
-            self._channel.send(_END)
+            self._channel.close()
         except Exception as failure:
-            error = self._group.explain(failure)
-            if error is failure:
+            cause = self._group.explain(failure)
+            error = cause
+            if not isinstance(cause, PeerLostError):
+                error = ServerEndedError(f"rank {self._group.rank}: {type(failure).__name__}: {failure}")
+            if cause is failure:
                 raise
-            raise error from failure
+            raise cause from failure
         finally:
             self._end(error)
 

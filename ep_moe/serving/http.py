@@ -338,19 +338,27 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 @contextlib.contextmanager
-def run_beside(app: FastAPI, listener: socket.socket) -> Iterator[None]:
+def run_beside(app: FastAPI, listener: socket.socket, on_end: Callable[[], None]) -> Iterator[None]:
     """Run the application in a thread, by uvicorn, while the block runs, `Leader.run` in it.
 
     If the block raises, requests are answered for a moment longer, with the error; then the thread ends.
+
     Args:
-        listener: bound, not listening.
-    Errors: RuntimeError if the server does not start, and those of the block. Local.
+        listener: bound, not listening. on_end: called if the server ends by itself; it has to end the block.
+    Errors: RuntimeError if the server does not start or ends by itself, and those of the block. Local.
     """
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_SECS
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="ep_moe-http", daemon=True)
+
+    def run() -> None:
+        try:
+            server.run([listener])
+        finally:
+            on_end()
+
+    thread = threading.Thread(target=run, name="ep_moe-http", daemon=True)
     thread.start()
     while not server.started:
         if not thread.is_alive():
@@ -358,6 +366,8 @@ def run_beside(app: FastAPI, listener: socket.socket) -> Iterator[None]:
         time.sleep(0.01)
     try:
         yield
+        if not thread.is_alive():
+            raise RuntimeError("the HTTP server has ended, its error is on stderr")
     except Exception:
         time.sleep(LINGER_SECS)
         raise

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MOST_STOPS = 16
 
 _Zero = Annotated[float, Field(ge=0, le=0)]
+_Stop = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[int, Field(ge=1)]
 
 
@@ -31,7 +32,7 @@ class _Request(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # says who asks, which changes nothing here

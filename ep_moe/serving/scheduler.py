@@ -11,8 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from ep_moe.engines.transformers.decoding.decoder import Shape
-from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart, pass_shape
+from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.fields import shown
 
@@ -250,7 +250,7 @@ class Scheduler:
                 continue  # cancelled meanwhile
             new = tuple(step[column] for step in tokens[rank] if step[column] != NONE)
             sequence.num_made += len(new)
-            finish = STOP if new and new[-1] in self._limits.end_ids else "" if sequence.left else LENGTH
+            finish = STOP if new and new[-1] in self._limits.end_ids else "" if sequence.left > 0 else LENGTH
             if finish:
                 self._rows[rank][row] = None
             found.append((sequence.ticket, Progress(tokens=new, finish=finish)))

@@ -35,7 +35,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stop for stop in stops if stop)
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text is complete
         self._context = 0  # tokens before them that the decoding of the next ones depends on

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 from ep_moe.quant import dequantize_weight, get_scheme, quantize_weight, round_trip
+from ep_moe.weights.writing import quantization_config
 
 HIDDEN, INTERMEDIATE = 256, 128
 COMMON: dict[str, Any] = {
@@ -122,57 +123,77 @@ def logits_of(model: Any) -> list[torch.Tensor]:
         return [model(ids.unsqueeze(0)).logits[0] for ids in prompts()]
 
 
-def write(family: str, folder: Path) -> Any:
-    """Write a checkpoint and its reference logits; return the model."""
+def write(family: str, folder: Path) -> None:
+    """Write a checkpoint and its reference logits."""
     model, published = make(family)
     model.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | published | {"torch_dtype": "float32"}
     path.write_text(json.dumps(config))
     torch.save(logits_of(model), folder / "reference.pt")
-    return model
 
 
-def write_fp8(folder: Path, plain: Path, model: Any) -> None:
-    """The same model with its experts in fp8 blocks, and the logits of the scheme's oracle.
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+CHANNELS = quantization_config(get_scheme("fp8_token"), gpt_oss=False, ignored=[])
+QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {  # scheme, quantization_config, its key for what is not
+    "fp8_block": ("fp8_block", BLOCKS, "modules_to_not_convert"),
+    "fp8_tensor": ("fp8_tensor", TENSORS, "ignored_layers"),
+    "fp8_token": ("fp8_token", CHANNELS, "ignore"),
+}
+INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
-    The oracle dequantizes the weights, and rounds the input of each GEMM to fp8 and back.
+
+def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
+    """The same model with its experts in fp8, and the logits of the scheme's oracle.
+
+    The oracle dequantizes the weights, and rounds the input of each GEMM to fp8 and back. With a scale per tensor it
+    rounds the half of w13 that has the smaller scale again, with the larger one, as vLLM does.
     """
     folder.mkdir()
-    scheme = get_scheme("fp8_block")
+    name, settings, key = QUANTIZED[form]
+    scheme = get_scheme(name)
+    suffix = "_scale_inv" if form == "fp8_block" else "_scale"
+    static = form == "fp8_tensor"
     tensors = load_file(plain / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
-        stored = quantize_weight(tensors[name], scheme)
-        tensors[name], tensors[f"{name}_scale_inv"] = stored.values, stored.scale
+    for weight in [weight for weight in tensors if ".experts." in weight]:
+        stored = quantize_weight(tensors[weight], scheme)
+        assert stored.scale is not None
+        scale = stored.scale.unsqueeze(-1) if form == "fp8_token" else stored.scale
+        tensors[weight], tensors[weight + suffix] = stored.values, scale.clone()
+        if static:
+            second = "down_proj" in weight
+            tensors[weight.replace("weight", "input_scale")] = torch.tensor(INPUT_SCALES[second])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
+    ignored = [weight for weight, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    ignored += [weight.removesuffix(".weight") for weight in tensors if weight.endswith("mlp.gate.weight")]
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ignored,
-    }
+    config["quantization_config"] = settings | {key: ignored}
     (folder / "config.json").write_text(json.dumps(config))
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
         return torch.stack([dequantize_weight(quantize_weight(one, scheme), scheme) for one in weight])
 
+    def rounded_halves(weight: torch.Tensor) -> torch.Tensor:
+        halves = [rounded(half) for half in weight.chunk(2, dim=1)]
+        return torch.cat(halves, dim=1) if not static else rounded(torch.cat(halves, dim=1))
+
+    def round_rows(x: torch.Tensor, second: bool) -> torch.Tensor:
+        scale = torch.tensor([INPUT_SCALES[second]]) if static else None
+        return round_trip(x[None], scheme, static_scale=scale)[0]
+
     def forward(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(x)
         for token, row in enumerate(x):
             for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-                gate, up = (self.gate_up_proj[expert] @ round_trip(row[None], scheme)[0]).chunk(2)
+                gate, up = (self.gate_up_proj[expert] @ round_rows(row, False)).chunk(2)
                 inner = torch.nn.functional.silu(gate) * up
-                result[token] += weight * (self.down_proj[expert] @ round_trip(inner[None], scheme)[0])
+                result[token] += weight * (self.down_proj[expert] @ round_rows(inner, True))
         return result
 
     for module in model.modules():
         if hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
-            module.gate_up_proj.data = torch.cat(
-                [rounded(half) for half in module.gate_up_proj.data.chunk(2, dim=1)], dim=1
-            )
+            module.gate_up_proj.data = rounded_halves(module.gate_up_proj.data)
             module.down_proj.data = rounded(module.down_proj.data)
             module.forward = forward.__get__(module)
     torch.save(logits_of(model), folder / "reference.pt")
@@ -181,9 +202,9 @@ def write_fp8(folder: Path, plain: Path, model: Any) -> None:
 def main(folder: Path) -> None:
     """Write all checkpoints to a folder."""
     for family in FAMILIES:
-        model = write(family, folder / family)
-        if family == "qwen3_moe":
-            write_fp8(folder / "qwen3_moe_fp8", folder / family, model)
+        write(family, folder / family)
+    for form in QUANTIZED:
+        write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe", make("qwen3_moe")[0], form)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"))
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
 TIMEOUT_SECS = 300
+SHOWN_CHARS = 30_000  # of the output of a rank that failed
 
 
 class Unavailable(Exception):
@@ -115,11 +116,11 @@ def start(name: str, paths: list[Path], work: Path, world: int, rank: int, cases
     )
 
 
-def run(name: str, version: str, cache: Path, work: Path, cases: list[str]) -> bool:
-    """Run all cases of a release on 1 and 2 ranks at the same time; print their lines; True if all passed."""
+def run(name: str, version: str, cache: Path, work: Path, options: argparse.Namespace) -> bool:
+    """Run the cases of a release on 1 and 2 ranks at the same time; True if all passed."""
     paths = [unpacked(name, version, cache), dependencies(name, version, cache), work / "entries", ROOT, HERE]
     ranks = [(world, rank) for world in WORLDS for rank in range(world)]
-    running = {(world, rank): start(name, paths, work, world, rank, cases) for world, rank in ranks}
+    running = {(world, rank): start(name, paths, work, world, rank, options.cases) for world, rank in ranks}
     deadline, passed = time.monotonic() + TIMEOUT_SECS, True
     for (world, rank), process in running.items():
         try:
@@ -129,10 +130,11 @@ def run(name: str, version: str, cache: Path, work: Path, cases: list[str]) -> b
             code = None
         text = (work / f"{world}-{rank}.log").read_text()
         lines = [line for line in text.splitlines() if line.startswith("rank ")]
-        print("\n".join(f"{name} {version}, {line}" for line in lines))
+        print("\n".join(f"{name} {version}, {line}" for line in (lines if options.verbose else lines[-1:])))
         if code != 0 or "all cases passed" not in text:
             passed = False
-            print(f"{name} {version}, rank {rank} of {world} FAILED (exit code {code}):\n{text[-6000:]}")
+            shown = "\n".join(line for line in text.splitlines() if "Loading" not in line and "WARNING" not in line)
+            print(f"{name} {version}, rank {rank} of {world} FAILED (exit code {code}):\n{shown[-SHOWN_CHARS:]}")
     return passed
 
 
@@ -140,6 +142,7 @@ def main() -> int:
     """Run the engines; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="one engine, such as vllm-0.33.0")
+    parser.add_argument("--verbose", action="store_true", help="show the line of each case, with its largest error")
     parser.add_argument("cases", nargs="*", help="cases to run; all by default")
     options = parser.parse_args()
     cache = Path(os.environ.get("EP_MOE_ENGINE_CACHE") or Path.home() / ".cache" / "ep_moe_engines")
@@ -156,7 +159,7 @@ def main() -> int:
                 continue
             began = time.monotonic()
             try:
-                if not run(name, version, cache, work, options.cases):
+                if not run(name, version, cache, work, options):
                     failed.append(f"{name} {version}")
                 print(f"{name} {version}: {time.monotonic() - began:.0f} s", flush=True)
             except (Unavailable, subprocess.TimeoutExpired, OSError) as error:

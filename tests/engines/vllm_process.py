@@ -7,14 +7,16 @@ entry points on PYTHONPATH and EP_MOE_VLLM=1. It prints a line per case; the las
 import contextlib
 import dataclasses
 import faulthandler
-import logging
+import functools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import vllm_cases
 import vllm_twins
@@ -33,7 +35,8 @@ CHECKPOINTS = Path(sys.argv[4])
 MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
-LAYERS = {"qwen3_moe": 2, "qwen3_moe_fp8": 2, "deepseek_v3": 1, "gpt_oss": 2}
+QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
+LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2} | dict.fromkeys(QUANTIZED, 2)
 
 
 @dataclasses.dataclass
@@ -102,11 +105,11 @@ class Engine:
         worst = 0.0
         for index, found in zip(indices[RANK % self.dp :: self.dp], self.forward(indices, padded), strict=True):
             difference = found - reference[index]
-            if self.name.endswith("fp8"):
+            if self.name in QUANTIZED:
                 worst = max(worst, float((difference.norm(dim=-1) / reference[index].norm(dim=-1)).nan_to_num(9).max()))
             else:
                 worst = max(worst, float(difference.abs().nan_to_num(9).max()))
-        limit = FP8_LIMIT if self.name.endswith("fp8") else FLOAT32_LIMIT
+        limit = FP8_LIMIT if self.name in QUANTIZED else FLOAT32_LIMIT
         assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
         return worst
 
@@ -142,10 +145,12 @@ def engine(name: str, *, tp: int = 1) -> Iterator[Engine]:
         )
         parallel_state.initialize_model_parallel(tp, 1)
         made = Engine(name, dp, tp, config)
-        made.model = get_model(vllm_config=config)
-        yield made
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        try:
+            made.model = get_model(vllm_config=config)
+            yield made
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
 
 
 def next_port() -> int:
@@ -158,6 +163,18 @@ def next_port() -> int:
 def say(text: str) -> None:
     """A line of the report."""
     print(f"rank {RANK} of {WORLD}: {text} ({time.monotonic() - START:.1f} s)", flush=True)
+
+
+def attempt(case: Callable[..., None], *arguments: Any, name: str = "") -> None:
+    """Run a case; one that fails is noted, so that a run shows all that do."""
+    name = name or case.__name__
+    try:
+        case(*arguments)
+        say(f"{name}: ok")
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 all of them are shown, and the process fails
+        FAILED.append(name)
+        traceback.print_exc()
+        say(f"{name}: FAILED")
 
 
 def family(name: str, tp: int = 1) -> Iterator[Engine]:
@@ -175,26 +192,21 @@ def family(name: str, tp: int = 1) -> Iterator[Engine]:
 def qwen3_moe() -> None:
     """The first family, and what is tested with one alone."""
     for made in family("qwen3_moe"):
-        for case in (vllm_cases.faults_are_seen, vllm_cases.parameters_stay, vllm_cases.ranks_without_rows):
-            case(made)
-            say(f"{case.__name__}: ok")
-        vllm_cases.bad_input(made, MAX_TOKENS)
-        say("bad_input: ok")
-        vllm_cases.two_slots(made)
-        say("two_slots: ok")
+        attempt(vllm_cases.faults_are_seen, made)
+        attempt(vllm_cases.parameters_stay, made)
+        attempt(vllm_cases.ranks_without_rows, made)
+        attempt(vllm_cases.bad_input, made, MAX_TOKENS)
+        attempt(vllm_cases.two_slots, made)
         if WORLD == 1:
-            vllm_cases.crossed(made)
-            vllm_cases.hooks_are_checked()
-            say("crossed, hooks_are_checked: ok")
-        vllm_cases.other_layers(made, LINES)
-        say("other_layers: ok")
+            attempt(vllm_cases.crossed, made)
+            attempt(vllm_cases.hooks_are_checked)
+        attempt(vllm_cases.other_layers, made)
 
 
 def deepseek_v3(tp: int = 1) -> None:
     """Groups, a bias, a shared expert."""
     for made in family("deepseek_v3", tp):
-        vllm_cases.halves_in_order(made)
-        say("halves_in_order: ok")
+        attempt(vllm_cases.halves_in_order, made)
 
 
 def plain(name: str) -> None:
@@ -207,31 +219,23 @@ def dead_rank() -> None:
     """The last case of a process."""
     with engine("qwen3_moe") as made:
         if RANK < WORLD - 1:
-            vllm_cases.dead_rank(made)
-        say("dead_rank: ok")
-        say("all cases passed")
-        os._exit(0)
+            attempt(vllm_cases.dead_rank, made)
+        if not FAILED:
+            say("all cases passed")
+        os._exit(len(FAILED))
 
 
 CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
-    "qwen3_moe_fp8": lambda: plain("qwen3_moe_fp8"),
+    **{name: functools.partial(plain, name) for name in QUANTIZED},
     "deepseek_v3": deepseek_v3,
-    "gpt_oss": lambda: plain("gpt_oss"),
+    "gpt_oss": functools.partial(plain, "gpt_oss"),
 }
 if WORLD > 1:
-    CASES |= {"deepseek_v3_tp": lambda: deepseek_v3(tp=WORLD), "dead_rank": dead_rank}
+    CASES |= {"deepseek_v3_tp": functools.partial(deepseek_v3, tp=WORLD), "dead_rank": dead_rank}
 
 
-class Lines(logging.Handler):
-    """Keeps what our plug-in says."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        LINES.append(record.getMessage())
-
-
-LINES: list[str] = []
+FAILED: list[str] = []
 
 if __name__ == "__main__":
     START = time.monotonic()
@@ -239,8 +243,9 @@ if __name__ == "__main__":
     vllm_twins.install()
     from vllm.plugins import load_general_plugins
 
-    logging.getLogger("vllm.ep_moe").addHandler(Lines())
     load_general_plugins()
     for case in sys.argv[5:] or CASES:
-        CASES[case]()
+        attempt(CASES[case], name=case)
+    if FAILED:
+        sys.exit(f"failed: {', '.join(FAILED)}")
     say("all cases passed")

@@ -3,6 +3,7 @@
 Only what is beside the experts: the layers of experts and their routers run vLLM's own code.
 """
 
+import types
 from typing import Any
 
 import torch
@@ -73,8 +74,10 @@ def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native
     made = Attention.__init__
@@ -87,10 +90,13 @@ def install() -> None:
         return registry._ModelInfo.from_model_cls(self.load_model_cls())
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls  # vLLM starts a process, which imports again
-    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    for config in (Fp8Config, CompressedTensorsConfig):
+        config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init
     Attention.forward = attention
     torch.accelerator.empty_cache = lambda: None
+    init_workspace_manager(torch.device("cpu"))  # as vLLM's workers do
+    torch.accelerator.current_stream = lambda *_: types.SimpleNamespace(is_capturing=lambda: False)
     torch.cuda.is_current_stream_capturing = lambda: False
     for name, (schema, function) in _twins().items():
         library, operation = name.split("::")

@@ -4,8 +4,10 @@ Letters: L local experts, H hidden, I intermediate, N received rows.
 """
 
 import dataclasses
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
 from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.repeated import present
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, TokenRows, pack
@@ -270,7 +273,7 @@ def test_numbers_of_each_expert(scheme: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gpt-oss"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_token"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "nvfp4_w4a16", "mxfp4_w4a16"])
 def test_up_before_gate(scheme: str, activation: str) -> None:
     own = ("w13_output_scale", "w13_gate_output_scale", "w2_output_scale", *(("limit",) if "gpt" in activation else ()))
     case = with_own(make_case(scheme, torch.bfloat16, ACTIVATIONS[activation]), *own)
@@ -422,6 +425,64 @@ def test_calls_of_one_shape_are_prepared_once() -> None:
     assert experts.prepare(other, case.weights) is first
     assert experts.prepare(dataclasses.replace(batch, expected_rows=500), case.weights) is not first
     assert experts.prepare(case.batch(Layout.BATCHED), case.weights) is not first
+
+
+class Recorder:
+    """Stands for a kernel: records addresses, of tensors in a first call, given as such in later ones."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.repeated: list[int] = []
+
+    def __call__(self, groups: tuple[Any, ...]) -> None:
+        self.first += [tensor.data_ptr() for tensor in present(groups)]
+
+    def repeat(self, addresses: tuple[int, ...]) -> None:
+        self.repeated += addresses
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "static"),
+    [
+        pytest.param("fp8_block", Layout.COMPACT, False, id="compact"),
+        pytest.param("fp8_tensor", Layout.FLAT, False, id="flat-amax"),
+        pytest.param("fp8_tensor", Layout.BATCHED, True, id="batched-static"),
+        pytest.param("int4_w4a16_zp", Layout.FLAT, False, id="flat-zero-points"),
+    ],
+)
+def test_a_repeated_call_passes_the_addresses_of_a_first(name: str, layout: Layout, static: bool) -> None:
+    case = make_case(name, torch.bfloat16, static=static)
+    experts, batch = TritonExperts(SILU), case.batch(layout)
+    copies = {field: getattr(batch, field).clone() for field in ("expert_row_start", "expert_num_tokens")}
+    batch = dataclasses.replace(batch, **copies)  # aligned to 16 bytes
+    out = torch.empty(batch.output_shape, dtype=case.dtype, device=DEVICE)
+    prepared = experts.prepare(batch, case.weights)
+    memory, recorders = prepared.workspace.allocate(), [Recorder() for _ in prepared.launches]
+    prepared.workspace.allocate = lambda: memory
+    prepared.launches = list(zip(recorders, [names for _, names in prepared.launches], strict=True))
+    for _ in range(2):
+        experts(batch, case.weights, out=out)
+    assert [recorder.repeated for recorder in recorders] == [recorder.first for recorder in recorders]
+    assert all(recorder.first for recorder in recorders)
+
+
+def test_experts_keep_no_weights_alive() -> None:
+    case = make_case("fp8_block", torch.bfloat16)
+    experts, batch = TritonExperts(SILU), case.batch(Layout.COMPACT)
+    weights = dataclasses.replace(case.weights, w13=case.weights.w13.map(torch.clone))
+    experts(batch, weights)
+    kept = weakref.ref(weights.w13.values)
+    del weights
+    gc.collect()
+    assert kept() is None
+    assert_equals_torch(case, SILU, batch)
+
+
+def test_a_copy_of_a_batch_has_no_signature() -> None:
+    batch = make_case().batch(Layout.COMPACT)
+    batch.sign("of a transport's rounds")
+    assert batch.signature == "of a transport's rounds"
+    assert not hasattr(dataclasses.replace(batch, expected_rows=7), "signature")
 
 
 @pytest.mark.parametrize("expected_rows", [5, 100])

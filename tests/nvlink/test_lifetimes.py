@@ -1,22 +1,26 @@
 """Transports one after another, side by side and in a subset of ranks; equal rounds, unequal configs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import GroupConfig, Layout, MoEConfig
+from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.kernel_launch.repeated import RepeatedLaunch, present
 from ep_moe.launch import RankFailedError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout import Flat
+from ep_moe.placement import Placement
 from ep_moe.quant import StoredMatrix, as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.transport import create_transport
+from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.transport.one_sided import NvlinkTransport
 from ep_moe.weights import ExpertWeights
 from nvlink.common import on_ranks
@@ -113,6 +117,53 @@ def same_bits(group: EPGroup) -> list[int]:
 
 def test_the_same_round_has_the_same_bits() -> None:
     assert on_ranks(same_bits) == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    first: list[list[int]] = []
+    launch = RepeatedLaunch.__call__
+
+    def recorded(kernel: RepeatedLaunch, tensors: tuple[Any, ...], numbers: tuple[int, ...] = ()) -> None:
+        first.append([*(tensor.data_ptr() for tensor in present(tensors)), *numbers])
+        launch(kernel, tensors, numbers)
+
+    monkeypatch.setattr(RepeatedLaunch, "__call__", recorded)
+    with EPGroup.single("cpu") as group:
+        config = TransportConfig(hidden=256, max_tokens_per_rank=4, max_topk=2, dtype=torch.bfloat16)
+        transport = NvlinkTransport(group, Placement.linear(4, 1), config)
+        x, shared = (torch.randn(3, 256).bfloat16() for _ in range(2))
+        routing = Routing(
+            topk_ids=torch.tensor([[0, 1], [3, -1], [2, 0]], dtype=torch.int32),
+            topk_weights=torch.rand(3, 2),
+        )
+        allocate, scheme = transport._dispatches._allocate, get_scheme("fp8_block")
+        kept = functools.cache(lambda slot: allocate(plan(), slot))
+        monkeypatch.setattr(transport._dispatches, "_allocate", lambda _, slot: kept(slot))
+
+        def plan() -> Any:
+            (found,) = transport._plans._plans.values()
+            return found
+
+        def run() -> None:
+            dispatched = transport.dispatch(x, routing, layout=layout, scheme=scheme, layer=LayerTag(number=5))
+            y = torch.zeros(dispatched.batch.output_shape, dtype=config.dtype)
+            ys.append(y)
+            results.append(transport.combine(ys[0], dispatched, shared=shared))
+            assert dispatched.batch.signature is plan().signature
+
+        ys: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
+        run()
+        again: list[list[int]] = []
+        plan().repeated_dispatches[0] = plan().repeated_combines[0, shared.dtype] = lambda values: again.append(
+            [*values]
+        )
+        object.__setattr__(plan(), "new_result", lambda: results[0])
+        run()
+        assert results[1] is results[0]
+        assert again == first
+        transport.destroy()
 
 
 def count_rounds(group: EPGroup) -> tuple[list[int], list[int]]:

@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Any
 
+import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ep_moe.config import ALIGNMENT, DTYPES, ActivationConfig
-from ep_moe.engines.vllm.parameters import activation_of, scheme_of
+from ep_moe.engines.vllm.parameters import LoadedFormat, activation_of, format_of
+from ep_moe.experts import SERVES
 from ep_moe.quant import QuantScheme
 
 _OWN_PATH = ("forward_modular", "get_expert_weights")  # methods whose override means another computation
@@ -18,9 +20,14 @@ _OWN_PATH = ("forward_modular", "get_expert_weights")  # methods whose override 
 class LayerKind:
     """What a layer computes."""
 
-    scheme: QuantScheme
+    loaded: LoadedFormat
     activation: ActivationConfig
     interleaved: bool  # vLLM loads rows of w13 as [gate 0, up 0, gate 1, ...]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """Of weights and payload."""
+        return self.loaded.scheme
 
 
 def kind_of_layer(layer: Any, method: Any, moe: Any) -> LayerKind:
@@ -54,16 +61,31 @@ def kind_of_layer(layer: Any, method: Any, moe: Any) -> LayerKind:
     for name, size in (("hidden", moe.hidden_dim), ("intermediate", moe.intermediate_size_per_partition)):
         if size % ALIGNMENT:
             raise ValueError(f"{name} ({size}) is no multiple of {ALIGNMENT}")
-    scheme = scheme_of(method)
+    loaded = format_of(method)
     interleaved = moe.activation is MoEActivation.SWIGLUOAI
-    if interleaved and scheme.weight.quantized:
-        raise ValueError(f"scales of interleaved rows in scheme '{scheme.name}' are not read here")
+    if interleaved and loaded.scheme.weight.quantized:
+        raise ValueError(f"scales of interleaved rows in scheme '{loaded.scheme.name}' are not read here")
     activation = activation_of(
         moe.activation,
         alpha=getattr(layer, "swiglu_alpha", None),
         beta=getattr(layer, "swiglu_beta", None),
         limit=getattr(layer, "swiglu_limit", None),
     )
+    _check_device(loaded.scheme, activation, moe.in_dtype)
     if activation.kind.gated != moe.is_act_and_mul:
         raise ValueError(f"activation '{moe.activation.value}' does not fit is_act_and_mul ({moe.is_act_and_mul})")
-    return LayerKind(scheme=scheme, activation=activation, interleaved=interleaved)
+    return LayerKind(loaded=loaded, activation=activation, interleaved=interleaved)
+
+
+def _check_device(scheme: QuantScheme, activation: ActivationConfig, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a backend of kernels computes this on the GPU that the model is made on; CPUs do all."""
+    device = torch.empty(0).device
+    if device.type != "cuda":
+        return
+    backend = next((serves for serves in SERVES.values() if serves.computes(scheme)), None)
+    if backend is None:
+        raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
+    try:
+        backend.check(scheme, activation=activation.kind, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

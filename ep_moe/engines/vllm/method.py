@@ -18,12 +18,13 @@ from ep_moe.engines.common.layers import warm_up
 from ep_moe.engines.common.transports import SharedTransports, with_topk
 from ep_moe.engines.vllm.eligibility import LayerKind
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
-from ep_moe.engines.vllm.parameters import RowOrder, weights_of
+from ep_moe.engines.vllm.parameters import RowOrder, share_scale, weights_of
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
 from ep_moe.engines.vllm.step import RowShare, tokens_of_ranks
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Transport
+from ep_moe.weights import ExpertWeights
 
 SMALL_STEP = 1024  # tokens of all ranks up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
 ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
@@ -96,8 +97,10 @@ class LayerMethod:
         """
         if self._kind.interleaved:
             self._order.separate(layer)
-        weights = weights_of(layer, self._kind.scheme)
+        if self._kind.scheme.weight.granularity == "tensor":
+            share_scale(layer)
         transport = self._transport()
+        weights = self._with_input_scales(layer, weights_of(layer, self._kind.loaded))
         for layout in self.layouts:
             moe_layer = ExpertParallelMoE(
                 self._config(layout),
@@ -183,6 +186,20 @@ class LayerMethod:
         )
         return shared.transport
 
+    def _with_input_scales(self, layer: Any, weights: ExpertWeights) -> ExpertWeights:
+        """Add static scales of activations, if there are: one for all experts of all ranks, the largest, since vLLM's
+        load balancer moves experts without them. Collective then."""
+        if not self._kind.loaded.static:
+            return weights
+        own = [float(getattr(layer, f"{name}_input_scale").max()) for name in ("w13", "w2")]
+        first, second = (max(scales) for scales in zip(*self._group.all_gather_object(own), strict=True))
+        like: dict[str, Any] = {"dtype": torch.float32, "device": weights.w13.values.device}
+        return dataclasses.replace(
+            weights,
+            w13_input_scale=torch.full((1,), first, **like),
+            w2_input_scale=torch.full((weights.num_local_experts,), second, **like),
+        )
+
     def _warm_up(self, moe_layer: ExpertParallelMoE) -> None:
         """Compile the kernels of a kind of layer once. Collective on GPUs, does nothing on a CPU."""
         kind = (moe_layer.config, id(moe_layer.transport), *(tensor is None for tensor in moe_layer.weights.optional))
@@ -193,7 +210,13 @@ class LayerMethod:
     def _kernel(self, moe_layer: ExpertParallelMoE) -> mk.FusedMoEKernel:
         """vLLM's kernel of our prepare/finalize and experts."""
         layout, transport = moe_layer.config.layout, moe_layer.transport
-        options = RoundOptions(layout=layout, scheme=moe_layer.scheme, layer=moe_layer.tag, share=self._share)
+        options = RoundOptions(
+            layout=layout,
+            scheme=moe_layer.scheme,
+            layer=moe_layer.tag,
+            share=self._share,
+            input_scale=moe_layer.weights.w13_input_scale,
+        )
         experts: EpMoeBatchedExperts | EpMoeStandardExperts
         if layout is Layout.BATCHED:
             experts = EpMoeBatchedExperts(

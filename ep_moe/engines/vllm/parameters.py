@@ -41,17 +41,38 @@ def activation_of(activation: Any, *, alpha: float | None, beta: float | None, l
     return ActivationConfig(kind=_PLAIN[activation])
 
 
-def scheme_of(method: Any) -> QuantScheme:
-    """Our scheme for a method of vLLM. Errors: ValueError for a format that we do not read. Local."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedFormat:
+    """How a method of vLLM loads weights.
+
+    Args:
+        scheme: ours for the same numbers.
+        scale_name: of the parameters with scales, behind "w13_" and "w2_".
+        static: there are scales of activations, w13_input_scale and w2_input_scale.
+    """
+
+    scheme: QuantScheme
+    scale_name: str = ""
+    static: bool = False
+
+
+def format_of(method: Any) -> LoadedFormat:
+    """The format of a method. Errors: ValueError for a format that we do not read. Local."""
     name = type(method).__name__
     if name == "UnquantizedFusedMoEMethod":
-        return get_scheme("none")
-    if name == "Fp8MoEMethod" and method.block_quant:
+        return LoadedFormat(scheme=get_scheme("none"))
+    if name == "Fp8MoEMethod":
         if getattr(method, "weight_scale_refine", None) is not None:
             raise ValueError("its fp8 blocks are refined for tensor parallelism")
-        return fp8_blocks(method.weight_block_size)
-    if name == "Fp8MoEMethod":
-        raise ValueError("fp8 with a scale per tensor is not read here")
+        if method.block_quant:
+            return LoadedFormat(scheme=fp8_blocks(method.weight_block_size), scale_name="weight_scale_inv")
+        static = method.quant_config.activation_scheme == "static"
+        return LoadedFormat(scheme=get_scheme("fp8_tensor"), scale_name="weight_scale", static=static)
+    if name == "CompressedTensorsW8A8Fp8MoEMethod":
+        if method.block_quant:
+            return LoadedFormat(scheme=fp8_blocks(method.weight_block_size), scale_name="weight_scale")
+        scheme = get_scheme("fp8_tensor" if method.weight_quant.strategy == "tensor" else "fp8_token")
+        return LoadedFormat(scheme=scheme, scale_name="weight_scale", static=method.static_input_scales)
     raise ValueError(f"weights of {name} are not read here")
 
 
@@ -61,11 +82,13 @@ def fp8_blocks(block: list[int]) -> QuantScheme:
     return get_scheme("fp8_block" if (rows, columns) == (128, 128) else f"fp8_block_{rows}x{columns}")
 
 
-def weights_of(layer: Any, scheme: QuantScheme) -> ExpertWeights:
+def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
     """The parameters of a RoutedExperts layer, as views; w13 is [gate; up] in both. Local.
 
+    Args: layer: after `share_scale` if its scales are per tensor. Static scales of activations are left out.
     Errors: ValueError for parameters that are not as vLLM's loader leaves them.
     """
+    scheme = loaded.scheme
     w13, w2 = layer.w13_weight.data, layer.w2_weight.data
     for name, tensor in (("w13_weight", w13), ("w2_weight", w2)):
         expected = scheme.weight.dtype or tensor.dtype
@@ -76,17 +99,41 @@ def weights_of(layer: Any, scheme: QuantScheme) -> ExpertWeights:
             )
     if not scheme.weight.quantized and w13.dtype not in DTYPES.values():
         raise ValueError(f"w13_weight is {w13.dtype}, not one of {', '.join(DTYPES)}")
-    scales: dict[str, Any] = dict.fromkeys(("w13", "w2"))
-    if scheme.weight.quantized:
-        scales = {name: getattr(layer, f"{name}_weight_scale_inv").data for name in scales}
     bias = {name: getattr(layer, f"{name}_bias", None) for name in ("w13", "w2")}
     return ExpertWeights(
-        w13=StoredMatrix(w13, scale=scales["w13"]),
-        w2=StoredMatrix(w2, scale=scales["w2"]),
+        w13=StoredMatrix(w13, scale=_scale(layer, "w13", loaded)),
+        w2=StoredMatrix(w2, scale=_scale(layer, "w2", loaded)),
         scheme=scheme,
         w13_bias=None if bias["w13"] is None else bias["w13"].data,
         w2_bias=None if bias["w2"] is None else bias["w2"].data,
     )
+
+
+def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
+    """The scales of a matrix as `StoredMatrix` has them: [L] per tensor, [L, N] per channel, or in blocks; a view."""
+    if not loaded.scale_name:
+        return None
+    scale: torch.Tensor = getattr(layer, f"{name}_{loaded.scale_name}").data
+    per = loaded.scheme.weight.granularity
+    if per == "tensor":
+        return scale[:, 0] if scale.dim() == 2 else scale
+    return scale.squeeze(-1) if per == "channel" else scale
+
+
+def share_scale(layer: Any) -> None:
+    """Give both halves of w13 the larger of their scales [L, 2], as vLLM does; in place, nothing if they are equal.
+
+    Local, host sync.
+    """
+    scale, w13 = layer.w13_weight_scale.data, layer.w13_weight.data
+    if scale.dim() < 2 or scale.shape[1] < 2:
+        return
+    largest = scale.amax(dim=1)
+    for half, rows in enumerate(w13.chunk(2, dim=1)):
+        for expert in (scale[:, half] != largest).nonzero().flatten().tolist():
+            factor = scale[expert, half] / largest[expert]
+            rows[expert].copy_((rows[expert].float() * factor).to(rows.dtype))
+    scale.copy_(largest.unsqueeze(1).expand_as(scale))
 
 
 @dataclasses.dataclass(slots=True)

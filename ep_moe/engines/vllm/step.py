@@ -61,12 +61,15 @@ def tokens_of_ranks(num_rows: int) -> tuple[int, int]:
 
 
 def padding(num_rows: int, share: RowShare) -> torch.Tensor | None:
-    """A bool mask [T] of the rows that are padding, None if the engine names none (0.26 never does). Local, no sync."""
+    """A bool mask [T] of the rows that are padding, None if the engine names none. Local, no device sync."""
     context = get_forward_context() if is_forward_context_available() else None
     mask: torch.Tensor | None = getattr(context, "is_padding", None)
     if mask is None:
         return None
-    first = ubatching.dbo_current_ubatch_token_offset()
+    offset = getattr(ubatching, "dbo_current_ubatch_token_offset", None)
+    if offset is None and ubatching.dbo_enabled():
+        return None  # 0.26 does not say where a micro-batch begins
+    first = 0 if offset is None else offset()
     if share.chunks > 1:
         first += share.rank * num_rows
     mask = mask[first : first + num_rows]

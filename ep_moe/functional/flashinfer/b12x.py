@@ -3,14 +3,17 @@
 Letters: T tokens, H hidden, I intermediate, K top-k, L local experts; W = 2I if the activation is gated, else I.
 """
 
+import functools
+import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
-from ep_moe.functional.fp4 import NVFP4, check_like, experts_for, served_scheme, stored_weight
+from ep_moe.functional.common import check_like, experts_for, kept_weights, served_scheme
+from ep_moe.functional.fp4 import NVFP4, stored_weight
 from ep_moe.local_moe import local_moe
-from ep_moe.quant import StoredMatrix
+from ep_moe.quant import QuantScheme, StoredMatrix
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
@@ -137,13 +140,19 @@ def _matrix(values: torch.Tensor, scale: torch.Tensor, name: str, shape: tuple[i
     return matrix
 
 
+@functools.cache
+def _activation_of(name: str) -> ActivationConfig:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation ({name!r}) is not one of {', '.join(_ACTIVATIONS)}")
+    return ActivationConfig(kind=_ACTIVATIONS[name])
+
+
 def _prepare(call: B12xCall) -> tuple[Any, ...]:
     """Check everything; the arguments of `local_moe`."""
     num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
-    if call.activation not in _ACTIVATIONS:
-        raise ValueError(f"activation ({call.activation!r}) is not one of {', '.join(_ACTIVATIONS)}")
     if not 1 <= num_local <= call.num_experts:
         raise ValueError(f"num_local_experts ({num_local}) is not in [1, num_experts ({call.num_experts})]")
+    activation = _activation_of(call.activation)
     names = _SCHEMES.get((call.quant_mode, call.source_format))
     if names is None:
         known = "; ".join(f"{mode} with {source}" for mode, source in _SCHEMES)
@@ -152,29 +161,40 @@ def _prepare(call: B12xCall) -> tuple[Any, ...]:
     check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
     check_like(call.token_selected_experts, "token_selected_experts", (num_tokens, call.top_k), _IDS)
     check_like(call.token_final_scales, "token_final_scales", (num_tokens, call.top_k), _WEIGHTS)
-    activation = ActivationConfig(kind=_ACTIVATIONS[call.activation])
+    scheme = served_scheme(names, call.x.device)
+    experts = experts_for(activation, scheme, call.x.device)
+    routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
+    tensors = call.w1_weight, call.w1_weight_sf, call.w2_weight, call.w2_weight_sf, call.w1_alpha, call.w2_alpha
+    make = functools.partial(_weights, call, activation.kind.gated, scheme)
+    if call.quant_mode == "nvfp4":  # a copy of w2_alpha is made, which would miss later writes to it
+        return call.x, routing, make(), experts
+    key = num_local, hidden, activation.kind, scheme.name
+    kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
+    return call.x, routing, kept.get(tensors, key, make), experts
+
+
+def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
+    """The weights of a call, checked."""
+    num_local, hidden = call.num_local_experts, call.x.shape[1]
     intermediate = 2 * call.w2_weight.shape[-1]
-    width = intermediate * (2 if activation.kind.gated else 1)
+    width = intermediate * (2 if gated else 1)
     w1 = _matrix(call.w1_weight, call.w1_weight_sf, "w1_weight", (num_local, width, hidden // 2))
     w2 = _matrix(call.w2_weight, call.w2_weight_sf, "w2_weight", (num_local, hidden, intermediate // 2))
     for name in ("w1_alpha", "w2_alpha"):
         check_like(getattr(call, name), name, (num_local,), (torch.float32,))
-    second = call.w2_alpha
+    first, second = call.w1_alpha.view_as(call.w1_alpha), call.w2_alpha.view_as(call.w2_alpha)
     if call.quant_mode == "nvfp4":
         scale = call.fc2_input_scale
         if scale is None or scale.dtype != torch.float32 or scale.numel() not in (1, num_local):
             given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
             raise ValueError(f"fc2_input_scale is {given}; 1 or {num_local} float32 needed in quant_mode 'nvfp4'")
         second = second * scale.reshape(-1)
-    scheme = served_scheme(names, call.x.device)
-    weights = ExpertWeights(
-        w13=StoredMatrix(w1.values, scale=w1.scale, global_scale=call.w1_alpha),
+    return ExpertWeights(
+        w13=StoredMatrix(w1.values, scale=w1.scale, global_scale=first),
         w2=StoredMatrix(w2.values, scale=w2.scale, global_scale=second),
         scheme=scheme,
-        up_first=activation.kind.gated,
+        up_first=gated,
     )
-    routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
-    return call.x, routing, weights, experts_for(activation, scheme, call.x.device)
 
 
 def _b12x_moe(*arguments: Any) -> None:

@@ -5,14 +5,16 @@ is gated, else I.
 """
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
-from ep_moe.functional.fp4 import NVFP4, check_like, experts_for, stored_weight, tokens_of
+from ep_moe.functional.common import check_like, experts_for, kept_weights
+from ep_moe.functional.fp4 import NVFP4, stored_weight, tokens_of
 from ep_moe.local_moe import local_moe, local_rows
-from ep_moe.quant import StoredMatrix
+from ep_moe.quant import QuantScheme, StoredMatrix
 from ep_moe.routing import Routing, route
 from ep_moe.weights import ExpertWeights, PerExpert
 
@@ -23,6 +25,20 @@ _ACTIVATIONS = {
     7: ActivationKind.IDENTITY,
 }
 _LOGITS = (torch.float32, torch.bfloat16)
+_WEIGHT_FIELDS = (
+    "gemm1_weights",
+    "gemm1_weights_scale",
+    "gemm1_bias",
+    "gemm1_alpha",
+    "gemm1_beta",
+    "gemm1_clamp_limit",
+    "gemm2_weights",
+    "gemm2_weights_scale",
+    "gemm2_bias",
+    "output1_scale_scalar",
+    "output1_scale_gate_scalar",
+    "output2_scale_scalar",
+)
 _SCALED_METHODS = (2, 7)
 _FLOAT = (torch.float32,)
 _OUTPUT = (torch.bfloat16,)
@@ -70,10 +86,8 @@ class Fp4Call(NamedTuple):
     @property
     def activation(self) -> ActivationConfig:
         """What lies between the GEMMs. Errors: ValueError for another number."""
-        if self.activation_type not in _ACTIVATIONS:
-            known = ", ".join(f"{number} ({kind.value})" for number, kind in _ACTIVATIONS.items())
-            raise ValueError(f"activation_type ({self.activation_type}) is not one of {known}")
-        return ActivationConfig(kind=_ACTIVATIONS[self.activation_type])
+        plain = self.gemm1_alpha is None and self.gemm1_beta is None and self.gemm1_clamp_limit is None
+        return _activation_of(self.activation_type, plain)
 
     @property
     def local(self) -> slice:
@@ -190,6 +204,16 @@ def trtllm_fp4_block_scale_moe(
 
 
 @functools.lru_cache(maxsize=64)
+def _activation_of(number: int, plain: bool) -> ActivationConfig:
+    """The activation of this number; `plain` if it has no alpha, beta and limit."""
+    if number not in _ACTIVATIONS:
+        known = ", ".join(f"{number} ({kind.value})" for number, kind in _ACTIVATIONS.items())
+        raise ValueError(f"activation_type ({number}) is not one of {known}")
+    kind = _ACTIVATIONS[number]
+    return ActivationConfig(kind=ActivationKind.SILU if plain and kind is ActivationKind.SWIGLU else kind)
+
+
+@functools.lru_cache(maxsize=64)
 def _routing_of(
     method: int, top_k: int, n_group: int | None, topk_group: int | None, factor: float | None, norm: bool
 ) -> RoutingConfig:
@@ -236,6 +260,7 @@ def _own(call: Fp4Call, name: str, *shape: int) -> torch.Tensor | None:
     given = getattr(call, name)
     if given is None:
         return None
+    given = given.view_as(given)  # an object of its own: what is kept may not keep the caller's alive
     if given.shape[:1] == (call.num_experts,):
         given = given[call.local]
     check_like(given, name, (call.local_num_experts, *shape), _FLOAT)
@@ -298,6 +323,49 @@ def _numbers(call: Fp4Call, gated: bool, width: int) -> _Numbers:
     return _Numbers(own, bias1, bias2)
 
 
+def _has_copies(call: Fp4Call, gated: bool) -> bool:
+    """Whether `_numbers` computes new tensors, which would miss later writes to the caller's."""
+    scaled = call.output1_scale_scalar is not None or call.output1_scale_gate_scalar is not None
+    in_units_of_sums = any(part is not None for part in (call.gemm1_bias, call.gemm1_beta, call.gemm1_clamp_limit))
+    second = call.gemm2_bias is not None and call.output2_scale_scalar is not None
+    return second or (scaled and (in_units_of_sums or not gated))
+
+
+class _Weights:
+    """The weights of a call, in each scheme that its tokens ask for."""
+
+    def __init__(self, kind: str, w13: StoredMatrix, w2: StoredMatrix, numbers: _Numbers) -> None:
+        self.kind, self._w13, self._w2, self._numbers = kind, w13, w2, numbers
+        self._made: dict[str, ExpertWeights] = {}
+
+    @classmethod
+    def of(cls, call: Fp4Call, gated: bool) -> "_Weights":
+        """Those of a call, checked."""
+        width = call.intermediate_size * (2 if gated else 1)
+        kind, w13 = _matrix(call, "gemm1_weights", width, call.hidden)
+        kind2, w2 = _matrix(call, "gemm2_weights", call.hidden, call.intermediate_size)
+        if kind != kind2:
+            raise ValueError(f"gemm1_weights are {kind}, gemm2_weights are {kind2}: their scales say so")
+        if kind == NVFP4:
+            ones = torch.ones(call.local_num_experts, dtype=torch.float32, device=w13.values.device)
+            w13, w2 = (StoredMatrix(part.values, scale=part.scale, global_scale=ones) for part in (w13, w2))
+        return cls(kind, w13, w2, _numbers(call, gated, width))
+
+    def in_scheme(self, scheme: QuantScheme, *, up_first: bool) -> ExpertWeights:
+        """The same object for the same scheme."""
+        if scheme.name not in self._made:
+            self._made[scheme.name] = ExpertWeights(
+                w13=self._w13,
+                w2=self._w2,
+                scheme=scheme,
+                w13_bias=self._numbers.w13_bias,
+                w2_bias=self._numbers.w2_bias,
+                per_expert=self._numbers.per_expert,
+                up_first=up_first,
+            )
+        return self._made[scheme.name]
+
+
 class _Prepared(NamedTuple):
     """What `local_moe` and `local_rows` take."""
 
@@ -313,40 +381,27 @@ def _prepare(call: Fp4Call) -> _Prepared:
             f"local experts [{call.local.start}, {call.local.stop}), by local_expert_offset and local_num_experts, are "
             f"not in [0, num_experts ({call.num_experts}))"
         )
-    width = intermediate * (2 if activation.kind.gated else 1)
-    kind, w13 = _matrix(call, "gemm1_weights", width, hidden)
-    kind2, w2 = _matrix(call, "gemm2_weights", hidden, intermediate)
-    if kind != kind2:
-        raise ValueError(f"gemm1_weights are {kind}, gemm2_weights are {kind2}: their scales say so")
-    if activation.kind is ActivationKind.SWIGLU:
-        if call.gemm1_alpha is None and call.gemm1_beta is None and call.gemm1_clamp_limit is None:
-            activation = ActivationConfig(kind=ActivationKind.SILU)
-    else:
+    if activation.kind not in (ActivationKind.SILU, ActivationKind.SWIGLU):
         for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} is given, it belongs to activation_type 3, not to {call.activation_type}")
-    numbers = _numbers(call, activation.kind.gated, width)
+    tensors = [getattr(call, name) for name in _WEIGHT_FIELDS]
+    make = functools.partial(_Weights.of, call, activation.kind.gated)
+    if _has_copies(call, activation.kind.gated):
+        made = make()
+    else:
+        key = call.num_experts, intermediate, call.local, activation.kind
+        made = kept_weights(trtllm_fp4_block_scale_moe.__name__, threading.get_ident()).get(tensors, key, make)
     x, scheme = tokens_of(
         call.hidden_states,
         call.hidden_states_scale,
         hidden=hidden,
-        weights=kind,
+        weights=made.kind,
         per_token_scale=call.per_token_scale,
     )
     if call.output is not None:
         check_like(call.output, "output", (call.hidden_states.shape[0], hidden), _OUTPUT)
-    if kind == NVFP4:
-        ones = torch.ones(call.local_num_experts, dtype=torch.float32, device=w13.values.device)
-        w13, w2 = (StoredMatrix(part.values, scale=part.scale, global_scale=ones) for part in (w13, w2))
-    weights = ExpertWeights(
-        w13=w13,
-        w2=w2,
-        scheme=scheme,
-        w13_bias=numbers.w13_bias,
-        w2_bias=numbers.w2_bias,
-        per_expert=numbers.per_expert,
-        up_first=activation.kind.gated,
-    )
+    weights = made.in_scheme(scheme, up_first=activation.kind.gated)
     experts = experts_for(activation, scheme, call.hidden_states.device)
     options = {
         "local_expert_offset": call.local_expert_offset,

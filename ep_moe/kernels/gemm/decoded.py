@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.pairs import decode_int8, decode_pairs, decode_words, scale_pairs, zero_pairs
+from ep_moe.kernels.gemm.tokens import decode_rows, load_byte_scales, load_rows
 from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -84,7 +85,7 @@ def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Weights [R, BLOCK_K] in `dtype`, in the order of `_x_columns`."""
+    """Weights [R, BLOCK_K] in `dtype`, in the order of `_order`."""
     if CODES.PAIRS and CODES.KIND == "int8":
         return _order(decode_int8(stored, dtype), TILE, CODES)
     elif CODES.PAIRS:
@@ -133,17 +134,34 @@ def _add_product(acc, x, w, TILE):
 
 
 @triton.jit
-def _accumulate(operands, x_ptrs, row_mask, w_ptrs, offsets, column_mask, K, ROWS: tl.constexpr, TILE, SCALES, CODES):
+def _accumulate(
+    operands,
+    x_ptrs,
+    x_scale_ptrs,
+    x_scale_stride_group,
+    row_mask,
+    w_ptrs,
+    offsets,
+    column_mask,
+    K,
+    ROWS: tl.constexpr,
+    TILE,
+    SCALES,
+    CODES,
+):
     """Sum over K: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
-    dtype: tl.constexpr = operands.x.dtype.element_ty
+    STORED_X: tl.constexpr = SCALES.X == "fold"
+    X_PACKED: tl.constexpr = 2 if STORED_X and operands.x.dtype.element_ty == tl.uint8 else 1
+    dtype: tl.constexpr = tl.bfloat16 if STORED_X else operands.x.dtype.element_ty
     # read early, a step's groups are there when it begins: they are too small for asynchronous copies
     EARLY: tl.constexpr = not CODES.SHUFFLED and (SCALES.WEIGHT == "fold" or CODES.ZERO)
     if TILE.SWAP:
         acc = tl.zeros([ROWS, TILE.BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
-    columns = tl.arange(0, TILE.BLOCK_K)[None, :]
-    x_ptrs += columns
+    if STORED_X:
+        x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, 0, K, TILE, SCALES)
+    x_ptrs += tl.arange(0, TILE.BLOCK_K // X_PACKED)[None, :]
     IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.PACKED == 2 and CODES.SHUFFLED else 1
     STEP: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
     places = tl.arange(0, STEP)[None, :]
@@ -151,10 +169,10 @@ def _accumulate(operands, x_ptrs, row_mask, w_ptrs, offsets, column_mask, K, ROW
     if EARLY:
         groups = _load_groups(operands, offsets, 0, K, column_mask, dtype, SCALES, CODES)
     for k in range(0, K, TILE.BLOCK_K):
-        if TILE.EVEN_K:
-            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < K - k), other=0.0)
+        x = load_rows(x_ptrs, row_mask, (K - k) // X_PACKED, TILE, X_PACKED)
+        if STORED_X:  # their scales are read a step early, too
+            x = decode_rows(x, x_scale, TILE, SCALES)
+            x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, k + TILE.BLOCK_K, K, TILE, SCALES)
         x = _order(x, TILE, CODES)
         stored = _load_stored(w_ptrs, column_mask, places < (K - k) // (CODES.PACKED * IN_WORD), TILE)
         if EARLY:
@@ -170,15 +188,17 @@ def _accumulate(operands, x_ptrs, row_mask, w_ptrs, offsets, column_mask, K, ROW
             acc += step * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
         else:
             acc = _add_product(acc, x, w, TILE)
-        x_ptrs += TILE.BLOCK_K
+        x_ptrs += TILE.BLOCK_K // X_PACKED
         w_ptrs += STEP
     return acc
 
 
 @triton.jit
 def accumulate_decoded(
-    operands,  # Operands; x is not scaled
+    operands,  # Operands; groups of x are not scaled, or its scales are of one byte
     x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
+    x_scale_ptrs,  # [BLOCK_M]
+    x_scale_stride_group,
     row_mask,  # [BLOCK_M]
     expert,
     first_column,
@@ -212,6 +232,8 @@ def accumulate_decoded(
     acc = _accumulate(
         operands,
         x_ptrs,
+        x_scale_ptrs,
+        x_scale_stride_group,
         row_mask,
         w_ptr + (expert.to(tl.int64) * halves * N + row[:, None]) * w_stride,
         offsets,

@@ -16,7 +16,7 @@ from ep_moe.kernels.gemm.activation import activate
 from ep_moe.kernels.gemm.decoded import accumulate_decoded
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_tile
 from ep_moe.kernels.gemm.tile_list import find_tile
-from ep_moe.kernels.gemm.tokens import decode_rows, load_byte_scales, load_rows
+from ep_moe.kernels.gemm.tokens import load_rows
 from ep_moe.kernels.gemm.weights import load_weight, scale_offsets
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -87,7 +87,6 @@ def _accumulate(
 ):
     """Accumulate a tile over K. Returns two [BLOCK_M, BLOCK_N] float32: gate and up if PAIR, else the result twice."""
     X_DTYPE: tl.constexpr = operands.x.dtype.element_ty
-    X_PACKED: tl.constexpr = 2 if tl.uint8 == X_DTYPE else 1
     INTEGERS: tl.constexpr = tl.int8 == X_DTYPE and SCALES.WEIGHT != "block" and TILE.BLOCK_K >= 32
     SUMS: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     if TILE.SWAP:
@@ -96,28 +95,21 @@ def _accumulate(
     else:
         acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
         up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
-    x_ptrs += tl.arange(0, TILE.BLOCK_K // X_PACKED)[None, :]
+    x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     w_ptrs += tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
-    if SCALES.X == "fold":
-        next_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, 0, K, TILE, SCALES)
     for k in range(0, K, TILE.BLOCK_K):
-        x = load_rows(x_ptrs, row_mask, (K - k) // X_PACKED, TILE, X_PACKED)
-        if SCALES.X == "fold":  # loads of single bytes are not pipelined: these are those of the next step
-            step_scale = next_scale
-            ahead = k + TILE.BLOCK_K
-            next_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, ahead, K, TILE, SCALES)
-            x = decode_rows(x, step_scale, TILE, SCALES)
+        x = load_rows(x_ptrs, row_mask, K - k, TILE, 1)
         if SCALES.X == "group":
             x_scale = tl.load(x_scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group, mask=row_mask, other=0.0)
         else:
             x_scale = 1.0
-        w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, x.dtype, TILE, SCALES, CODES)
+        w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, TILE, SCALES, CODES)
         acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES, CODES)
         if PAIR:
             up_ptrs = w_ptrs + up_offset
-            up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, x.dtype, TILE, SCALES, CODES)
+            up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, TILE, SCALES, CODES)
             up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES, CODES)
-        x_ptrs += TILE.BLOCK_K // X_PACKED
+        x_ptrs += TILE.BLOCK_K
         w_ptrs += TILE.BLOCK_K // CODES.PACKED
     acc = acc.to(tl.float32)
     up_acc = up_acc.to(tl.float32)
@@ -159,10 +151,12 @@ def _compute_tile(
         up_offsets = w_offsets
         if EPILOGUE.GATED:
             up_offsets = scale_offsets(expert, first_column + N, columns + N, halves * N, K, SCALES)
-    if CODES.KIND != "none" and SCALES.X == "none":
+    if CODES.KIND != "none" and (SCALES.X == "fold" or operands.x.dtype.element_ty != tl.float8e4nv):
         gate, up = accumulate_decoded(
             operands,
             x_ptrs,
+            x_scale_ptrs,
+            x_scale_stride_group,
             row_mask,
             expert,
             first_column,

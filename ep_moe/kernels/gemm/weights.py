@@ -73,11 +73,6 @@ def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
     """
     width: tl.constexpr = stored.shape[1]
-    if dtype == tl.float8e4nv:
-        tl.static_assert(CODES.KIND == "uint4", "only these integers are decoded to e4m3")
-        if CODES.ZERO:
-            zero = _spread(zero, width, CODES.GROUPS)
-        return decode_small_integers(stored, zero, CODES.ZERO)
     if SCALES.WEIGHT == "fold":
         scale = _spread(scale_values(scale), width, CODES.GROUPS)
     if CODES.ZERO:
@@ -126,13 +121,12 @@ def _load_groups(ptr, offsets, k, K, column_mask, SCALES, CODES):
 
 
 @triton.jit
-def load_weight(ptrs, operands, offsets, column_mask, k, K, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Load, and decode, the weights of a step over K that begins at k.
+def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES):
+    """Load the weights of a step over K that begins at k; decode them to e4m3 if they are integers of 4 bits.
 
     Args:
         ptrs: [BLOCK_N, BLOCK_K / PACKED], of the step's stored values. offsets: as `scale_offsets` returns them.
-        dtype: of the rows of x.
-    Returns: [BLOCK_N, BLOCK_K] as stored, or in `dtype` if they are decoded; and the scales of the sums of this step,
+    Returns: [BLOCK_N, BLOCK_K] as stored, or in e4m3 times 2^-9; and the scales of the sums of this step,
     if SCALES.WEIGHT is "block": [BLOCK_N] if VECTOR, else a scalar.
     """
     w = load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
@@ -144,11 +138,9 @@ def load_weight(ptrs, operands, offsets, column_mask, k, K, dtype: tl.constexpr,
             w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K)
         w_scale = scale_values(w_scale)
     if CODES.KIND != "none":
-        groups = 1.0
-        zero = 1.0
-        if SCALES.WEIGHT == "fold":
-            groups = _load_groups(operands.w_scale, offsets, k, K, column_mask, SCALES, CODES)
+        zero = 8
         if CODES.ZERO:
             zero = _load_groups(operands.w_zero, offsets, k, K, column_mask, SCALES, CODES)
-        w = decode(w, groups, zero, dtype, SCALES, CODES)
+            zero = _spread(zero, TILE.BLOCK_K // CODES.PACKED, CODES.GROUPS)
+        w = decode_small_integers(w, zero, CODES.ZERO)
     return w, w_scale

@@ -29,7 +29,7 @@ class CombineLauncher:
         """Launch the sending half of a combine, which without `y` sends NaN. Local, no host sync."""
         kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=None, send=True, receive=False)
         results = Results(self.unused if y is None else aligned(y), self.unused, self.unused)
-        kernel((results,), (0, 0, self._context.timeout_ns))
+        self._launch(kernel, results, (0, 0))
 
     def receive(
         self,
@@ -45,7 +45,7 @@ class CombineLauncher:
 
         Local, no host sync.
         """
-        context, unused = self._context, self.unused
+        unused = self.unused
         shared = None if shared is None else aligned_rows(shared)
         target = out
         if out is None or not is_aligned(out):
@@ -54,10 +54,18 @@ class CombineLauncher:
         kernel = self.kernel_of(slot, plan, poisoned=y is None, shared=shared, send=send, receive=True)
         results = Results(unused if y is None else aligned(y), unused if shared is None else shared, target)
         shared_stride = 0 if shared is None else shared.stride(0) // ALIGNMENT
-        kernel((results,), (shared_stride, target.stride(0) // ALIGNMENT, context.timeout_ns))
+        self._launch(kernel, results, (shared_stride, target.stride(0) // ALIGNMENT))
         if send and y is not None and kernel.repeat is not None:
             plan.repeated_combines[slot, None if shared is None else shared.dtype] = kernel.repeat
         return target if out is None or target is out else out.copy_(target)
+
+    def _launch(self, kernel: RepeatedLaunch, results: Results, strides: tuple[int, int]) -> None:
+        """Launch a kernel, all of whose tensors are aligned to 16 bytes."""
+        numbers = *strides, self._context.timeout_ns
+        if kernel.repeat is None:
+            kernel((results,), numbers)
+        else:
+            kernel.repeat([*map(torch.Tensor.data_ptr, results), *numbers])
 
     def repeat(self, slot: int, plan: RoundPlan, y: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor | None:
         """`receive` with `send`, if its kernel is loaded and reads y and shared in place; else None. No host sync."""

@@ -81,7 +81,7 @@ class DispatchLauncher:
         """Launch the sending half; returns the inputs for `receive`. Local, no host sync."""
         inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer)
         kernel = self.kernel_of(slot, inputs, send=True, receive=False)
-        kernel((inputs.tokens, self.no_batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
+        self._launch(kernel, inputs, self.no_batch)
         return inputs
 
     def receive(self, slot: int, inputs: RoundInputs, *, send: bool = False) -> ExpertBatch:
@@ -93,10 +93,18 @@ class DispatchLauncher:
             batch = Batch(x, self._unscaled if scale is None else scale)
         else:  # in the dtypes that the kernel stores
             batch = Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
-        kernel((inputs.tokens, batch), (*inputs.strides, *inputs.layer, self._context.timeout_ns))
+        self._launch(kernel, inputs, batch)
         if send and kernel.repeat is not None and plan.in_place and not inputs.refusal:
             plan.repeated_dispatches[slot] = kernel.repeat
         return _signed(kept.make(x=x, scale=scale), plan)
+
+    def _launch(self, kernel: RepeatedLaunch, inputs: RoundInputs, batch: Batch) -> None:
+        """Launch a kernel, all of whose tensors are aligned to 16 bytes."""
+        numbers = *inputs.strides, *inputs.layer, self._context.timeout_ns
+        if kernel.repeat is None:
+            kernel((inputs.tokens, batch), numbers)
+        else:
+            kernel.repeat([*map(torch.Tensor.data_ptr, (*inputs.tokens, *batch)), *numbers])
 
     def repeat(
         self,

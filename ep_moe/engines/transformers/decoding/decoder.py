@@ -18,25 +18,16 @@ from ep_moe.engines.transformers.architectures import num_topk_of
 from ep_moe.engines.transformers.decoding.attention import grouped_attention
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
+from ep_moe.engines.transformers.decoding.passes import Shape, bucket_of, capture, new_pool, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sampling, Sequences
 from ep_moe.engines.transformers.hooks import Session
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Transport
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
-LEAST_CAPACITY = 64
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """The key of a captured pass: rows of its bucket, capacity, and whether it samples."""
-
-    rows: int
-    capacity: int
-    sampled: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,33 +56,6 @@ class DecoderMemory:
 
     peer_bytes: int
     cache_bytes: int
-
-
-def bucket_of(number: int, least: int = 1) -> int:
-    """The power of two that a number of rows or positions is rounded up to. Local."""
-    return max(1 << max(number - 1, 0).bit_length(), least)
-
-
-def new_pool() -> Any:
-    """A memory pool for graphs, which can share it because they are never replayed at the same time. Local."""
-    return torch.cuda.graph_pool_handle()
-
-
-def capture(call: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Capture a call, which is not run, as a CUDA graph; returns its replay. Local, host sync.
-
-    Errors: RuntimeError for a call that cannot be captured, for example one with a host sync.
-    """
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # thread_local: NCCL's thread queries events meanwhile, which would invalidate a global capture
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            call()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"a decode pass cannot be captured as a CUDA graph, decode_graphs=False decodes without graphs: {error}"
-        ) from error
-    return graph.replay
 
 
 class _PassExperts:
@@ -243,12 +207,11 @@ class Decoder:
 
     def prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
         """Allocate sequences and cache; returns the shape of the decode passes. Local."""
-        rows = bucket_of(num_rows)
-        shape = Shape(rows=rows, capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
-        if self._sequences is None or self._sequences.rows < rows:
-            self._sequences = Sequences(rows, PASSES_PER_READ, self._session.group.device)
+        shape = pass_shape(num_rows, num_positions, sampled)
+        if self._sequences is None or self._sequences.rows < shape.rows:
+            self._sequences = Sequences(shape.rows, PASSES_PER_READ, self._session.group.device)
             self.drop_graphs()
-        if self._cache.reserve(rows, shape.capacity):
+        if self._cache.reserve(shape.rows, shape.capacity):
             self.drop_graphs()
         return shape
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from ep_moe.engines.transformers.decoding.decoder import LEAST_CAPACITY, Decoder, Shape, bucket_of
+from ep_moe.engines.transformers.decoding.decoder import Decoder
+from ep_moe.engines.transformers.decoding.options import GenerationOptions
+from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import Sampling
 from ep_moe.engines.transformers.hooks import Session
 
@@ -52,11 +54,6 @@ class RowsPlan:
     shapes: tuple[Shape, ...] = ()
 
 
-def pass_shape(num_rows: int, num_positions: int, sampled: bool) -> Shape:
-    """The shape of decode passes for the first rows of a rank, 0 or more, up to a number of positions. Local."""
-    return Shape(rows=bucket_of(num_rows), capacity=bucket_of(num_positions, LEAST_CAPACITY), sampled=sampled)
-
-
 class RowDecoder:
     """This rank's rows, in a cache for `num_rows` sequences of `num_positions` tokens each.
 
@@ -65,12 +62,13 @@ class RowDecoder:
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
         graphs: replay decode passes as CUDA graphs, captured at their first use.
-    Errors: those of a lack of memory, at once. Collective.
+    Errors: ValueError for too many end_ids; those of a lack of memory, at once. Collective.
     """
 
     def __init__(
         self, model: Model, *, num_rows: int, num_positions: int, end_ids: tuple[int, ...], graphs: bool
     ) -> None:
+        GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
         self._model, self._session, self._graphs = model, session, graphs
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
@@ -113,7 +111,7 @@ class RowDecoder:
             mask = (torch.arange(longest) >= longest - lengths[:, None]).long().to(device)
         sampled = any(start.temperature > 0 for start in starts)
         decoder.clear(first, len(starts))
-        capacity = bucket_of(longest + 1, LEAST_CAPACITY)
+        capacity = pass_shape(len(starts), longest + 1, sampled).capacity
         logits = decoder.prefill(self._model, torch.tensor(padded, device=device), mask, first, capacity)
         sampling = Sampling(
             temperature=torch.tensor([start.temperature for start in starts], device=device),

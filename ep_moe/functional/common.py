@@ -1,0 +1,83 @@
+"""What calls of all libraries need: experts for a scheme, weights of earlier calls, checks of tensors."""
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ep_moe.config import ActivationConfig
+from ep_moe.experts import SERVES, Experts, create_experts
+from ep_moe.quant import QuantScheme, get_scheme
+
+_MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
+
+Kept = TypeVar("Kept")
+_log = logging.getLogger(__name__)
+
+
+def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise ValueError unless a tensor has this shape and one of these dtypes. Local."""
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
+
+
+def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
+    """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
+    schemes = [get_scheme(name) for name in names]
+    if device.type == "cuda":
+        served = (one for one in schemes if any(backend.computes(one) for backend in SERVES.values()))
+        return next(served, schemes[0])
+    return schemes[0]
+
+
+def experts_for(activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
+    """The experts for a scheme, kept for later calls, which find their launches prepared. Local.
+
+    A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
+    """
+    return _experts_for(threading.get_ident(), activation, scheme, device)
+
+
+class KeptWeights:
+    """What was made of the weights of earlier calls, as long as the first tensor of each exists.
+
+    Experts find their prepared launches by the `ExpertWeights`, so the same tensors should give the same object. What
+    is kept must hold views of the tensors only: copies would miss later writes, a tensor itself would stay alive.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Any = WeakIdKeyDictionary()
+
+    def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
+        """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
+        kept = self._kept.get(tensors[0])
+        if kept is not None:
+            references, old_key, made = kept
+            same = zip(references, tensors, strict=True)
+            if old_key == key and all(tensor is (None if ref is None else ref()) for ref, tensor in same):
+                return made
+        made = make()
+        references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
+        self._kept[tensors[0]] = references, key, made
+        return made
+
+
+@functools.lru_cache(maxsize=_MOST_EXPERTS)
+def kept_weights(call: str, thread: int) -> KeptWeights:
+    """Those of the calls of this name in one thread."""
+    del call, thread
+    return KeptWeights()
+
+
+@functools.lru_cache(maxsize=_MOST_EXPERTS)
+def _experts_for(thread: int, activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
+    del thread  # prepared launches keep their arguments, so threads do not share them
+    if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
+        _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
+    return create_experts("auto", activation, device, scheme=scheme)

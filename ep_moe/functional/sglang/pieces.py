@@ -1,0 +1,94 @@
+"""Pieces of SGLang's fused experts that callers use by themselves, in torch.
+
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts.
+"""
+
+import torch
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the pairs of tokens and experts by expert, and pad each expert's to whole blocks.
+
+    Example: for topk_ids [[1, 0], [1, 1]], block_size 2 and num_experts 2, the pairs are 0, 1, 2 and 3; the sorted ones
+    are [1, 4, 0, 2, 3, 4, ...], of blocks of experts [0, 1, 1, ...], and 6 of them count. 4 is none.
+
+    Args: topk_ids: [T, K], any integer dtype, in [0, E); others, as -1, are left out.
+    Returns: sorted_token_ids [T * K + E * (block_size - 1)] int32, T * K where there is none; expert_ids, one for each
+        block, int32, -1 behind the last; num_tokens_post_padded [1] int32.
+    Errors: ValueError for sizes below 1. Local, no host sync.
+    """
+    if block_size < 1 or num_experts < 1:
+        raise ValueError(f"block_size ({block_size}) and num_experts ({num_experts}) must be at least 1")
+    flat, device = topk_ids.reshape(-1).long(), topk_ids.device
+    num_pairs, most = flat.numel(), flat.numel() + num_experts * (block_size - 1)
+    valid = (flat >= 0) & (flat < num_experts)
+    expert = torch.where(valid, flat, num_experts)  # those left out are the last
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(
+        0, expert, torch.ones_like(expert)
+    )
+    padded = (counts[:-1] + block_size - 1) // block_size * block_size
+    ends = padded.cumsum(0)
+    order = torch.sort(expert, stable=True)
+    starts = torch.cat([torch.zeros_like(counts[:1]), counts.cumsum(0)[:-1]])
+    within = torch.arange(num_pairs, device=device) - starts[order.values]
+    firsts = torch.cat([ends - padded, torch.full_like(counts[:1], most)])
+    place = torch.where(order.values < num_experts, firsts[order.values] + within, most)
+    sorted_ids = torch.full((most + 1,), num_pairs, dtype=torch.int32, device=device)
+    sorted_ids.scatter_(0, place, torch.where(place < most, order.indices, num_pairs).int())
+    block = torch.arange(-(-most // block_size), device=device) * block_size
+    expert_ids = torch.searchsorted(ends, block, right=True)
+    expert_ids = torch.where(block < ends[-1], expert_ids, -1).int()
+    return sorted_ids[:most], expert_ids, ends[-1:].int()
+
+
+def moe_sum_reduce_triton(
+    input: torch.Tensor,  # noqa: A002 - SGLang's name
+    output: torch.Tensor,
+    routed_scaling_factor: float,
+) -> None:
+    """output [T, H] = the sum over K of input [T, K, H], in float32, times the factor. Errors: ValueError. Local."""
+    if input.dim() != 3 or output.shape != (input.shape[0], input.shape[2]):
+        raise ValueError(f"input is {tuple(input.shape)}, output {tuple(output.shape)}; [T, K, H] and [T, H] needed")
+    output.copy_(input.float().sum(1) * routed_scaling_factor)
+
+
+def moe_sum_reduce_torch_compile(x: torch.Tensor, out: torch.Tensor, routed_scaling_factor: float) -> None:
+    """`moe_sum_reduce_triton`, for code that torch.compile traces."""
+    moe_sum_reduce_triton(x, out, routed_scaling_factor)
+
+
+def swiglu_with_alpha_and_limit(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> torch.Tensor:
+    """[..., 2I] of alternating gate and up to [..., I], in the dtype of x: gpt-oss's activation. Local.
+
+    gate <= limit, -limit <= up <= limit, then gate * sigmoid(alpha * gate) * (up + 1).
+    """
+    gate, up = x[..., ::2].clamp(max=gemm1_limit), x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
+    return gate * torch.sigmoid(gate * gemm1_alpha) * (up + 1)
+
+
+def get_config_dtype_str(
+    dtype: torch.dtype,
+    use_int8_w8a16: bool | None = False,
+    use_int4_w4a16: bool | None = False,
+    use_fp8_w8a8: bool | None = False,
+    use_int8_w8a8: bool | None = False,
+) -> str | None:
+    """The name of a format in names of config files; None for 16 bits, since they have one set of files. Local."""
+    named = {
+        "fp8_w8a8": use_fp8_w8a8,
+        "int8_w8a8": use_int8_w8a8,
+        "int4_w4a16": use_int4_w4a16,
+        "int8_w8a16": use_int8_w8a16,
+        "float32": dtype == torch.float32,
+    }
+    return next((name for name, used in named.items() if used), None)
+
+
+def get_config_file_name(E: int, N: int, dtype: str | None, block_shape: list[int] | None = None) -> str:  # noqa: N803
+    """The name of the file with a shape's tuned sizes, on this GPU. Errors: RuntimeError without a GPU. Local."""
+    device = torch.cuda.get_device_name().replace(" ", "_")
+    kind = f",dtype={dtype}" if dtype else ""
+    block = f",block_shape={list(block_shape)}" if block_shape and all(block_shape) else ""
+    return f"E={E},N={N},device_name={device}{kind}{block}.json"

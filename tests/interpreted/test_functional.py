@@ -1,0 +1,114 @@
+"""Calls of other libraries by kernels, against the same calls by torch; on a GPU and in Triton's interpreter."""
+
+from typing import Any
+
+import fp4_oracle
+import pytest
+import torch
+
+from ep_moe.experts import create_experts
+from ep_moe.functional import common
+from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
+from ep_moe.functional.sglang import outplace_fused_experts
+from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from interpreted.common import DEVICE, generator
+
+EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 9, 64, 96
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes later calls use kernels on a CPU too."""
+
+    def switch() -> None:
+        monkeypatch.setattr(
+            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
+        )
+        common._experts_for.cache_clear()
+
+    common._experts_for.cache_clear()
+    yield switch
+    common._experts_for.cache_clear()
+
+
+def on_device(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
+def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert float(worst_row_error(found.cpu(), expected.cpu())) < ROW_ERROR_LIMITS["bfloat16"]
+
+
+def tokens(seed: str) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=generator(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("activation", [3, 6])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_trtllm(kind: str, activation: int, by_kernels: Any) -> None:
+    random = generator(kind)
+    layer = fp4_oracle.random_layer(kind, activation == 3, EXPERTS, HIDDEN, INNER, random)
+    none = ("hidden_states_scale", "routing_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+    given: dict[str, Any] = dict.fromkeys((*none, "n_group", "topk_group", "routed_scaling_factor"))
+    scalars = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
+    given |= {name: torch.rand(EXPERTS, generator=random) + 0.5 for name in scalars}
+    given |= {"gemm1_bias": torch.randn(EXPERTS, layer.w1.shape[1], generator=random), "gemm2_bias": None}
+    given |= {"gemm1_weights": layer.w1, "gemm1_weights_scale": layer.w1_scale, "gemm2_weights": layer.w2}
+    given |= {"gemm2_weights_scale": layer.w2_scale, "hidden_states": tokens(kind), "num_experts": EXPERTS}
+    given |= {"routing_logits": torch.randn(TOKENS, EXPERTS, generator=random), "top_k": TOPK}
+    given |= {"intermediate_size": INNER, "local_expert_offset": 0, "local_num_experts": EXPERTS}
+    given |= {"routing_method_type": 1, "activation_type": activation}
+    [expected] = trtllm_fp4_block_scale_moe(**given)
+    by_kernels()
+    compare(trtllm_fp4_block_scale_moe(**on_device(given))[0], expected)
+    given = on_device(given)
+    compare(trtllm_fp4_block_scale_moe(**given)[0], expected)
+    compare(trtllm_fp4_block_scale_moe(**given)[0], expected)  # by the launches of the call before
+
+
+def test_b12x(by_kernels: Any) -> None:
+    random = generator("b12x")
+    layer = fp4_oracle.random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, random)
+    given = {
+        "x": tokens("b12x"),
+        "w1_weight": layer.w1,
+        "w1_weight_sf": layer.w1_scale,
+        "w2_weight": layer.w2,
+        "w2_weight_sf": layer.w2_scale,
+        "token_selected_experts": torch.randint(0, EXPERTS, (TOKENS, TOPK), generator=random),
+        "token_final_scales": torch.rand(TOKENS, TOPK, generator=random),
+        "num_experts": EXPERTS,
+        "top_k": TOPK,
+        "w1_alpha": torch.rand(EXPERTS, generator=random) + 0.5,
+        "w2_alpha": torch.rand(EXPERTS, generator=random) + 0.5,
+        "quant_mode": "w4a16",
+    }
+    expected = b12x_fused_moe(**given)
+    by_kernels()
+    compare(b12x_fused_moe(**on_device(given)), expected)
+
+
+@pytest.mark.parametrize("form", ["none", "fp8", "int4"])
+def test_sglang(form: str, by_kernels: Any) -> None:
+    random = generator(form)
+    w1 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random) / 8
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=random) / 8
+    given: dict[str, Any] = {"w1": w1.bfloat16(), "w2": w2.bfloat16()}
+    if form == "fp8":
+        given = {"w1": w1.to(torch.float8_e4m3fn), "w2": w2.to(torch.float8_e4m3fn), "use_fp8_w8a8": True}
+        given |= {"w1_scale": torch.rand(EXPERTS, 2 * INNER, 1, generator=random) + 0.5, "per_channel_quant": True}
+        given["w2_scale"] = torch.rand(EXPERTS, HIDDEN, 1, generator=random) + 0.5
+    if form == "int4":
+        given = {"use_int4_w4a16": True, "block_shape": [0, 32]}
+        for name, (rows, columns) in (("w1", (2 * INNER, HIDDEN)), ("w2", (HIDDEN, INNER))):
+            codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=random, dtype=torch.uint8)
+            scale = torch.rand(EXPERTS, rows, columns // 32, generator=random).bfloat16() / 32 + 0.01
+            zero = torch.randint(0, 256, (EXPERTS, rows // 2, columns // 32), generator=random, dtype=torch.uint8)
+            given |= {name: codes, f"{name}_scale": scale, f"{name}_zp": zero}
+    given |= {"hidden_states": tokens(form), "b1": torch.randn(EXPERTS, 2 * INNER, generator=random).bfloat16()}
+    given |= {"topk_weights": torch.rand(TOKENS, TOPK, generator=random)}
+    given |= {"topk_ids": torch.randint(-1, EXPERTS, (TOKENS, TOPK), generator=random).int()}
+    given["topk_ids"][:, 0] = 1
+    expected = outplace_fused_experts(**given, routed_scaling_factor=1.5)
+    by_kernels()
+    compare(outplace_fused_experts(**on_device(given), routed_scaling_factor=1.5), expected)

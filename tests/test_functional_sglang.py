@@ -1,0 +1,486 @@
+"""SGLang's fused experts against float64, written from the formats and SGLang's documentation alone."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.functional import sglang
+from ep_moe.functional.sglang import (
+    MoeRunnerConfig,
+    StandardTopKOutput,
+    fused_experts,
+    fused_experts_impl,
+    fused_moe,
+    inplace_fused_experts,
+    inplace_fused_experts_fake,
+    moe_align_block_size,
+    outplace_fused_experts,
+    outplace_fused_experts_fake,
+)
+from ep_moe.testing import worst_row_error
+
+EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 6, 3, 20, 64, 96
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
+ROUNDED_LIMIT = 2e-2  # of tokens in 8 bits: a value near a rounding boundary may go either way
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """For tiny operators a second one costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A weight [E, N, C] as SGLang stores it, and the real numbers that this stands for."""
+
+    values: torch.Tensor
+    real: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """The flags of a format.
+
+    Args:
+        codes: dtype and range of stored numbers; none for floats. rows: how tokens are rounded.
+        scales: None, "tensor", "channel", or the columns of a group; "block" for 32 x 16.
+    """
+
+    flags: dict[str, Any]
+    codes: str = "none"
+    scales: Any = None
+    rows: str = "none"
+    scale_dtype: torch.dtype = torch.float32
+    zero: bool = False
+
+
+def made(form: Format, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Matrix:
+    """A random weight of numbers around 1 / sqrt(columns)."""
+    random = generator(seed)
+    shape = (EXPERTS, rows, columns)
+    if form.codes == "none":
+        values = (torch.randn(shape, generator=random) / columns**0.5).to(dtype)
+        return Matrix(values=values, real=values.double())
+    tile = {"tensor": (rows, columns), "channel": (1, columns), "block": (32, 16)}.get(form.scales, (1, form.scales))
+    counts = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
+    size = {"fp8": 2.0, "int8": 64.0, "uint8": 64.0, "int4": 4.0}[form.codes] * columns**0.5
+    scale = ((torch.rand((EXPERTS, *counts), generator=random) + 0.5) / size).to(form.scale_dtype)
+    spread = scale.double().repeat_interleave(tile[0], 1).repeat_interleave(tile[1], 2)[:, :rows, :columns]
+    zero = packed = None
+    if form.codes == "fp8":
+        values = (torch.randn(shape, generator=random) * 2).to(torch.float8_e4m3fn)
+        numbers = values.double()
+    elif form.codes == "int8":
+        values = torch.randint(-127, 128, shape, generator=random).to(torch.int8)
+        numbers = values.double()
+    else:
+        most = 255 if form.codes == "uint8" else 15
+        codes = torch.randint(0, most + 1, shape, generator=random)
+        middle = torch.full((EXPERTS, *counts), (most + 1) // 2)
+        if form.zero:
+            middle = torch.randint(most // 4, most - most // 4, (EXPERTS, *counts), generator=random)
+            packed = zero = middle.to(torch.uint8)
+            if form.codes == "int4":
+                packed = zero[:, 0::2] | zero[:, 1::2] << 4
+        numbers = codes.double() - middle.repeat_interleave(tile[1], 2).double()
+        values = codes.to(torch.uint8)
+        if form.codes == "int4":
+            values = values[..., 0::2] | values[..., 1::2] << 4
+    stored = scale[:, 0, 0] if form.scales == "tensor" else scale
+    return Matrix(values=values, real=numbers * spread, scale=stored, zero=packed)
+
+
+def rounded(x: torch.Tensor, how: str, static: float | None = None) -> torch.Tensor:
+    """Rows as the GEMM sees them: e4m3 or int8 with a scale per "tensor", "token" or "group" of 16, or of a dtype."""
+    if how in ("bfloat16", "float16", "float32"):
+        return x.to(getattr(torch, how)).double()
+    kind, per = how.split()
+    largest = 448.0 if kind == "fp8" else 127.0
+    tiles = {"tensor": x.reshape(1, -1), "token": x, "group": x.reshape(-1, 16)}[per]
+    scale = (tiles.abs().amax(1, keepdim=True).clamp(min=1e-10) / largest).float().double()
+    if static is not None:
+        scale = torch.full_like(scale, static)
+    numbers = (tiles / scale).clamp(-largest, largest)
+    numbers = numbers.float().to(torch.float8_e4m3fn).double() if kind == "fp8" else numbers.round()
+    return (numbers * scale).reshape(x.shape)
+
+
+def flags(**more: Any) -> dict[str, Any]:
+    return more
+
+
+FORMATS = {
+    "none": Format(flags={}),
+    "fp8_tensor": Format(flags=flags(use_fp8_w8a8=True), codes="fp8", scales="tensor", rows="fp8 tensor"),
+    "fp8_channel": Format(
+        flags=flags(use_fp8_w8a8=True, per_channel_quant=True), codes="fp8", scales="channel", rows="fp8 token"
+    ),
+    "fp8_block": Format(
+        flags=flags(use_fp8_w8a8=True, block_shape=[32, 16]), codes="fp8", scales="block", rows="fp8 group"
+    ),
+    "int8_channel": Format(
+        flags=flags(use_int8_w8a8=True, per_channel_quant=True), codes="int8", scales="channel", rows="int8 token"
+    ),
+    "int8_block": Format(
+        flags=flags(use_int8_w8a8=True, block_shape=[32, 16]), codes="int8", scales="block", rows="int8 group"
+    ),
+    "int8_alone": Format(flags=flags(use_int8_w8a16=True), codes="int8", scales="channel"),
+    "int8_groups": Format(flags=flags(use_int8_w8a16=True, block_shape=[0, 32]), codes="uint8", scales=32),
+    "int8_groups_zp": Format(
+        flags=flags(use_int8_w8a16=True, block_shape=[0, 32]),
+        codes="uint8",
+        scales=32,
+        zero=True,
+        scale_dtype=torch.bfloat16,
+    ),
+    "int4_alone": Format(flags=flags(use_int4_w4a16=True), codes="int4", scales="channel", scale_dtype=torch.bfloat16),
+    "int4_groups": Format(
+        flags=flags(use_int4_w4a16=True, block_shape=[0, 32]), codes="int4", scales=32, scale_dtype=torch.float16
+    ),
+    "int4_groups_zp": Format(flags=flags(use_int4_w4a16=True, block_shape=[0, 16]), codes="int4", scales=16, zero=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Arguments of `outplace_fused_experts`, and what it should return."""
+
+    arguments: dict[str, Any]
+    w1: torch.Tensor
+    w2: torch.Tensor
+    rows: str
+    inner: str
+
+    def expected(self, activation: str = "silu", **more: Any) -> torch.Tensor:
+        """The outputs [T, K, H] of each token's experts, weighted, not summed."""
+        given = self.arguments
+        x, static = given["hidden_states"].double(), (given.get("a1_scale"), given.get("a2_scale"))
+        scales = [None if tensor is None else float(tensor.reshape(-1)[0]) for tensor in static]
+        x = rounded(x, self.rows, scales[0])
+        out = torch.zeros(TOKENS, TOPK, HIDDEN, dtype=torch.float64)
+        weights, ids = given["topk_weights"].double(), given["topk_ids"]
+        for expert in range(EXPERTS):
+            token, column = (ids == expert).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            sums = x[token] @ self.w1[expert].T
+            if given.get("b1") is not None:
+                sums = sums + given["b1"][expert].double()
+            if more.get("on_input"):
+                sums = sums * weights[token, column][:, None]
+            if more.get("alpha"):
+                gate, up = sums[:, 0::2].clamp(max=more["limit"]), sums[:, 1::2].clamp(-more["limit"], more["limit"])
+                inner = gate / (1 + torch.exp(-more["alpha"] * gate)) * (up + 1)
+            else:
+                gate, up = sums.chunk(2, 1)
+                sigmoid = 1 / (1 + torch.exp(-gate))
+                inner = up * gate * (0.5 * (1 + torch.erf(gate / math.sqrt(2))) if activation == "gelu" else sigmoid)
+            result = rounded(inner, self.inner, scales[1]) @ self.w2[expert].T
+            if given.get("b2") is not None:
+                result = result + given["b2"][expert].double()
+            out[token, column] = result * (1.0 if more.get("on_input") else weights[token, column][:, None])
+        return out
+
+
+def make_case(name: str, dtype: torch.dtype = torch.bfloat16, biased: bool = False, seed: int = 1) -> Case:
+    form, random = FORMATS[name], generator(seed)
+    w1, w2 = made(form, 2 * INNER, HIDDEN, dtype, seed + 1), made(form, HIDDEN, INNER, dtype, seed + 2)
+    ids = torch.rand(TOKENS, EXPERTS, generator=random).argsort(1)[:, :TOPK].int()
+    ids[3, 1], ids[5] = -1, torch.tensor([EXPERTS, -1, EXPERTS + 90])
+    arguments: dict[str, Any] = {
+        "hidden_states": torch.randn(TOKENS, HIDDEN, generator=random).to(dtype),
+        "w1": w1.values,
+        "w2": w2.values,
+        "topk_weights": torch.rand(TOKENS, TOPK, generator=random) + 0.1,
+        "topk_ids": ids,
+        "w1_scale": w1.scale,
+        "w2_scale": w2.scale,
+        "w1_zp": w1.zero,
+        "w2_zp": w2.zero,
+        **form.flags,
+    }
+    if biased:
+        arguments["b1"] = torch.randn(EXPERTS, 2 * INNER, generator=random).to(dtype)
+        arguments["b2"] = torch.randn(EXPERTS, HIDDEN, generator=random).to(dtype)
+    short = str(dtype).removeprefix("torch.")
+    rows = short if form.rows == "none" else form.rows
+    return Case(arguments=arguments, w1=w1.real, w2=w2.real, rows=rows, inner=rows)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, case: Case) -> None:
+    dtype = case.arguments["hidden_states"].dtype
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    found, expected = found.reshape(-1, HIDDEN), expected.reshape(-1, HIDDEN)
+    idle = (expected == 0).all(1)
+    assert bool((found[idle] == 0).all())
+    limit = LIMITS[dtype] if " " not in case.rows else max(ROUNDED_LIMIT, LIMITS[dtype])
+    assert float(worst_row_error(found[~idle], expected[~idle])) < limit
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, biased: bool) -> None:
+    case = make_case(name, biased=biased)
+    check(outplace_fused_experts(**case.arguments), case.expected().sum(1), case)
+
+
+@pytest.mark.parametrize("name", ["none", "int4_groups", "int8_groups_zp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dtypes(name: str, dtype: torch.dtype) -> None:
+    case = make_case(name, dtype, biased=True)
+    check(outplace_fused_experts(**case.arguments), case.expected().sum(1), case)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel"])
+def test_static_scales(name: str) -> None:
+    case = make_case(name)
+    case.arguments.update(a1_scale=torch.tensor([0.013]), a2_scale=torch.tensor(0.02))
+    case = dataclasses.replace(case, rows="fp8 tensor", inner="fp8 tensor")
+    check(outplace_fused_experts(**case.arguments), case.expected().sum(1), case)
+
+
+def test_scales_with_trailing_ones() -> None:
+    case = make_case("fp8_channel")
+    expected = outplace_fused_experts(**case.arguments)
+    flat = {name: case.arguments[name].reshape(EXPERTS, -1) for name in ("w1_scale", "w2_scale")}
+    assert torch.equal(outplace_fused_experts(**case.arguments | flat), expected)
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_channel", "int4_groups_zp"])
+def test_gelu(name: str) -> None:
+    case = make_case(name)
+    found = outplace_fused_experts(**case.arguments, activation="gelu")
+    check(found, case.expected("gelu").sum(1), case)
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_tensor", "fp8_channel", "int8_groups_zp", "int4_alone"])
+def test_alternating_rows(name: str) -> None:
+    case = make_case(name, biased=True)
+    found = outplace_fused_experts(**case.arguments, gemm1_alpha=1.702, gemm1_limit=0.8)
+    check(found, case.expected(alpha=1.702, limit=0.8).sum(1), case)
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+@pytest.mark.parametrize("name", ["none", "fp8_channel", "fp8_block"])
+@pytest.mark.parametrize("topk", [1, TOPK])
+def test_weights_on_the_input(name: str, topk: int, factor: float | None) -> None:
+    case = make_case(name)
+    if topk == 1:
+        case.arguments["topk_ids"][:, 1:] = -1
+    expected = case.expected(on_input=True).sum(1) * (factor or 1.0)
+    if topk == 1:
+        case.arguments.update({key: case.arguments[key][:, :1] for key in ("topk_ids", "topk_weights")})
+    found = outplace_fused_experts(**case.arguments, apply_router_weight_on_input=True, routed_scaling_factor=factor)
+    if name == "none":  # tokens are rounded once more than SGLang's sums
+        assert float(worst_row_error(found[:3], expected[:3])) < LIMITS[torch.bfloat16]
+    else:
+        check(found, expected, case)
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_block"])
+def test_without_the_sum(name: str) -> None:
+    """Repeated experts are rows of their own; the scaling factor is that of the sum."""
+    case = make_case(name)
+    case.arguments["topk_ids"][0] = 2
+    found = outplace_fused_experts(**case.arguments, no_combine=True, routed_scaling_factor=3.0)
+    check(found, case.expected(), case)
+    total = outplace_fused_experts(**case.arguments, routed_scaling_factor=3.0)
+    check(total, case.expected().sum(1) * 3, case)
+    alone = {key: case.arguments[key][:, :1] for key in ("topk_ids", "topk_weights")}
+    check(outplace_fused_experts(**case.arguments | alone, no_combine=True), case.expected()[:, :1], case)
+
+
+def test_calls_agree() -> None:
+    case = make_case("fp8_channel", biased=True)
+    given = case.arguments
+    expected = outplace_fused_experts(**given, routed_scaling_factor=1.5)
+    mine = dict(given, hidden_states=given["hidden_states"].clone())
+    assert inplace_fused_experts(**mine, routed_scaling_factor=1.5) is None
+    assert torch.equal(mine["hidden_states"], expected)
+    assert torch.equal(fused_experts_impl(**given, routed_scaling_factor=1.5), expected)
+    mine = dict(given, hidden_states=given["hidden_states"].clone())
+    assert fused_experts_impl(**mine, inplace=True, routed_scaling_factor=1.5) is mine["hidden_states"]
+    assert torch.equal(mine["hidden_states"], expected)
+    rest = {name: value for name, value in given.items() if not name.startswith("topk_") and name != "hidden_states"}
+    topk = StandardTopKOutput(given["topk_weights"], given["topk_ids"])
+    config = MoeRunnerConfig(inplace=False, routed_scaling_factor=1.5)
+    for call in (fused_experts, fused_moe):
+        assert torch.equal(call(given["hidden_states"], topk_output=topk, moe_runner_config=config, **rest), expected)
+    kept = given["hidden_states"].clone()
+    assert fused_moe(kept, topk_output=(*topk[:2], None), **rest) is kept  # in place by default
+    assert torch.equal(kept, outplace_fused_experts(**given))
+    assert outplace_fused_experts_fake(**given).shape == expected.shape
+    assert outplace_fused_experts_fake(**given, no_combine=True).shape == (TOKENS, TOPK, HIDDEN)
+    assert inplace_fused_experts_fake(**given) is None
+    for name in ("inplace_fused_experts", "outplace_fused_experts"):
+        real, fake = getattr(sglang, name), getattr(sglang, f"{name}_fake")
+        assert inspect.signature(real) == inspect.signature(fake)
+
+
+COMMON = (
+    "use_fp8_w8a8=False use_int8_w8a8=False use_int8_w8a16=False use_int4_w4a16=False per_channel_quant=False "
+    "w1_scale=None w2_scale=None w1_zp=None w2_zp=None a1_scale=None a2_scale=None block_shape=None"
+)
+TENSORS = "hidden_states w1 w2 topk_weights topk_ids b1=None b2=None"
+LAST = "routed_scaling_factor=None gemm1_alpha=None gemm1_limit=None"
+SEEDS_ARGUMENTS = {
+    "inplace_fused_experts": f"{TENSORS} activation='silu' apply_router_weight_on_input=False {COMMON} {LAST}",
+    "outplace_fused_experts": (
+        f"{TENSORS} activation='silu' apply_router_weight_on_input=False {COMMON} no_combine=False {LAST}"
+    ),
+    "fused_experts_impl": (
+        f"{TENSORS} inplace=False activation='silu' apply_router_weight_on_input=False {COMMON} no_combine=False {LAST}"
+    ),
+    "fused_moe": (
+        "hidden_states w1 w2 topk_output moe_runner_config=MoeRunnerConfig(activation='silu', "
+        "apply_router_weight_on_input=False, inplace=True, no_combine=False, routed_scaling_factor=None, "
+        f"gemm1_alpha=None, gemm1_clamp_limit=None) b1=None b2=None {COMMON}"
+    ),
+    "fused_experts": f"hidden_states w1 w2 topk_output moe_runner_config b1=None b2=None {COMMON}",
+    "moe_align_block_size": "topk_ids block_size num_experts",
+    "moe_sum_reduce_triton": "input output routed_scaling_factor",
+    "moe_sum_reduce_torch_compile": "x out routed_scaling_factor",
+    "swiglu_with_alpha_and_limit": "x gemm1_alpha gemm1_limit",
+    "get_config_dtype_str": ("dtype use_int8_w8a16=False use_int4_w4a16=False use_fp8_w8a8=False use_int8_w8a8=False"),
+    "get_config_file_name": "E N dtype block_shape=None",
+}
+
+
+@pytest.mark.parametrize("name", SEEDS_ARGUMENTS)
+def test_names_order_and_defaults(name: str) -> None:
+    parameters = inspect.signature(getattr(sglang, name)).parameters.values()
+    empty = inspect.Parameter.empty
+    found = [one.name + ("" if one.default is empty else f"={one.default!r}") for one in parameters]
+    assert " ".join(found) == SEEDS_ARGUMENTS[name]
+
+
+BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "two flags": ("fp8_tensor", {"use_int8_w8a8": True}, ("use_fp8_w8a8 and use_int8_w8a8",)),
+    "no scale": ("fp8_tensor", {"w2_scale": None}, ("w2_scale is missing", "use_fp8_w8a8")),
+    "a scale": ("none", {"w1_scale": torch.ones(6)}, ("w1_scale is given", "no use_* flag")),
+    "int8": ("int8_channel", {"per_channel_quant": False}, ("use_int8_w8a8 needs per_channel_quant",)),
+    "scale": ("fp8_channel", {"w1_scale": torch.ones(6, 5)}, ("w1_scale is (6, 5)", "(6, 192)")),
+    "static": ("fp8_block", {"a1_scale": torch.ones(1)}, ("a1_scale is given", "block_shape")),
+    "one static": ("fp8_channel", {"a1_scale": torch.ones(1)}, ("a1_scale and a2_scale go together",)),
+    "group": ("int4_groups", {"block_shape": [128, 32]}, ("block_shape ([128, 32])",)),
+    "zero": (
+        "int4_groups_zp",
+        {"w1_zp": torch.zeros(6, 192, 4, dtype=torch.uint8)},
+        ("w1_zp is (6, 192, 4)", "(6, 96, 4)"),
+    ),
+    "one zero": ("int4_groups_zp", {"w2_zp": None}, ("w1_zp and w2_zp go together",)),
+    "w1": ("none", {"w1": torch.zeros(6, 192, 32, dtype=torch.bfloat16)}, ("w1 is (6, 192, 32)", "(6, 192, 64)")),
+    "dtype": ("none", {"w1": torch.zeros(6, 192, 64)}, ("w1 is", "float32", "bfloat16")),
+    "activation": ("none", {"activation": "tanh"}, ("activation ('tanh')", "silu, gelu")),
+    "limit": ("none", {"gemm1_limit": 7.0}, ("gemm1_alpha (None) and gemm1_limit (7.0)",)),
+    "alpha": ("fp8_block", {"gemm1_alpha": 1.7, "gemm1_limit": 7.0}, ("gemm1_alpha is given", "[32, 16]")),
+    "ids": ("none", {"topk_ids": torch.zeros(3, 2)}, ("topk_ids are (3, 2)", "(20, K)")),
+    "bias": ("none", {"b1": torch.zeros(6, 96)}, ("b1 is (6, 96)", "(6, 192)")),
+    "input": (
+        "none",
+        {"b1": torch.zeros(6, 192), "apply_router_weight_on_input": True},
+        ("b1 is given", "apply_router_weight_on_input"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    form, changes, words = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        outplace_fused_experts(**make_case(form).arguments | changes)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_in_place_needs_the_sum() -> None:
+    with pytest.raises(ValueError, match="no_combine and inplace are both set"):
+        fused_experts_impl(**make_case("none").arguments, inplace=True, no_combine=True)
+
+
+def test_compiled_into_one_graph() -> None:
+    given = make_case("fp8_block").arguments
+
+    def outplace(x: torch.Tensor) -> torch.Tensor:
+        return outplace_fused_experts(**given | {"hidden_states": x * 2}) + 1
+
+    def inplace(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        inplace_fused_experts(**given | {"hidden_states": doubled})
+        return doubled + 1
+
+    for function in (outplace, inplace):
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(given["hidden_states"])
+        assert torch.equal(found, outplace(given["hidden_states"]))
+
+
+# Pieces
+
+
+def test_the_documented_alignment() -> None:
+    """SGLang's example, whose experts begin at 1."""
+    ids = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, 3]]) - 1
+    pairs, experts, count = moe_align_block_size(ids, 4, 4)
+    assert pairs[:16].tolist() == [3, 6, 9, 12, 0, 4, 10, 12, 1, 7, 11, 12, 2, 5, 8, 12]
+    assert experts[:4].tolist() == [0, 1, 2, 3]
+    assert count.tolist() == [16]
+    assert {pairs.dtype, experts.dtype, count.dtype} == {torch.int32}
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_alignment(num_tokens: int, block: int) -> None:
+    ids = torch.randint(-1, EXPERTS + 2, (num_tokens, TOPK), generator=generator(num_tokens + block))
+    pairs, experts, count = moe_align_block_size(ids, block, EXPERTS)
+    flat, found, used = ids.reshape(-1).tolist(), [], int(count)
+    assert used % block == 0
+    for start in range(0, used, block):
+        own = [pair for pair in pairs[start : start + block].tolist() if pair < len(flat)]
+        assert own
+        assert {flat[pair] for pair in own} == {int(experts[start // block])}
+        found += own
+    expected = sorted((expert, pair) for pair, expert in enumerate(flat) if 0 <= expert < EXPERTS)
+    assert found == [pair for _, pair in expected]
+    assert bool((pairs[used:] == len(flat)).all())
+    assert bool((experts[-(-used // block) :] == -1).all())
+
+
+def test_sums_and_activation() -> None:
+    x, out = torch.randn(5, 3, 8).bfloat16(), torch.empty(5, 8, dtype=torch.bfloat16)
+    for call in (sglang.moe_sum_reduce_triton, sglang.moe_sum_reduce_torch_compile):
+        call(x, out.fill_(torch.nan), 2.5)
+        torch.testing.assert_close(out, (x.double().sum(1) * 2.5).bfloat16())
+    with pytest.raises(ValueError, match=r"input is \(5, 3, 8\), output \(5, 3\)"):
+        sglang.moe_sum_reduce_triton(x, torch.empty(5, 3), 1.0)
+    x = torch.randn(4, 10, dtype=torch.float64) * 3
+    gate, up = x[:, 0::2].clamp(max=1.5), x[:, 1::2].clamp(-1.5, 1.5)
+    expected = gate / (1 + torch.exp(-1.7 * gate)) * (up + 1)
+    torch.testing.assert_close(sglang.swiglu_with_alpha_and_limit(x, 1.7, 1.5), expected)
+
+
+def test_names_of_config_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    names: Callable[..., str] = sglang.get_config_file_name
+    assert names(8, 1024, None) == "E=8,N=1024,device_name=NVIDIA_H200.json"
+    assert names(8, 1024, "fp8_w8a8", [128, 128]) == (
+        "E=8,N=1024,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128].json"
+    )
+    dtypes = sglang.get_config_dtype_str
+    assert [dtypes(torch.bfloat16), dtypes(torch.float32)] == [None, "float32"]
+    assert dtypes(torch.bfloat16, use_int4_w4a16=True) == "int4_w4a16"
+    assert dtypes(torch.bfloat16, use_fp8_w8a8=True) == "fp8_w8a8"
