@@ -41,6 +41,20 @@ MODELS = {
     "gpt-oss-120b": Model(hidden=2880, intermediate=2880, experts=16, num_topk=4, activation=GPT_OSS, biased=True),
 }
 SCHEMES = ["none", "fp8_tensor", "fp8_token", "fp8_block"]
+DECODED = [
+    "fp8_w8a16",
+    "fp8_w8a16_block",
+    "int8_w8a16",
+    "int8_w8a16_zp",
+    "int4_w4a16_zp",
+    "int4_w4a16_g16",
+    "int4_w4a16_g32_f32",
+    "int4_w4a16_g64_zp",
+    "mxfp4_w4a16",
+    "mxfp8_w8a16",
+    "nvfp4_w4a16",
+    "nvfp4_w4a16_divisor",
+]
 
 
 def make_weights(model: Model, scheme_name: str) -> ExpertWeights:
@@ -109,12 +123,12 @@ def used_rows(batch: ExpertBatch) -> torch.Tensor:
     return used
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *DECODED])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_torch_experts(name: str, scheme: str) -> None:
     model, weights = MODELS[name], make_weights(MODELS[name], scheme)
     ours, theirs = (create_experts(kind, model.activation, torch.device("cuda")) for kind in ("triton", "torch"))
-    limit = ROW_ERROR_LIMITS["bfloat16" if scheme == "none" else "fp8"]
+    limit = ROW_ERROR_LIMITS["fp8" if get_scheme(scheme).payload.quantized else "bfloat16"]
     worst = 0.0
     for num_rows in (1, 40, 3000):
         rows = make_rows(model, scheme, num_rows)

@@ -35,7 +35,11 @@ def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> C
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
     same_scales = scales.WEIGHT.value != "fold" or stored.scale_dtype == shape.row_dtype
-    pairs = {"uint4": same_scales and shape.row_dtype.itemsize == 2, "e2m1": shape.row_dtype == torch.bfloat16}
+    pairs = {
+        "uint4": same_scales and shape.row_dtype.itemsize == 2,
+        "int8": scales.WEIGHT.value != "fold" and shape.row_dtype.itemsize == 2,
+        "e2m1": shape.row_dtype == torch.bfloat16,
+    }
     return constants(
         Codes,
         KIND=kind,

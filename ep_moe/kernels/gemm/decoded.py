@@ -12,37 +12,29 @@ thread's weights are 16 neighboring bytes.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.gemm.pairs import decode_pairs, scale_pairs, zero_pairs
+from ep_moe.kernels.gemm.pairs import decode_int8, decode_pairs, decode_words, scale_pairs, zero_pairs
 from ep_moe.kernels.gemm.small_integers import decode_small_integers
 from ep_moe.kernels.gemm.tokens import decode_rows, load_byte_scales, load_rows
-from ep_moe.kernels.gemm.weights import decode, load_stored, scale_offsets, scale_values
+from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values
 from ep_moe.kernels.numerics import INTERPRET
 
 
 @triton.jit
-def _x_columns(TILE, CODES):
-    """The columns of x in the order in which a step sums them, [1, BLOCK_K].
+def _order(x, TILE, CODES):
+    """Order columns of x, or of decoded weights, [rows, BLOCK_K], as a SHUFFLED step sums them.
 
-    Example of 64 weights of 8 bits, SHUFFLED: 0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, ...
+    Of each 64 stored bytes, a thread of the four that share a row of a fragment has 16: pairs of 8-bit weights that are
+    neighbors, or of 4-bit weights that are four apart.
+    Example of 8-bit weights: 0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, ...
     """
-    columns = tl.arange(0, TILE.BLOCK_K)
-    if CODES.SHUFFLED:
-        size: tl.constexpr = 64 * CODES.PACKED
-        place = columns % size
-        shuffled = place // 2 % 4 * (size // 4) + place // 8 * 2 + place % 2
-        columns = tl.max_contiguous(tl.multiple_of(columns - place + shuffled, 2), 2)
-    return columns[None, :]
-
-
-@triton.jit
-def _order(w, TILE, CODES):
-    """Order decoded weights, or rows of x, [., BLOCK_K] as `_x_columns` orders their columns."""
-    if CODES.SHUFFLED:
-        rows: tl.constexpr = w.shape[0]
-        size: tl.constexpr = 64 * CODES.PACKED
-        blocks = tl.reshape(w, [rows, TILE.BLOCK_K // size, 4, size // 8, 2])
-        w = tl.reshape(tl.permute(blocks, 0, 1, 3, 2, 4), [rows, TILE.BLOCK_K])
-    return w
+    rows: tl.constexpr = x.shape[0]
+    if CODES.SHUFFLED and CODES.PACKED == 1:
+        blocks = tl.reshape(x, [rows, TILE.BLOCK_K // 64, 4, 8, 2])
+        x = tl.reshape(tl.permute(blocks, 0, 1, 3, 2, 4), [rows, TILE.BLOCK_K])
+    elif CODES.SHUFFLED:
+        blocks = tl.reshape(x, [rows, TILE.BLOCK_K // 128, 4, 4, 2, 2, 2])  # thread, word, code: 3 bits
+        x = tl.reshape(tl.permute(blocks, 0, 1, 3, 6, 5, 2, 4), [rows, TILE.BLOCK_K])
+    return x
 
 
 @triton.jit
@@ -94,23 +86,44 @@ def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Weights [R, BLOCK_K] in `dtype`, in the order of `_x_columns`."""
-    if CODES.PAIRS:
-        width: tl.constexpr = TILE.BLOCK_K // 2
+    """Weights [R, BLOCK_K] in `dtype`, in the order of `_order`."""
+    if CODES.PAIRS and CODES.KIND == "int8":
+        return _order(decode_int8(stored, dtype), TILE, CODES)
+    elif CODES.PAIRS:
+        width: tl.constexpr = stored.shape[1]
         if SCALES.WEIGHT == "fold":
             scale = _spread(scale, width, CODES.GROUPS)
         if CODES.ZERO:
             zero = _spread(zero, width, CODES.GROUPS)
         else:
             zero = zero_pairs(tl.full([1, 1], 8, tl.int32), dtype)
-        low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
-        return _order(tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K]), TILE, CODES)
+        if CODES.SHUFFLED:  # words
+            rows: tl.constexpr = stored.shape[0]
+            w = decode_words(stored, scale, zero, dtype, SCALES, CODES)
+            blocks = tl.reshape(w, [rows, TILE.BLOCK_K // 128, 4, 4, 2, 2, 2])  # thread, word, code: bits 2, 0, 1
+            return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 6, 2, 4), [rows, TILE.BLOCK_K])
+        else:
+            low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
+            return tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K])
     elif dtype == tl.float8e4nv:
         if CODES.ZERO:
             zero = _spread(zero, TILE.BLOCK_K // 2, CODES.GROUPS)
         return decode_small_integers(stored, zero, CODES.ZERO)
     else:
         return _order(decode(stored, scale, zero, dtype, SCALES, CODES), TILE, CODES)
+
+
+@triton.jit
+def _load_stored(ptrs, row_mask, place_mask, TILE):
+    """Load the stored weights of a step; out of bounds zeros."""
+    if TILE.EVEN_N and TILE.EVEN_K:
+        return tl.load(ptrs)
+    elif TILE.EVEN_K:
+        return tl.load(ptrs, mask=row_mask[:, None], other=0.0)
+    elif TILE.EVEN_N:
+        return tl.load(ptrs, mask=place_mask, other=0.0)
+    else:
+        return tl.load(ptrs, mask=row_mask[:, None] & place_mask, other=0.0)
 
 
 @triton.jit
@@ -154,25 +167,22 @@ def _accumulate(
         acc = tl.zeros([ROWS, TILE.BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
-    columns = _x_columns(TILE, CODES)
     if STORED_X:
-        x_ptrs += tl.arange(0, TILE.BLOCK_K // X_PACKED)[None, :]
         x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, 0, K, TILE, SCALES)
-    else:
-        x_ptrs += columns
-    w_ptrs += tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
+    x_ptrs += tl.arange(0, TILE.BLOCK_K // X_PACKED)[None, :]
+    IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.PACKED == 2 and CODES.SHUFFLED else 1
+    STEP: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
+    places = tl.arange(0, STEP)[None, :]
+    w_ptrs += places
     if EARLY:
         groups = _load_groups(operands, offsets, 0, K, column_mask, dtype, SCALES, CODES)
     for k in range(0, K, TILE.BLOCK_K):
+        x = load_rows(x_ptrs, row_mask, (K - k) // X_PACKED, TILE, X_PACKED)
         if STORED_X:  # their scales are read a step early, too
-            rows = load_rows(x_ptrs, row_mask, (K - k) // X_PACKED, TILE, X_PACKED)
-            x = _order(decode_rows(rows, x_scale, TILE, SCALES), TILE, CODES)
+            x = decode_rows(x, x_scale, TILE, SCALES)
             x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, k + TILE.BLOCK_K, K, TILE, SCALES)
-        elif TILE.EVEN_K:
-            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < K - k), other=0.0)
-        stored = load_stored(w_ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
+        x = _order(x, TILE, CODES)
+        stored = _load_stored(w_ptrs, column_mask, places < (K - k) // (CODES.PACKED * IN_WORD), TILE)
         if EARLY:
             scale, zero = groups
             groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
@@ -189,7 +199,7 @@ def _accumulate(
         else:
             acc = _add_product(acc, x, w, TILE)
         x_ptrs += TILE.BLOCK_K // X_PACKED
-        w_ptrs += TILE.BLOCK_K // CODES.PACKED
+        w_ptrs += STEP
     return acc
 
 
@@ -224,6 +234,10 @@ def accumulate_decoded(
     else:
         columns = first_column + row
         row = columns
+    w_ptr = operands.w
+    if CODES.PAIRS and CODES.PACKED == 2 and CODES.SHUFFLED:  # words of eight codes
+        w_ptr = tl.multiple_of(w_ptr.to(tl.pointer_type(tl.int32)), 16)
+        w_stride = w_stride // 4
     offsets = scale_offsets(expert, first_column, row, halves * N, K, SCALES)
     acc = _accumulate(
         operands,
@@ -231,7 +245,7 @@ def accumulate_decoded(
         x_scale_ptrs,
         x_scale_stride_group,
         row_mask,
-        operands.w + (expert.to(tl.int64) * halves * N + row[:, None]) * w_stride,
+        w_ptr + (expert.to(tl.int64) * halves * N + row[:, None]) * w_stride,
         offsets,
         columns < N,
         K,

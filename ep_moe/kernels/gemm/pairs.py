@@ -1,4 +1,4 @@
-"""Two 4-bit codes of a byte decoded at once to 16 bits, by PTX that works on both halves of a register.
+"""Weights decoded two at once to 16 bits, by PTX that works on both halves of a register.
 
 Triton's own operations would decode them one by one, and convert each from float32. Its interpreter has no PTX: there,
 and for dtypes that are not listed here, `ep_moe.kernels.gemm.weights` decodes. `Codes.PAIRS` says which.
@@ -135,3 +135,119 @@ def decode_pairs(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
         return tl.inline_asm_elementwise(
             _UINT4_F16 + _UNPACK, "=h,=h,r,r", [codes, zero], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
         )
+
+
+# int8, two bytes of $2 at a time, the others in another register. In bfloat16 the low 7 bits of a byte are added to
+# 128.0, from which 128 is subtracted, or 256 if the byte is negative; in float16 the byte plus 128 to 1024.0.
+_INT8_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 v, w, c;
+    mov.b32 c, 0x3F803F80;
+    prmt.b32 v, $2, 0, 0x4140;
+    and.b32 w, v, 0x00800080;
+    lop3.b32 v, v, 0x007F007F, 0x43004300, 0xEA;
+    or.b32 w, w, 0xC300C300;
+    fma.rn.bf16x2 $0, v, c, w;
+    prmt.b32 v, $2, 0, 0x4342;
+    and.b32 w, v, 0x00800080;
+    lop3.b32 v, v, 0x007F007F, 0x43004300, 0xEA;
+    or.b32 w, w, 0xC300C300;
+    fma.rn.bf16x2 $1, v, c, w;
+    }
+    """
+)
+_INT8_F16 = tl.constexpr(
+    """
+    {
+    .reg .b32 v, w, c;
+    mov.b32 c, 0xE480E480;
+    xor.b32 w, $2, 0x80808080;
+    prmt.b32 v, w, 0x64646464, 0x4140;
+    add.rn.f16x2 $0, v, c;
+    prmt.b32 v, w, 0x64646464, 0x4342;
+    add.rn.f16x2 $1, v, c;
+    }
+    """
+)
+
+
+@triton.jit
+def decode_int8(stored, dtype: tl.constexpr):
+    """Signed bytes as numbers in `dtype`, four at a time; exact."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_INT8_BF16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(_INT8_F16, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4)
+
+
+def _words(constants: str, codes: str, finish: str) -> tl.constexpr:
+    """PTX for the eight codes of a word, $8: `codes` makes pairs v0 to v3, of code j and j + 4; `finish` ends each."""
+    finished = "\n".join(finish.replace("V", f"v{j}") for j in range(4))
+    stores = "\n".join(f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, v{j};" for j in range(4))
+    return tl.constexpr(f"{{ .reg .b32 v0, v1, v2, v3, w, c, z;\n{constants}\n{codes}\n{finished}\n{stores} }}")
+
+
+def _uint4_words(magic: str) -> str:
+    codes = [f"lop3.b32 v0, $8, 0x000F000F, {magic}, 0xEA;"]
+    codes += [f"shr.b32 w, $8, {4 * j};\nlop3.b32 v{j}, w, 0x000F000F, {magic}, 0xEA;" for j in (1, 2, 3)]
+    return "\n".join(codes)
+
+
+def _e2m1_words() -> str:
+    codes = []
+    for j in range(4):
+        magnitude, sign = 6 - 4 * j, 12 - 4 * j  # bits to the left, to where bfloat16 has them
+        move = f"shl.b32 v{j}, $8, {magnitude};" if magnitude > 0 else f"shr.u32 v{j}, $8, {-magnitude};"
+        codes.append(f"{move}\nand.b32 v{j}, v{j}, 0x01C001C0;\nshl.b32 w, $8, {sign};")
+        codes.append(f"lop3.b32 v{j}, w, 0x80008000, v{j}, 0xEA;")
+    return "\n".join(codes)
+
+
+_ONES_AND_ZEROS = "mov.b32 c, 0x3F803F80;\nmov.b32 z, 0x80008000;"
+_WORDS_UINT4_BF16 = _words(_ONES_AND_ZEROS, _uint4_words("0x43004300"), "fma.rn.bf16x2 V, V, c, $9;")
+_WORDS_UINT4_BF16_SCALED = _words(
+    _ONES_AND_ZEROS, _uint4_words("0x43004300"), "fma.rn.bf16x2 V, V, c, $9;\nfma.rn.bf16x2 V, V, $10, z;"
+)
+_WORDS_UINT4_F16 = _words("", _uint4_words("0x64006400"), "add.rn.f16x2 V, V, $9;")
+_WORDS_UINT4_F16_SCALED = _words("", _uint4_words("0x64006400"), "add.rn.f16x2 V, V, $9;\nmul.rn.f16x2 V, V, $10;")
+_WORDS_E2M1_BF16 = _words("mov.b32 z, 0x80008000;", _e2m1_words(), "fma.rn.bf16x2 V, V, $9, z;")
+_EIGHT = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+_EIGHT_SCALED = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
+
+
+@triton.jit
+def _join_words(a, e, b, f, c, g, d, h):
+    """Eight numbers of words [R, W], a to h in the order of their codes: [R, W, 2, 2, 2], by bits 2, 0, 1 of that."""
+    return tl.join(tl.join(tl.join(a, e), tl.join(b, f)), tl.join(tl.join(c, g), tl.join(d, h)))
+
+
+@triton.jit
+def decode_words(words, scale, zero, dtype: tl.constexpr, SCALES, CODES):
+    """The numbers of eight codes in each of words [R, W], as `_join_words`; scale and zero as for `decode_pairs`.
+
+    Codes four apart are in the halves of one register, so that no byte has to be moved.
+    """
+    bf16: tl.constexpr = (tl.bfloat16,) * 8
+    f16: tl.constexpr = (tl.float16,) * 8
+    if CODES.KIND == "e2m1":
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _WORDS_E2M1_BF16, _EIGHT, [words, scale], dtype=bf16, is_pure=True, pack=1
+        )
+    elif SCALES.WEIGHT == "fold" and dtype == tl.bfloat16:
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _WORDS_UINT4_BF16_SCALED, _EIGHT_SCALED, [words, zero, scale], dtype=bf16, is_pure=True, pack=1
+        )
+    elif SCALES.WEIGHT == "fold":
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _WORDS_UINT4_F16_SCALED, _EIGHT_SCALED, [words, zero, scale], dtype=f16, is_pure=True, pack=1
+        )
+    elif dtype == tl.bfloat16:
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _WORDS_UINT4_BF16, _EIGHT, [words, zero], dtype=bf16, is_pure=True, pack=1
+        )
+    else:
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _WORDS_UINT4_F16, _EIGHT, [words, zero], dtype=f16, is_pure=True, pack=1
+        )
+    return _join_words(a, e, b, f, c, g, d, h)
