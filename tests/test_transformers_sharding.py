@@ -242,7 +242,6 @@ def nothing(model: PreTrainedModel) -> None:
         (nothing, {"placement": "best"}, "best"),
         (nothing, {"transport": "pigeon"}, "pigeon"),
         (nothing, {"experts": "wise"}, "wise"),
-        (nothing, {"scheme": "mxfp8", "experts": "triton"}, "mxfp8"),
         (nothing, {"max_tokens_per_rank": 0}, r"max_tokens_per_rank \(0\)"),
         (another_activation, {}, "activation of MixtralExperts"),
         (widen, {}, r"layers\.0\.mlp\.experts has 4 experts.*layers\.2\.mlp\.experts has 5 experts"),
