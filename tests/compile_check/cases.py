@@ -66,12 +66,19 @@ DECODED: dict[str, Mapping[tuple[str, Rule], str]] = {
     "mxfp4_w4a16": FEW_SCALES,
     "nvfp4_w4a16": {**FEW_SCALES, **WIDENED},
     "int8_w8a16": {},
+    "int8_w8a16_g128_zp": FEW_SCALES,
     "fp8_w8a16_block": WIDENED,
     "mxfp8_w8a16": {**FEW_SCALES, **WIDENED},
 }
+FEW_WORDS: dict[tuple[str, Rule], str] = {
+    (
+        "_first_gemm_kernel",
+        "spill",
+    ): "two words of a thread on sm_100, whose tiles are those that were measured on sm_90",
+}
 NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
     "int8_token": {},
-    "int8_block": {},
+    "int8_block": FEW_WORDS,
     "mxfp8": {**FEW_SCALES, **WIDENED},
     "mxfp4_w4a8": {**FEW_SCALES, ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]},
     "nvfp4": {**FEW_SCALES, **WIDENED},
@@ -177,7 +184,7 @@ def _expert_cases() -> list[Case]:
             _experts(f"fp8_block indexed, {size}", layout="indexed", expected_rows=rows),
             _experts(f"fp8_block 32x48, {size}", "fp8_block_32x48", excuses=STEPS_OF_16, expected_rows=rows),
             _experts(f"fp8_block gpt-oss, {size}", **GPT_OSS, expected_rows=rows),
-            _experts(f"bf16 gpt-oss, {size}", "none", **GPT_OSS, expected_rows=rows),
+            _experts(f"bf16 gpt-oss, {size}", "none", **GPT_OSS, expected_rows=rows, excuses=FEW_WORDS),
             _experts(f"fp8_block gpt-oss per expert, {size}", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 gpt-oss per expert, {size}", "none", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 batched, {size}", "none", layout="batched", expected_rows=rows),

@@ -55,13 +55,6 @@ mad.lo.u32 $1, negative, 0x81, difference;
 
 
 @triton.jit
-def _difference(code, zero):
-    """code - zero, uint8, as the byte of e4m3 for its 2^-9 fold."""
-    shifted = (code | 0x80) - zero
-    return tl.where(shifted < 0x80, (0x80 - shifted) | 0x80, shifted & 0x7F).to(tl.uint8)
-
-
-@triton.jit
 def decode_small_integers(stored, zero, ZERO: tl.constexpr):
     """Two codes in each byte [N, V] as e4m3 [N, 2 V], minus zero points uint8 up to 16 that broadcast, or minus 8.
 
@@ -69,8 +62,10 @@ def decode_small_integers(stored, zero, ZERO: tl.constexpr):
     """
     if INTERPRET:
         shift = zero if ZERO else tl.full([1, 1], 8, tl.uint8)
-        low = _difference(stored & 15, shift)
-        high = _difference(stored >> 4, shift)
+        low = ((stored & 15) | 0x80) - shift
+        low = tl.where(low < 0x80, (0x80 - low) | 0x80, low & 0x7F).to(tl.uint8)
+        high = ((stored >> 4) | 0x80) - shift
+        high = tl.where(high < 0x80, (0x80 - high) | 0x80, high & 0x7F).to(tl.uint8)
     elif ZERO:
         zeros = tl.broadcast_to(zero, [stored.shape[0], stored.shape[1]])
         low, high = tl.inline_asm_elementwise(
