@@ -8,6 +8,7 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
+from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.functional.common import check_like, experts_for, kept_weights, served_scheme
@@ -212,7 +213,5 @@ _KINDS: dict[Any, str] = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?"
 _ARGUMENTS = ", ".join(
     f"{'Tensor(a!)' if name == 'output' else _KINDS[kind]} {name}" for name, kind in B12xCall.__annotations__.items()
 )
-_b12x_op = torch.library.custom_op(
-    "ep_moe::b12x_fused_moe", _b12x_moe, mutates_args=("output",), schema=f"({_ARGUMENTS}) -> ()"
-)
+_b12x_op = custom_op("ep_moe::b12x_fused_moe", _b12x_moe, mutates_args=("output",), schema=f"({_ARGUMENTS}) -> ()")
 _b12x_op.register_fake(_b12x_fake)

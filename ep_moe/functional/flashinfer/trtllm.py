@@ -9,6 +9,7 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
+from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
 from ep_moe.functional.common import check_like, experts_for, kept_weights
@@ -436,13 +437,13 @@ def _schema(output: str, returns: str) -> str:
     return f"({', '.join(f'{written.get(name, kinds[kind])} {name}' for name, kind in fields)}) -> {returns}"
 
 
-_fp4_moe_op = torch.library.custom_op(
+_fp4_moe_op = custom_op(
     "ep_moe::trtllm_fp4_block_scale_moe",
     _fp4_moe,
     mutates_args=("output", "routing_replay_out"),
     schema=_schema("Tensor(a!)", "()"),
 )
-_fp4_rows_op = torch.library.custom_op(
+_fp4_rows_op = custom_op(
     "ep_moe::trtllm_fp4_block_scale_moe_rows",
     _fp4_rows,
     mutates_args=("routing_replay_out",),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.library import custom_op
 
 from ep_moe.functional.sglang.experts import ExpertsCall, compute
 
@@ -307,10 +308,10 @@ def _inplace_fake(*arguments: Any) -> None:
     del arguments
 
 
-_outplace_op = torch.library.custom_op(
+_outplace_op = custom_op(
     "ep_moe::outplace_fused_experts", _outplace, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor"
 )
-_inplace_op = torch.library.custom_op(
+_inplace_op = custom_op(
     "ep_moe::inplace_fused_experts",
     _inplace,
     mutates_args=("hidden_states",),
