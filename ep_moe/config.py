@@ -421,8 +421,17 @@ def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
 
     Errors: ValueError if it names no directory.
     """
-    text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
-    require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
+    return _folder("EP_MOE_TILES_DIR", environ)
+
+
+def sglang_configs_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of tile sizes in SGLang's files: SGLANG_MOE_CONFIG_DIR, as `tiles_dir`."""
+    return _folder("SGLANG_MOE_CONFIG_DIR", environ)
+
+
+def _folder(variable: str, environ: Mapping[str, str] | None) -> Path | None:
+    text = (os.environ if environ is None else environ).get(variable, "")
+    require(not text or Path(text).is_dir(), f"environment variable {variable} ({text!r}) is not a directory")
     return Path(text) if text else None
 
 

@@ -42,6 +42,7 @@ OF_OTHERS = {  # signatures that other libraries own
         "fused_experts_impl",
         "fused_experts",
         "fused_moe",
+        "invoke_fused_moe_kernel",
     }
 }
 
