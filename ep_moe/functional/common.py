@@ -28,6 +28,29 @@ def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: 
         raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
 
 
+_KINDS: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    str: "str",
+    float | None: "float?",
+    list[int]: "int[]",
+    list[int] | None: "int[]?",
+}
+
+
+def operator_arguments(call: type, written: str | None = None) -> str:
+    """The arguments of an operator that takes the fields of a NamedTuple, for its schema. Local.
+
+    Args: written: the field that the operator writes.
+    """
+    kinds = {name: _KINDS[kind] for name, kind in call.__annotations__.items()}
+    if written is not None:
+        kinds[written] = "Tensor(a!)"
+    return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+
+
 def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
     """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
     schemes = [get_scheme(name) for name in names]

@@ -30,10 +30,30 @@ from ep_moe.functional.sglang.pieces import (
     moe_sum_reduce_triton,
     swiglu_with_alpha_and_limit,
 )
+from ep_moe.functional.sglang.ragged import (
+    GatherIndx,
+    InFlexData,
+    MicroscalingCtx,
+    RoutingData,
+    ScatterIndx,
+    TritonKernelTopKOutput,
+    quantize,
+    routing_from_topk,
+    triton_kernel_fused_experts,
+    triton_kernel_fused_experts_with_bias,
+    triton_kernel_moe_forward,
+    triton_kernel_moe_with_bias_forward,
+)
 
 __all__ = [
+    "GatherIndx",
+    "InFlexData",
+    "MicroscalingCtx",
     "MoeRunnerConfig",
+    "RoutingData",
+    "ScatterIndx",
     "StandardTopKOutput",
+    "TritonKernelTopKOutput",
     "fused_experts",
     "fused_experts_impl",
     "fused_moe",
@@ -51,6 +71,12 @@ __all__ = [
     "outplace_fused_experts",
     "outplace_fused_experts_fake",
     "override_config",
+    "quantize",
+    "routing_from_topk",
     "swiglu_with_alpha_and_limit",
+    "triton_kernel_fused_experts",
+    "triton_kernel_fused_experts_with_bias",
+    "triton_kernel_moe_forward",
+    "triton_kernel_moe_with_bias_forward",
     "try_get_optimal_moe_config",
 ]

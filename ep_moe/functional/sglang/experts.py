@@ -60,7 +60,7 @@ class ExpertsCall(NamedTuple):
             return _plain(self.activation)
         if self.activation != "silu":
             raise ValueError(f"gemm1_alpha ({self.gemm1_alpha}) belongs to activation 'silu', not {self.activation!r}")
-        return _swiglu(self.gemm1_alpha, self.gemm1_limit)
+        return swiglu(self.gemm1_alpha, self.gemm1_limit)
 
     @property
     def flags(self) -> Flags:
@@ -88,7 +88,7 @@ def _plain(name: str) -> ActivationConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def _swiglu(alpha: float, limit: float | None) -> ActivationConfig:
+def swiglu(alpha: float, limit: float | None) -> ActivationConfig:
     return ActivationConfig(kind=ActivationKind.SWIGLU, alpha=float(alpha), beta=1.0, limit=limit)
 
 
@@ -164,14 +164,8 @@ def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
         )
     activation, flags, given = call.between, call.flags, call.weights
     scheme = scheme_of(flags, given)
-    make = functools.partial(weights_of, call, scheme)
-    static = call.a1_scale is not None or call.a2_scale is not None
-    if static or call.gemm1_alpha is not None or not all(is_view(each, scheme) for each in given):
-        weights = make()  # with copies, which would miss later writes to the caller's tensors
-    else:
-        tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
-        kept = kept_weights("sglang", threading.get_ident())
-        weights = kept.get(tensors, (scheme.name, hidden_states.shape[1], hidden_states.dtype), make)
+    tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
+    weights = kept_or_new("sglang", tensors, call, scheme)
     tiles = found_tiles(flags, call.w2, hidden_states, scheme)
     experts = experts_for(activation, scheme, hidden_states.device, tiles)
     if call.apply_router_weight_on_input and call.b1 is not None:
@@ -187,6 +181,21 @@ def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
         factor=1.0 if factor is None or call.no_combine else factor,
         out=out,
     )
+
+
+def kept_or_new(
+    name: str, tensors: tuple[torch.Tensor | None, ...], call: ExpertsCall, scheme: QuantScheme
+) -> ExpertWeights:
+    """The weights of an earlier call with the same tensors, if they are views; else new ones.
+
+    Args: name: of the calls. tensors: the caller's, of which `call` has views.
+    """
+    static = call.a1_scale is not None or call.a2_scale is not None
+    if static or call.gemm1_alpha is not None or not all(is_view(each, scheme) for each in call.weights):
+        return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
+    kept = kept_weights(name, threading.get_ident())
+    tokens = call.hidden_states
+    return kept.get(tensors, (scheme.name, tokens.shape[1], tokens.dtype), functools.partial(weights_of, call, scheme))
 
 
 def check_tokens(hidden_states: torch.Tensor) -> None:

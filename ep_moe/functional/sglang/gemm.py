@@ -11,7 +11,7 @@ from torch.library import custom_op
 
 from ep_moe.config import DTYPES
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
-from ep_moe.functional.common import check_like
+from ep_moe.functional.common import check_like, operator_arguments
 from ep_moe.functional.sglang.configs import tiles_of
 from ep_moe.functional.sglang.formats import Flags, GivenWeight, matrix_of, scheme_of
 from ep_moe.quant import Quantized, quantize
@@ -236,21 +236,11 @@ def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists
     )
 
 
-_KINDS: dict[Any, str] = {
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
-    bool: "bool",
-    int: "int",
-    str: "str",
-    list[int]: "int[]",
-    list[int] | None: "int[]?",
-}
-_ARGUMENTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in _Call.__annotations__.items())
 _op = custom_op(
     "ep_moe::invoke_fused_moe_kernel",
     _compute,
     mutates_args=("c",),
-    schema=f"({_ARGUMENTS.replace('Tensor c,', 'Tensor(a!) c,')}) -> ()",
+    schema=f"({operator_arguments(_Call, 'c')}) -> ()",
 )
 
 
