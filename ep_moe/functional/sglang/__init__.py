@@ -31,6 +31,12 @@ from ep_moe.functional.sglang.pieces import (
     swiglu_with_alpha_and_limit,
 )
 from ep_moe.functional.sglang.ragged import (
+    triton_kernel_fused_experts,
+    triton_kernel_fused_experts_with_bias,
+    triton_kernel_moe_forward,
+    triton_kernel_moe_with_bias_forward,
+)
+from ep_moe.functional.sglang.routing_data import (
     GatherIndx,
     InFlexData,
     MicroscalingCtx,
@@ -39,10 +45,6 @@ from ep_moe.functional.sglang.ragged import (
     TritonKernelTopKOutput,
     quantize,
     routing_from_topk,
-    triton_kernel_fused_experts,
-    triton_kernel_fused_experts_with_bias,
-    triton_kernel_moe_forward,
-    triton_kernel_moe_with_bias_forward,
 )
 
 __all__ = [
