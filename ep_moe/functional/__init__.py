@@ -1,4 +1,4 @@
 """The MoE calls of other libraries, by their names and with their arguments, computed by `ep_moe.local_moe`.
 
-`flashinfer` has FlashInfer's FP4 calls, `sglang` SGLang's calls and its layer. docs/functional.md lists every parameter.
+`flashinfer` has FlashInfer's FP4 calls, `sglang` SGLang's calls and layer. docs/functional.md lists every parameter.
 """
