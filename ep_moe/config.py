@@ -416,14 +416,25 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of a user's tables of tile sizes: the environment variable EP_MOE_TILES_DIR, None if it is not set.
+def default_tiles_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of a user's tables of tile sizes: EP_MOE_TILES_DIR, else ep_moe/tiles in XDG_CONFIG_HOME, ~/.config.
 
-    Errors: ValueError if it names no directory.
+    It may be absent.
     """
-    text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
-    require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
-    return Path(text) if text else None
+    env = os.environ if environ is None else environ
+    if named := env.get("EP_MOE_TILES_DIR"):
+        return Path(named)
+    return Path(env.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "ep_moe" / "tiles"
+
+
+def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The `default_tiles_dir` if it exists, else None.
+
+    Errors: ValueError if EP_MOE_TILES_DIR names no directory.
+    """
+    named, folder = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR"), default_tiles_dir(environ)
+    require(not named or folder.is_dir(), f"environment variable EP_MOE_TILES_DIR ({named!r}) is not a directory")
+    return folder if folder.is_dir() else None
 
 
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
