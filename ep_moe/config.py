@@ -362,7 +362,7 @@ class PluginConfig:
     """Options of the plug-ins of serving engines, as the environment sets them.
 
     Args:
-        vllm: EP_MOE_VLLM=1, vLLM runs its MoE layers here.
+        vllm, sglang: EP_MOE_VLLM=1 and EP_MOE_SGLANG=1, the engine runs its MoE layers here.
         strict: EP_MOE_STRICT=1, a layer that cannot run here is an error instead of a warning.
         layout: EP_MOE_LAYOUT, of the expert batch; None ("auto") chooses by the step's tokens.
         transport, experts: EP_MOE_TRANSPORT and EP_MOE_EXPERTS, implementations by name.
@@ -370,6 +370,7 @@ class PluginConfig:
     """
 
     vllm: bool = False
+    sglang: bool = False
     strict: bool = False
     layout: Layout | None = None
     transport: str = "auto"
@@ -398,12 +399,18 @@ class PluginConfig:
             raise ValueError(f"environment variable EP_MOE_TIMEOUT_SECS ({timeout!r}) is not a number") from None
         return cls(
             vllm=switch("EP_MOE_VLLM"),
+            sglang=switch("EP_MOE_SGLANG"),
             strict=switch("EP_MOE_STRICT"),
             layout=None if layout == "auto" else Layout(layout),
             transport=env.get("EP_MOE_TRANSPORT", "auto"),
             experts=env.get("EP_MOE_EXPERTS", "auto"),
             timeout_secs=secs,
         )
+
+
+def switch_on(name: str) -> None:
+    """Set an environment variable that is a switch, for this process and those that it starts. Local."""
+    os.environ[name] = "1"
 
 
 Config = TypeVar("Config")
