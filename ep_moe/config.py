@@ -460,9 +460,22 @@ def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
 
     Errors: ValueError if EP_MOE_TILES_DIR names no directory.
     """
-    named, folder = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR"), default_tiles_dir(environ)
-    require(not named or folder.is_dir(), f"environment variable EP_MOE_TILES_DIR ({named!r}) is not a directory")
-    return folder if folder.is_dir() else None
+    named, default = _folder("EP_MOE_TILES_DIR", environ), default_tiles_dir(environ)
+    return named or (default if default.is_dir() else None)
+
+
+def sglang_configs_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of tile sizes in SGLang's files: SGLANG_MOE_CONFIG_DIR, None if it is not set.
+
+    Errors: ValueError if it names no directory.
+    """
+    return _folder("SGLANG_MOE_CONFIG_DIR", environ)
+
+
+def _folder(variable: str, environ: Mapping[str, str] | None) -> Path | None:
+    text = (os.environ if environ is None else environ).get(variable, "")
+    require(not text or Path(text).is_dir(), f"environment variable {variable} ({text!r}) is not a directory")
+    return Path(text) if text else None
 
 
 def from_mapping(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:

@@ -42,6 +42,11 @@ OF_OTHERS = {  # signatures that other libraries own
         "fused_experts_impl",
         "fused_experts",
         "fused_moe",
+        "invoke_fused_moe_kernel",
+        "triton_kernel_fused_experts",
+        "triton_kernel_fused_experts_with_bias",
+        "triton_kernel_moe_forward",
+        "triton_kernel_moe_with_bias_forward",
     }
 }
 
