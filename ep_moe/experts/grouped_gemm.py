@@ -7,11 +7,11 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from ep_moe.config import ActivationConfig, ActivationKind
+from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.repeated import Repeat
@@ -95,25 +95,30 @@ class CallShape:
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
         """The shape of a call; rows of the batch's pool have no gaps between their columns."""
+        height, strides = 1, (0, 0, 0)
+        if batch.scale is not None:
+            scale = batch.scale
+            height = max(scale.shape[-2], 1)
+            strides = (scale.stride(0) if scale.dim() == 3 else 0, scale.stride(-2), scale.stride(-1))
+        apart = isinstance(batch, Batched) and batch.row_index is None
+        rows = batch.x if batch.row_index is None else batch.row_index
         return cls(
-            **_of_batch(batch),
+            device=batch.x.device,
+            scheme=weights.scheme,
+            dtype=batch.dtype,
             activation=activation,
+            num_experts=batch.num_local_experts,
+            hidden=batch.hidden,
             intermediate=weights.scheme.weight.row_width(weights.w2.values.shape[2]),
+            expected_rows=batch.expected_rows,
+            max_rows=rows.shape[1] if apart else rows.shape[0],
+            rows_apart=apart,
+            x_stride=batch.x.stride(-2),
+            scale_height=height,
+            scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
             up_first=weights.up_first,
-        )
-
-    @classmethod
-    def alone(cls, batch: ExpertBatch, num_columns: int) -> "CallShape":
-        """The shape of one GEMM of the batch's rows to `num_columns`, which stands for the intermediate here."""
-        return cls(
-            **_of_batch(batch),
-            activation=ActivationConfig(kind=ActivationKind.IDENTITY),
-            intermediate=num_columns,
-            static_scale=False,
-            limited=False,
-            up_first=False,
         )
 
     @property
@@ -159,30 +164,6 @@ class CallShape:
         if self.rows_apart:
             return self.num_experts * math.ceil(self.max_rows / block_m)
         return min(self.max_rows // block_m + self.num_experts, self.max_rows)
-
-
-def _of_batch(batch: ExpertBatch) -> dict[str, Any]:
-    """What a `CallShape` has from its batch."""
-    height, strides = 1, (0, 0, 0)
-    if batch.scale is not None:
-        scale = batch.scale
-        height = max(scale.shape[-2], 1)
-        strides = (scale.stride(0) if scale.dim() == 3 else 0, scale.stride(-2), scale.stride(-1))
-    apart = isinstance(batch, Batched) and batch.row_index is None
-    rows = batch.x if batch.row_index is None else batch.row_index
-    return {
-        "device": batch.x.device,
-        "scheme": batch.scheme,
-        "dtype": batch.dtype,
-        "num_experts": batch.num_local_experts,
-        "hidden": batch.hidden,
-        "expected_rows": batch.expected_rows,
-        "max_rows": rows.shape[1] if apart else rows.shape[0],
-        "rows_apart": apart,
-        "x_stride": batch.x.stride(-2),
-        "scale_height": height,
-        "scale_strides": strides,
-    }
 
 
 class GroupedGemm(Protocol):

@@ -181,8 +181,8 @@ class ReferenceExperts:
         starts, counts = torch.stack([batch.expert_row_start, batch.expert_num_tokens]).tolist()
         for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
             if count > 0:
-                rows = read_rows(batch, start, count)
-                rows_of(out, start, count).copy_(self._expert(rows, batch, weights, expert))
+                rows = _read_rows(batch, start, count)
+                _rows_of(out, start, count).copy_(self._expert(rows, batch, weights, expert))
 
     def _expert(self, x: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, expert: int) -> torch.Tensor:
         """Compute one expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
@@ -213,7 +213,7 @@ class ReferenceExperts:
         return second
 
 
-def rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def _rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """View rows [start, start + count) of [rows, .] or of flattened [L, C, .]; in the latter all of one expert."""
     height = tensor.shape[-2]
     block, first = (0, start) if tensor.dim() == 2 else divmod(start, max(height, 1))
@@ -222,12 +222,12 @@ def rows_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return (tensor if tensor.dim() == 2 else tensor[block])[first : first + count]
 
 
-def read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
+def _read_rows(batch: ExpertBatch, start: int, count: int) -> torch.Tensor:
     """The rows of one expert, [count, H] float32: a view if they are float32 and contiguous already."""
     if batch.row_index is None:
-        scale = None if batch.scale is None else rows_of(batch.scale, start, count)
-        return dequantize_rows(rows_of(batch.x, start, count), scale, batch.scheme)
-    index = rows_of(batch.row_index.unsqueeze(1), start, count).squeeze(1).long()
+        scale = None if batch.scale is None else _rows_of(batch.scale, start, count)
+        return dequantize_rows(_rows_of(batch.x, start, count), scale, batch.scheme)
+    index = _rows_of(batch.row_index.unsqueeze(1), start, count).squeeze(1).long()
     pool = batch.x.reshape(-1, batch.x.shape[-1])
     if batch.scale is None:
         return dequantize_rows(pool[index], None, batch.scheme)

@@ -20,7 +20,6 @@ from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
-from ep_moe.kernels.gemm.rows import _rows_gemm_kernel
 
 _KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro": {torch.float8_e4m3fn: "float8"}}
 _PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2): "e2m1"}  # by family and `packed`
@@ -124,9 +123,6 @@ def _prepare(
     )
 
 
-_PLAIN = constants(Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False)
-
-
 class TritonGemms:
     """Both GEMMs as persistent Triton kernels; a `Backend`."""
 
@@ -167,25 +163,16 @@ class TritonGemms:
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
+        epilogue = constants(
+            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
+        )
         numbers = (
             shape.intermediate,
             shape.hidden,
             shape.scheme.weight.row_values(shape.intermediate),
             shape.max_tiles(tiles.block_m) * tiles.block_m,
         )
-        return _prepare(_second_gemm_kernel, numbers, _PLAIN, shape, tiles, between, second=True)
-
-    def rows(self, shape: CallShape, tiles: ExpertTiles) -> GroupedGemm:
-        """`_rows_gemm_kernel`: one GEMM of rows of H columns, to I columns, alone. Local."""
-        numbers = (
-            shape.hidden,
-            shape.intermediate,
-            shape.scheme.weight.row_values(shape.hidden),
-            shape.x_stride,
-            shape.scale_height,
-            *shape.scale_strides,
-        )
-        return _prepare(_rows_gemm_kernel, numbers, _PLAIN, shape, tiles, Between.ROUND, second=False)
+        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, second=True)
 
 
 class TritonExperts(KernelExperts):

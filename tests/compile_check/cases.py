@@ -15,7 +15,6 @@ from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
 from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
 from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfig, RoutingMethod
-from ep_moe.experts.rows_launch import by_kernels
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
@@ -163,19 +162,6 @@ def _experts(
     return Case(name=name, launch=launch, excuses=excuses)
 
 
-def _one_gemm(scheme_name: str, rows: int, excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES) -> Case:
-    """The first GEMM of DeepSeek-V3 on 8 ranks without what follows it."""
-
-    def launch() -> None:
-        batch = _batch(get_scheme(scheme_name), torch.bfloat16, "batched", 32, 7168, rows)
-        shape = (32, 4096, 7168)
-        matrix = StoredMatrix.empty(shape, batch.scheme.weight, batch.dtype, "meta")
-        by_kernels(batch, matrix, None, _empty(32, batch.x.shape[1], 4096, dtype=batch.dtype))
-
-    alone = {("_rows_gemm_kernel", rule): why for (_, rule), why in excuses.items()}
-    return Case(name=f"one GEMM {scheme_name}, {rows} rows", launch=launch, excuses=alone)
-
-
 def _expert_cases() -> list[Case]:
     """Rows on both sides of every size at which the launcher changes its tiles, then every format and option.
 
@@ -218,8 +204,6 @@ def _expert_cases() -> list[Case]:
     for scheme, excuses in NARROW_TOKENS.items():
         cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
     cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
-    cases += [_one_gemm(scheme, rows) for scheme in ("none", "fp8_block") for rows in (8, 256)]
-    cases.append(_one_gemm("int4_w4a16_g128_zp", 8, FEW_SCALES))
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
         activation = ActivationConfig(kind=kind)
         cases += [
