@@ -1,6 +1,7 @@
 """What SGLang's fused experts compute: the scheme and weights that its flags and scales describe, and the call.
 
-Letters: T tokens, H hidden, I intermediate, K top-k, E experts.
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts, W = 2I; N and C rows and columns of a weight, n and k
+those of a block.
 """
 
 import functools
@@ -11,13 +12,15 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.functional.common import check_like, experts_for, kept_weights
-from ep_moe.functional.matrices import GivenMatrix, columns_of_group, integer_scheme, stored_matrix
 from ep_moe.local_moe import local_moe
-from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme, quantize
+from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme, quantize, unpack_nibbles
 from ep_moe.routing import Routing, apply_weights_to_input
 from ep_moe.weights import ExpertWeights
 
 FLAGS = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
+_SUFFIXES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # by dtype of scales
+_ONE_BYTE = (torch.uint8,)
+_FLOAT = (torch.float32,)
 
 
 class ExpertsCall(NamedTuple):
@@ -61,6 +64,16 @@ class ExpertsCall(NamedTuple):
         if self.activation != "silu":
             raise ValueError(f"gemm1_alpha ({self.gemm1_alpha}) belongs to activation 'silu', not {self.activation!r}")
         return _swiglu(self.gemm1_alpha, self.gemm1_limit)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale of weights alone, 0 for one scale per row."""
+        if self.block_shape is None:
+            return 0
+        rows, columns = self.block_shape
+        if rows != 0 or columns < 0:
+            raise ValueError(f"block_shape ({self.block_shape}) is not [0, columns of a group], for weights alone")
+        return columns
 
 
 @functools.cache
@@ -116,12 +129,61 @@ def _refuse(call: ExpertsCall, names: tuple[str, ...], where: str) -> None:
 
 def _weights_alone(call: ExpertsCall) -> QuantScheme:
     """int8_w8a16 and int4_w4a16, of which SGLang stores groups as unsigned integers around 128 or 8."""
-    group = columns_of_group(call.block_shape)
-    return integer_scheme(_given(call, "w1"), _given(call, "w2"), 4 if call.use_int4_w4a16 else 8, group)
+    group, scale = call.group, call.w1_scale
+    assert scale is not None
+    if (call.w1_zp is None) != (call.w2_zp is None):
+        raise ValueError("w1_zp and w2_zp go together")
+    if scale.dtype not in _SUFFIXES:
+        raise ValueError(f"w1_scale is {scale.dtype}; one of {', '.join(map(str, _SUFFIXES))} needed")
+    groups = f"_g{group}" if group else ""
+    suffix = _SUFFIXES[scale.dtype]
+    if call.use_int4_w4a16:
+        return get_scheme(f"int4_w4a16{groups}{'' if call.w1_zp is None else '_zp'}{suffix}")
+    if not group:
+        _refuse(call, ("w1_zp", "w2_zp"), "use_int8_w8a16 without groups")
+        return get_scheme("int8_w8a16")
+    return get_scheme(f"int8_w8a16{groups}_zp{suffix}")
 
 
-def _given(call: ExpertsCall, name: str) -> GivenMatrix:
-    return GivenMatrix(name, getattr(call, name), getattr(call, f"{name}_scale"), getattr(call, f"{name}_zp"))
+def _scale(call: ExpertsCall, name: str, scheme: QuantScheme, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Scales of a weight [E, N, C] in our shape; SGLang's may have trailing dimensions of 1."""
+    given: torch.Tensor = getattr(call, f"{name}_scale")
+    needed, dtype = scheme.weight.scale_shape(shape), scheme.weight.scale_dtype
+    if given.numel() != torch.Size(needed).numel() or [n for n in given.shape if n > 1] != [n for n in needed if n > 1]:
+        raise ValueError(f"{name}_scale is {tuple(given.shape)}; {needed} needed for scheme '{scheme.name}'")
+    return given.to(dtype).reshape(needed) if given.dtype != dtype else given.reshape(needed)
+
+
+def _zero(call: ExpertsCall, name: str, scheme: QuantScheme, shape: tuple[int, int, int]) -> torch.Tensor | None:
+    """Zero points of a weight [E, N, C] in a byte each, if the scheme has them. SGLang packs those of two rows."""
+    if not scheme.weight.zero_point:
+        return None
+    needed, given = scheme.weight.scale_shape(shape), getattr(call, f"{name}_zp")
+    if given is None:
+        return torch.full(needed, 128, dtype=torch.uint8, device=call.w1.device)
+    if call.use_int8_w8a16:
+        check_like(given, f"{name}_zp", needed, _ONE_BYTE)
+        return given
+    packed = (needed[0], needed[1] // 2, *needed[2:])
+    if given.numel() == torch.Size(packed).numel():
+        given = given.reshape(packed)
+    check_like(given, f"{name}_zp", packed, _ONE_BYTE)
+    return unpack_nibbles(given.reshape(*packed[:2], -1).transpose(1, 2)).transpose(1, 2).reshape(needed)
+
+
+def _matrix(call: ExpertsCall, name: str, scheme: QuantScheme, rows: int | None, columns: int) -> StoredMatrix:
+    values, stored = getattr(call, name), scheme.weight
+    dtype = stored.dtype or call.hidden_states.dtype
+    needed = (call.w1.shape[0], values.shape[1] if rows is None else rows, stored.row_values(columns))
+    if values.dim() != 3 or tuple(values.shape) != needed or values.dtype != dtype:
+        raise ValueError(
+            f"{name} is {tuple(values.shape)} {values.dtype}; {needed} {dtype} needed for scheme '{scheme.name}'"
+        )
+    values = values.view_as(values)  # an object of its own: what is kept may not keep the caller's alive
+    if not stored.quantized:
+        return StoredMatrix(values)
+    shape = (needed[0], needed[1], columns)
+    return StoredMatrix(values, scale=_scale(call, name, scheme, shape), zero=_zero(call, name, scheme, shape))
 
 
 def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
@@ -137,12 +199,11 @@ def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
 def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
     """The weights of a call, checked; rows are copied into our order if gemm1_alpha says that gate and up alternate."""
     num_experts, hidden = call.w1.shape[0], call.hidden_states.shape[1]
-    dtype = call.hidden_states.dtype
-    w13 = stored_matrix(_given(call, "w1"), scheme, (None, None, hidden), dtype)
+    w13 = _matrix(call, "w1", scheme, None, hidden)
     intermediate, odd = divmod(call.w1.shape[1], 2)
     if odd:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}; an even number of rows needed, a gate and an up half")
-    w2 = stored_matrix(_given(call, "w2"), scheme, (num_experts, hidden, intermediate), dtype)
+    w2 = _matrix(call, "w2", scheme, hidden, intermediate)
     biases = []
     for name, matrix in (("b1", w13), ("b2", w2)):
         bias, needed = getattr(call, name), tuple(matrix.values.shape[:2])
