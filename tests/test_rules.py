@@ -42,6 +42,8 @@ OF_OTHERS = {  # signatures that other libraries own
         "fused_experts_impl",
         "fused_experts",
         "fused_moe",
+        "invoke_moe_batched_triton_kernel",
+        "apply",
     }
 }
 
