@@ -142,7 +142,7 @@ class LayerMethod:
             self._plugin.log.error("ep_moe in %s: %s", self._name, error)
             raise
         except Exception:
-            exchange.fail(ids.shape[1])
+            exchange.fail(*ids.shape)
             raise
 
     def _layout(self, num_rows: int) -> Layout:
@@ -216,6 +216,7 @@ class LayerMethod:
             layer=moe_layer.tag,
             share=self._share,
             input_scale=moe_layer.weights.w13_input_scale,
+            sized=True,
         )
         experts: EpMoeBatchedExperts | EpMoeStandardExperts
         if layout is Layout.BATCHED:

@@ -47,7 +47,7 @@ class RoundInputs(NamedTuple):
 class _Kept(NamedTuple):
     """What batches of one plan and slot share."""
 
-    pool: torch.Tensor  # [R * M, V]: the slot's received rows
+    pool: torch.Tensor  # [R * `max_num_tokens`, V]: the slot's received rows
     new_x: Callable[[], torch.Tensor]
     new_scale: Callable[[], torch.Tensor] | None
     make: Callable[..., ExpertBatch]  # from x and scale
@@ -163,6 +163,7 @@ class DispatchLauncher:
                 plan.scheme,
                 quantized=plan.scheme.payload.quantized and not plan.sending.QUANTIZE,
                 has_num_tokens=plan.sending.HAS_NUM_TOKENS,
+                max_num_tokens=plan.max_num_tokens,
             )
         inputs = inputs._replace(plan=plan)
         self.receive(slot, inputs)
@@ -242,7 +243,7 @@ class DispatchLauncher:
                     plan.num_tokens,
                     plan.blocks,
                     context.ranks.STARTS[-1],
-                    context.config.max_tokens_per_rank,
+                    plan.max_num_tokens,
                     WORD_TOKENS,
                     plan.frame.height,
                     plan.frame.alignment,
@@ -277,7 +278,7 @@ class DispatchLauncher:
         """Views of the slot's memory, and values of the plan."""
         context, own, index, k = self._context, self._context.states.slots[slot], plan.frame.row_index, plan.num_topk
         num_local = plan.frame.num_local_experts
-        num_rows = context.ranks.R * context.config.max_tokens_per_rank
+        num_rows = context.ranks.R * plan.max_num_tokens
         size = num_rows * plan.row.VALUE_WORDS * 4
         fields: dict[str, Any] = {
             "scheme": plan.scheme,
