@@ -47,6 +47,8 @@ OF_OTHERS = {  # signatures that other libraries own
         "triton_kernel_fused_experts_with_bias",
         "triton_kernel_moe_forward",
         "triton_kernel_moe_with_bias_forward",
+        "invoke_moe_batched_triton_kernel",
+        "apply",
     }
 }
 

@@ -299,7 +299,11 @@ def _rows(
         )
         owner, header = empty(ranks * experts, dtype=torch.int32), empty(ranks, HEADER_WORDS, dtype=torch.int64)
         plan = plan_send(
-            routing.topk_ids, owner, fingerprint=row_format.fingerprint, layer=LayerTag().words, header=header
+            routing.topk_ids,
+            owner,
+            fingerprint=row_format.fingerprint(num_tokens),
+            layer=LayerTag().words,
+            header=header,
         )
         x, scale = empty(num_tokens, scheme.payload.row_values(hidden), dtype=scheme.payload.dtype or dtype), None
         if scheme.payload.quantized:

@@ -157,6 +157,7 @@ class DispatchLauncher:
                 plan.scheme,
                 quantized=plan.scheme.payload.quantized and not plan.sending.QUANTIZE,
                 has_num_tokens=plan.sending.HAS_NUM_TOKENS,
+                max_num_tokens=plan.max_num_tokens,
             )
         inputs = inputs._replace(plan=plan)
         self.receive(slot, inputs)
@@ -236,7 +237,7 @@ class DispatchLauncher:
                     plan.num_tokens,
                     plan.blocks,
                     context.ranks.STARTS[-1],
-                    context.config.max_tokens_per_rank,
+                    plan.max_num_tokens,
                     WORD_TOKENS,
                     plan.frame.height,
                     plan.frame.alignment,
@@ -269,7 +270,7 @@ class DispatchLauncher:
     def _make_received(self, slot: int, plan: RoundPlan) -> Received:
         context, own, frame, k = self._context, self._context.states.slots[slot], plan.frame, plan.num_topk
         num_local, index = frame.num_local_experts, frame.row_index
-        num_rows = context.ranks.R * context.config.max_tokens_per_rank
+        num_rows = context.ranks.R * plan.max_num_tokens
         fields: dict[str, Any] = {
             "scheme": plan.scheme,
             "dtype": context.config.dtype,

@@ -227,8 +227,10 @@ class NvlinkTransport(Transport):
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
         key: tuple[object, ...] = ()
+        size = self.config.max_tokens_per_rank
         try:
-            key = plan_key(x, routing, layout, scheme, num_tokens)
+            size = self._plans.size_for(max_num_tokens)
+            key = plan_key(x, routing, layout, scheme, num_tokens, size)
             plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
@@ -249,7 +251,7 @@ class NvlinkTransport(Transport):
                 )
             except ValueError as error:
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        return self._plans.add(key, x, routing, layout, scheme, num_tokens) if plan is None else plan
+        return self._plans.add(key, x, routing, layout, scheme, num_tokens, size) if plan is None else plan
 
     def _begin(self, slot: int, call: str, plan: RoundPlan, inputs: RoundInputs | None) -> _Round:
         """Record a round whose dispatch has been launched, or its sending half."""
@@ -346,9 +348,9 @@ class NvlinkTransport(Transport):
         if too_many:
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        scheme = get_scheme("none")
-        key = plan_key(like, nobody, Layout.FLAT, scheme, count)
-        plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count)
+        scheme, size = get_scheme("none"), self.config.max_tokens_per_rank
+        key = plan_key(like, nobody, Layout.FLAT, scheme, count, size)
+        plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count, size)
         inputs = self._dispatches.inputs_of(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
         state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
