@@ -18,6 +18,8 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfi
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
+from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.routed import RoutedPacking
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
@@ -333,8 +335,41 @@ def _rows(
     return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(copying, 16), excuses=excuses)
 
 
+def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int = 256, topk: int = 8) -> Case:
+    """Tokens of one rank packed for its experts, quantized before, and their weighted sum."""
+    scheme, dtype, hidden = get_scheme(scheme_name), torch.bfloat16, 7168
+    sizes = PackingSizes(
+        layout=layout,
+        scheme=scheme,
+        dtype=dtype,
+        first=0,
+        num_local_experts=experts,
+        capacity=num_tokens,
+        static=False,
+        expected_rows=4,
+    )
+
+    def launch() -> None:
+        x, weights = (_empty(num_tokens, n, dtype=t, device="cpu") for n, t in ((hidden, dtype), (topk, torch.float32)))
+        ids = _empty(num_tokens, topk, dtype=torch.int32, device="cpu")
+        packing = RoutedPacking(x, ids, weights, sizes)
+        batch = packing.pack(x, ids, weights)
+        assert batch is not None
+        packing.weighted_sum(_empty(*batch.output_shape, dtype=dtype, device="cpu"), batch)
+
+    copying = dict.fromkeys(("_pack_rows_kernel", "_weighted_sum_kernel"), 16)
+    apart = {key: why for key, why in BYTES_APART.items() if key[0] == "_pack_rows_kernel"}
+    excuses = apart | BYTE_SCALES if scheme.payload.family == "micro" else NO_EXCUSES
+    name = f"packing {scheme_name}, {num_tokens} tokens, {experts} experts"
+    return Case(name=name, launch=launch, payload_width_bytes=copying, excuses=excuses)
+
+
 def _row_cases() -> list[Case]:
-    cases = []
+    cases = [
+        _routed("none", 16, Layout.COMPACT),
+        _routed("fp8_block", 64, Layout.BATCHED, experts=32, topk=6),
+        _routed("nvfp4", 1, Layout.COMPACT, experts=8, topk=4),
+    ]
     for layout in Layout:
         cases += [
             _rows(f"rows fp8_block {layout.value}", "fp8_block", layout, shared=True),

@@ -456,10 +456,10 @@ def test_a_repeated_call_passes_the_addresses_of_a_first(name: str, layout: Layo
     copies = {field: getattr(batch, field).clone() for field in ("expert_row_start", "expert_num_tokens")}
     batch = dataclasses.replace(batch, **copies)  # aligned to 16 bytes
     out = torch.empty(batch.output_shape, dtype=case.dtype, device=DEVICE)
-    prepared = experts.prepare(batch, case.weights)
-    memory, recorders = prepared.workspace.allocate(), [Recorder() for _ in prepared.launches]
-    prepared.workspace.allocate = lambda: memory
-    prepared.launches = list(zip(recorders, [names for _, names in prepared.launches], strict=True))
+    sequence = experts.prepare(batch, case.weights).sequence
+    memory, recorders = sequence.workspace.allocate(), [Recorder() for _ in sequence.launches]
+    sequence.workspace.allocate = lambda: memory
+    sequence.launches = list(zip(recorders, [names for _, names in sequence.launches], strict=True))
     for _ in range(2):
         experts(batch, case.weights, out=out)
     assert [recorder.repeated for recorder in recorders] == [recorder.first for recorder in recorders]
