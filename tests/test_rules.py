@@ -190,7 +190,11 @@ def wide_signatures(source: str, of_others: Set[str] = frozenset()) -> list[str]
             continue
         given = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         count = len(given) - (given[:1] in (["self"], ["cls"]))
-        limit = MOST_KERNEL_PARAMETERS if any(text.startswith("triton.jit") for text in decorators) else MOST_PARAMETERS
+        limit = (
+            MOST_KERNEL_PARAMETERS
+            if any(text.startswith(("triton.jit", "gluon.jit")) for text in decorators)
+            else MOST_PARAMETERS
+        )
         if count > limit:
             found.append(f"{node.name} takes {count} parameters, the limit is {limit}")
     return found
@@ -203,7 +207,12 @@ def test_signatures_are_short(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("head", "count", "limit"),
-    [("", 11, 10), ("@triton.jit\n", 31, 30), ("@triton.jit(do_not_specialize=['a0'])\n", 31, 30)],
+    [
+        ("", 11, 10),
+        ("@triton.jit\n", 31, 30),
+        ("@triton.jit(do_not_specialize=['a0'])\n", 31, 30),
+        ("@gluon.jit\n", 31, 30),
+    ],
 )
 def test_the_signature_rule_sees(head: str, count: int, limit: int) -> None:
     for number in (limit, count):

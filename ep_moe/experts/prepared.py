@@ -96,6 +96,7 @@ class PreparedCall:
             pieces["wide"] = inner, torch.float32
         if summed is not None:
             pieces["rows"] = (shape.max_rows, shape.hidden), shape.dtype
+        pieces |= backend.workspace(shape, tiles)
         rows, tile_list = Rows("row_start", "num_tokens", None), TileList(*TileList._fields)
         stored = Stored("inner", "inner_scale")
         first = Stored("wide", None) if "wide" in pieces else stored
@@ -105,12 +106,17 @@ class PreparedCall:
         scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
+        gathered, packed = rows._replace(row_index="row_index"), Stored("packed", "packed_scale")
+        of_batch = Operands("x", "x_scale", *w13)
+        of_first = of_batch._replace(x="packed", x_scale="packed_scale") if "packed" in pieces else of_batch
+        nothing = ExpertScalars(*[None] * len(ExpertScalars._fields))
         launches: list[tuple[Any, tuple[Any, ...]]] = [
             (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
             (
-                backend.first(shape, tiles, between),
-                (Operands("x", "x_scale", *w13), first, scalars, rows._replace(row_index="row_index"), tile_list),
+                backend.gather(shape, tiles),
+                (Operands("x", "x_scale", *[None] * 5), packed, nothing, gathered, tile_list),
             ),
+            (backend.first(shape, tiles, between), (of_first, first, scalars, gathered, tile_list)),
             (requantize.find_amax, (first, rows, tile_list)),
             (requantize.requantize, (first, stored, rows, tile_list)),
             (

@@ -128,6 +128,14 @@ class TritonGemms:
 
     serves = SERVES["triton"]
 
+    def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Nothing: programs count tiles by themselves. Local."""
+        return {}
+
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> None:
+        """None: the first GEMM reads rows of a pool. Local."""
+        return
+
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m

@@ -64,6 +64,7 @@ class TileList(NamedTuple):
     first_tile: Any  # [L] int32
     num_tiles: Any  # [1] int32, Q
     amax: Any  # [L] int32, zeros at first: the bits of the largest magnitude of each expert's rows; or None
+    next_tile: Any  # [2] int32, zeros at first: tiles that programs of each GEMM have drawn; or None
 
 
 class TileShape(NamedTuple):
