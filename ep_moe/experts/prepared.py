@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
+from ep_moe.experts.ready_rows import prepare_rows, ready_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import Workspace, allocator
@@ -103,23 +104,27 @@ class PreparedCall:
             pieces["inner_scale"] = (groups, inner[0]), torch.float32
         if not between.fused:
             pieces["wide"] = inner, torch.float32
+        width = ready_width(shape, tiles)
+        if width:
+            pieces["ready_rows"] = (inner[0], width), shape.row_dtype
         if summed is not None:
             pieces["rows"] = (shape.max_rows, shape.hidden), shape.dtype
         rows, tile_list = Rows("row_start", "num_tokens", None), TileList(*TileList._fields)
         stored = Stored("inner", "inner_scale")
         first = Stored("wide", None) if "wide" in pieces else stored
+        gathered = rows._replace(row_index="row_index")
         parts = ("values", "scale", "zero", "global_scale", "bias")
         w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
+        pool = Operands("x", "x_scale", *[None] * len(parts))
+        read_by_first = Operands(*(("ready_rows", None) if width else ("x", "x_scale")), *w13)
         halves = ("w13_output_scale", "w13_gate_output_scale")
         scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         launches: list[tuple[Any, tuple[Any, ...]]] = [
             (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
-            (
-                backend.first(shape, tiles, between),
-                (Operands("x", "x_scale", *w13), first, scalars, rows._replace(row_index="row_index"), tile_list),
-            ),
+            (prepare_rows(shape, tiles, width), (pool, Stored("ready_rows", None), gathered, tile_list)),
+            (backend.first(shape, tiles, between), (read_by_first, first, scalars, gathered, tile_list)),
             (requantize.find_amax, (first, rows, tile_list)),
             (requantize.requantize, (first, stored, rows, tile_list)),
             (
