@@ -15,7 +15,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernel_launch.repeated import Repeat
+from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -202,9 +202,12 @@ class Backend(Protocol):
         """Further tensors of a call, by name: "next_tile", and what `gather` writes: "packed", "packed_scale"."""
         ...
 
-    def gather(self, shape: CallShape, tiles: ExpertTiles) -> GroupedGemm | None:
-        """Prepare the kernel that copies rows of the pool into the order of the tile list, for a backend whose first
-        GEMM does not gather them."""
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+        """Prepare the kernel that copies rows of the pool into the order of the tile list, in the form in which the
+        first GEMM reads them; None if that reads the pool.
+
+        It takes x, its scales, `Stored` "packed" and "packed_scale", `Rows` with the index of rows, and `TileList`.
+        """
         ...
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:

@@ -107,15 +107,10 @@ class PreparedCall:
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         gathered, packed = rows._replace(row_index="row_index"), Stored("packed", "packed_scale")
-        of_batch = Operands("x", "x_scale", *w13)
-        of_first = of_batch._replace(x="packed", x_scale="packed_scale") if "packed" in pieces else of_batch
-        nothing = ExpertScalars(*[None] * len(ExpertScalars._fields))
+        of_first = Operands(*(packed if "packed" in pieces else ("x", "x_scale")), *w13)
         launches: list[tuple[Any, tuple[Any, ...]]] = [
             (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
-            (
-                backend.gather(shape, tiles),
-                (Operands("x", "x_scale", *[None] * 5), packed, nothing, gathered, tile_list),
-            ),
+            (backend.gather(shape, tiles), ("x", "x_scale", packed, gathered, tile_list)),
             (backend.first(shape, tiles, between), (of_first, first, scalars, gathered, tile_list)),
             (requantize.find_amax, (first, rows, tile_list)),
             (requantize.requantize, (first, stored, rows, tile_list)),

@@ -81,7 +81,9 @@ class KeptWeights:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[list[Callable[[], object]], object, Any]] = {}  # by the first tensor's id
+        self._kept: dict[
+            int, tuple[list[Callable[[], object]], list[int], object, Any]
+        ] = {}  # by the first tensor's id
 
     def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
         """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
@@ -95,7 +97,9 @@ class KeptWeights:
         made = make()
         assert first is not None
         forget = functools.partial(_forget, self._kept, id(first))
-        references = [_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors[1:]]
+        references: list[Callable[[], object]] = [
+            _nothing if tensor is None else weakref.ref(tensor) for tensor in tensors[1:]
+        ]
         self._kept[id(first)] = [weakref.ref(first, forget), *references], _addresses(tensors), key, made
         return made
 

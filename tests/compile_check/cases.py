@@ -82,12 +82,19 @@ FEW_WORDS: dict[tuple[str, Rule], str] = {
         "spill",
     ): "two words of a thread on sm_100, whose tiles are those that were measured on sm_90",
 }
+BYTE_ROW_SCALES: dict[tuple[str, Rule], str] = {
+    ("_prepare_rows_kernel", "narrow"): BYTE_SCALES["_quantize_micro_rows_kernel", "narrow"],
+}
 NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
     "int8_token": {},
     "int8_block": FEW_WORDS,
-    "mxfp8": {**FEW_SCALES, **WIDENED},
-    "mxfp4_w4a8": {**FEW_SCALES, ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]},
-    "nvfp4": {**FEW_SCALES, **WIDENED},
+    "mxfp8": {**FEW_SCALES, **BYTE_ROW_SCALES, **WIDENED},
+    "mxfp4_w4a8": {
+        **FEW_SCALES,
+        **BYTE_ROW_SCALES,
+        ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"],
+    },
+    "nvfp4": {**FEW_SCALES, **BYTE_ROW_SCALES, **WIDENED},
     "int4_w4a8": {},
     "int4_w4a8_g128": {},
     "int4_w4a8_g32_zp": FEW_SCALES,

@@ -1,13 +1,11 @@
 """The launcher of the kernel that gathers rows into the order of the tile list."""
 
-from typing import Any
-
 import triton
 
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.kernel_launch.constants import constants
-from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups
 from ep_moe.kernels.hopper.gather import _gather_rows_kernel
 
@@ -16,28 +14,11 @@ _BLOCK_BYTES = 2048  # of a row, at a time
 _PROGRAMS_PER_SM = 8
 
 
-class _Gather:
-    """The gather with the arguments of a `GroupedGemm`: x and its scales are read, `Stored` is written."""
-
-    def __init__(self, launch: RepeatedLaunch) -> None:
-        self._launch = launch
-
-    def __call__(self, tensors: tuple[Any, ...], /) -> None:
-        """Launch. Local, no host sync."""
-        operands, packed, _, rows, tiles = tensors
-        self._launch((operands.x, operands.x_scale, packed, rows, tiles))
-
-    @property
-    def repeat(self) -> Repeat | None:
-        """The launch by addresses, which are in the same order."""
-        return self._launch.repeat
-
-
-def prepare_gather(shape: CallShape, block_m: int) -> _Gather:
-    """Prepare the gather of calls of this shape. Local."""
+def prepare_gather(shape: CallShape, block_m: int) -> RepeatedLaunch:
+    """Prepare the gather of calls of this shape, as `Backend.gather`. Local."""
     groups = shape.scheme.payload.num_groups(shape.hidden)
     rows, block = shape.max_tiles(block_m) * block_m, _BLOCK_BYTES // shape.row_dtype.itemsize
-    launch = RepeatedLaunch(
+    return RepeatedLaunch(
         _gather_rows_kernel,
         num_programs(shape.device, _PROGRAMS_PER_SM, rows // _ROWS),
         settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides, rows),
@@ -49,4 +30,3 @@ def prepare_gather(shape: CallShape, block_m: int) -> _Gather:
         options={"num_warps": 4},
         device=shape.device,
     )
-    return _Gather(launch)

@@ -170,7 +170,7 @@ class HopperGemms:
                 pieces["packed_scale"] = (payload.num_groups(shape.hidden), rows), torch.float32
         return pieces
 
-    def gather(self, shape: CallShape, tiles: ExpertTiles) -> GroupedGemm | None:
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
         """The kernel that gathers rows into the order of the tile list; None if they are neighbors. Local."""
         return prepare_gather(shape, tiles.block_m) if shape.gathered else None
 
