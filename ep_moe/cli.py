@@ -1,4 +1,4 @@
-"""The command line: ep-moe run | generate | eval | serve | quantize | plan, and ep-moe bench layer | transport |
+"""The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
 model | experts | report.
 
 Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
@@ -41,6 +41,7 @@ from ep_moe.report.page import make_report
 from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now
 from ep_moe.report.tables import show_rows
 from ep_moe.transport import TRANSPORTS
+from ep_moe.tune.config import TuneConfig
 
 app = typer.Typer(
     name="ep-moe",
@@ -254,6 +255,27 @@ def _plan_command(*, as_json: bool = False, **given: Any) -> None:
 
 _give_options(_plan_command, [*options_of(PlanConfig), _JSON])
 app.command("plan")(_plan_command)
+
+
+@app.command("tune")
+@_job(
+    report.show_tune,
+    dataclasses.replace(_BENCH_ENGINE, nproc=1),
+    ("model", "nproc", "transport", "experts", "placement", "layout", "max_tokens_per_rank", "timeout_secs", *_ON_RAY),
+    _NO_CHECKPOINT,
+)
+def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
+    """Find the fastest tiles of the experts' kernels on this GPU, checked, and write the table that they are read from.
+
+    An interrupted run goes on where it was.
+    """
+    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
+    config.moe(engine)
+    try:
+        from ep_moe.tune.run import tune  # imports Triton, which only Linux has
+    except ImportError as error:
+        raise RuntimeError(f"tune needs Triton, which is not installed: {error}") from None
+    return tune(engine, config)
 
 
 def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> dict[str, Any]:

@@ -383,7 +383,7 @@ class PluginConfig:
     """Options of the plug-ins of serving engines, as the environment sets them.
 
     Args:
-        vllm: EP_MOE_VLLM=1, vLLM runs its MoE layers here.
+        vllm, sglang: EP_MOE_VLLM=1 and EP_MOE_SGLANG=1, the engine runs its MoE layers here.
         strict: EP_MOE_STRICT=1, a layer that cannot run here is an error instead of a warning.
         layout: EP_MOE_LAYOUT, of the expert batch; None ("auto") chooses by the step's tokens.
         transport, experts: EP_MOE_TRANSPORT and EP_MOE_EXPERTS, implementations by name.
@@ -391,6 +391,7 @@ class PluginConfig:
     """
 
     vllm: bool = False
+    sglang: bool = False
     strict: bool = False
     layout: Layout | None = None
     transport: str = "auto"
@@ -419,12 +420,18 @@ class PluginConfig:
             raise ValueError(f"environment variable EP_MOE_TIMEOUT_SECS ({timeout!r}) is not a number") from None
         return cls(
             vllm=switch("EP_MOE_VLLM"),
+            sglang=switch("EP_MOE_SGLANG"),
             strict=switch("EP_MOE_STRICT"),
             layout=None if layout == "auto" else Layout(layout),
             transport=env.get("EP_MOE_TRANSPORT", "auto"),
             experts=env.get("EP_MOE_EXPERTS", "auto"),
             timeout_secs=secs,
         )
+
+
+def switch_on(name: str) -> None:
+    """Set an environment variable that is a switch, for this process and those that it starts. Local."""
+    os.environ[name] = "1"
 
 
 Config = TypeVar("Config")
@@ -437,13 +444,37 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def default_tiles_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of a user's tables of tile sizes: EP_MOE_TILES_DIR, else ep_moe/tiles in XDG_CONFIG_HOME, ~/.config.
+
+    It may be absent.
+    """
+    env = os.environ if environ is None else environ
+    if named := env.get("EP_MOE_TILES_DIR"):
+        return Path(named)
+    return Path(env.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "ep_moe" / "tiles"
+
+
 def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of a user's tables of tile sizes: the environment variable EP_MOE_TILES_DIR, None if it is not set.
+    """The `default_tiles_dir` if it exists, else None.
+
+    Errors: ValueError if EP_MOE_TILES_DIR names no directory.
+    """
+    named, default = _folder("EP_MOE_TILES_DIR", environ), default_tiles_dir(environ)
+    return named or (default if default.is_dir() else None)
+
+
+def sglang_configs_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of tile sizes in SGLang's files: SGLANG_MOE_CONFIG_DIR, None if it is not set.
 
     Errors: ValueError if it names no directory.
     """
-    text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
-    require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
+    return _folder("SGLANG_MOE_CONFIG_DIR", environ)
+
+
+def _folder(variable: str, environ: Mapping[str, str] | None) -> Path | None:
+    text = (os.environ if environ is None else environ).get(variable, "")
+    require(not text or Path(text).is_dir(), f"environment variable {variable} ({text!r}) is not a directory")
     return Path(text) if text else None
 
 

@@ -32,6 +32,7 @@ from ep_moe.config import EngineConfig
 from ep_moe.fields import described
 from ep_moe.group import EPGroup
 from ep_moe.report.records import RowsFile
+from ep_moe.tune.config import TuneConfig
 
 HELDOUT_LOSS = 0.7336  # nats per byte of the first 16 KB in float32
 SMALL = """
@@ -205,6 +206,7 @@ CONFIGS = {
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
     "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),
     "bench report": (),
+    "tune": (TuneConfig, EngineConfig),
 }
 
 

@@ -489,6 +489,7 @@ def test_plugin_options_of_the_environment() -> None:
     assert PluginConfig.from_environ({}) == PluginConfig()
     given = {"EP_MOE_VLLM": "1", "EP_MOE_STRICT": "1", "EP_MOE_LAYOUT": "flat", "EP_MOE_TIMEOUT_SECS": "2.5"}
     expected = PluginConfig(vllm=True, strict=True, layout=Layout.FLAT, timeout_secs=2.5)
+    assert PluginConfig.from_environ({"EP_MOE_SGLANG": "1"}) == PluginConfig(sglang=True)
     assert PluginConfig.from_environ(given) == expected
 
 
