@@ -19,7 +19,7 @@ FLOORS = [
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"local_moe", "layer", "functional", "testing", "profiling"},
-    {"engines", "serving", "bench", "report", "tune"},
+    {"engines", "serving", "bench", "report", "tune", "planning"},
     {"app", "cli", "__main__", "__init__"},
 ]
 STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other
