@@ -21,6 +21,7 @@ class RowLists:
         expert_row_start, expert_num_tokens: [L] int32.
         source: [M] int32, rows of x. target: [M] int32, rows of the result, each at most once.
         factor: [M] float32, multiplies a row of the result; None: 1.
+        zeros: [R] bool, rows of the result that become zeros, none of them a target; None: no row does.
         expected_rows: of an expert, by which tiles are chosen.
     """
 
@@ -29,6 +30,7 @@ class RowLists:
     source: torch.Tensor
     target: torch.Tensor
     factor: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
     expected_rows: int
 
 
@@ -48,7 +50,7 @@ def gemm_rows(
     Args:
         x: [T, K] in the dtype of `out`, or `Quantized` in the payload of `scheme`.
         weight: [L, N, K] in `scheme.weight`. bias: [L, N], any float dtype.
-        out: [R, N] float32, bfloat16 or float16, contiguous; rows that are no target stay as they are.
+        out: [R, N] float32, bfloat16 or float16, contiguous; others than targets and zeros stay as they are.
         tiles: of which the first GEMM's count; None chooses by table.
         kernels: Triton's, or torch; by default Triton's on a GPU if they compute `scheme`.
     Errors: ValueError for tensors that do not fit each other.
@@ -84,6 +86,8 @@ def _by_torch(
     out: torch.Tensor,
 ) -> None:
     """One expert after the other; reads counts and starts back to the host."""
+    if rows.zeros is not None:
+        out[rows.zeros] = 0
     values, scale = (as_bytes(x.values), x.scale) if isinstance(x, Quantized) else (x, None)
     starts, counts = torch.stack([rows.expert_row_start, rows.expert_num_tokens]).tolist()
     for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):

@@ -10,15 +10,19 @@ import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
+from ep_moe.experts.launching import num_programs
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.row_gemm import RowLists
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
+from ep_moe.kernels.rows.zero import _zero_rows_kernel
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, as_bytes
 
 _MOST_PREPARED = 256  # launches that are kept, of all threads
+_ZERO_BLOCK = 1024  # columns that a program stores at a time
+_ZERO_PROGRAMS_PER_SM = 8
 _ALIGNED = 4  # int32 in 16 bytes: launches are repeated with tensors that are so aligned
 _NO_SCALARS = ExpertScalars(None, None, None, None, None, None)
 _NO_ACTIVATION = ActivationConfig(kind=ActivationKind.IDENTITY)
@@ -37,6 +41,20 @@ def _prepared(
     most = shape.max_tiles(chosen.block_m)
     listed = prepare_tile_list(shape.num_experts, most, chosen.block_m, shape.device)
     return listed, experts.backend.first(shape, chosen, Between.ROUND), most
+
+
+@functools.lru_cache(maxsize=_MOST_PREPARED)
+def _prepared_zeros(thread: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> RepeatedLaunch:
+    """The launch that makes rows of a matrix zeros."""
+    del thread, dtype
+    return RepeatedLaunch(
+        _zero_rows_kernel,
+        num_programs(device, _ZERO_PROGRAMS_PER_SM, shape[0]),
+        settings=tuple(shape),
+        constants={"BLOCK": _ZERO_BLOCK},
+        options={},
+        device=device,
+    )
 
 
 def gemm_by_kernels(
@@ -80,6 +98,8 @@ def gemm_by_kernels(
     tile_expert, first_tile, num_tiles = memory.split(sizes)
     tile_list = TileList(tile_expert, first_tile, num_tiles, None)
     where = Rows(rows.expert_row_start, rows.expert_num_tokens, rows.source, rows.target, rows.factor)
+    if rows.zeros is not None:
+        _prepared_zeros(threading.get_ident(), out.shape, out.dtype, out.device)((out, as_bytes(rows.zeros)))
     listed((Rows(None, rows.expert_num_tokens, None), tile_list))
     weight_scale = parts.scale
     if weight_scale is not None and weight_scale.dtype == torch.float8_e8m0fnu:  # which Triton has not

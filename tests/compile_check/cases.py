@@ -226,7 +226,13 @@ def _listed(name: str, scheme_name: str, *, expected_rows: int, excuses: Mapping
         factor = _empty(listed, dtype=torch.float32)
         gemm_rows(
             x,
-            RowLists(**lists, **each, factor=factor, expected_rows=expected_rows),
+            RowLists(
+                **lists,
+                **each,
+                factor=factor,
+                zeros=_empty(listed, dtype=torch.bool),
+                expected_rows=expected_rows,
+            ),
             StoredMatrix.empty((experts, columns, hidden), scheme.weight, torch.bfloat16, "meta"),
             scheme,
             bias=_empty(experts, columns, dtype=torch.bfloat16),

@@ -33,6 +33,8 @@ def test_listed_rows(name: str, tiles: str, kernels: bool) -> None:
     for entry, expert in ((0, 2), (1, 2), (2, 2), (4, 1), (5, 1)):
         row = matrix[expert] @ seen[source[entry]].double() + bias[expert].double()
         expected[target[entry]] = row * factor[entry].double()
+    zeros = torch.tensor([False, False, True] + [False] * 5)
+    expected[2] = 0
     out = torch.full((8, ROWS), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     lists = [tensor.int().to(DEVICE) for tensor in (starts, counts, source, target)]
     if isinstance(given, Quantized):
@@ -42,6 +44,7 @@ def test_listed_rows(name: str, tiles: str, kernels: bool) -> None:
         RowLists(
             **dict(zip(("expert_row_start", "expert_num_tokens", "source", "target"), lists, strict=True)),
             factor=factor.to(DEVICE),
+            zeros=zeros.to(DEVICE),
             expected_rows=2,
         ),
         weight.map(lambda tensor: tensor.to(DEVICE)),
@@ -54,6 +57,8 @@ def test_listed_rows(name: str, tiles: str, kernels: bool) -> None:
     found = out.cpu()
     written = ~expected.isnan().any(1)
     assert torch.equal(found.isnan().all(1), ~written)
+    assert bool((found[2] == 0).all())
+    written[2] = False
     assert float(worst_row_error(found[written], expected[written])) < ROW_ERROR_LIMITS["bfloat16"]
 
 

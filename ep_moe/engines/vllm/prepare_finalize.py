@@ -11,10 +11,11 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
 from ep_moe.config import Layout
-from ep_moe.engines.vllm.step import RowShare, current_slot, padding, tokens_of_ranks
+from ep_moe.engines.common.rows import RowShare, rows_to_send, whole_output
+from ep_moe.engines.vllm.step import current_slot, padding, tokens_of_ranks
 from ep_moe.layout import ExpertBatch, Flat
-from ep_moe.quant import Quantized, QuantScheme, quantize
-from ep_moe.routing import Routing, apply_weights_to_input
+from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.routing import Routing
 from ep_moe.transport import Dispatched, Transport
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
@@ -230,12 +231,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         def receive() -> None:
             own = output[self.options.share.own(output.shape[0])]
             found = self.transport.combine_recv(dispatched, out=None if aliased else own)
-            if aliased:
-                own.copy_(found)
-            if self.options.share.sharers > 1:
-                kept = self.options.share.own(output.shape[0])
-                output[: kept.start].zero_()
-                output[kept.stop :].zero_()
+            whole_output(self.options.share, found if aliased else None, output)
             self._open.pop(slot, None)
 
         return _nothing, receive
@@ -254,16 +250,15 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         padded = padding(a1.shape[0], share)
         if padded is not None:
             topk_ids = topk_ids.masked_fill(padded.unsqueeze(1), -1)
-        own = share.own(a1.shape[0])
-        routing = Routing(
-            topk_ids=topk_ids[own].contiguous(), topk_weights=topk_weights[own].to(torch.float32).contiguous()
+        return rows_to_send(
+            a1,
+            topk_ids,
+            topk_weights,
+            share=share,
+            scheme=self.options.scheme,
+            weights_on_input=weights_on_input,
+            input_scale=self.options.input_scale,
         )
-        x: torch.Tensor | Quantized = a1[own]
-        if weights_on_input:
-            x, routing = apply_weights_to_input(x, routing)
-        if self.options.input_scale is not None and isinstance(x, torch.Tensor):
-            x = quantize(x, self.options.scheme, static_scale=self.options.input_scale)
-        return x, routing
 
     def _receive(self, slot: int) -> mk.PrepareResultType:
         dispatched = self.transport.dispatch_recv(slot=slot)

@@ -19,7 +19,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
-from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.base import Dispatched, Transport
 from ep_moe.transport.checks import (
     bound_fits,
     check_dispatch,
@@ -183,7 +183,7 @@ class NvlinkTransport(Transport):
         with self._faults.waiting("dispatch", state.round):
             batch = self._dispatches.receive(slot, state.inputs)
         self._slots.advance(slot, "dispatch_recv", state)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+        return Dispatched.in_slot(slot, state.round, batch)
 
     def dispatch(
         self,
@@ -210,7 +210,7 @@ class NvlinkTransport(Transport):
             with self._faults.waiting("dispatch", self.num_rounds):
                 batch = self._dispatches.receive(slot, inputs, send=True)
         state = self._begin(slot, "dispatch_recv", plan, inputs)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+        return Dispatched.in_slot(slot, state.round, batch)
 
     def _plan_round(
         self,
@@ -234,7 +234,8 @@ class NvlinkTransport(Transport):
             plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
-        if plan is None or isinstance(x, Quantized) or not bound_fits(max_num_tokens, plan.num_tokens, self.config):
+        bounded = max_num_tokens is not None
+        if plan is None or plan.quantized or (bounded and not bound_fits(max_num_tokens, plan.num_tokens, self.config)):
             try:
                 check_dispatch(
                     x,
