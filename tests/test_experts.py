@@ -725,8 +725,11 @@ def test_cuda_equals_the_cpu(scheme: str, dtype: str, layout: Layout) -> None:
     assert_close_rows(y, expected.double().numpy(), case)
 
 
-def to_cuda(holder: Any) -> Any:
-    """Copy a dataclass of tensors to the GPU."""
-    tensors = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
-    moved = {name: value.cuda() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(holder, **moved)
+def to_cuda(value: Any) -> Any:
+    """Copy a tensor, or a dataclass and all tensors in it, to the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return dataclasses.replace(value, **{name: to_cuda(part) for name, part in fields.items()})

@@ -19,7 +19,7 @@ FLOORS = [
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"local_moe", "layer", "functional", "testing", "profiling"},
-    {"engines", "serving", "bench", "report"},
+    {"engines", "serving", "bench", "report", "tune"},
     {"app", "cli", "__main__", "__init__"},
 ]
 STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other
@@ -42,6 +42,13 @@ OF_OTHERS = {  # signatures that other libraries own
         "fused_experts_impl",
         "fused_experts",
         "fused_moe",
+        "invoke_fused_moe_kernel",
+        "triton_kernel_fused_experts",
+        "triton_kernel_fused_experts_with_bias",
+        "triton_kernel_moe_forward",
+        "triton_kernel_moe_with_bias_forward",
+        "invoke_moe_batched_triton_kernel",
+        "apply",
     }
 }
 

@@ -79,9 +79,8 @@ class KernelExperts:
         Errors: also ValueError for what the backend does not compute, RuntimeError for a GPU that it does not run on.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
-        signature = getattr(batch, "signature", None)
-        if signature is None:
-            signature = _signature_of(batch)
+        template = batch.template
+        signature = _signature_of(batch) if template is None else template.signature
         known = self._known.get(id(weights))
         call = None if known is None else known.calls.get(signature)
         if call is None or out is not None:

@@ -23,22 +23,17 @@ from ep_moe.layout.triton import prepare_weighted_sum
 from ep_moe.quant import as_bytes
 from ep_moe.weights import ExpertWeights
 
-_BATCH_FIELDS = {  # name of an argument -> field of the batch
-    "x": "x",
-    "row_start": "expert_row_start",
-    "num_tokens": "expert_num_tokens",
-    "x_scale": "scale",
-    "row_index": "row_index",
-    "token_to_row": "token_to_row",
-    "topk_weights": "topk_weights",
+_NAMES = {  # field of a batch -> name of an argument, where they differ
+    "expert_row_start": "row_start",
+    "expert_num_tokens": "num_tokens",
+    "scale": "x_scale",
 }
 _STRIDED = ("x", "x_scale")  # whose strides kernels take; other tensors are contiguous
 
 
 def batch_tensors(batch: ExpertBatch) -> dict[str, torch.Tensor]:
-    """The tensors of a batch that kernels read, by the names of `PreparedCall`. Local."""
-    named = {name: getattr(batch, field, None) for name, field in _BATCH_FIELDS.items()}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    """The tensors of a batch that kernels read, by the names of `PreparedCall`, in the order of `addressed`. Local."""
+    return {_NAMES.get(field, field): getattr(batch, field) for field in batch.addressed}
 
 
 def weight_tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
@@ -179,8 +174,7 @@ class RepeatedCall:
 
     def __init__(self, prepared: PreparedCall, batch: ExpertBatch, weights: ExpertWeights) -> None:
         given, held = batch_tensors(batch), weight_tensors(weights)
-        self._prepared, self._weights, self._names = prepared, list(held.values()), (*given, "y", *held)
-        self._of_batch = operator.attrgetter(*(_BATCH_FIELDS[name] for name in given))
+        self._prepared, self._weights, self._held = prepared, list(held.values()), tuple(held)
         self._scheme = batch.scheme  # a signature has its id
         shape = batch.output_shape
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -196,7 +190,7 @@ class RepeatedCall:
         y = self._new_y() if out is None else out.contiguous()
         prepared = self._prepared
         loaded, workspace = prepared.loaded, prepared.workspace
-        addresses = [*map(torch.Tensor.data_ptr, (*self._of_batch(batch), y, *self._weights))]
+        addresses = [*batch.addresses, *map(torch.Tensor.data_ptr, (y, *self._weights))]
         if loaded is None or not self._in_place or functools.reduce(operator.or_, addresses) & 15:
             self._run(batch, y)
         else:
@@ -213,6 +207,5 @@ class RepeatedCall:
             if isinstance(batch, Flat):
                 weighted_sum(y.new_empty(0, y.shape[1]), batch.token_to_row, batch.topk_weights, out=y)
             return
-        tensors = (*self._of_batch(with_dense_rows(batch)), y, *self._weights)
-        named = dict(zip(self._names, tensors, strict=True))
+        named = batch_tensors(with_dense_rows(batch)) | {"y": y} | dict(zip(self._held, self._weights, strict=True))
         self._prepared.run({name: each if name in _STRIDED else each.contiguous() for name, each in named.items()})

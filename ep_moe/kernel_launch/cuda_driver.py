@@ -49,7 +49,6 @@ def cuda_driver() -> Any:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(f"the CUDA driver cannot be loaded: {error}") from None
-    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     library.cuFuncGetParamInfo.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     return library
 
@@ -126,7 +125,8 @@ class DriverLaunch:
         self._current_device = getattr(torch._C, "_cuda_getDevice", int)
         self._lock = threading.Lock()  # the driver reads the arguments while other threads run
         self._cells = (ctypes.c_int64 * len(sizes))(*(_bits(*each) for each in flat), *[0] * _SCRATCH_POINTERS)
-        self._changing = slice(first, last)
+        self._pack, self._first = struct.Struct(f"{last - first}q").pack_into, 8 * first
+        self._memory = memoryview(self._cells).cast("B")
         start = ctypes.addressof(self._cells)
         self._parameters = (ctypes.c_void_p * len(sizes))(*range(start, start + 8 * len(sizes), 8))
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
@@ -138,7 +138,9 @@ class DriverLaunch:
             ctypes.pointer(self._attribute),
             int(metadata.launch_pdl),
         )
-        self._addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
+        # a prototype without argument types takes c_void_p as they are, in less time
+        addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
+        self._addresses = tuple(map(ctypes.c_void_p, addresses))
 
     def __call__(self, values: Sequence[int]) -> None:
         """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync."""
@@ -147,13 +149,13 @@ class DriverLaunch:
                 self(values)
             return
         with self._lock:
-            self._cells[self._changing] = values  # type: ignore[call-overload]
+            self._pack(self._memory, self._first, *values)
             self._config.stream = self._current_stream(self._index)
             status = self._launch(*self._addresses)
         if status == _NO_CONTEXT:  # this thread has not used CUDA yet: a torch kernel makes the context current
             torch.zeros(1, device=self._device)
             with self._lock:
-                self._cells[self._changing] = values  # type: ignore[call-overload]
+                self._pack(self._memory, self._first, *values)
                 self._config.stream = self._current_stream(self._index)
                 status = self._launch(*self._addresses)
         if status:

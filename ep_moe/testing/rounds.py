@@ -80,7 +80,9 @@ def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
         start, count = int(batch.expert_row_start[local]), int(batch.expert_num_tokens[local])
         assert count == len(wanted), f"{what}: {count} rows, expected {len(wanted)}"
         if layout is Layout.BATCHED:
-            capacity = case.num_ranks * case.config.max_tokens_per_rank
+            most, capacity = case.num_ranks * case.config.max_tokens_per_rank, batch.x.shape[1]
+            least = most if case.bound is None else case.num_ranks * case.bound
+            assert least <= capacity <= most, f"{what}: {capacity} rows, expected [{least}, {most}]"
             assert batch.x.shape == (batch.num_local_experts, capacity, num_values)
             assert start == local * capacity
         if layout is Layout.COMPACT:
@@ -213,7 +215,7 @@ def check_round(
     inputs = case.inputs(rank).with_rows(num_rows).to(device)
     count = torch.tensor([num_tokens], dtype=torch.int32, device=device) if case.rows else None
     how: dict[str, Any] = {"layout": case.layout_of(rank), "scheme": get_scheme(case.scheme), "slot": slot}
-    how |= {"num_tokens": count, "max_num_tokens": num_rows if case.rows else None}
+    how |= {"num_tokens": count, "max_num_tokens": case.bound}
     wrong = ""
     with poisoned_memory():
         if halves[0]:

@@ -267,6 +267,56 @@ def check_num_tokens(make: TransportFactory, group: EPGroup) -> None:
     transport.destroy()
 
 
+def check_bounds(make: TransportFactory, group: EPGroup) -> None:
+    """Rounds with and without `max_num_tokens` give the same bits, one after the other and open at the same time.
+
+    Ranks with different bounds are all told, and the next round works. Collective.
+    """
+    few, room = (3, *(1,) * (group.num_ranks - 1)), 80
+    whole = TransportCase(name="bounds", tokens=few, room=room, num_topk=3)
+    transport = make(group, whole.make_placement(), whole.config)
+    for layout, name in zip(Layout, ("none", "fp8_block", "none"), strict=True):
+        case = dataclasses.replace(whole, layout=layout, scheme=name)
+        check_round(transport, case, group.device)
+        for number, bound in enumerate((3, 17, room, None, 40)):
+            check_round(
+                transport,
+                dataclasses.replace(case, max_num_tokens=bound),
+                group.device,
+                number % 2,
+                halves=(True, True),
+            )
+    idle = TransportCase(name="bounds, no tokens", tokens=(0,) * group.num_ranks, room=room, max_num_tokens=0)
+    check_round(transport, idle, group.device)
+    arguments = _Arguments.of(whole, group)
+    scheme, inputs, first = get_scheme("none"), whole.inputs(group.rank).to(group.device), transport.placement.starts
+    opened = []
+    for slot, bound in enumerate((3, None)):
+        options: dict[str, Any] = {"layout": Layout.COMPACT, "scheme": scheme, "slot": slot, "max_num_tokens": bound}
+        transport.dispatch_send(inputs.x, inputs.routing, **options)
+    for slot in range(2):
+        dispatched = transport.dispatch_recv(slot=slot)
+        transport.combine_send(compute_experts(dispatched.batch, first[group.rank]), dispatched)
+        opened.append(dispatched)
+    for dispatched in opened:
+        assert_same_bits(transport.combine_recv(dispatched), expected_output(whole, group.rank), "open bounds")
+    last = group.num_ranks - 1
+    for bound in (None, 40) if group.num_ranks > 1 else ():
+        mine = dataclasses.replace(arguments, max_num_tokens=bound if group.rank == last else 5)
+        message = _refused_round(transport, whole, mine, group)
+        words = ("ranks disagree", "max_num_tokens must be the same", f"rank {last}")
+        assert all(word in message for word in words), f"rank {group.rank}: {message!r}, expected {words}"
+        check_round(transport, whole, group.device)
+    if group.rank == last:
+        transport.sit_out(num_topk=whole.num_topk, scheme=scheme, max_num_tokens=5)
+    else:
+        dispatched = transport.dispatch(inputs.x, inputs.routing, layout=Layout.FLAT, scheme=scheme, max_num_tokens=5)
+        transport.combine(compute_experts(dispatched.batch, first[group.rank]), dispatched)
+    transport.check()
+    check_round(transport, whole, group.device)
+    transport.destroy()
+
+
 def check_halves(make: TransportFactory, group: EPGroup) -> None:
     """Whole calls and halves (send, recv) mix, on different ranks and on the same rank. Collective."""
     case = TransportCase(name="halves", tokens=(4,) * group.num_ranks, scheme="fp8_block")
@@ -337,6 +387,7 @@ CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
     "slots": check_slots,
     "abandon": check_abandon,
     "num_tokens": check_num_tokens,
+    "bounds": check_bounds,
     "halves": check_halves,
     "layers": check_layers,
     "sit_out": check_sit_out,

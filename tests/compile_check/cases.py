@@ -15,6 +15,7 @@ from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
 from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
 from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfig, RoutingMethod
+from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
@@ -213,6 +214,43 @@ def _expert_cases() -> list[Case]:
     return cases
 
 
+def _listed(name: str, scheme_name: str, *, expected_rows: int, excuses: Mapping[tuple[str, Rule], str]) -> Case:
+    """One GEMM over lists of rows, with all of its optional tensors."""
+    scheme, experts, hidden, columns, listed = get_scheme(scheme_name), 32, 7168, 4096, 8192
+
+    def launch() -> None:
+        batch = _batch(scheme, torch.bfloat16, "compact", experts, hidden, expected_rows)
+        x = batch.x if batch.scale is None else Quantized(values=batch.x, scale=batch.scale, scheme=scheme)
+        lists = {name: _empty(listed, dtype=torch.int32) for name in ("source", "target")}
+        each = {name: getattr(batch, name) for name in ("expert_row_start", "expert_num_tokens")}
+        factor = _empty(listed, dtype=torch.float32)
+        gemm_rows(
+            x,
+            RowLists(
+                **lists,
+                **each,
+                factor=factor,
+                zeros=_empty(listed, dtype=torch.bool),
+                expected_rows=expected_rows,
+            ),
+            StoredMatrix.empty((experts, columns, hidden), scheme.weight, torch.bfloat16, "meta"),
+            scheme,
+            bias=_empty(experts, columns, dtype=torch.bfloat16),
+            out=_empty(listed, columns, dtype=torch.bfloat16),
+            kernels=True,
+        )
+
+    return Case(name=name, launch=launch, excuses=excuses)
+
+
+def _listed_cases() -> list[Case]:
+    return [
+        _listed(f"{name} by lists, {rows} rows", name, expected_rows=rows, excuses=DECODED.get(name, NO_EXCUSES))
+        for name in ("none", "fp8_block", "int8_token", "int4_w4a16_g128")
+        for rows in (8, 256)
+    ]
+
+
 def _quantize_cases() -> list[Case]:
     def case(scheme: str, dtype: torch.dtype, hidden: int, *, static: bool = False) -> Case:
         def launch() -> None:
@@ -261,7 +299,11 @@ def _rows(
         )
         owner, header = empty(ranks * experts, dtype=torch.int32), empty(ranks, HEADER_WORDS, dtype=torch.int64)
         plan = plan_send(
-            routing.topk_ids, owner, fingerprint=row_format.fingerprint, layer=LayerTag().words, header=header
+            routing.topk_ids,
+            owner,
+            fingerprint=row_format.fingerprint(num_tokens),
+            layer=LayerTag().words,
+            header=header,
         )
         x, scale = empty(num_tokens, scheme.payload.row_values(hidden), dtype=scheme.payload.dtype or dtype), None
         if scheme.payload.quantized:
@@ -371,4 +413,4 @@ def _routing_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases."""
-    return [*_expert_cases(), *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]
+    return [*_expert_cases(), *_listed_cases(), *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]

@@ -478,13 +478,6 @@ def test_experts_keep_no_weights_alive() -> None:
     assert_equals_torch(case, SILU, batch)
 
 
-def test_a_copy_of_a_batch_has_no_signature() -> None:
-    batch = make_case().batch(Layout.COMPACT)
-    batch.sign("of a transport's rounds")
-    assert batch.signature == "of a transport's rounds"
-    assert not hasattr(dataclasses.replace(batch, expected_rows=7), "signature")
-
-
 @pytest.mark.parametrize("expected_rows", [5, 100])
 def test_one_scale_for_all_columns_of_a_tile(expected_rows: int) -> None:
     case = make_case("fp8_block", torch.bfloat16, hidden=160, intermediate=256, biased=False)

@@ -102,32 +102,28 @@ class EpMoeDispatcher(BaseDispatcher):
         state, slot = self._state, tbo_subbatch_index or 0
         made = state.of_step()
         transport, begun = made.transport, made.transport.num_rounds
+        # the bound of the round is the same on all ranks, also on one that fails
+        options: dict[str, Any] = {
+            "scheme": made.scheme,
+            "slot": slot,
+            "max_num_tokens": bound(hidden_states.shape[0], state.share, transport),
+            "layer": made.tag,
+        }
         try:
             x, routing = self._rows(made, hidden_states, topk_output)
-            most = None
-            if transport.num_ranks > 1:
-                most = bound(hidden_states.shape[0], state.share, transport.config.max_tokens_per_rank)
         except ValueError as error:
             transport.refuse(error, slot=slot)
         except Exception:
-            transport.sit_out(num_topk=state.sizes.num_topk, scheme=made.scheme, slot=slot, layer=made.tag)
+            transport.sit_out(num_topk=state.sizes.num_topk, **options)
             raise
         try:
-            transport.dispatch_send(
-                x,
-                routing,
-                layout=made.config.layout,
-                scheme=made.scheme,
-                slot=slot,
-                max_num_tokens=most,
-                layer=made.tag,
-            )
+            transport.dispatch_send(x, routing, layout=made.config.layout, **options)
         except PeerLostError as error:
             self._lost(error)
             raise
         except Exception:
             if transport.num_rounds == begun:
-                transport.sit_out(num_topk=state.sizes.num_topk, scheme=made.scheme, slot=slot, layer=made.tag)
+                transport.sit_out(num_topk=state.sizes.num_topk, **options)
             raise
         self._rounds[slot] = _Round(made, hidden_states.shape[0])
 

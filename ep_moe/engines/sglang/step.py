@@ -1,7 +1,4 @@
-"""What a step of SGLang says: how many rows there can be, how many there are, and which layout suits.
-
-Letters: M max_tokens_per_rank.
-"""
+"""What a step of SGLang says: how many rows there can be, how many there are, and which layout suits."""
 
 import torch
 from sglang.srt.environ import envs
@@ -16,6 +13,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.rows import RowShare
+from ep_moe.transport import Transport
 
 # SGLang's own upper limit of running requests where none is given: it is known only once the KV cache has its size
 MOST_REQUESTS = 4096
@@ -38,28 +36,23 @@ def most_tokens(context_length: int) -> int:
     return -(-rows // get_parallel().attn_tp_size)
 
 
-def bound(num_rows: int, share: RowShare, most: int) -> int | None:
+def bound(num_rows: int, share: RowShare, transport: Transport) -> int | None:
     """The most rows that any rank sends in this step, equal on all ranks; None if nobody knows. Local, no device sync.
 
-    Args: num_rows: that the layer is called with. share: this rank's part of them. most: M.
+    Args: num_rows: that the layer is called with. share: this rank's part of them.
     """
-    if share.sharers > 1:
+    if share.sharers > 1 or transport.num_ranks == 1:
         return share.most(num_rows)
     counts = get_dp_global_num_tokens() if is_dp_attention_enabled() else None
     if not counts:
         return None
     width = get_parallel().attn_tp_size
-    return min(-(-max(counts) // width) * width, most)
-
-
-def small_step() -> bool:
-    """Whether no rank has a prompt in this step; all ranks say the same. Local."""
-    return not get_is_extend_in_batch()
+    return min(-(-max(counts) // width) * width, transport.config.max_tokens_per_rank)
 
 
 def layout_of(layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of this step: the first for small ones, else the last. Local."""
-    return layouts[0] if small_step() else layouts[-1]
+    """The layout of this step: the last if any rank has a prompt in it, which all ranks know, else the first. Local."""
+    return layouts[-1] if get_is_extend_in_batch() else layouts[0]
 
 
 def without_padding(topk_ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Our experts as experts of vLLM's modular kernels.
+"""Our experts as experts of vLLM's modular kernels; `ep_moe.functional.vllm` has classes that need no vLLM.
 
 Letters: T rows on this rank, H hidden, I intermediate, K top-k, L local experts, C rows of an expert in BATCHED.
 """

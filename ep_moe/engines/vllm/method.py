@@ -95,7 +95,7 @@ class LayerMethod(EngineLayer):
             self.plugin.log.error("ep_moe in %s: %s", self.name, error)
             raise
         except Exception:
-            exchange.fail(ids.shape[1])
+            exchange.fail(*ids.shape)
             raise
 
     def _layout(self, num_rows: int) -> Layout:
@@ -113,6 +113,7 @@ class LayerMethod(EngineLayer):
             layer=moe_layer.tag,
             share=self.share,
             input_scale=moe_layer.weights.w13_input_scale,
+            sized=True,
         )
         experts: EpMoeBatchedExperts | EpMoeStandardExperts
         if layout is Layout.BATCHED:

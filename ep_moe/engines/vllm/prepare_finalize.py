@@ -41,6 +41,8 @@ class RoundOptions:
         layout: of the batch. scheme: of the payload. layer: compared between ranks.
         share: which of the engine's rows this rank sends.
         input_scale: [1] float32, a static scale of the tokens.
+        sized: the batch is allocated for the tokens of the step, and not for the most of any step. vLLM's own batched
+            experts need the latter; all ranks say the same.
     """
 
     layout: Layout
@@ -48,6 +50,7 @@ class RoundOptions:
     layer: LayerTag = NO_LAYER
     share: RowShare = RowShare()
     input_scale: torch.Tensor | None = None
+    sized: bool = False
 
 
 class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -99,17 +102,23 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._sent.discard(slot)
         self._open.pop(slot, None)
 
-    def fail(self, num_topk: int) -> None:
+    def fail(self, num_rows: int, num_topk: int) -> None:
         """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
 
-        Args: num_topk: K, if the round has not begun. Collective.
+        Args: num_rows, num_topk: T and K, if the round has not begun. Collective.
         """
         slot, options = current_slot(), self.options
         self._open.pop(slot, None)
         if slot in self.transport.open_slots:
             self.transport.abandon(slot=slot)
         elif slot not in self._sent:
-            self.transport.sit_out(num_topk=num_topk, scheme=options.scheme, slot=slot, layer=options.layer)
+            self.transport.sit_out(
+                num_topk=num_topk,
+                scheme=options.scheme,
+                slot=slot,
+                max_num_tokens=self._bound(num_rows),
+                layer=options.layer,
+            )
 
     def prepare(
         self,
@@ -163,7 +172,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             if defer_input_quant and options.scheme.payload.quantized:
                 raise ValueError(f"defer_input_quant is True, rows travel quantized in scheme '{options.scheme.name}'")
             x, routing = self._rows(a1, topk_weights, topk_ids, apply_router_weight_on_input)
-            bound = None if transport.num_ranks == 1 else options.share.most(tokens_of_ranks(a1.shape[0])[0])
+            bound = self._bound(a1.shape[0])
         except ValueError as error:
             self._sent.add(slot)
             transport.refuse(error, slot=slot)
@@ -226,6 +235,12 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             self._open.pop(slot, None)
 
         return _nothing, receive
+
+    def _bound(self, num_rows: int) -> int | None:
+        """The most rows that any rank sends in this step, of which the engine has told all ranks; None is M."""
+        if not self.options.sized:
+            return None
+        return self.options.share.most(num_rows if self.transport.num_ranks == 1 else tokens_of_ranks(num_rows)[0])
 
     def _rows(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weights_on_input: bool
