@@ -308,9 +308,7 @@ def _unpacked(
     assert packed_zero is not None
     zero = unpack_columns(packed_zero, method.bits).t()
     if method.packing == "gptq":
-        zero = zero + 1
-        if method.bits == 8 and bool((zero == 0).any()):
-            raise ValueError(f"{zero_part.name} in {zero_part.file} has the zero point 256, which is no byte")
+        zero = (zero + 1) & (2**method.bits - 1)  # a zero point is a code: 0 minus 1 is stored as the largest code
     if method.middle_zero:
         if not bool((zero == 2 ** (method.bits - 1)).all()):
             raise ValueError(

@@ -19,6 +19,8 @@ from ep_moe.functional.sglang import (
     outplace_fused_experts,
     override_config,
 )
+from ep_moe.functional.vllm import BatchedTritonExperts, batched_moe_kernel_quantize_input
+from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from interpreted.common import DEVICE, generator
 
@@ -176,3 +178,47 @@ def test_one_gemm(form: str, by_kernels: Any) -> None:
     written = ~expected.isnan().any(1)
     assert bool((got == 0).all(1).any())
     compare(got[written & ~(expected == 0).all(1)], expected[written & ~(expected == 0).all(1)])
+
+
+@pytest.mark.parametrize("form", ["none", "fp8 tensor", "fp8 block", "int8 token", "fp8 token tensor"])
+def test_vllm(form: str, by_kernels: Any) -> None:
+    """Rows as vLLM has them: scales of a whole expert, or of rows, in its strides."""
+    random, height = generator(form), 12
+    flags: dict[str, Any] = {
+        "none": {},
+        "fp8 tensor": {"use_fp8_w8a8": True},
+        "fp8 block": {"use_fp8_w8a8": True, "block_shape": [32, 16]},
+        "int8 token": {"use_int8_w8a8": True, "per_act_token_quant": True},
+        "fp8 token tensor": {"use_fp8_w8a8": True, "per_act_token_quant": True},  # weights with a scale each
+    }[form]
+    experts, counts = BatchedTritonExperts(height, 1, **flags), torch.tensor([3, 0, 12, 1], dtype=torch.int32)
+    schemes = {"fp8 tensor": "fp8_tensor", "fp8 block": "fp8_block_32x16", "int8 token": "int8_token"}
+    scheme = (schemes | {"fp8 token tensor": "fp8_tensor"}).get(form)
+    weights = [torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random), torch.randn(EXPERTS, HIDDEN, INNER)]
+    stored = [StoredMatrix(weight.bfloat16() / 8) for weight in weights]
+    if scheme is not None:
+        stored = [quantize_weight(weight / 8, get_scheme(scheme)) for weight in weights]
+    x, scale = batched_moe_kernel_quantize_input(
+        torch.randn(EXPERTS, height, HIDDEN, generator=random).bfloat16(),
+        *(None, height, EXPERTS, HIDDEN, counts, experts.quant_dtype, experts.per_act_token_quant),
+        experts.block_shape,
+    )
+    given: dict[str, Any] = {
+        "output": torch.zeros(EXPERTS, height, HIDDEN, dtype=torch.bfloat16),
+        "hidden_states": x,
+        **{f"w{name}": matrix.values for name, matrix in enumerate(stored, 1)},
+        **{f"w{name}_scale": matrix.scale for name, matrix in enumerate(stored, 1)},
+        "topk_ids": torch.zeros(9, TOPK),
+        "a1q_scale": scale,
+        "expert_num_tokens": counts,
+        "activation": "silu",
+        "global_num_experts": EXPERTS,
+        **dict.fromkeys(("expert_map", "w1_zp", "w2_zp", "a2_scale", "workspace13", "workspace2")),
+    }
+    experts.apply(**given)
+    expected = given["output"].clone()
+    by_kernels()
+    given = on_device(given) | {"output": torch.zeros_like(expected, device=DEVICE)}
+    for _ in range(2):  # the second by the launches of the first
+        experts.apply(**given)
+        compare(given["output"].view(-1, HIDDEN), expected.view(-1, HIDDEN))

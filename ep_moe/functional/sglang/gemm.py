@@ -12,8 +12,8 @@ from torch.library import custom_op
 from ep_moe.config import DTYPES
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.functional.common import check_like, operator_arguments
+from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scheme_of
 from ep_moe.functional.sglang.configs import tiles_of
-from ep_moe.functional.sglang.formats import Flags, GivenWeight, matrix_of, scheme_of
 from ep_moe.quant import Quantized, quantize
 
 _INTEGERS = (torch.int32, torch.int64)

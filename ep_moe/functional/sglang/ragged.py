@@ -13,6 +13,7 @@ from torch.library import custom_op
 
 from ep_moe.config import DTYPES
 from ep_moe.functional.common import check_like, experts_for, operator_arguments
+from ep_moe.functional.formats import scheme_of
 from ep_moe.functional.sglang.configs import found_tiles
 from ep_moe.functional.sglang.experts import (
     ExpertsCall,
@@ -23,7 +24,6 @@ from ep_moe.functional.sglang.experts import (
     run_routed,
     swiglu,
 )
-from ep_moe.functional.sglang.formats import scheme_of
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
