@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
-from ep_moe.experts.ready_rows import prepare_rows, ready_width
+from ep_moe.experts.ready_rows import inner_width, prepare_rows, ready_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import Workspace, allocator
@@ -89,14 +89,13 @@ class PreparedCall:
         scheme, num_experts = shape.scheme, shape.num_experts
         max_tiles = shape.max_tiles(tiles.block_m)
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
-        inner = max_tiles * tiles.block_m, shape.intermediate
+        inner = max_tiles * tiles.block_m, inner_width(shape, tiles, between)
         groups = between.num_scales(scheme, shape.intermediate)
-        micro = scheme.activation.family == "micro"  # of which the second GEMM reads the decoded values
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tile_expert": ((max_tiles,), torch.int32),
             "first_tile": ((num_experts,), torch.int32),
             "num_tiles": ((1,), torch.int32),
-            "inner": (inner, torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype),
+            "inner": (inner, shape.row_dtype if shape.widens_rows else scheme.activation.dtype or shape.dtype),
         }
         if between is Between.TENSOR:
             pieces["amax"] = (num_experts,), torch.int32
@@ -107,6 +106,9 @@ class PreparedCall:
         width = ready_width(shape, tiles)
         if width:
             pieces["ready_rows"] = (inner[0], width), shape.row_dtype
+        if shape.widens_rows and scheme.payload.family != "micro":
+            pieces["ready_scale"] = (inner[0],), torch.float32
+        ready = Stored("ready_rows", "ready_scale")
         if summed is not None:
             pieces["rows"] = (shape.max_rows, shape.hidden), shape.dtype
         rows, tile_list = Rows("row_start", "num_tokens", None), TileList(*TileList._fields)
@@ -116,14 +118,14 @@ class PreparedCall:
         parts = ("values", "scale", "zero", "global_scale", "bias")
         w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
         pool = Operands("x", "x_scale", *[None] * len(parts))
-        read_by_first = Operands(*(("ready_rows", None) if width else ("x", "x_scale")), *w13)
+        read_by_first = Operands(*(ready if width else ("x", "x_scale")), *w13)
         halves = ("w13_output_scale", "w13_gate_output_scale")
         scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         launches: list[tuple[Any, tuple[Any, ...]]] = [
             (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
-            (prepare_rows(shape, tiles, width), (pool, Stored("ready_rows", None), gathered, tile_list)),
+            (prepare_rows(shape, tiles, width), (pool, ready, gathered, tile_list)),
             (backend.first(shape, tiles, between), (read_by_first, first, scalars, gathered, tile_list)),
             (requantize.find_amax, (first, rows, tile_list)),
             (requantize.requantize, (first, stored, rows, tile_list)),
