@@ -14,6 +14,7 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.launching import num_programs
+from ep_moe.experts.ready_rows import MOST_SCALED_ROWS, prepare_rows, ready_width, shuffles
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.constants import constants
@@ -24,11 +25,11 @@ from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 _KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro": {torch.float8_e4m3fn: "float8"}}
 _PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2): "e2m1"}  # by family and `packed`
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
-_MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
 
 
-def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> Codes:
-    """How the kernels decode weights of this shape."""
+def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool) -> Codes:
+    """How the kernels of one of the GEMMs decode weights of this shape."""
+    gemm = tiles.second if second else tiles.first
     stored = shape.scheme.weight
     kind = "none"
     if shape.decodes:
@@ -47,7 +48,8 @@ def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> C
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
-        SHUFFLED=kind != "none" and shape.folds and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
+        SHUFFLED=shuffles(shape, gemm, tiles.block_m),
+        READY=not second and ready_width(shape, tiles) > 0,
         DIVIDE=stored.global_scale == "divisor",
     )
 
@@ -60,10 +62,10 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
     weight: str = stored.granularity
     if grouped:
         within = stored.group_width % gemm.block_k == 0
-        few = within and tiles.block_m <= _MOST_SCALED_ROWS and rows.family != "micro"
+        few = within and tiles.block_m <= MOST_SCALED_ROWS and rows.family != "micro"
         weight = "fold" if shape.folds and not few else "block"
     if rows.family == "micro":
-        x = {Between.MXFP8: "none", Between.NVFP4: "row"}[between] if second else "fold"
+        x = "row" if second and between is Between.NVFP4 else "none"
     else:
         x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
     return constants(
@@ -115,7 +117,7 @@ def _prepare(
                 EVEN_K=sums % gemm.block_k == 0,
             ),
             "SCALES": scales,
-            "CODES": _codes(shape, gemm, scales, few=tiles.block_m <= _MOST_SCALED_ROWS),
+            "CODES": _codes(shape, tiles, scales, second=second),
             "EPILOGUE": epilogue,
         },
         options=options,
@@ -127,6 +129,15 @@ class TritonGemms:
     """Both GEMMs as persistent Triton kernels; a `Backend`."""
 
     serves = SERVES["triton"]
+
+    def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Rows that are prepared for weights decoded in registers; programs count tiles by themselves. Local."""
+        width = ready_width(shape, tiles)
+        return {"packed": ((shape.max_tiles(tiles.block_m) * tiles.block_m, width), shape.row_dtype)} if width else {}
+
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+        """`_prepare_rows_kernel`, for weights that are decoded in registers. Local."""
+        return prepare_rows(shape, tiles, ready_width(shape, tiles))
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""
@@ -143,7 +154,7 @@ class TritonGemms:
             shape.hidden,
             shape.intermediate,
             shape.scheme.weight.row_values(shape.hidden),
-            shape.x_stride,
+            ready_width(shape, tiles) or shape.x_stride,
             shape.scale_height,
             *shape.scale_strides,
             rows,

@@ -94,7 +94,7 @@ def _accumulate(
     x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     w_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     for k in range(0, K, TILE.BLOCK_K):
-        x = load_rows(x_ptrs, row_mask, K - k, TILE, 1)
+        x = load_rows(x_ptrs, row_mask, K - k, TILE)
         if SCALES.X == "group":
             x_scale = tl.load(x_scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group, mask=row_mask, other=0.0)
         else:
@@ -151,8 +151,6 @@ def _compute_tile(
         gate, up = accumulate_decoded(
             operands,
             x_ptrs,
-            x_scale_ptrs,
-            x_scale_stride_group,
             row_mask,
             expert,
             first_column,
@@ -234,7 +232,7 @@ def _compute_tile(
 
 @triton.jit(do_not_specialize=["x_scale_height", "x_scale_stride_block", "x_scale_stride_group", "inner_scale_stride"])
 def _first_gemm_kernel(
-    operands,  # Operands: the batch's pool of rows, w13 and its bias
+    operands,  # Operands: the batch's pool of rows, or the prepared ones if READY; w13 and its bias
     inner,  # Stored: [Q * BLOCK_M, N] and [ceil(N / GROUP_K), inner_scale_stride]
     scalars,
     rows,
@@ -265,7 +263,9 @@ def _first_gemm_kernel(
         row_mask = token < num_tokens
         listed = tl.load(rows.row_start + expert) + token
         row = listed
-        if rows.row_index is not None:
+        if CODES.READY:
+            row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
+        elif rows.row_index is not None:
             row = tl.load(rows.row_index + listed, mask=row_mask, other=0)
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
