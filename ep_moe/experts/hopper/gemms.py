@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -37,7 +36,7 @@ _GLUON_TYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
 }
-_NO_CODES = {"KIND": "none", "PACKED": 1, "PAIRS": False, "ZERO": False, "GROUPS": 1, "SHUFFLED": False}
+_NO_CODES = constants(Codes, **{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
 _TILES = GemmTiles(block_n=HALF_N.value, block_k=_STEP_BYTES, num_warps=4, num_stages=4, programs_per_sm=1)
 
 
@@ -246,7 +245,7 @@ def _prepare(
         {
             "PIPE": pipeline,
             "SCALES": scales,
-            "CODES": Codes(**{name: tl.constexpr(value) for name, value in (_NO_CODES | {"DIVIDE": False}).items()}),
+            "CODES": _NO_CODES,
             "EPILOGUE": epilogue,
         },
         column_tiles=column_tiles,
