@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ep_moe.functional.sglang.formats import Flags
+from ep_moe.functional.formats import Flags
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, with_block
 from ep_moe.weights import ExpertWeights
 from ep_moe.weights.methods import method_of
