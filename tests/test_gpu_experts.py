@@ -260,13 +260,16 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
     assert backend is experts.preferred
     y = experts(batch, weights, out=torch.full(batch.output_shape, math.nan, dtype=torch.bfloat16, device="cuda"))
-    expected = ReferenceExperts(model.activation)(batch, weights)
+    watched = Watched(model.activation)
+    expected = watched(batch, weights)
     assert torch.equal(y.isnan(), expected.isnan())
     sound = ~expected.isnan().any(1)
     assert bool(sound.any())
     assert bool((~sound).any())
-    limit = ROW_ERROR_LIMITS["fp8" if get_scheme(scheme).payload.quantized else "bfloat16"]
-    assert worst_row_error(y[sound], expected[sound]) < limit
+    quantized = get_scheme(scheme).payload.quantized
+    limit = ROW_ERROR_LIMITS["fp8" if quantized else "bfloat16"]
+    fixed = without_ties(y, expected, batch, weights, watched, limit) if quantized else y
+    assert worst_row_error(fixed[sound], expected[sound]) < limit
     shifted = torch.empty(y.numel() + 1, dtype=y.dtype, device="cuda")[1:].view_as(y)
     assert_same_bits(experts(batch, weights, out=shifted)[sound], y[sound], "out that is aligned to 2 bytes")
 
