@@ -134,6 +134,10 @@ class KernelExperts:
             return self.preferred, tiles
         return self.backend, self.choose_tiles(shape)
 
+    def backend_of(self, batch: ExpertBatch, weights: ExpertWeights) -> str:
+        """The name of the backend that computes such a call, in `SERVES`. Local."""
+        return self.choose_backend(CallShape.of(with_dense_rows(batch), weights, self.activation))[0].serves.name
+
     def choose_tiles(self, shape: CallShape) -> ExpertTiles:
         """Tiles for calls of this shape: those of the constructor, or of a table."""
         if isinstance(self.tiles, ExpertTiles):
