@@ -54,6 +54,7 @@ def operator_arguments(call: type, written: str | None = None) -> str:
     return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
 
 
+@functools.lru_cache(maxsize=_MOST_EXPERTS)
 def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
     """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
     schemes = [get_scheme(name) for name in names]

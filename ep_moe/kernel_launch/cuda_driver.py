@@ -167,24 +167,23 @@ class DriverLaunch:
         addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
         self._addresses = tuple(map(ctypes.c_void_p, addresses))
 
-    def __call__(self, values: Sequence[int]) -> None:
-        """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync."""
+    def __call__(self, values: Sequence[int], *, again: bool = True) -> None:
+        """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync.
+
+        again: once more if this thread had no CUDA context.
+        """
         if self._current_device() != self._index:
             with torch.cuda.device(self._device):
                 self(values)
             return
-        status = self._launch_with(values)
-        if status == _NO_CONTEXT:  # this thread has not used CUDA yet: a torch kernel makes the context current
-            torch.zeros(1, device=self._device)
-            status = self._launch_with(values)
-        if status:
-            raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")
-
-    def _launch_with(self, values: Sequence[int]) -> int:
-        """Launch on the GPU's current stream; returns the driver's CUresult."""
         with self._lock:
             self._pack(self._memory, self._first, *values)
             for cell, tensor_map in self._maps:
                 tensor_map.move(self._cells[cell])
             self._config.stream = self._current_stream(self._index)
-            return int(self._launch(*self._addresses))
+            status = self._launch(*self._addresses)
+        if status == _NO_CONTEXT and again:
+            torch.zeros(1, device=self._device)  # a torch kernel makes the context current
+            self(values, again=False)
+        elif status:
+            raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")
