@@ -189,8 +189,8 @@ def wide_signatures(source: str, of_others: Set[str] = frozenset()) -> list[str]
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-        name = f"{of_class.get(id(node), '')}{node.name}"
-        if any(".command(" in decorator for decorator in decorators) or name in of_others:
+        names = {node.name, f"{of_class.get(id(node), '')}{node.name}"}
+        if any(".command(" in decorator for decorator in decorators) or names & of_others:
             continue
         given = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         count = len(given) - (given[:1] in (["self"], ["cls"]))
