@@ -48,7 +48,7 @@ OF_OTHERS = {  # signatures that other libraries own
         "triton_kernel_moe_forward",
         "triton_kernel_moe_with_bias_forward",
         "invoke_moe_batched_triton_kernel",
-        "apply",
+        "_BatchedExperts.apply",
         "FusedMoE.__init__",
     }
 }
