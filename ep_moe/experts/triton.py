@@ -17,7 +17,6 @@ from ep_moe.experts.launching import num_programs
 from ep_moe.experts.ready_rows import MOST_SCALED_ROWS, prepare_rows, ready_width, shuffles
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
@@ -35,14 +34,13 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
-    same_scales = scales.WEIGHT.value != "fold" or stored.scale_dtype == shape.row_dtype
+    same_scales = scales.WEIGHT != "fold" or stored.scale_dtype == shape.row_dtype
     pairs = {
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
-        "int8": scales.WEIGHT.value != "fold" and shape.row_dtype.itemsize == 2,
+        "int8": scales.WEIGHT != "fold" and shape.row_dtype.itemsize == 2,
         "e2m1": shape.row_dtype == torch.bfloat16,
     }
-    return constants(
-        Codes,
+    return Codes(
         KIND=kind,
         PACKED=stored.packed,
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
@@ -68,8 +66,7 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
         x = "row" if second and between is Between.NVFP4 else "none"
     else:
         x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
-    return constants(
-        Scales,
+    return Scales(
         X=x,
         WEIGHT=weight,
         VECTOR=shape.decodes or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
@@ -106,8 +103,7 @@ def _prepare(
         num_programs(shape.device, gemm.programs_per_sm, most),
         settings=numbers,
         constants={
-            "TILE": constants(
-                TileShape,
+            "TILE": TileShape(
                 BLOCK_M=tiles.block_m,
                 BLOCK_N=gemm.block_n,
                 BLOCK_K=gemm.block_k,
@@ -142,8 +138,7 @@ class TritonGemms:
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
-        epilogue = constants(
-            Epilogue,
+        epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
@@ -174,9 +169,7 @@ class TritonGemms:
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        epilogue = constants(
-            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
-        )
+        epilogue = Epilogue(ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False)
         numbers = (
             shape.intermediate,
             shape.hidden,
