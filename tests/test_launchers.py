@@ -94,7 +94,7 @@ def start(launcher: str, arguments: list[str], folder: Path, **more: str) -> "li
     return [subprocess.Popen(command, env=env | {"NODE_RANK": str(node)}, **pipes) for node in range(2)]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "ray"])
+@pytest.mark.parametrize("launcher", ["slurm", "ray"])  # slurm.sbatch runs torchrun.sh, one agent on each node
 def test_the_main_job_on_two_nodes(launcher: str, tmp_path: Path, small: str) -> None:
     processes = start(launcher, ["run", *JOB, small], tmp_path)
     outputs = [process.communicate(timeout=240) for process in processes]
@@ -264,8 +264,7 @@ test_launchers.launch_on_ray(test_launchers.sum_for_ever, True, nodes=nodes, con
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
-def test_a_signal_ends_a_cluster_of_our_own(number: signal.Signals, code: int) -> None:
+def test_sigterm_ends_a_cluster_of_our_own() -> None:
     mark = f"{os.getpid()}.{time.time_ns()}"
     env = environ() | {MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -276,9 +275,9 @@ def test_a_signal_ends_a_cluster_of_our_own(number: signal.Signals, code: int) -
             line = driver.stderr.readline()
             seen += line
             assert line, seen
-        driver.send_signal(number)
-        driver.communicate(timeout=30)
-    assert driver.returncode == code
+        driver.terminate()
+        driver.communicate(timeout=60)
+    assert driver.returncode == 128 + signal.SIGTERM
     assert wait_until_gone(processes_with(f"{MARK}={mark}"), 10.0) == []
 
 

@@ -126,10 +126,15 @@ class CallShape:
         )
 
     @property
+    def widens_rows(self) -> bool:
+        """True if rows are decoded to bfloat16, which represents their values, before they are multiplied."""
+        rows = self.scheme.payload
+        return rows.family == "micro" or (rows.quantized and self.scheme.weight.family == "integer")
+
+    @property
     def row_dtype(self) -> torch.dtype:
         """Of the rows as they are multiplied."""
-        payload = self.scheme.payload
-        return torch.bfloat16 if payload.family == "micro" else payload.dtype or self.dtype
+        return torch.bfloat16 if self.widens_rows else self.scheme.payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
@@ -138,14 +143,9 @@ class CallShape:
 
     @property
     def folds(self) -> bool:
-        """True if decoded weights may be multiplied by their scales before they multiply rows."""
-        return self.decodes and self.row_dtype.itemsize > 1
-
-    @property
-    def row_bits(self) -> int:
-        """Bits of a stored element of rows that are decoded before they are multiplied, else 0."""
-        stored = self.scheme.payload
-        return 8 // stored.packed if stored.family == "micro" else 0
+        """True if decoded weights may be multiplied by their scales before they multiply rows: that rounds them, as
+        tokens in the model's dtype are, but not integers for tokens in fp8."""
+        return self.decodes and (not self.widens_rows or self.scheme.payload.family == "micro")
 
     @property
     def weight_bits(self) -> int:

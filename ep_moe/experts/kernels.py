@@ -134,6 +134,10 @@ class KernelExperts:
             return self.preferred, tiles
         return self.backend, self.choose_tiles(shape)
 
+    def backend_of(self, batch: ExpertBatch, weights: ExpertWeights) -> str:
+        """The name of the backend that computes such a call, in `SERVES`. Local."""
+        return self.choose_backend(CallShape.of(with_dense_rows(batch), weights, self.activation))[0].serves.name
+
     def choose_tiles(self, shape: CallShape) -> ExpertTiles:
         """Tiles for calls of this shape: those of the constructor, or of a table."""
         if isinstance(self.tiles, ExpertTiles):
@@ -145,7 +149,8 @@ class KernelExperts:
         if table is not None:
             tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         elif shape.decodes:
-            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits, row_bits=shape.row_bits)
+            scaled = stored.group_width > 0 and not shape.folds
+            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits, scaled_sums=scaled)
             tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
         else:
             table = default_table(
@@ -158,7 +163,7 @@ class KernelExperts:
         if shape.device.type != "cuda":
             return tiles
         properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-        widths = shape.row_bits or 8 * shape.row_dtype.itemsize, shape.weight_bits
+        widths = 8 * shape.row_dtype.itemsize, shape.weight_bits
         return fit_stages(tiles, properties["max_shared_mem"], *widths, gated=gated)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
+from ep_moe.experts.ready_rows import inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import allocator
@@ -79,14 +80,13 @@ class PreparedCall:
         scheme, num_experts = shape.scheme, shape.num_experts
         max_tiles = shape.max_tiles(tiles.block_m)
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
-        inner = max_tiles * tiles.block_m, shape.intermediate
+        inner = max_tiles * tiles.block_m, inner_width(shape, tiles, between)
         groups = between.num_scales(scheme, shape.intermediate)
-        micro = scheme.activation.family == "micro"  # of which the second GEMM reads the decoded values
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tile_expert": ((max_tiles,), torch.int32),
             "first_tile": ((num_experts,), torch.int32),
             "num_tiles": ((1,), torch.int32),
-            "inner": (inner, torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype),
+            "inner": (inner, shape.row_dtype if shape.widens_rows else scheme.activation.dtype or shape.dtype),
         }
         if between is Between.TENSOR:
             pieces["amax"] = (num_experts,), torch.int32

@@ -5,7 +5,7 @@ Letters: Q row tiles of all experts.
 
 import math
 
-from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
@@ -21,15 +21,37 @@ _PROGRAMS_PER_SM = 8
 def shuffles(shape: CallShape, gemm: GemmTiles, block_m: int) -> bool:
     """True if a GEMM with these tiles sums its columns in the order in which threads decode weights. Local."""
     whole = gemm.block_k % (64 * shape.scheme.weight.packed) == 0
-    return shape.folds and gemm.swap and block_m <= MOST_SCALED_ROWS and whole
+    return shape.decodes and gemm.swap and block_m <= MOST_SCALED_ROWS and whole
+
+
+def parts(shape: CallShape, gemm: GemmTiles, block_m: int) -> int:
+    """Products in a step over K: of 128 columns each, if rows of weights are short in memory. Local."""
+    width = 64 * shape.scheme.weight.packed
+    return gemm.block_k // width if shuffles(shape, gemm, block_m) else 1
+
+
+def inner_order(shape: CallShape, tiles: ExpertTiles, between: Between) -> int:
+    """`Epilogue.ORDER` of the intermediate: that of the second GEMM's sums if no kernel stores it but the first GEMM.
+
+    Local.
+    """
+    ordered = shuffles(shape, tiles.second, tiles.block_m) and between in (Between.ROUND, Between.MXFP8)
+    return shape.scheme.weight.packed if ordered else 0
+
+
+def inner_width(shape: CallShape, tiles: ExpertTiles, between: Between) -> int:
+    """Columns of the stored intermediate: whole steps of the second GEMM if they are ordered. Local."""
+    if not inner_order(shape, tiles, between):
+        return shape.intermediate
+    return math.ceil(shape.intermediate / tiles.second.block_k) * tiles.second.block_k
 
 
 def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
     """Columns of the rows that are prepared for the first GEMM; 0 if it reads those of the batch.
 
-    They are prepared if they have scales of one byte, or if their columns are summed in another order. Local.
+    They are prepared if they are decoded to bfloat16, or if their columns are summed in another order. Local.
     """
-    if shape.scheme.payload.family != "micro" and not shuffles(shape, tiles.first, tiles.block_m):
+    if not shape.widens_rows and not shuffles(shape, tiles.first, tiles.block_m):
         return 0
     step = max(tiles.first.block_k, _COLUMNS)
     return math.ceil(shape.hidden / step) * step
@@ -38,7 +60,8 @@ def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
 def prepare_rows(shape: CallShape, tiles: ExpertTiles, width: int) -> RepeatedLaunch | None:
     """Prepare the kernel for rows of `width` columns, None if that is 0.
 
-    The rows are [Q * block_m, width]; arguments as of `Backend.gather`. Local.
+    The rows are [Q * block_m, width], with a scale of each row if they have one; arguments as of `Backend.gather`.
+    Local.
     """
     if not width:
         return None

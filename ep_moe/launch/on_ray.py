@@ -106,14 +106,17 @@ def launch_on_ray(
     Errors: RankFailedError; RuntimeError if ray is not installed, the cluster does not answer, lacks nodes, or does not
     start the actors; KeyboardInterrupt and SystemExit as in `launch`. Local.
     """
-    with (
-        terminable(),
-        connected(nodes),
-        terminable(),  # again: connecting has given SIGTERM to a handler of Ray's
-        contextlib.closing(RayRanks(nodes, config, grace_secs)) as ranks,
-    ):
-        ranks.start(target, *args, env=env)
-        return ranks.collect()
+    try:
+        with (
+            terminable(),
+            connected(nodes),
+            terminable(),  # again: connecting has given SIGTERM to a handler of Ray's
+            contextlib.closing(RayRanks(nodes, config, grace_secs)) as ranks,
+        ):
+            ranks.start(target, *args, env=env)
+            return ranks.collect()
+    except SystemExit:  # that of SIGTERM; Ray's calls replace its code
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 class RayRanks:

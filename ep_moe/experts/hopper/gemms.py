@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.hopper.gather import prepare_gather
-from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, TMA_BYTES, is_hopper, obstacle, say_once
+from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, is_hopper, obstacle, say_once
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
@@ -35,16 +35,7 @@ _GLUON_TYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
 }
-_NO_CODES = Codes(
-    KIND="none",
-    PACKED=1,
-    PAIRS=False,
-    READY=False,
-    ZERO=False,
-    GROUPS=1,
-    SHUFFLED=False,
-    DIVIDE=False,
-)
+_NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
 _TILES = GemmTiles(block_n=HALF_N.value, block_k=_STEP_BYTES, num_warps=4, num_stages=4, programs_per_sm=1)
 
 
@@ -71,10 +62,8 @@ class _HopperGemm:
         settings: tuple[int, ...],
     ) -> None:
         pipeline = constants_of["PIPE"]
-        even_rows = pipeline.PACKED or (shape.rows_apart and shape.scale_strides[2] * 4 % TMA_BYTES == 0)
-        self._tma_scales = even_rows and constants_of["SCALES"].X == "group"
+        self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
         self._block_k = pipeline.BLOCK_K
-        self._packed = pipeline.PACKED
         self._launch = RepeatedLaunch(
             _hopper_gemm_kernel,
             num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
@@ -102,8 +91,8 @@ class _HopperGemm:
         )
 
     def _describe(self, name: str, tensor: torch.Tensor) -> TensorDescriptor:
-        if name == "x_scale":  # those of the batch are [..., rows, G], others [G, rows]
-            return _descriptor(_rows_of(tensor if self._packed else tensor.transpose(-2, -1)), 1, BLOCK_M.value)
+        if name == "x_scale":  # [G, rows]
+            return _descriptor(tensor, 1, BLOCK_M.value)
         if name == "out":
             return _descriptor(_rows_of(tensor), HALF_M.value, HALF_N.value)
         return _descriptor(_rows_of(tensor), (HALF_M if name == "x" else HALF_N).value, self._block_k)
@@ -190,13 +179,16 @@ class HopperGemms:
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
+            ORDER=0,
         )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
         return _prepare(shape, between, epilogue, stored, second=False)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
-        epilogue = Epilogue(ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False)
+        epilogue = Epilogue(
+            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
+        )
         return _prepare(shape, between, epilogue, shape.dtype, second=True)
 
 
@@ -228,6 +220,7 @@ def _prepare(
         GROUP_M=_GROUP_M,
         FIRST=not second,
         PACKED=second or shape.gathered,
+        COPIED_SCALES=grouped and not (second or shape.gathered),
         SCALE_ROWS=payload.num_groups(sums) if grouped and shape.rows_apart and not second else 0,
         STAGES=stages,
         OUT_BUFFERS=buffers,

@@ -1,4 +1,4 @@
-"""SGLang's fused experts, on any GPU and on a CPU.
+"""SGLang's fused experts, the calls beneath them and the layer above, on any GPU and on a CPU.
 
 Names, order and defaults of the parameters are SGLang's; docs/functional.md says for each what it does here.
 """

@@ -223,7 +223,7 @@ def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists
     zeros = None
     if call.filter_expert:
         zeros = torch.zeros(num_rows + 1, dtype=torch.bool, device=device)
-        zeros[torch.where(valid & ~named, target, num_rows)] = True
+        zeros.index_fill_(0, torch.where(valid & ~named, target, num_rows), True)
         zeros = zeros[:-1]
     return RowLists(
         expert_row_start=starts[:-1].int(),

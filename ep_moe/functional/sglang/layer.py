@@ -187,12 +187,13 @@ class FusedMoE(torch.nn.Module):
         self._weights = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FusedMoE":
-        """`to` and the like move parameters. They keep their dtypes, by which the format is known."""
-        kinds = {name: parameter.dtype for name, parameter in self.named_parameters()}
-        super()._apply(fn, recurse)
-        for name, parameter in self.named_parameters():
-            if parameter.dtype != kinds[name]:
-                parameter.data = parameter.data.to(kinds[name])
+        """`to` and the like move parameters, which keep their dtypes: the format says these."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        super()._apply(moved, recurse)
         self._forget()
         return self
 

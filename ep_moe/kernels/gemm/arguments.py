@@ -72,11 +72,11 @@ class TileShape(NamedTuple):
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
-    BLOCK_K: tl.constexpr
+    BLOCK_K: tl.constexpr  # of a product
     GROUP_M: tl.constexpr  # row tiles that cover all columns before the next ones
     SWAP: tl.constexpr  # the weights are the left operand
     EVEN_N: tl.constexpr  # BLOCK_N divides N
-    EVEN_K: tl.constexpr  # BLOCK_K divides K
+    EVEN_K: tl.constexpr  # a step of BLOCK_K columns, or of several times as many, divides K
 
 
 class Scales(NamedTuple):
@@ -102,7 +102,10 @@ class Codes(NamedTuple):
     ZERO: tl.constexpr  # zero points are stored
     GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
     SHUFFLED: tl.constexpr  # x and weights are multiplied in another order of columns
-    READY: tl.constexpr  # rows of x are in the order of the tile list, decoded and, if SHUFFLED, ordered
+    READY: (
+        tl.constexpr
+    )  # rows of x are in the order of the tile list, decoded and, if SHUFFLED, ordered; zeros beyond K
+    PARTS: tl.constexpr  # products of BLOCK_K columns in a step
     DIVIDE: tl.constexpr  # by the global scale, if there is one
 
 
@@ -114,6 +117,7 @@ class Epilogue(NamedTuple):
     LIMITED: tl.constexpr  # the activation clamps its input
     REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
     POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
+    ORDER: tl.constexpr  # columns are stored as SHUFFLED weights of this PACKED are summed; 0: as they are
 
 
 class RowGroups(NamedTuple):

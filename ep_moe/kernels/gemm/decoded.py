@@ -20,10 +20,12 @@ from ep_moe.kernels.gemm.pairs import (
     scale_pairs,
     zero_pairs,
 )
-from ep_moe.kernels.gemm.small_integers import decode_small_integers
 from ep_moe.kernels.gemm.tokens import load_rows, order_columns
 from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values
 from ep_moe.kernels.numerics import INTERPRET
+
+_SECTOR = tl.constexpr(32)  # bytes
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -37,6 +39,16 @@ def _load_group(ptr, offsets, k, K, row_mask, SCALES, CODES):
         groups = group + tl.arange(0, CODES.GROUPS)[None, :]
         mask = row_mask[:, None] & (groups < groups_k)
         return tl.load(ptr + offsets[:, None] + groups, mask=mask, other=0.0)
+
+
+@triton.jit
+def _prefetch(ptr, offsets, K, row_mask, SCALES):
+    """Bring the scales, or zero points, of rows of weights into the L2 cache: each step reads a few bytes of them."""
+    groups_k = tl.cdiv(K, SCALES.GROUP_K)
+    first = ptr + tl.where(row_mask, offsets, 0)
+    for group in range(0, groups_k, _SECTOR // (ptr.dtype.element_ty.primitive_bitwidth // 8)):
+        address = (first + group).to(tl.int64)
+        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -98,10 +110,6 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
         else:
             low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
             return tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K])
-    elif dtype == tl.float8e4nv:
-        if CODES.ZERO:
-            zero = _spread(zero, TILE.BLOCK_K // 2, CODES.GROUPS)
-        return decode_small_integers(stored, zero, CODES.ZERO)
     else:
         w = decode(stored, scale, zero, dtype, SCALES, CODES)
         return order_columns(w, CODES.PACKED) if CODES.SHUFFLED else w
@@ -126,9 +134,6 @@ def _add_product(acc, x, w, TILE):
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    if x.dtype == tl.float8e4nv and TILE.BLOCK_K < 32:  # too narrow; float16 represents all these numbers
-        x = x.to(tl.float16)
-        w = w.to(tl.float16)
     if TILE.SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     else:
@@ -160,36 +165,44 @@ def _accumulate(
         acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
     x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.SHUFFLED else 1
-    STEP: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
-    places = tl.arange(0, STEP)[None, :]
+    PLACES: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
+    places = tl.arange(0, PLACES)[None, :]
     w_ptrs += places
     if EARLY:
         groups = _load_groups(operands, offsets, 0, K, column_mask, dtype, SCALES, CODES)
-    for k in range(0, K, TILE.BLOCK_K):
-        if CODES.READY:
-            x = tl.load(x_ptrs)
-        else:
-            x = load_rows(x_ptrs, row_mask, K - k, TILE)
-            if CODES.SHUFFLED:
-                x = order_columns(x, CODES.PACKED)
-        stored = _load_stored(w_ptrs, column_mask, places < w_stride - k // (CODES.PACKED * IN_WORD), TILE)
-        if EARLY:
-            scale, zero = groups
-            groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
-        else:
-            scale, zero = _load_groups(operands, offsets, k, K, column_mask, dtype, SCALES, CODES)
-        w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
-        if SCALES.WEIGHT == "block":
-            step = _add_product(tl.zeros_like(acc), x, w, TILE)
-            scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
-            w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask, other=0.0))
-            acc += step * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
-        elif dtype == tl.float8e4nv:  # tensor cores sum fp8 in 14 bits: promoted after each step
-            acc += _add_product(tl.zeros_like(acc), x, w, TILE)
-        else:
-            acc = _add_product(acc, x, w, TILE)
-        x_ptrs += TILE.BLOCK_K
-        w_ptrs += STEP
+    if CODES.SHUFFLED and not INTERPRET:
+        if SCALES.WEIGHT == "fold" or SCALES.WEIGHT == "block":
+            _prefetch(operands.w_scale, offsets, K, column_mask, SCALES)
+        if CODES.ZERO:
+            _prefetch(operands.w_zero, offsets, K, column_mask, SCALES)
+    for step in range(0, K, CODES.PARTS * TILE.BLOCK_K):
+        for part in tl.static_range(CODES.PARTS):
+            k = step + part * TILE.BLOCK_K
+            if CODES.READY:
+                x = tl.load(x_ptrs)
+            else:
+                x = load_rows(x_ptrs, row_mask, K - k, TILE)
+                if CODES.SHUFFLED:
+                    x = order_columns(x, CODES.PACKED)
+            stored = _load_stored(w_ptrs, column_mask, places < w_stride - k // (CODES.PACKED * IN_WORD), TILE)
+            if EARLY:
+                scale, zero = groups
+                groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
+            else:
+                scale, zero = _load_groups(operands, offsets, k, K, column_mask, dtype, SCALES, CODES)
+            w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
+            if SCALES.WEIGHT == "block":
+                product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
+                w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask & (k < K), other=0.0))
+                acc += product * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
+            elif CODES.SHUFFLED:  # else Triton synchronizes each instruction of a product, as for a sum of both
+                product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                acc = tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
+            else:
+                acc = _add_product(acc, x, w, TILE)
+            x_ptrs += TILE.BLOCK_K
+            w_ptrs += PLACES
     return acc
 
 

@@ -75,7 +75,10 @@ def _twice(x):
 @triton.jit
 def scale_pairs(scale, real, CODES):
     """Stored scales as the decoding multiplies by them; real: the same as float32."""
-    if CODES.KIND == "e2m1":
+    if CODES.KIND == "e2m1" and scale.dtype == tl.uint8:  # 2^(b - 127) times 2^62; NaN for 255
+        byte = scale.to(tl.int32)
+        return (tl.minimum(byte + 62, 255) << 7 | (byte + 1 >> 2 & 64)) * 0x10001
+    elif CODES.KIND == "e2m1":
         power: tl.constexpr = 2.0**126 / missing_factor(scale.dtype, CODES)
         return _twice((real * power).to(tl.bfloat16))
     else:

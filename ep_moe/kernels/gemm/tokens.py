@@ -2,9 +2,10 @@
 
 Letters: K columns that a GEMM reduces over, G scales of a row in a piece of columns, Q row tiles of all experts.
 
-Weights that are decoded in registers are multiplied in another order of columns (`order_columns`), and rows in groups
-with scales of one byte are multiplied in bfloat16. All column tiles of an expert read the same rows, so they are
-prepared before the first GEMM. The numbers of MXFP8, and those of NVFP4 without a global scale, are exact in bfloat16.
+Weights that are decoded in registers are multiplied in another order of columns (`order_columns`), and rows with
+scales of one byte, or in fp8, are multiplied in bfloat16. All column tiles of an expert read the same rows, so they are
+prepared before the first GEMM. The numbers of fp8 and MXFP8, and those of NVFP4 without a global scale, are exact in
+bfloat16.
 """
 
 import triton
@@ -42,6 +43,18 @@ def order_columns(x, PACKED: tl.constexpr):
 
 
 @triton.jit
+def ordered_place(column, PACKED: tl.constexpr):
+    """Where `order_columns` puts columns. Example of 8-bit weights: column 16 is put at place 2."""
+    if PACKED == 1:
+        thread = column // 16 % 4
+        return column // 64 * 64 + column // 2 % 8 * 8 + thread * 2 + column % 2
+    else:
+        thread = column // 32 % 4
+        code = column % 2 * 16 + column // 2 % 2 * 8 + column // 4 % 2
+        return column // 128 * 128 + column // 8 % 4 * 32 + code + thread * 2
+
+
+@triton.jit
 def _decode_rows(x, scale, GROUP: tl.constexpr):
     """Turn e4m3 [R, C], or two codes of e2m1 in a byte [R, C / 2], into bfloat16 [R, C].
 
@@ -63,8 +76,8 @@ def _decode_rows(x, scale, GROUP: tl.constexpr):
 @triton.jit(do_not_specialize=["x_scale_height", "x_scale_stride_block", "x_scale_stride_group"])
 def _prepare_rows_kernel(
     pool,  # the batch's rows
-    pool_scale,  # their scales of one byte, or None
-    out,  # Stored: [Q * BLOCK_M, K rounded up to BLOCK]
+    pool_scale,  # their scales, or None
+    out,  # Stored: [Q * BLOCK_M, K rounded up to BLOCK]; and [Q * BLOCK_M], if each row has a scale
     rows,
     tiles,
     K,
@@ -74,10 +87,13 @@ def _prepare_rows_kernel(
     x_scale_stride_row,
     x_scale_stride_group,
     PIECES,  # RowGroups: BLOCK columns at a time
-    GROUP: tl.constexpr,  # columns that share a scale of one byte; 0 if rows have no scales
+    GROUP: tl.constexpr,  # columns that share a scale of one byte; 0 if there are no such scales
     ORDER: tl.constexpr,  # PACKED of SHUFFLED weights, else 0
 ):
-    """Copy the batch's rows in the order of the tile list, decoded and ordered; zeros beyond rows and columns."""
+    """Copy the batch's rows in the order of the tile list, decoded and ordered; zeros beyond rows and columns.
+
+    A scale of one byte is multiplied into its group; one for each row is copied.
+    """
     PACKED: tl.constexpr = 2 if pool.dtype.element_ty == tl.uint8 else 1
     blocks = tl.cdiv(K, PIECES.BLOCK)
     column = tl.arange(0, PIECES.BLOCK)
@@ -92,9 +108,14 @@ def _prepare_rows_kernel(
         mask = row_mask[:, None] & (place < (K - first) // PACKED)[None, :]
         ptrs = pool + row.to(tl.int64)[:, None] * x_stride + (first // PACKED + place)[None, :]
         x = tl.load(ptrs, mask=mask, other=0.0)
-        if GROUP != 0:
+        if GROUP != 0 or out.scale is not None:
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
             scale_ptrs = pool_scale + block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
+        if out.scale is not None:
+            x = to_bf16(e4m3_value(x))
+            scale = tl.load(scale_ptrs, mask=row_mask & (first == 0), other=0.0)
+            tl.store(out.scale + inner_row, scale, mask=row_mask & (first == 0))
+        elif GROUP != 0:
             group = first // GROUP + tl.arange(0, PIECES.BLOCK // GROUP)
             mask = row_mask[:, None] & (group < tl.cdiv(K, GROUP))[None, :]
             ptrs = scale_ptrs[:, None] + group.to(tl.int64)[None, :] * x_scale_stride_group

@@ -26,6 +26,7 @@ class Pipeline(NamedTuple):
     GROUP_M: gl.constexpr  # row tiles that cover all columns before the next ones
     FIRST: gl.constexpr  # w13, not w2: reads rows of the batch and stores the intermediate
     PACKED: gl.constexpr  # rows of x are in the order of the tile list
+    COPIED_SCALES: gl.constexpr  # scales of groups of x begin anywhere, where TMA cannot: threads copy them
     SCALE_ROWS: gl.constexpr  # G if each expert has its own matrix of x scales, else 0
     STAGES: gl.constexpr  # steps whose operands are loaded ahead
     OUT_BUFFERS: gl.constexpr  # half tiles of a warp group that are stored at the same time
@@ -39,7 +40,7 @@ class Buffers(NamedTuple):
 
     x: Any  # [2 * STAGES, 64, BLOCK_K]
     w: Any  # [2 * STAGES, 128, BLOCK_K]
-    x_scale: Any  # [STAGES, 1, 128]
+    x_scale: Any  # [STAGES, 1, 128] or [STAGES, 128]; None without scales of groups
     full: Any  # [STAGES, 1]
     empty: Any  # [STAGES, 1]
 

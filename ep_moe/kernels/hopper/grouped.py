@@ -37,9 +37,6 @@ def _accumulate(
     step,
     buffers,
     operands,
-    x_scale_ptrs,
-    x_scale_stride,
-    row_mask,
     expert,
     column,
     other_column,
@@ -55,9 +52,6 @@ def _accumulate(
             group,
             step,
             buffers,
-            x_scale_ptrs,
-            x_scale_stride,
-            row_mask,
             scale_ptr,
             other_scale_ptr,
             PIPE,
@@ -76,7 +70,6 @@ def compute_tiles(
     operands,
     out,
     scalars,
-    x_scale_stride,
     scale_stride,
     buffers,
     staging,  # [2 * OUT_BUFFERS, 64, 128]
@@ -99,21 +92,11 @@ def compute_tiles(
         left -= group * HALF_M
         column = column_tile * WIDTH
         if left > 0:
-            row = gl.arange(0, HALF_M, BY_ROW)
-            row_mask = row < left
-            x_scale_ptrs = operands.x_scale
-            if SCALES.X == "group" and operands.x_scale is not None:
-                if PIPE.SCALE_ROWS:  # the experts' matrices of scales lie x_scale_stride * G apart
-                    x_scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
-                x_scale_ptrs += in_row + group * HALF_M + row
             sums, other_sums, step = _accumulate(
                 group,
                 step,
                 buffers,
                 operands,
-                x_scale_ptrs,
-                x_scale_stride,
-                row_mask,
                 expert,
                 column,
                 column + TO_OTHER,
@@ -121,6 +104,9 @@ def compute_tiles(
                 SCALES,
                 LAYOUT,
             )
+            row = gl.arange(0, HALF_M, BY_ROW)
+            row_mask = row < left
+            x_scale_ptrs = operands.x_scale
             if SCALES.X == "row":
                 if SCALES.STATIC:
                     x_scale_ptrs += expert + gl.zeros([HALF_M], gl.int32, BY_ROW)
@@ -194,13 +180,16 @@ def _hopper_gemm_kernel(
     w = gl.allocate_shared_memory(w_desc.dtype, [2 * PIPE.STAGES, HALF_N, PIPE.BLOCK_K], w_desc.layout)
     if x_scale_desc is not None:
         x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, 1, BLOCK_M], x_scale_desc.layout)
+    elif PIPE.COPIED_SCALES:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, BLOCK_M], flat)
     else:
         x_scale = None
     staging = gl.allocate_shared_memory(out_desc.dtype, [2 * PIPE.OUT_BUFFERS, HALF_M, HALF_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PIPE.STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=33 if PIPE.COPIED_SCALES else 1)  # the threads of the loading warp
         mbarrier.init(empty.index(i), count=2)  # one arrival of each warp group
     drawn = allocate_tiles()
     fence_async_shared()
@@ -215,7 +204,6 @@ def _hopper_gemm_kernel(
                     operands,
                     out,
                     scalars,
-                    x_scale_stride,
                     scale_stride,
                     buffers,
                     staging,
@@ -234,7 +222,6 @@ def _hopper_gemm_kernel(
                     operands,
                     out,
                     scalars,
-                    x_scale_stride,
                     scale_stride,
                     buffers,
                     staging,
@@ -245,7 +232,22 @@ def _hopper_gemm_kernel(
                     EPILOGUE,
                 ),
             ),
-            (load_operands, (x_desc, w_desc, x_scale_desc, rows, tiles, buffers, drawn, PIPE, EPILOGUE)),
+            (
+                load_operands,
+                (
+                    x_desc,
+                    w_desc,
+                    x_scale_desc,
+                    operands.x_scale,
+                    x_scale_stride,
+                    rows,
+                    tiles,
+                    buffers,
+                    drawn,
+                    PIPE,
+                    EPILOGUE,
+                ),
+            ),
         ],
         [4, 1],
         [232, 40],  # registers of the second and third partition; the first gets what is left of 168 * 384, 232

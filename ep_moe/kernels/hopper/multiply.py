@@ -72,9 +72,6 @@ def multiply_scaled(
     group: gl.constexpr,
     step,
     buffers,
-    x_scale_ptrs,  # [64] of the rows in the first step; unused if they are in `buffers`
-    x_scale_stride,  # between steps
-    row_mask,  # [64]
     scale_ptr,  # of the first half's rows of w: a scale for each step
     other_scale_ptr,
     PIPE,
@@ -85,11 +82,8 @@ def multiply_scaled(
     While one warp group scales, the tensor core multiplies for the other.
     """
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    if buffers.x_scale is not None:
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        x_scales = buffers.x_scale._reinterpret(gl.float32, [2 * PIPE.STAGES, HALF_M], flat)
-    else:
-        x_scale = gl.load(x_scale_ptrs, mask=row_mask, other=0.0)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_scales = buffers.x_scale._reinterpret(gl.float32, [2 * PIPE.STAGES, HALF_M], FLAT)
     sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
     other_sums = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
     zeros = gl.zeros([HALF_M, HALF_N], gl.float32, LAYOUT)
@@ -100,12 +94,9 @@ def multiply_scaled(
         x = buffers.x.index(2 * stage + group)
         w = buffers.w.index(2 * stage).permute((1, 0))
         product = warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
-        if buffers.x_scale is not None:
-            x_scale = x_scales.index(2 * stage + group).load(BY_ROW)
+        x_scale = x_scales.index(2 * stage + group).load(BY_ROW)
         scale, other_scale = x_scale * w_scale, x_scale * other_w_scale
         following = gl.minimum(k + 1, PIPE.STEPS - 1)  # loaded a step ahead
-        if buffers.x_scale is None:
-            x_scale = gl.load(x_scale_ptrs + following * x_scale_stride, mask=row_mask, other=0.0)
         w_scale, other_w_scale = gl.load(scale_ptr + following), gl.load(other_scale_ptr + following)
         product = warpgroup_mma_wait(0, deps=(product,))
         sums += product * scale[:, None]
