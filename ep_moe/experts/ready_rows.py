@@ -8,7 +8,6 @@ import math
 from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups
 from ep_moe.kernels.gemm.tokens import _prepare_rows_kernel
@@ -73,7 +72,7 @@ def prepare_rows(shape: CallShape, tiles: ExpertTiles, width: int) -> RepeatedLa
         num_programs(shape.device, _PROGRAMS_PER_SM, pieces),
         settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides),
         constants={
-            "PIECES": constants(RowGroups, BLOCK_M=tiles.block_m, ROWS=_ROWS, BLOCK=columns),
+            "PIECES": RowGroups(BLOCK_M=tiles.block_m, ROWS=_ROWS, BLOCK=columns),
             "GROUP": stored.block[1] if stored.family == "micro" else 0,
             "ORDER": shape.scheme.weight.packed if shuffles(shape, tiles.first, tiles.block_m) else 0,
         },

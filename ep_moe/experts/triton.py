@@ -25,7 +25,6 @@ from ep_moe.experts.ready_rows import (
 )
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
@@ -45,14 +44,13 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Betwee
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
-    same_scales = scales.WEIGHT.value != "fold" or stored.scale_dtype == shape.row_dtype
+    same_scales = scales.WEIGHT != "fold" or stored.scale_dtype == shape.row_dtype
     pairs = {
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
-        "int8": scales.WEIGHT.value != "fold" and shape.row_dtype.itemsize == 2,
+        "int8": scales.WEIGHT != "fold" and shape.row_dtype.itemsize == 2,
         "e2m1": shape.row_dtype == torch.bfloat16,
     }
-    return constants(
-        Codes,
+    return Codes(
         KIND=kind,
         PACKED=stored.packed,
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
@@ -79,8 +77,7 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
         x = "row" if second and between is Between.NVFP4 else "none"
     else:
         x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
-    return constants(
-        Scales,
+    return Scales(
         X=x,
         WEIGHT=weight,
         VECTOR=shape.decodes or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
@@ -117,8 +114,7 @@ def _prepare(
         num_programs(shape.device, gemm.programs_per_sm, most),
         settings=numbers,
         constants={
-            "TILE": constants(
-                TileShape,
+            "TILE": TileShape(
                 BLOCK_M=tiles.block_m,
                 BLOCK_N=gemm.block_n,
                 BLOCK_K=gemm.block_k // parts(shape, gemm, tiles.block_m),
@@ -159,8 +155,7 @@ class TritonGemms:
         """`_first_gemm_kernel` for calls of this shape. Local."""
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
         width = ready_width(shape, tiles)
-        epilogue = constants(
-            Epilogue,
+        epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
@@ -191,8 +186,8 @@ class TritonGemms:
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        epilogue = constants(
-            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
+        epilogue = Epilogue(
+            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
         )
         numbers = (
             shape.intermediate,

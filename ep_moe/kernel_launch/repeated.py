@@ -56,7 +56,7 @@ class RepeatedLaunch:
         along = (grid,) if isinstance(grid, int) else grid
         self._grid: tuple[int, int, int] = (*along, 1, 1)[:3]  # type: ignore[assignment]
         self._constants = {
-            name: as_constants(value, kernel) if hasattr(value, "_fields") else value
+            name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
             for name, value in constants.items()
         }
         self._options, self._device = options, device

@@ -14,7 +14,6 @@ import torch
 import triton
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.rows.permute import (
     Ids,
@@ -104,7 +103,7 @@ def block_tokens(num_topk: int) -> int:
 def _ids_constants(experts: int, num_topk: int) -> Ids:
     """How kernels read ids [N, K] in blocks of tokens."""
     columns = triton.next_power_of_2(num_topk)
-    return constants(Ids, L=experts, K=num_topk, COLUMNS=columns, TOKENS=block_tokens(num_topk))
+    return Ids(L=experts, K=num_topk, COLUMNS=columns, TOKENS=block_tokens(num_topk))
 
 
 def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
@@ -341,8 +340,8 @@ def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch
         settings=(shape.height, shape.out_rows, *shape.strides),
         constants={
             "IDS": _ids_constants(shape.experts, shape.num_topk),
-            "WORDS": constants(Words, ROW=shape.row_words, UNIT=shape.unit, BLOCK=words),
-            "SCALES": constants(ScaleGroups, G=shape.groups, GROUPS=groups),
+            "WORDS": Words(ROW=shape.row_words, UNIT=shape.unit, BLOCK=words),
+            "SCALES": ScaleGroups(G=shape.groups, GROUPS=groups),
         },
         options={"num_warps": num_warps},
         device=device,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_micro_rows_kernel, _quantize_rows_kernel
 from ep_moe.quant.base import TensorFormat, as_bytes
@@ -65,7 +64,7 @@ def quantize_launch(
     """
     del dtype  # Triton reads it off the tensors of the first call
     group, groups = stored.block[1] if stored.granularity == "group" else width, stored.num_groups(width)
-    constants_: dict[str, Any]
+    constants: dict[str, Any]
     if stored.family == "micro":
         assert not static
         tokens = min(_MICRO_TOKENS, triton.next_power_of_2(num_tokens))
@@ -73,15 +72,15 @@ def quantize_launch(
         programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns)
         num_warps = max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1)
         kernel = _quantize_micro_rows_kernel
-        constants_ = {"TILE": constants(MicroTile, H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)}
+        constants = {"TILE": MicroTile(H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)}
     else:
         columns = triton.next_power_of_2(group)
         program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
         programs = triton.cdiv(num_tokens * groups, program_groups)
         num_warps = min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS)
         kernel = _quantize_rows_kernel
-        constants_ = {
-            "GROUPS": constants(Groups, H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups),
+        constants = {
+            "GROUPS": Groups(H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups),
             "SCALE": "static" if static else "tensor" if stored.granularity == "tensor" else "own",
             "POWER_OF_TWO": stored.power_of_two,
         }
@@ -89,7 +88,7 @@ def quantize_launch(
         kernel,
         programs,
         settings=(num_tokens, stride),
-        constants=constants_,
+        constants=constants,
         options={"num_warps": num_warps},
         device=device,
     )

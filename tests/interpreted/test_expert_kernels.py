@@ -22,7 +22,7 @@ from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
-from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.repeated import present
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
@@ -506,7 +506,8 @@ def test_rows_without_a_token_have_no_part_in_a_scale() -> None:
     for expert, (first, count) in enumerate(zip(tiles.first_tile.tolist(), counts.tolist(), strict=True)):
         inner[first * 16 : first * 16 + count] = torch.randn(count, INTERMEDIATE, device=DEVICE) * (expert + 1)
         wanted[expert] = inner[first * 16 : first * 16 + count].abs().max() if count else 0
-    pieces = constants(RowGroups, BLOCK_M=16, ROWS=8, BLOCK=next_power_of_2(INTERMEDIATE))
+    groups = RowGroups(BLOCK_M=16, ROWS=8, BLOCK=next_power_of_2(INTERMEDIATE))
+    pieces = as_constants(groups, _expert_amax_kernel, "PIECES")
     _expert_amax_kernel[(3,)](Stored(inner, None), rows, tiles, INTERMEDIATE, PIECES=pieces)
     assert_same_bits(tiles.amax.view(torch.float32), wanted, "amax")
 

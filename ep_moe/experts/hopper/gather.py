@@ -4,7 +4,6 @@ import triton
 
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.launching import num_programs
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups
 from ep_moe.kernels.hopper.gather import _gather_rows_kernel
@@ -23,7 +22,7 @@ def prepare_gather(shape: CallShape, block_m: int) -> RepeatedLaunch:
         num_programs(shape.device, _PROGRAMS_PER_SM, rows // _ROWS),
         settings=(shape.hidden, shape.x_stride, shape.scale_height, *shape.scale_strides, rows),
         constants={
-            "PIECES": constants(RowGroups, BLOCK_M=block_m, ROWS=_ROWS, BLOCK=block),
+            "PIECES": RowGroups(BLOCK_M=block_m, ROWS=_ROWS, BLOCK=block),
             "G": groups,
             "GROUPS": triton.next_power_of_2(max(groups, 1)),
         },

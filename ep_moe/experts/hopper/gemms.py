@@ -20,7 +20,6 @@ from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, is_hoppe
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
@@ -36,7 +35,7 @@ _GLUON_TYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
 }
-_NO_CODES = constants(Codes, **{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
+_NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
 _TILES = GemmTiles(block_n=HALF_N.value, block_k=_STEP_BYTES, num_warps=4, num_stages=4, programs_per_sm=1)
 
 
@@ -63,8 +62,8 @@ class _HopperGemm:
         settings: tuple[int, ...],
     ) -> None:
         pipeline = constants_of["PIPE"]
-        self._tma_scales = constants_of["SCALES"].X.value == "group" and not pipeline.COPIED_SCALES.value
-        self._block_k = pipeline.BLOCK_K.value
+        self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
+        self._block_k = pipeline.BLOCK_K
         self._launch = RepeatedLaunch(
             _hopper_gemm_kernel,
             num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
@@ -174,21 +173,21 @@ class HopperGemms:
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w13 @ x. Local."""
         activation = shape.activation
-        epilogue = constants(
-            Epilogue,
+        epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
+            ORDER=0,
         )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
         return _prepare(shape, between, epilogue, stored, second=False)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
-        epilogue = constants(
-            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
+        epilogue = Epilogue(
+            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
         )
         return _prepare(shape, between, epilogue, shape.dtype, second=True)
 
@@ -200,7 +199,7 @@ def _prepare(
     sums, columns = shape.hidden, shape.intermediate
     if second:
         sums, columns = columns, sums
-    gated, weight, payload = epilogue.GATED.value, shape.scheme.weight, shape.scheme.payload
+    gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
     item_bytes, activation = shape.row_dtype.itemsize, shape.activation
     block_k, halves = _STEP_BYTES // item_bytes, 1 if gated else 2
     grouped = payload.granularity == "group"
@@ -210,8 +209,7 @@ def _prepare(
     buffers = halves if 2 * halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
     stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
-    pipeline = constants(
-        Pipeline,
+    pipeline = Pipeline(
         N=columns,
         W=columns * (2 if gated else 1),
         BLOCK_K=block_k,
@@ -230,8 +228,7 @@ def _prepare(
         BETA=float(activation.beta),
         LIMIT=math.inf if activation.limit is None else float(activation.limit),
     )
-    scales = constants(
-        Scales,
+    scales = Scales(
         X="none" if not payload.quantized else "group" if grouped else "row",
         WEIGHT=weight.granularity,
         VECTOR=False,
