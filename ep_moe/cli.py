@@ -1,5 +1,5 @@
-"""The command line: ep-moe run | generate | eval | serve | quantize, and ep-moe bench layer | transport | model |
-experts | report.
+"""The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
+model | experts | report.
 
 Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
 the ranks import transformers, which takes seconds.
@@ -26,6 +26,7 @@ from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.options import config_of, options_of
+from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
@@ -40,6 +41,7 @@ from ep_moe.report.page import make_report
 from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now
 from ep_moe.report.tables import show_rows
 from ep_moe.transport import TRANSPORTS
+from ep_moe.tune.config import TuneConfig
 
 app = typer.Typer(
     name="ep-moe",
@@ -55,6 +57,7 @@ bench_app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 
 _ENGINE = EngineConfig()
+_ON_RAY = ("ray", "nodes")
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 
@@ -67,10 +70,24 @@ _NAMED = {
 _NO_CHECKPOINT = _NAMED | {"scheme": Field(help=f"Of experts and payload: {', '.join(SCHEMES)}", option="--quant")}
 
 
+_JSON = inspect.Parameter(
+    "as_json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")],
+)
+
+
+def _give_options(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Make typer see these parameters instead of the function's own."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
 def _job(
     show: Callable[[dict[str, Any]], None] | None,
     defaults: EngineConfig = _ENGINE,
-    leave_out: Collection[str] = (),
+    leave_out: Collection[str] = _ON_RAY,
     fields: Mapping[str, Field] = types.MappingProxyType(_NAMED),
 ) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
     """Make a command of a function (engine, config, ...) -> report: its configs' options, the engine's, and --json.
@@ -87,7 +104,6 @@ def _job(
             annotation = Annotated[int | None, option.annotation.__metadata__[0]]
             option = option.replace(default=None, annotation=annotation)
         shared.append(option)
-    json_option = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         own: list[inspect.Parameter] = []
@@ -115,9 +131,8 @@ def _job(
 
         parameters = [*own, *shared]
         if show is not None:
-            parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=json_option))
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+            parameters.append(_JSON)
+        _give_options(command, parameters)
         return command
 
     return decorate
@@ -172,7 +187,7 @@ def _for_json(value: Any) -> Any:
 
 
 @app.command("run")
-@_job(report.show_run)
+@_job(report.show_run, leave_out=())
 def run_command(
     engine: EngineConfig,
     config: Annotated[
@@ -191,7 +206,7 @@ def run_command(
 
 
 @app.command("generate")
-@_job(report.show_generate)
+@_job(report.show_generate, leave_out=())
 def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
     """Continue prompts, which are spread over the ranks."""
     texts = tuple(sys.stdin.read() if prompt == "-" else prompt for prompt in config.prompts)
@@ -199,7 +214,7 @@ def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, 
 
 
 @app.command("eval")
-@_job(report.show_eval)
+@_job(report.show_eval, leave_out=())
 def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
     return evaluate(engine, config)
@@ -226,6 +241,41 @@ def quantize_command(
         typer.echo(json.dumps(result))
     else:
         report.show_quantize(result)
+
+
+def _plan_command(*, as_json: bool = False, **given: Any) -> None:
+    """Predict the times and the memory of MoE layers on many GPUs, and choose EP size, copies, transport and layout."""
+    with _one_line_errors():
+        result = make_plan(config_of(PlanConfig, given))
+    if as_json:
+        typer.echo(json.dumps(_for_json(result), allow_nan=False))
+    else:
+        show_plan(result)
+
+
+_give_options(_plan_command, [*options_of(PlanConfig), _JSON])
+app.command("plan")(_plan_command)
+
+
+@app.command("tune")
+@_job(
+    report.show_tune,
+    dataclasses.replace(_BENCH_ENGINE, nproc=1),
+    ("model", "nproc", "transport", "experts", "placement", "layout", "max_tokens_per_rank", "timeout_secs", *_ON_RAY),
+    _NO_CHECKPOINT,
+)
+def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
+    """Find the fastest tiles of the experts' kernels on this GPU, checked, and write the table that they are read from.
+
+    An interrupted run goes on where it was.
+    """
+    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
+    config.moe(engine)
+    try:
+        from ep_moe.tune.run import tune  # imports Triton, which only Linux has
+    except ImportError as error:
+        raise RuntimeError(f"tune needs Triton, which is not installed: {error}") from None
+    return tune(engine, config)
 
 
 def _measure(target: str, engine: EngineConfig, config: Any, file: RowsFile) -> dict[str, Any]:
@@ -302,7 +352,7 @@ def _repeatable(arguments: list[str]) -> str:
 
 
 @bench_app.command("layer")
-@_job(show_rows, _BENCH_ENGINE, ("model", "max_tokens_per_rank"), _NO_CHECKPOINT)
+@_job(show_rows, _BENCH_ENGINE, ("model", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time one MoE layer, beside all-gather and reduce-scatter with the same experts."""
     get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
@@ -322,7 +372,7 @@ def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: Ro
 @_job(
     show_rows,
     _BENCH_ENGINE,
-    ("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank"),
+    ("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank", *_ON_RAY),
 )
 def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check dispatch and combine alone and time them, beside NCCL's collectives; on a CPU, check."""
@@ -333,7 +383,7 @@ def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, 
 
 
 @bench_app.command("model")
-@_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank"))
+@_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank", *_ON_RAY))
 def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: RowsFile) -> dict[str, Any]:
     """Check and time a model with random weights, beside transformers' own expert parallelism."""
     config.check_ranks(_num_ranks(engine))
@@ -344,7 +394,7 @@ def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: Ro
 @_job(
     show_rows,
     dataclasses.replace(_BENCH_ENGINE, nproc=1),
-    ("model", "nproc", "transport", "placement", "max_tokens_per_rank"),
+    ("model", "nproc", "transport", "placement", "max_tokens_per_rank", *_ON_RAY),
     _NO_CHECKPOINT,
 )
 def bench_experts_command(engine: EngineConfig, config: ExpertsBenchConfig, file: RowsFile) -> dict[str, Any]:

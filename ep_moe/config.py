@@ -239,15 +239,20 @@ class GroupConfig:
 class EngineConfig:
     """How a whole model runs expert-parallel; the options that every command shares.
 
-    Under torchrun the environment determines `nproc`. `scheme` is "auto" as the checkpoint stores experts, "none" in
-    `dtype`, or a name that `ep_moe.quant.get_scheme` knows, into which they are quantized on load. `transport`,
-    `experts` and `placement` are names that `create_transport`, `create_experts` and `create_placement` check.
+    Under torchrun the environment determines `nproc`. With `ray`, `nproc` ranks run on each of `nodes` nodes of a
+    cluster. `scheme` is "auto" as the checkpoint stores experts, "none" in `dtype`, or a name that
+    `ep_moe.quant.get_scheme` knows, into which they are quantized on load. `transport`, `experts` and `placement` are
+    names that `create_transport`, `create_experts` and `create_placement` check.
     """
 
     model: Annotated[str, Field(help="A Hugging Face directory; empty is the model that ships with ep-moe")] = ""
     nproc: Annotated[
         int, Field(help="Ranks to start on this machine, 4 if not given; torchrun starts its own", at_least=1)
     ] = 4
+    ray: Annotated[
+        str, Field(help="Ray cluster that ranks run on: auto, HOST:PORT, or local for one that ends with the job")
+    ] = ""
+    nodes: Annotated[int, Field(help="Nodes of the Ray cluster, --nproc ranks on each", at_least=1)] = 1
     device: Annotated[
         str, Field(help="Device; auto is cuda if every rank has its own GPU", choices=("auto", "cpu", "cuda"))
     ] = "auto"
@@ -278,6 +283,10 @@ class EngineConfig:
         if self.scheme != "auto":
             get_scheme(self.scheme)
         GroupConfig(timeout_secs=self.timeout_secs)
+        require(
+            self.nodes == 1 or bool(self.ray),
+            f"nodes ({self.nodes}) needs --ray; torchrun and srun start one process on each node instead",
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -310,11 +319,18 @@ class LaunchEnv:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "LaunchEnv | None":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and torchrun's own variables.
 
-        Returns: None if RANK is not set.
+        Returns: None if no launcher has set RANK or another of its variables.
         Errors: ValueError names the variable that is missing, not a number or out of range.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env:
+            for name in ("WORLD_SIZE", "LOCAL_RANK"):
+                require(name not in env, f"environment variable RANK is not set, although {name} is")
+            tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+            require(
+                tasks == "1",
+                f"environment variable RANK is not set, although srun started {tasks} tasks: use launch/slurm.sbatch",
+            )
             return None
 
         def number(name: str, default: int | None = None) -> int:
@@ -343,6 +359,11 @@ class LaunchEnv:
         )
         restart_count = number("TORCHELASTIC_RESTART_COUNT", 0)
         require(restart_count >= 0, f"TORCHELASTIC_RESTART_COUNT ({restart_count}) must not be negative")
+        require(
+            "MASTER_ADDR" in env or local_world_size == world_size,
+            f"environment variable MASTER_ADDR is not set, although LOCAL_WORLD_SIZE ({local_world_size}) is below "
+            f"WORLD_SIZE ({world_size}): ranks are on several nodes",
+        )
         master_port = number("MASTER_PORT")
         require(0 <= master_port <= 65535, f"MASTER_PORT ({master_port}) is not in [0, 65535]")
         return cls(
@@ -362,7 +383,7 @@ class PluginConfig:
     """Options of the plug-ins of serving engines, as the environment sets them.
 
     Args:
-        vllm: EP_MOE_VLLM=1, vLLM runs its MoE layers here.
+        vllm, sglang: EP_MOE_VLLM=1 and EP_MOE_SGLANG=1, the engine runs its MoE layers here.
         strict: EP_MOE_STRICT=1, a layer that cannot run here is an error instead of a warning.
         layout: EP_MOE_LAYOUT, of the expert batch; None ("auto") chooses by the step's tokens.
         transport, experts: EP_MOE_TRANSPORT and EP_MOE_EXPERTS, implementations by name.
@@ -370,6 +391,7 @@ class PluginConfig:
     """
 
     vllm: bool = False
+    sglang: bool = False
     strict: bool = False
     layout: Layout | None = None
     transport: str = "auto"
@@ -398,12 +420,18 @@ class PluginConfig:
             raise ValueError(f"environment variable EP_MOE_TIMEOUT_SECS ({timeout!r}) is not a number") from None
         return cls(
             vllm=switch("EP_MOE_VLLM"),
+            sglang=switch("EP_MOE_SGLANG"),
             strict=switch("EP_MOE_STRICT"),
             layout=None if layout == "auto" else Layout(layout),
             transport=env.get("EP_MOE_TRANSPORT", "auto"),
             experts=env.get("EP_MOE_EXPERTS", "auto"),
             timeout_secs=secs,
         )
+
+
+def switch_on(name: str) -> None:
+    """Set an environment variable that is a switch, for this process and those that it starts. Local."""
+    os.environ[name] = "1"
 
 
 Config = TypeVar("Config")
@@ -416,13 +444,37 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def default_tiles_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of a user's tables of tile sizes: EP_MOE_TILES_DIR, else ep_moe/tiles in XDG_CONFIG_HOME, ~/.config.
+
+    It may be absent.
+    """
+    env = os.environ if environ is None else environ
+    if named := env.get("EP_MOE_TILES_DIR"):
+        return Path(named)
+    return Path(env.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "ep_moe" / "tiles"
+
+
 def tiles_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of a user's tables of tile sizes: the environment variable EP_MOE_TILES_DIR, None if it is not set.
+    """The `default_tiles_dir` if it exists, else None.
+
+    Errors: ValueError if EP_MOE_TILES_DIR names no directory.
+    """
+    named, default = _folder("EP_MOE_TILES_DIR", environ), default_tiles_dir(environ)
+    return named or (default if default.is_dir() else None)
+
+
+def sglang_configs_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of tile sizes in SGLang's files: SGLANG_MOE_CONFIG_DIR, None if it is not set.
 
     Errors: ValueError if it names no directory.
     """
-    text = (os.environ if environ is None else environ).get("EP_MOE_TILES_DIR", "")
-    require(not text or Path(text).is_dir(), f"environment variable EP_MOE_TILES_DIR ({text!r}) is not a directory")
+    return _folder("SGLANG_MOE_CONFIG_DIR", environ)
+
+
+def _folder(variable: str, environ: Mapping[str, str] | None) -> Path | None:
+    text = (os.environ if environ is None else environ).get(variable, "")
+    require(not text or Path(text).is_dir(), f"environment variable {variable} ({text!r}) is not a directory")
     return Path(text) if text else None
 
 

@@ -6,29 +6,51 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/torchrun.sh run           on the first of two nodes
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 launch/torchrun.sh run           on the second
 #
-# Environment:
-#   NPROC        ranks on this node; default: one per GPU, or 2 without GPUs
+# Nodes meet by torchrun's c10d rendezvous, in any order. Environment:
+#   NPROC        ranks on this node, the same on every node; default: one per GPU, or 2 without GPUs
 #   NNODES       nodes; default 1
-#   NODE_RANK    index of this node, 0 .. NNODES-1; required if NNODES > 1
+#   NODE_RANK    index of this node, 0 .. NNODES-1; required if NNODES > 1. Node 0 serves the rendezvous
 #   MASTER_ADDR  host name or address of node 0; required if NNODES > 1
 #   MASTER_PORT  free port on node 0; default 29500; ignored with one node, which picks a free port
+#   JOIN_SECS    how long nodes wait for one another; default 300
 #   PYTHON       the interpreter; default python3
 set -euo pipefail
 
 python=${PYTHON:-python3}
 nnodes=${NNODES:-1}
 
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+whole() { [[ $2 =~ ^[0-9]+$ ]] || fail "$1 ('$2') is not a whole number"; }
+
+whole NNODES "$nnodes"
 if [[ -z ${NPROC:-} ]]; then
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
     NPROC=$((gpus > 0 ? gpus : 2))
 fi
 
-if ((nnodes == 1)); then
+if ((nnodes <= 1)); then
     rendezvous=(--standalone)
 else
-    : "${NODE_RANK:?NNODES is $nnodes: set NODE_RANK to the index of this node, 0 to $((nnodes - 1))}"
-    : "${MASTER_ADDR:?NNODES is $nnodes: set MASTER_ADDR to the host name or address of node 0}"
-    rendezvous=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    [[ -n ${NODE_RANK:-} ]] || fail "NNODES is $nnodes: set NODE_RANK to the index of this node, 0 to $((nnodes - 1))"
+    [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES is $nnodes: set MASTER_ADDR to the host name or address of node 0"
+    whole NODE_RANK "$NODE_RANK"
+    ((NODE_RANK < nnodes)) || fail "NODE_RANK ($NODE_RANK) is not below NNODES ($nnodes)"
+    port=${MASTER_PORT:-29500}
+    whole MASTER_PORT "$port"
+    serves=false
+    if ((NODE_RANK == 0)); then
+        serves=true
+        "$python" -c 'import socket, sys; socket.create_server(("", int(sys.argv[1])))' "$port" 2>/dev/null ||
+            fail "MASTER_PORT ($port) is in use on this node, or not allowed: set it to a free port on every node"
+    fi
+    rendezvous=(
+        --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$port" --rdzv-id "${RDZV_ID:-ep-moe}"
+        --rdzv-conf "is_host=$serves,join_timeout=${JOIN_SECS:-300},read_timeout=${JOIN_SECS:-300}"
+    )
 fi
 
 exec "$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$NPROC" "${rendezvous[@]}" -m ep_moe "$@"

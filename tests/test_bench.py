@@ -1373,7 +1373,14 @@ def test_interpreted_rows_are_sweeps_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_row_of_torchrun_is_repeated_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 8, "MASTER_PORT": 29500}
+    place = {
+        "RANK": 0,
+        "WORLD_SIZE": 16,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 8,
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": 29500,
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     repeated = cli._repeatable(["bench", "layer", "--json", "--append", "a.jsonl", "--trace=t.json", "--graph"])

@@ -32,6 +32,7 @@ from ep_moe.config import EngineConfig
 from ep_moe.fields import described
 from ep_moe.group import EPGroup
 from ep_moe.report.records import RowsFile
+from ep_moe.tune.config import TuneConfig
 
 HELDOUT_LOSS = 0.7336  # nats per byte of the first 16 KB in float32
 SMALL = """
@@ -127,7 +128,7 @@ def test_not_a_number_is_neither_equal_nor_invalid_json(small: str, monkeypatch:
 
 
 def test_nproc_must_be_what_the_launcher_started() -> None:
-    two_of_four = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    two_of_four = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     done = CliRunner().invoke(app, ["run", "--nproc", "4"], env=two_of_four)
     assert done.exit_code == 2
     assert "nproc (4) is not the number of ranks that run on this machine already (2, by" in done.stderr
@@ -199,11 +200,13 @@ CONFIGS = {
     "eval": (EvalConfig, EngineConfig),
     "serve": (ServeConfig, EngineConfig),
     "quantize": (),
+    "plan": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
     "bench experts": (ExpertsBenchConfig, RowsFile, EngineConfig),
     "bench report": (),
+    "tune": (TuneConfig, EngineConfig),
 }
 
 
@@ -213,9 +216,12 @@ def test_options_are_the_fields_of_configs() -> None:
     for words, command in found.items():
         options = {option.name: option for option in command.params}
         assert all(option.help and option.help.endswith(".") for option in options.values()), words
-        own = {"as_json": False} | {"run": {"config": None}, "bench report": options, "quantize": options}.get(
-            words, {}
-        )
+        own = {"as_json": False} | {
+            "run": {"config": None},
+            "bench report": options,
+            "quantize": options,
+            "plan": options,
+        }.get(words, {})
         named = [name for config in CONFIGS[words] for name in described(config)]
         assert set(options) - set(own) == set(options) & set(named) - set(own), words
         for config in CONFIGS[words][:-1]:  # all fields; a command leaves out the engine's that it does not need

@@ -426,7 +426,11 @@ def test_launch_env_of_torchrun() -> None:
     ("environ", "local_rank", "local_world_size"),
     [
         ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1"}, 5, 8),
-        ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4"}, 1, 4),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"},
+            1,
+            4,
+        ),
         ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1", "LOCAL_RANK": "3"}, 3, 8),
     ],
     ids=["one_node", "local_size", "local_rank"],
@@ -439,7 +443,7 @@ def test_launch_env_defaults(environ: dict[str, str], local_rank: int, local_wor
 
 
 def test_launch_env_without_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LaunchEnv.from_environ({"WORLD_SIZE": "8", "MASTER_PORT": "1"}) is None
+    assert LaunchEnv.from_environ({"MASTER_PORT": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
     monkeypatch.delenv("RANK", raising=False)
     assert LaunchEnv.from_environ() is None
 
@@ -455,6 +459,13 @@ def test_launch_env_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"RANK": "8"}, "RANK (8) is not in [0, WORLD_SIZE (8))"),
         ({"RANK": "-1"}, "RANK (-1) is not in [0, WORLD_SIZE (8))"),
+        ({"RANK": None}, "environment variable RANK is not set, although WORLD_SIZE is"),
+        ({"RANK": None, "WORLD_SIZE": None}, "environment variable RANK is not set, although LOCAL_RANK is"),
+        (
+            {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None, "SLURM_STEP_NUM_TASKS": "4"},
+            "environment variable RANK is not set, although srun started 4 tasks: use launch/slurm.sbatch",
+        ),
+        ({"MASTER_ADDR": None}, "environment variable MASTER_ADDR is not set, although LOCAL_WORLD_SIZE (4) is below"),
         ({"RANK": ""}, "environment variable RANK ('') is not a number"),
         ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK (0) is not in [0, WORLD_SIZE (0))"),
         ({"WORLD_SIZE": None}, "environment variable WORLD_SIZE (None) is not a number, although RANK is set"),
@@ -478,6 +489,7 @@ def test_plugin_options_of_the_environment() -> None:
     assert PluginConfig.from_environ({}) == PluginConfig()
     given = {"EP_MOE_VLLM": "1", "EP_MOE_STRICT": "1", "EP_MOE_LAYOUT": "flat", "EP_MOE_TIMEOUT_SECS": "2.5"}
     expected = PluginConfig(vllm=True, strict=True, layout=Layout.FLAT, timeout_secs=2.5)
+    assert PluginConfig.from_environ({"EP_MOE_SGLANG": "1"}) == PluginConfig(sglang=True)
     assert PluginConfig.from_environ(given) == expected
 
 

@@ -699,10 +699,10 @@ def test_experts_by_name() -> None:
     for name in ("auto", "torch"):
         experts = create_experts(name, GPT_OSS, torch.device("cpu"))
         assert (type(experts), experts.activation) == (ReferenceExperts, GPT_OSS)
-    assert set(EXPERTS) == {"torch", "triton"}
+    assert set(EXPERTS) == {"torch", "triton", "hopper"}
     with pytest.raises(RuntimeError, match="'triton' on a CPU need TRITON_INTERPRET=1"):
         create_experts("triton", SILU, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
+    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton, hopper"):
         create_experts("cutlass", SILU, torch.device("cpu"))
     rows = get_scheme("nvfp4").payload
     mixed = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme("mxfp8").weight)
@@ -725,8 +725,11 @@ def test_cuda_equals_the_cpu(scheme: str, dtype: str, layout: Layout) -> None:
     assert_close_rows(y, expected.double().numpy(), case)
 
 
-def to_cuda(holder: Any) -> Any:
-    """Copy a dataclass of tensors to the GPU."""
-    tensors = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
-    moved = {name: value.cuda() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(holder, **moved)
+def to_cuda(value: Any) -> Any:
+    """Copy a tensor, or a dataclass and all tensors in it, to the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return dataclasses.replace(value, **{name: to_cuda(part) for name, part in fields.items()})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, LIMITS, ROUNDED_LIMIT, TOKENS, TOPK, generator, made, rounded
 
 from ep_moe.functional import sglang
 from ep_moe.functional.sglang import (
@@ -24,10 +25,6 @@ from ep_moe.functional.sglang import (
 )
 from ep_moe.testing import worst_row_error
 
-EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 6, 3, 20, 64, 96
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
-ROUNDED_LIMIT = 2e-2  # of tokens in 8 bits: a value near a rounding boundary may go either way
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
@@ -36,124 +33,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Matrix:
-    """A weight [E, N, C] as SGLang stores it, and the real numbers that this stands for."""
-
-    values: torch.Tensor
-    real: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Format:
-    """The flags of a format.
-
-    Args:
-        codes: dtype and range of stored numbers; none for floats. rows: how tokens are rounded.
-        scales: None, "tensor", "channel", or the columns of a group; "block" for 32 x 16.
-    """
-
-    flags: dict[str, Any]
-    codes: str = "none"
-    scales: Any = None
-    rows: str = "none"
-    scale_dtype: torch.dtype = torch.float32
-    zero: bool = False
-
-
-def made(form: Format, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Matrix:
-    """A random weight of numbers around 1 / sqrt(columns)."""
-    random = generator(seed)
-    shape = (EXPERTS, rows, columns)
-    if form.codes == "none":
-        values = (torch.randn(shape, generator=random) / columns**0.5).to(dtype)
-        return Matrix(values=values, real=values.double())
-    tile = {"tensor": (rows, columns), "channel": (1, columns), "block": (32, 16)}.get(form.scales, (1, form.scales))
-    counts = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
-    size = {"fp8": 2.0, "int8": 64.0, "uint8": 64.0, "int4": 4.0}[form.codes] * columns**0.5
-    scale = ((torch.rand((EXPERTS, *counts), generator=random) + 0.5) / size).to(form.scale_dtype)
-    spread = scale.double().repeat_interleave(tile[0], 1).repeat_interleave(tile[1], 2)[:, :rows, :columns]
-    zero = packed = None
-    if form.codes == "fp8":
-        values = (torch.randn(shape, generator=random) * 2).to(torch.float8_e4m3fn)
-        numbers = values.double()
-    elif form.codes == "int8":
-        values = torch.randint(-127, 128, shape, generator=random).to(torch.int8)
-        numbers = values.double()
-    else:
-        most = 255 if form.codes == "uint8" else 15
-        codes = torch.randint(0, most + 1, shape, generator=random)
-        middle = torch.full((EXPERTS, *counts), (most + 1) // 2)
-        if form.zero:
-            middle = torch.randint(most // 4, most - most // 4, (EXPERTS, *counts), generator=random)
-            packed = zero = middle.to(torch.uint8)
-            if form.codes == "int4":
-                packed = zero[:, 0::2] | zero[:, 1::2] << 4
-        numbers = codes.double() - middle.repeat_interleave(tile[1], 2).double()
-        values = codes.to(torch.uint8)
-        if form.codes == "int4":
-            values = values[..., 0::2] | values[..., 1::2] << 4
-    stored = scale[:, 0, 0] if form.scales == "tensor" else scale
-    return Matrix(values=values, real=numbers * spread, scale=stored, zero=packed)
-
-
-def rounded(x: torch.Tensor, how: str, static: float | None = None) -> torch.Tensor:
-    """Rows as the GEMM sees them: e4m3 or int8 with a scale per "tensor", "token" or "group" of 16, or of a dtype."""
-    if how in ("bfloat16", "float16", "float32"):
-        return x.to(getattr(torch, how)).double()
-    kind, per = how.split()
-    largest = 448.0 if kind == "fp8" else 127.0
-    tiles = {"tensor": x.reshape(1, -1), "token": x, "group": x.reshape(-1, 16)}[per]
-    scale = (tiles.abs().amax(1, keepdim=True).clamp(min=1e-10) / largest).float().double()
-    if static is not None:
-        scale = torch.full_like(scale, static)
-    numbers = (tiles / scale).clamp(-largest, largest)
-    numbers = numbers.float().to(torch.float8_e4m3fn).double() if kind == "fp8" else numbers.round()
-    return (numbers * scale).reshape(x.shape)
-
-
-def flags(**more: Any) -> dict[str, Any]:
-    return more
-
-
-FORMATS = {
-    "none": Format(flags={}),
-    "fp8_tensor": Format(flags=flags(use_fp8_w8a8=True), codes="fp8", scales="tensor", rows="fp8 tensor"),
-    "fp8_channel": Format(
-        flags=flags(use_fp8_w8a8=True, per_channel_quant=True), codes="fp8", scales="channel", rows="fp8 token"
-    ),
-    "fp8_block": Format(
-        flags=flags(use_fp8_w8a8=True, block_shape=[32, 16]), codes="fp8", scales="block", rows="fp8 group"
-    ),
-    "int8_channel": Format(
-        flags=flags(use_int8_w8a8=True, per_channel_quant=True), codes="int8", scales="channel", rows="int8 token"
-    ),
-    "int8_block": Format(
-        flags=flags(use_int8_w8a8=True, block_shape=[32, 16]), codes="int8", scales="block", rows="int8 group"
-    ),
-    "int8_alone": Format(flags=flags(use_int8_w8a16=True), codes="int8", scales="channel"),
-    "int8_groups": Format(flags=flags(use_int8_w8a16=True, block_shape=[0, 32]), codes="uint8", scales=32),
-    "int8_groups_zp": Format(
-        flags=flags(use_int8_w8a16=True, block_shape=[0, 32]),
-        codes="uint8",
-        scales=32,
-        zero=True,
-        scale_dtype=torch.bfloat16,
-    ),
-    "int4_alone": Format(flags=flags(use_int4_w4a16=True), codes="int4", scales="channel", scale_dtype=torch.bfloat16),
-    "int4_groups": Format(
-        flags=flags(use_int4_w4a16=True, block_shape=[0, 32]), codes="int4", scales=32, scale_dtype=torch.float16
-    ),
-    "int4_groups_zp": Format(flags=flags(use_int4_w4a16=True, block_shape=[0, 16]), codes="int4", scales=16, zero=True),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -475,6 +354,7 @@ def test_sums_and_activation() -> None:
 
 def test_names_of_config_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     names: Callable[..., str] = sglang.get_config_file_name
     assert names(8, 1024, None) == "E=8,N=1024,device_name=NVIDIA_H200.json"
     assert names(8, 1024, "fp8_w8a8", [128, 128]) == (

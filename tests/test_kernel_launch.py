@@ -44,7 +44,10 @@ class Driver:
         size._obj.value = self.sizes[index]
         return 0
 
-    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802
+    def cuLaunchKernelEx(self, *given: ctypes.c_void_p) -> int:  # noqa: N802
+        config, function, parameters, _ = (pointer.value for pointer in given)
+        assert config is not None
+        assert parameters is not None
         launch = cuda_driver._Config.from_address(config)
         places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
         kinds = [ctypes.c_int64 if size == 8 else ctypes.c_int32 for size in self.sizes]

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from ep_moe.config import Layout
+from ep_moe.kernel_launch.allocation import Workspace
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, merge_repeats, pack, weighted_sum
+from ep_moe.layout.base import BatchTemplate
 from ep_moe.quant import QuantScheme, TensorFormat, get_scheme
 
 PLAIN = QuantScheme(name="plain")
@@ -329,3 +331,25 @@ def test_weighted_sum_adds_what_is_shared_before_it_rounds() -> None:
     assert weighted_sum(y, token_to_row, None, shared=shared, out=out) is out
     assert out.tolist() == [[258.0], [0.5], [0.0]]
     assert weighted_sum(y, token_to_row, None).tolist() == [[256.0], [0.0], [1.0]]
+
+
+def test_a_batch_of_a_template() -> None:
+    scheme, counts = get_scheme("fp8_block"), torch.arange(3, dtype=torch.int32)
+    shared = {"scheme": scheme, "dtype": torch.bfloat16, "row_index": None, "expected_rows": 5}
+    pieces = {"x": ((4, 256), scheme.payload.dtype), "own": ((7,), torch.int64), "scale": ((2, 4), torch.float32)}
+    pieces["expert_row_start"] = (3,), torch.int32
+    template = BatchTemplate(
+        Compact, "signature", shared | {"expert_num_tokens": counts}, Workspace(pieces, torch.device("cpu"))
+    )
+    first, second = (template.batch(template.allocate().fill_(value)) for value in (1, 2))
+    assert first.addressed == ("x", "scale", "expert_row_start", "expert_num_tokens")
+    assert first.addresses == [getattr(first, name).data_ptr() for name in first.addressed]
+    assert (first.scale.shape, first.scale.stride()) == ((4, 2), (1, 4))
+    assert (first.x.dtype, first.x.shape, second.output_shape) == (scheme.payload.dtype, (4, 256), (4, 256))
+    assert first.expert_num_tokens is counts
+    for batch, value in ((first, 1), (second, 2)):
+        assert {int(each.view(torch.uint8).unique()) for each in (batch.x, batch.scale.t())} == {value}
+    with pytest.raises(AttributeError, match="Compact has no attribute 'own'"):
+        _ = first.own
+    other = dataclasses.replace(first, expected_rows=7)  # differs in more than addresses
+    assert (other.template, other.x is first.x, other.addresses) == (None, True, first.addresses)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import tiles_dir
+from ep_moe.config import default_tiles_dir, tiles_dir
 from ep_moe.experts.tile_tables import (
     PACKAGED,
     default_table,
@@ -17,6 +17,8 @@ from ep_moe.experts.tile_tables import (
     read_default_tables,
     read_table,
     table_name,
+    tiles_of_json,
+    tiles_to_json,
 )
 from ep_moe.experts.tuning import GemmTiles
 
@@ -120,14 +122,15 @@ def test_the_default_tables_serve_every_format() -> None:
                 for dtype in (torch.float8_e4m3fn, torch.int8):
                     tiles = default_table(dtype, gated=True, group_k=group_k, whole_blocks=whole).choose(rows)
                     assert (group_k % tiles.first.block_k, group_k % tiles.second.block_k) == (0, 0)
-    with pytest.raises(ValueError, match=r"default\.json has no table for float64, .*'group_k': 0"):
+    with pytest.raises(ValueError, match=r"default_tiles\.json has no table for float64, .*'group_k': 0"):
         default_table(torch.float64, gated=True)
 
 
 def test_a_table_for_a_shape_is_found_by_its_name(tmp_path: Path) -> None:
     name = "N=2048,K=7168,device_name=NVIDIA_H200,dtype=fp8_block.json"
     assert table_name(2048, 7168, "NVIDIA H200", "fp8_block") == name
-    path = write(tmp_path, good(), table_name(80, 144, "cpu", "bfloat16"))
+    (tmp_path / "cpu").mkdir()
+    path = write(tmp_path / "cpu", good(), table_name(80, 144, "cpu", "bfloat16"))
     cpu = torch.device("cpu")
     found = find_table(80, 144, cpu, "bfloat16", tmp_path)
     assert found is not None
@@ -137,12 +140,26 @@ def test_a_table_for_a_shape_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_the_package_s_tables_can_be_read() -> None:
-    for path in PACKAGED.glob("*.json"):
-        assert read_default_tables(path) if path.name == "default.json" else read_table(path)
+    assert read_default_tables()
+    paths = list(PACKAGED.glob("*/*.json"))
+    assert paths
+    for path in paths:
+        assert read_table(path).rows
+        assert path.name.split(",")[2] == f"device_name={path.parent.name}"
+
+
+def test_tiles_are_written_as_they_are_read() -> None:
+    entry = good()["64"]
+    assert tiles_to_json(tiles_of_json(entry, "entry")) == entry
 
 
 def test_the_folder_of_a_user_s_tables(tmp_path: Path) -> None:
-    assert tiles_dir({}) is None
+    home = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert tiles_dir(home) is None
+    folder = tmp_path / "ep_moe" / "tiles"
+    assert default_tiles_dir(home) == folder
+    folder.mkdir(parents=True)
+    assert tiles_dir(home) == folder
     assert tiles_dir({"EP_MOE_TILES_DIR": str(tmp_path)}) == tmp_path
     with pytest.raises(ValueError, match=r"EP_MOE_TILES_DIR \('/nowhere/at/all'\) is not a directory"):
         tiles_dir({"EP_MOE_TILES_DIR": "/nowhere/at/all"})

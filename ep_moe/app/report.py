@@ -150,3 +150,23 @@ def show_quantize(report: dict[str, Any]) -> None:
         f"{report['out']}: the experts of {report['layers']} layers in {report['scheme']}, {after / 1e6:.1f} MB "
         f"instead of {before / 1e6:.1f} MB ({after / before:.0%}), {report['secs']:.1f} s"
     )
+
+
+def show_tune(report: dict[str, Any]) -> None:
+    """Print what was tuned."""
+    console = Console()
+    table = _table(f"{report['gpu']}, {report['dtype']}", "rows", "us", "before", "gain", "tried", "refused", "search")
+    for row in report["rows"]:
+        table.add_row(
+            str(row["rows_per_expert"]),
+            f"{row['us']:.1f}",
+            f"{row['default_us']:.1f}",
+            f"{row['speedup_ratio']:.2f}x",
+            str(row["tried"]),
+            str(row["refused"]),
+            "done" if row["complete"] else "cut by --minutes",
+        )
+    console.print(table)
+    console.print(f"{report['table']} is read from now on where it lies in a folder of tables", soft_wrap=True)
+    if not all(row["complete"] for row in report["rows"]):
+        console.print(f"Run it again to go on from {report['journal']}.", soft_wrap=True)

@@ -10,6 +10,8 @@ import torch
 
 from ep_moe.config import EngineConfig, LaunchEnv
 from ep_moe.launch import Target, launch, run_rank
+from ep_moe.launch.on_ray import launch_on_ray
+from ep_moe.launch.ray_cluster import NodeRanks
 from ep_moe.weights import Checkpoint
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
@@ -46,10 +48,14 @@ def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
 def on_ranks(target: Target, engine: EngineConfig, *args: Any) -> dict[str, Any]:
     """Run `target(group, engine, *args)` on every rank and return rank 0's report.
 
-    Starts `engine.nproc` ranks on this machine; under torchrun this process is a rank and returns its own report, which
-    is the same on all ranks.
+    Starts `engine.nproc` ranks on this machine, or on each of `engine.nodes` nodes of a Ray cluster; under torchrun
+    this process is a rank and returns its own report, which is the same on all ranks.
     """
     env = LaunchEnv.from_environ()
+    if engine.ray:
+        if env is not None:
+            raise ValueError(f"ray ({engine.ray!r}) starts ranks, and this process is one already: RANK is set")
+        return launch_on_ray(target, engine, *args, nodes=nodes_of(engine), config=engine.group)[0]
     if env is None:
         device = pick_device(engine, engine.nproc)
         preload = PRELOAD if device == "cpu" else ()  # an import may initialize CUDA, which does not survive a fork
@@ -58,6 +64,12 @@ def on_ranks(target: Target, engine: EngineConfig, *args: Any) -> dict[str, Any]
         )[0]
     device = pick_device(engine, env.local_world_size)
     return run_rank(target, engine, *args, config=engine.group, device=device)
+
+
+def nodes_of(engine: EngineConfig) -> NodeRanks:
+    """The nodes of a job on a Ray cluster."""
+    gpus = None if engine.device == "auto" else engine.device == "cuda"
+    return NodeRanks(address=engine.ray, num_nodes=engine.nodes, ranks_per_node=engine.nproc, gpus=gpus)
 
 
 def is_first_rank() -> bool:

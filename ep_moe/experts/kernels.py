@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts.grouped_gemm import Backend, CallShape
+from ep_moe.experts.grouped_gemm import Backend, CallShape, PreferredBackend
 from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tile_tables import default_table, find_table
@@ -57,16 +57,22 @@ class KernelExperts:
     Args:
         activation: between the two GEMMs.
         backend: of the GEMMs.
+        preferred: a backend that is used in its place for the calls that it takes, with tiles of its own.
         tiles: tile sizes, or a folder with tables of them, which are used before the package's; a table is chosen by
             the shape and tiles by the batch's `expected_rows`. A call raises ValueError if they do not fit the scheme
             of its weights.
     """
 
     def __init__(
-        self, activation: ActivationConfig, backend: Backend, *, tiles: ExpertTiles | Path | None = None
+        self,
+        activation: ActivationConfig,
+        backend: Backend,
+        *,
+        preferred: PreferredBackend | None = None,
+        tiles: ExpertTiles | Path | None = None,
     ) -> None:
         self.activation = activation
-        self.backend = backend
+        self.backend, self.preferred = backend, preferred
         self.tiles = tiles
         self._prepared: dict[object, PreparedCall] = {}
         self._known: dict[int, _Known] = {}  # by the weights' id
@@ -79,9 +85,8 @@ class KernelExperts:
         Errors: also ValueError for what the backend does not compute, RuntimeError for a GPU that it does not run on.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
-        signature = getattr(batch, "signature", None)
-        if signature is None:
-            signature = _signature_of(batch)
+        template = batch.template
+        signature = _signature_of(batch) if template is None else template.signature
         known = self._known.get(id(weights))
         call = None if known is None else known.calls.get(signature)
         if call is None or out is not None:
@@ -118,10 +123,16 @@ class KernelExperts:
         if found is None:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            tiles = self.choose_tiles(shape)
-            found = PreparedCall(shape, self.backend, tiles, tuple(given), tuple(held), summed=summed)
+            backend, tiles = self.choose_backend(shape)
+            found = PreparedCall(shape, backend, tiles, tuple(given), tuple(held), summed=summed)
             self._prepared[key] = found
         return found
+
+    def choose_backend(self, shape: CallShape) -> tuple[Backend, ExpertTiles]:
+        """The backend of calls of this shape, and its tiles. Local."""
+        if self.preferred is not None and (tiles := self.preferred.tiles(shape)) is not None:
+            return self.preferred, tiles
+        return self.backend, self.choose_tiles(shape)
 
     def choose_tiles(self, shape: CallShape) -> ExpertTiles:
         """Tiles for calls of this shape: those of the constructor, or of a table."""

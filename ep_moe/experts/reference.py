@@ -153,10 +153,13 @@ class ReferenceExperts:
 
     Args:
         activation: between the two GEMMs.
+        every_row: compute all rows of a BATCHED batch, which may hold anything, and write them: counts are then not
+            read back to the host, so that calls can be captured in CUDA graphs.
     """
 
-    def __init__(self, activation: ActivationConfig) -> None:
+    def __init__(self, activation: ActivationConfig, *, every_row: bool = False) -> None:
         self.activation = activation
+        self.every_row = every_row
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the experts of every row; `ep_moe.experts.base.Experts` has the arguments and the result.
@@ -178,7 +181,11 @@ class ReferenceExperts:
 
     def _compute(self, batch: ExpertBatch, weights: ExpertWeights, out: torch.Tensor) -> None:
         """Write the output rows [rows, H] or [L, C, H] of every expert that has tokens."""
-        starts, counts = torch.stack([batch.expert_row_start, batch.expert_num_tokens]).tolist()
+        if self.every_row and isinstance(batch, Batched):
+            experts, height = batch.x.shape[:2]
+            starts, counts = [expert * height for expert in range(experts)], [height] * experts
+        else:
+            starts, counts = torch.stack([batch.expert_row_start, batch.expert_num_tokens]).tolist()
         for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
             if count > 0:
                 rows = _read_rows(batch, start, count)

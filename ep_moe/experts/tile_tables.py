@@ -1,11 +1,12 @@
 """Tables of tile sizes: JSON files, the package's own and a user's.
 
-A file for one shape is named as vLLM names its own, by I, H, the GPU and what the experts compute in, a scheme or the
-model's dtype: `N=2048,K=7168,device_name=NVIDIA_H200,dtype=fp8_block.json`. It maps the tokens of an expert to tiles:
+A file for one shape is in a folder for its GPU, such as `NVIDIA_H200`, and named as vLLM names its own, by I, H, the
+GPU and what the experts compute in, a scheme or the model's dtype: `N=2048,K=7168,device_name=NVIDIA_H200,
+dtype=fp8_block.json`, without a space. `ep-moe tune` writes such files. It maps the tokens of an expert to tiles:
 
     {"16": {"BLOCK_SIZE_M": 16, "GROUP_SIZE_M": 16, "first": {"BLOCK_SIZE_N": 128, ...}, "second": {...}}, "32": ...}
 
-A key is the most tokens that its tiles are for; the last one serves more, too. `tiles/default.json` lists such tables
+A key is the most tokens that its tiles are for; the last one serves more, too. `default_tiles.json` lists such tables
 for all other shapes, each with the condition that it is for.
 """
 
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 
+from ep_moe.config import config_dir
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.fields import shown
 
-PACKAGED = Path(__file__).parent / "tiles"
-_DEFAULT = PACKAGED / "default.json"
+PACKAGED = config_dir() / "tuned"
+_DEFAULT = Path(__file__).parent / "default_tiles.json"
 _BLOCKS = (16, 256)
 _SHARED_KEYS = {"BLOCK_SIZE_M": "block_m", "GROUP_SIZE_M": "group_m"}
 _GEMM_KEYS = {
@@ -95,6 +97,22 @@ def _values(given: Any, keys: Mapping[str, str], where: str, *others: str) -> di
     return {field: given[key] for key, field in keys.items()}
 
 
+def tiles_of_json(entry: Any, where: str) -> ExpertTiles:
+    """The tiles of one entry of a table. Errors: ValueError names `where`, the key, the value and the limit. Local."""
+    shared = _values(entry, _SHARED_KEYS, where, "first", "second")
+    first, second = (GemmTiles(**_values(entry[name], _GEMM_KEYS, f"{where}: {name}")) for name in ("first", "second"))
+    return ExpertTiles(first=first, second=second, **shared)
+
+
+def tiles_to_json(tiles: ExpertTiles) -> dict[str, Any]:
+    """The entry of a table that `tiles_of_json` reads as these tiles. Local."""
+    gemms = {
+        name: {key: getattr(getattr(tiles, name), field) for key, field in _GEMM_KEYS.items()}
+        for name in ("first", "second")
+    }
+    return {key: getattr(tiles, field) for key, field in _SHARED_KEYS.items()} | gemms
+
+
 def _table(rows: Any, source: str, when: Mapping[str, Any]) -> TileTable:
     """Read one table. Errors: ValueError names the file, the key, the value and the limit."""
     if not isinstance(rows, dict) or not rows:
@@ -104,11 +122,7 @@ def _table(rows: Any, source: str, when: Mapping[str, Any]) -> TileTable:
         where, last = f"{source}: {key}", found[-1][0] if found else 0
         if not key.isascii() or not key.isdecimal() or int(key) <= last:
             raise ValueError(f"{source}: key ({shown(key)}) is not an integer above {last}")
-        shared = _values(entry, _SHARED_KEYS, where, "first", "second")
-        first, second = (
-            GemmTiles(**_values(entry[name], _GEMM_KEYS, f"{where}: {name}")) for name in ("first", "second")
-        )
-        found.append((int(key), ExpertTiles(first=first, second=second, **shared)))
+        found.append((int(key), tiles_of_json(entry, where)))
     return TileTable(source=source, when=when, rows=tuple(found))
 
 
@@ -179,6 +193,11 @@ def default_table(
     raise ValueError(f"{_DEFAULT} has no table for {name}, {facts}")
 
 
+def device_name(device: torch.device) -> str:
+    """The name of a device in tables. Example: NVIDIA H200; of a CPU: cpu. Local."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def find_table(
     intermediate: int, hidden: int, device: torch.device, dtype: str, folder: Path | None = None
 ) -> TileTable | None:
@@ -187,7 +206,7 @@ def find_table(
     Args: as of `table_name`; dtype: the scheme's name, or that of the model's dtype if it is not quantized.
     Errors: as of `read_table`. Local.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    file = table_name(intermediate, hidden, name, dtype)
+    name = device_name(device)
+    file = Path(name.replace(" ", "_")) / table_name(intermediate, hidden, name, dtype)
     paths = [path / file for path in (folder, PACKAGED) if path is not None]
     return next((read_table(path) for path in paths if path.is_file()), None)

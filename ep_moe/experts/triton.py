@@ -14,7 +14,15 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.launching import num_programs
-from ep_moe.experts.ready_rows import MOST_SCALED_ROWS, inner_order, inner_width, parts, ready_width, shuffles
+from ep_moe.experts.ready_rows import (
+    MOST_SCALED_ROWS,
+    inner_order,
+    inner_width,
+    parts,
+    prepare_rows,
+    ready_width,
+    shuffles,
+)
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.constants import constants
@@ -116,7 +124,7 @@ def _prepare(
                 BLOCK_K=gemm.block_k // parts(shape, gemm, tiles.block_m),
                 GROUP_M=tiles.group_m,
                 SWAP=gemm.swap,
-                EVEN_N=columns % gemm.block_n == 0,
+                EVEN_N=columns % gemm.block_n == 0 and (second or inner_width(shape, tiles, between) == columns),
                 EVEN_K=sums % gemm.block_k == 0,
             ),
             "SCALES": scales,
@@ -132,6 +140,20 @@ class TritonGemms:
     """Both GEMMs as persistent Triton kernels; a `Backend`."""
 
     serves = SERVES["triton"]
+
+    def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Rows that are prepared for weights decoded in registers; programs count tiles by themselves. Local."""
+        width, rows = ready_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if width:
+            pieces["packed"] = (rows, width), shape.row_dtype
+        if shape.widens_rows and shape.scheme.payload.family != "micro":
+            pieces["packed_scale"] = (rows,), torch.float32
+        return pieces
+
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+        """`_prepare_rows_kernel`, for weights that are decoded in registers. Local."""
+        return prepare_rows(shape, tiles, ready_width(shape, tiles))
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""

@@ -57,6 +57,16 @@ def fit_steps(tiles: ExpertTiles, group_width: int, *, across: bool) -> ExpertTi
     return dataclasses.replace(tiles, first=fitted(tiles.first), second=fitted(tiles.second))
 
 
+def stage_bytes(block_m: int, gemm: GemmTiles, row_bits: int, weight_bits: int, *, halves: int) -> int:
+    """Shared memory of one stage of a GEMM's operands.
+
+    Args:
+        row_bits, weight_bits: of a stored element. halves: of the weights that a program holds, 2 for a gated w13.
+    Local.
+    """
+    return (block_m * row_bits + halves * gemm.block_n * weight_bits) * gemm.block_k // 8
+
+
 def fit_stages(tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits: int, *, gated: bool) -> ExpertTiles:
     """Reduce num_stages until both GEMMs' buffers fit a block's shared memory. An H200 fits all of the default tables.
 
@@ -70,11 +80,11 @@ def fit_stages(tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits
     """
 
     def fitted(gemm: GemmTiles, halves: int) -> GemmTiles:
-        stage_bytes = (tiles.block_m * row_bits + halves * gemm.block_n * weight_bits) * gemm.block_k // 8
-        most = (shared_bytes - _OTHER_SHARED_BYTES) // stage_bytes
+        needed = stage_bytes(tiles.block_m, gemm, row_bits, weight_bits, halves=halves)
+        most = (shared_bytes - _OTHER_SHARED_BYTES) // needed
         if most < 1:
             raise RuntimeError(
-                f"a stage of {stage_bytes} bytes does not fit the {shared_bytes} bytes of a block's shared memory"
+                f"a stage of {needed} bytes does not fit the {shared_bytes} bytes of a block's shared memory"
             )
         return dataclasses.replace(gemm, num_stages=min(gemm.num_stages, most))
 

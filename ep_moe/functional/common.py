@@ -2,16 +2,17 @@
 
 import functools
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import SERVES, Experts, create_experts
+from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.quant import QuantScheme, get_scheme
 
 _MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
@@ -27,6 +28,32 @@ def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: 
         raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
 
 
+_KINDS: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "SymInt",
+    str: "str",
+    str | None: "str?",
+    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
+    float | None: "float?",
+    list[int]: "int[]",
+    list[int] | None: "int[]?",
+}
+
+
+def operator_arguments(call: type, written: str | None = None) -> str:
+    """The arguments of an operator that takes the fields of a NamedTuple, for its schema. Local.
+
+    Args: written: the field that the operator writes.
+    """
+    kinds = {name: _KINDS[kind] for name, kind in call.__annotations__.items()}
+    if written is not None:
+        kinds[written] = "Tensor(a!)"
+    return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+
+
 def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
     """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
     schemes = [get_scheme(name) for name in names]
@@ -36,12 +63,16 @@ def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
     return schemes[0]
 
 
-def experts_for(activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
+def experts_for(
+    activation: ActivationConfig, scheme: QuantScheme, device: torch.device, tiles: ExpertTiles | None = None
+) -> Experts:
     """The experts for a scheme, kept for later calls, which find their launches prepared. Local.
 
     A log line at level WARNING says if a GPU has no kernel for the scheme, so that torch computes it.
+
+    Args: tiles: of the kernels, None for those of the tables. Experts in torch have none.
     """
-    return _experts_for(threading.get_ident(), activation, scheme, device)
+    return _experts_for(threading.get_ident(), activation, scheme, device, tiles)
 
 
 class KeptWeights:
@@ -49,23 +80,43 @@ class KeptWeights:
 
     Experts find their prepared launches by the `ExpertWeights`, so the same tensors should give the same object. What
     is kept must hold views of the tensors only: copies would miss later writes, a tensor itself would stay alive.
+    Tensors whose memory has moved (`module.to`) are others.
     """
 
     def __init__(self) -> None:
-        self._kept: Any = WeakIdKeyDictionary()
+        self._kept: dict[
+            int, tuple[list[Callable[[], object]], list[int], object, Any]
+        ] = {}  # by the first tensor's id
 
     def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
         """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
-        kept = self._kept.get(tensors[0])
+        first = tensors[0]
+        kept = self._kept.get(id(first))
         if kept is not None:
-            references, old_key, made = kept
-            same = zip(references, tensors, strict=True)
-            if old_key == key and all(tensor is (None if ref is None else ref()) for ref, tensor in same):
+            alive, addresses, old_key, made = kept
+            same = old_key == key and all(map(operator.is_, tensors, [tensor() for tensor in alive]))
+            if same and addresses == _addresses(tensors):
                 return made
         made = make()
-        references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-        self._kept[tensors[0]] = references, key, made
+        assert first is not None
+        forget = functools.partial(_forget, self._kept, id(first))
+        references: list[Callable[[], object]] = [
+            _nothing if tensor is None else weakref.ref(tensor) for tensor in tensors[1:]
+        ]
+        self._kept[id(first)] = [weakref.ref(first, forget), *references], _addresses(tensors), key, made
         return made
+
+
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def _nothing() -> None:
+    """Stands for the reference to a tensor that is absent."""
+
+
+def _forget(kept: dict[int, Any], key: int, _: object) -> None:
+    kept.pop(key, None)
 
 
 @functools.lru_cache(maxsize=_MOST_EXPERTS)
@@ -76,8 +127,17 @@ def kept_weights(call: str, thread: int) -> KeptWeights:
 
 
 @functools.lru_cache(maxsize=_MOST_EXPERTS)
-def _experts_for(thread: int, activation: ActivationConfig, scheme: QuantScheme, device: torch.device) -> Experts:
+def _experts_for(
+    thread: int,
+    activation: ActivationConfig,
+    scheme: QuantScheme,
+    device: torch.device,
+    tiles: ExpertTiles | None,
+) -> Experts:
     del thread  # prepared launches keep their arguments, so threads do not share them
     if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
         _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
-    return create_experts("auto", activation, device, scheme=scheme)
+    experts = create_experts("auto", activation, device, scheme=scheme)
+    if tiles is not None and hasattr(experts, "tiles"):
+        experts.tiles = tiles
+    return experts

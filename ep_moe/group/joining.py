@@ -1,6 +1,7 @@
 """How a rank picks its device and joins the other ranks through a store."""
 
 import datetime
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
     )
     try:
         watch.meet(join_secs)
+        check_nodes([(beat.host, beat.local_rank) for beat in watch.beats()], env)
         try:
             _init_world(dist.PrefixStore(f"{key}/group", store), env, config, device)
         except RuntimeError as error:
@@ -65,6 +67,32 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
         watch.close()
         raise
     return watch
+
+
+def check_nodes(places: Sequence[tuple[str, int]], env: LaunchEnv) -> None:
+    """Raise ValueError, on all ranks alike, if nodes have different numbers of ranks or ranks are not sorted by node.
+
+    Args:
+        places: host and local rank of every rank. env: of this rank; its local_world_size has to be the node's.
+    Local.
+    """
+    nodes: list[list[int]] = []
+    for rank, (_, local_rank) in enumerate(places):
+        if local_rank == 0 or not nodes:
+            nodes.append([])
+        if local_rank != len(nodes[-1]):
+            raise ValueError(
+                f"rank {rank} has LOCAL_RANK {local_rank}, {len(nodes[-1])} was expected: "
+                f"ranks have to be numbered node by node"
+            )
+        nodes[-1].append(rank)
+    if len({len(node) for node in nodes}) > 1:
+        counts = ", ".join(f"{len(node)} from rank {node[0]} on {places[node[0]][0]}" for node in nodes)
+        raise ValueError(f"nodes have different numbers of ranks ({counts}); start as many on every node")
+    if len(nodes[0]) != env.local_world_size:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE ({env.local_world_size}) is not the number of ranks of every node ({len(nodes[0])})"
+        )
 
 
 def join_subset(process_group: dist.ProcessGroup, store: dist.Store, config: GroupConfig) -> Watch:

@@ -48,7 +48,7 @@ def allocator(
 
 
 class Workspace:
-    """Tensors that a call needs until it returns, in one allocation of its own.
+    """Tensors in one allocation: those that a call needs until it returns, or those of an object that it returns.
 
     Args:
         pieces: name -> shape and dtype.
@@ -66,10 +66,17 @@ class Workspace:
             self.offsets.append(end)
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.allocate = allocator((end,), (1,), torch.uint8, device)
+        self._offset_of = dict(zip(self._pieces, self.offsets, strict=True))
+
+    def offset_of(self, name: str) -> int:
+        """The offset of a piece, in bytes."""
+        return self._offset_of[name]
+
+    def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        """One piece of allocated memory. Errors: KeyError for an unknown name."""
+        (shape, dtype), offset = self._pieces[name], self._offset_of[name]
+        return memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The pieces of allocated memory, by name."""
-        return {
-            name: memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for offset, (name, (shape, dtype)) in zip(self.offsets, self._pieces.items(), strict=True)
-        }
+        return {name: self.view(memory, name) for name in self._pieces}

@@ -137,7 +137,8 @@ class ExpertParallelMoE(torch.nn.Module):
             num_tokens: optional, [1] int32 on the device: the first `num_tokens` rows are tokens. The others are
                 padding, for CUDA graphs of fixed T: they go to no expert, and their rows of the result are zero.
             max_num_tokens: optional bound, T <= max_num_tokens <= max_tokens_per_rank, on the rows that any rank
-                brings to this round. It must be the same on all ranks; ranks do not compare it.
+                brings to this round, the same on all ranks. What a call allocates then grows with it, and not
+                with max_tokens_per_rank.
         Returns: [T, H] in the transport's dtype.
         Errors: bad input on one rank raises ValueError on every rank, and the next call works; with a transport that
         does not wait for its peers (`nvlink`), ranks that do not raise get NaN, and their `check` raises the error.
@@ -205,7 +206,7 @@ class ExpertParallelMoE(torch.nn.Module):
             if transport.num_rounds != begun:
                 transport.abandon()
             else:
-                self._sit_out(router)
+                self._sit_out(router, max_num_tokens)
             raise
 
     def _call(
@@ -275,14 +276,14 @@ class ExpertParallelMoE(torch.nn.Module):
                 out = hidden_states.new_zeros(hidden_states.shape)  # rows of padding are not written
             return transport.combine(y, dispatched, shared=shared, out=out)
 
-    def _sit_out(self, router: tuple[torch.Tensor, ...]) -> None:
+    def _sit_out(self, router: tuple[torch.Tensor, ...], max_num_tokens: int | None) -> None:
         """Join the round without tokens after a failure on this rank, since the other ranks wait for it."""
         if len(router) == 2:
             num_topk = router[0].shape[1]
         else:
             assert self.config.routing is not None  # router_logits without a routing config were refused before
             num_topk = self.config.routing.num_topk
-        self.transport.sit_out(num_topk=num_topk, scheme=self.scheme, layer=self.tag)
+        self.transport.sit_out(num_topk=num_topk, scheme=self.scheme, max_num_tokens=max_num_tokens, layer=self.tag)
 
     def _prepare(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...]

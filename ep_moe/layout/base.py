@@ -5,10 +5,14 @@ scale groups, L local experts, C = R * M rows per expert in BATCHED.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ep_moe.quant import QuantScheme
+from ep_moe.config import Layout
+from ep_moe.kernel_launch.allocation import Workspace
+from ep_moe.quant import Quantized, QuantScheme
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,27 +28,17 @@ class TokenRows:
     topk_weights: torch.Tensor  # [N, K] float32, 0 where the id is -1
 
 
-class _Signed:
-    """An attribute of batches that is no field, so that a copy by `dataclasses.replace` has none.
-
-    Batches with the same signature differ in the addresses and values of their tensors alone, and experts look for
-    nothing else. A transport may set it, by `sign`.
-    """
-
-    __slots__ = ("signature",)
-    signature: object
-
-    def sign(self, signature: object) -> None:
-        """Set the signature, which is hashable. Local."""
-        object.__setattr__(self, "signature", signature)
+ADDRESSED = ("x", "scale", "expert_row_start", "expert_num_tokens", "row_index", "token_to_row", "topk_weights")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertBatch(_Signed):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertBatch:
     """The fields of all layouts. Row i of expert e is `expert_row_start[e] + i`, for i < `expert_num_tokens[e]`.
 
     If `row_index` is set, `x` is a pool of rows, and that row of the batch is row `row_index[expert_row_start[e] + i]`
     of it. Rows that belong to no token have undefined values, possibly NaN, and are never read.
+
+    It has no slots, because a `BatchTemplate` sets all fields at once, and leaves out tensors until they are read.
     """
 
     x: torch.Tensor  # the subclass documents the shape
@@ -55,6 +49,37 @@ class ExpertBatch(_Signed):
     expert_num_tokens: torch.Tensor  # [L] int32
     row_index: torch.Tensor | None  # [rows] int32
     expected_rows: int  # hint known on the host: average rows of a local expert, rounded up
+
+    # Batches of one template differ in the addresses and values of their tensors alone, and experts look for nothing
+    # else. No field, so that a copy by `dataclasses.replace` has none.
+    template: ClassVar["BatchTemplate | None"] = None
+    memory: ClassVar[torch.Tensor | None] = None  # of the tensors that the template allocates
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> torch.Tensor:
+            """Make a tensor that the template has left out; called for missing attributes only."""
+            template = self.template
+            if template is None or name not in template.left_out:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            tensor = self.__dict__[name] = template.view(self.memory, name)
+            return tensor
+
+    @property
+    def addressed(self) -> tuple[str, ...]:
+        """The names of the tensors that kernels read: those of `ADDRESSED` that are there, in an order of the template.
+
+        Local."""
+        if self.template is not None:
+            return self.template.addressed
+        return tuple(name for name in ADDRESSED if getattr(self, name, None) is not None)
+
+    @property
+    def addresses(self) -> list[int]:
+        """The addresses of `addressed`, without making tensors that were left out. Local."""
+        if self.template is not None and self.memory is not None:
+            return self.template.addresses(self.memory)
+        return [getattr(self, name).data_ptr() for name in self.addressed]
 
     @property
     def hidden(self) -> int:
@@ -73,7 +98,7 @@ class ExpertBatch(_Signed):
         return (*rows, self.hidden)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Batched(ExpertBatch):
     """`x` [L, C, V], `scale` [L, C, G] with strides (C*G, 1, C); expert e starts at e*C.
 
@@ -81,7 +106,7 @@ class Batched(ExpertBatch):
     """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Compact(ExpertBatch):
     """`x` [rows, V], `scale` [rows, G] with strides (1, rows); starts are an aligned prefix sum.
 
@@ -89,7 +114,7 @@ class Compact(ExpertBatch):
     """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Flat(ExpertBatch):
     """`x` [N, V], the received rows themselves; `row_index` lists them expert by expert (DeepEP normal, vLLM Standard).
 
@@ -114,3 +139,77 @@ class Packed:
     batch: ExpertBatch
     token_to_row: torch.Tensor  # [N, K] int32, the row that computes token n's k-th expert, -1 none
     topk_weights: torch.Tensor  # [N, K] float32, those of the rows that were packed
+
+
+class BatchTemplate:
+    """Makes batches that differ in the addresses and values of their tensors alone, in a fraction of the time that a
+    constructor and an allocation of each tensor take.
+
+    Args:
+        kind: the class of the batches.
+        signature: of the batches, hashable; templates may share one if the shapes and dtypes of all tensors are equal.
+        fields: their common fields.
+        workspace: the memory of the others, whose names are fields of `kind` or of no concern here; the last two
+            dimensions of a scale are swapped in it.
+
+    Attributes:
+        left_out: the fields that become tensors when they are read.
+        addressed: see `ExpertBatch.addressed`.
+    """
+
+    def __init__(
+        self, kind: type[ExpertBatch], signature: object, fields: Mapping[str, Any], workspace: Workspace
+    ) -> None:
+        self._kind, self.signature, self._workspace = kind, signature, workspace
+        self._fields = {**fields, "template": self}
+        names = {field.name for field in dataclasses.fields(kind)} - set(fields)
+        self.left_out = frozenset(names)
+        shared = [name for name in ADDRESSED if name not in names and fields.get(name) is not None]
+        self.addressed = (*(name for name in ADDRESSED if name in names), *shared)
+        self._offsets = [workspace.offset_of(name) for name in ADDRESSED if name in names]
+        self._shared = [fields[name].data_ptr() for name in shared]
+        self.allocate = workspace.allocate
+
+    def batch(self, memory: torch.Tensor) -> ExpertBatch:
+        """A batch in memory that `allocate` returned. Local."""
+        batch = object.__new__(self._kind)
+        fields = batch.__dict__
+        fields.update(self._fields)
+        fields["memory"] = memory
+        return batch
+
+    def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        """A tensor that was left out. Local."""
+        tensor = self._workspace.view(memory, name)
+        return tensor.transpose(-1, -2) if name == "scale" else tensor
+
+    def addresses(self, memory: torch.Tensor) -> list[int]:
+        """The addresses of `addressed`. Local."""
+        base = memory.data_ptr()
+        return [base + offset for offset in self._offsets] + self._shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PackingSizes:
+    """How tokens are packed; the first six as of `ep_moe.layout.pack_routed`."""
+
+    layout: Layout  # BATCHED or COMPACT
+    scheme: QuantScheme
+    dtype: torch.dtype
+    first: int
+    num_local_experts: int
+    capacity: int
+    static: bool  # tokens are quantized with a scale that is given
+    expected_rows: int  # hint of the batches
+
+
+def packable(
+    x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
+) -> bool:
+    """Whether `RoutedPacking` packs such tokens: there are some, and columns of all rows are next to each other."""
+    values = x.values if isinstance(x, Quantized) else x
+    if sizes.layout is Layout.FLAT or not values.numel() or not sizes.num_local_experts or values.dim() != 2:
+        return False
+    row_bytes, stride_bytes = (count * values.element_size() for count in (values.shape[1], values.stride(0)))
+    dense = values.stride(1) == topk_ids.stride(1) == topk_weights.stride(1) == 1
+    return dense and row_bytes % 4 == 0 and stride_bytes % min(row_bytes & -row_bytes, 16) == 0

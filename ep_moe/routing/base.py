@@ -4,6 +4,7 @@ Letters: T tokens on this rank, E experts, K top-k.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 
@@ -17,15 +18,19 @@ MAX_KERNEL_EXPERTS = 1024  # whose scores one warp holds
 BIASED_METHODS = (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
     """The experts that each token goes to, and their weights.
 
+    It has no slots, so that `make_routing` sets all fields at once.
     Errors: ValueError for another shape, dtype or device. The transport checks the ids' values.
     """
 
     topk_ids: torch.Tensor  # [T, K] int32 or int64, logical or physical expert, -1 none
     topk_weights: torch.Tensor  # [T, K] float32
+
+    # shape, dtype and device of the ids, if both tensors are known to be contiguous; found once for many routings
+    signature: ClassVar[tuple[torch.Size, torch.dtype, torch.device] | None] = None
 
     def __post_init__(self) -> None:
         ids, weights = self.topk_ids, self.topk_weights
@@ -42,11 +47,15 @@ class Routing:
             raise ValueError(f"topk_weights are on {weights.device}, topk_ids on {ids.device}")
 
 
-def make_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
-    """A `Routing` of tensors that are known to fit, without its checks. Local."""
+def make_routing(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    signature: tuple[torch.Size, torch.dtype, torch.device] | None = None,
+) -> Routing:
+    """A `Routing` of tensors that are known to fit, without its checks. signature: see `Routing`. Local."""
     routing = object.__new__(Routing)
-    object.__setattr__(routing, "topk_ids", topk_ids)
-    object.__setattr__(routing, "topk_weights", topk_weights)
+    fields = routing.__dict__
+    fields["topk_ids"], fields["topk_weights"], fields["signature"] = topk_ids, topk_weights, signature
     return routing
 
 

@@ -98,6 +98,7 @@ class _Plan:
     Attributes:
         in_place: the kernel reads logits and bias as they are.
         starts: what the alignment depends on besides addresses. numbers: of a launch, without a replay tensor.
+        signature: of the `Routing`s.
         repeats: launches that are loaded, by the alignment of the logits' rows and the bias.
     """
 
@@ -121,6 +122,7 @@ class _Plan:
         self.physical_address = 0 if self._physical is None else self._physical.data_ptr()
         self.in_place = all(tensor is None or _readable(tensor) is tensor for tensor in (logits, routing_bias))
         self.numbers = self.num_tokens, logits.stride(0), config.num_topk, 1
+        self.signature = torch.Size(shape), torch.int32, logits.device
         self.starts = _VECTOR_BYTES | logits.stride(0) * logits.element_size()
         self.repeats: dict[int, Repeat] = {}
 
@@ -209,10 +211,10 @@ def route(
         if repeat is not None:
             physical = plan.physical_address or logits
             repeat((logits, bias, physical, ids_address, weights.data_ptr(), ids_address, *plan.numbers))
-            return make_routing(ids, weights)
+            return make_routing(ids, weights, plan.signature)
     if plan.num_tokens:
         plan.launch(router_logits, routing_bias, Chosen(ids, weights, routing_replay_out))
-    return make_routing(ids, weights)
+    return make_routing(ids, weights, plan.signature)
 
 
 def _launch(launch: RepeatedLaunch, tensors: tuple[tuple[torch.Tensor, ...], ...], numbers: tuple[int, ...]) -> None:

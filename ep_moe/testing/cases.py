@@ -41,6 +41,8 @@ class TransportCase:
     shared: bool = False
     mixed_layouts: bool = False  # every rank asks for another layout, `layout` is ignored
     rows: tuple[int, ...] = ()  # input rows per rank, if `num_tokens` on the device says that only T are tokens
+    max_num_tokens: int | None = None  # bound of the round, by default the largest of `rows`
+    room: int = 1  # M, if no rank has as many rows
 
     @property
     def num_ranks(self) -> int:
@@ -49,13 +51,18 @@ class TransportCase:
 
     @property
     def config(self) -> TransportConfig:
-        """The transport's config: M is the largest number of input rows of a rank, at least 1."""
+        """The transport's config: M is the largest number of input rows of a rank, at least `room`."""
         return TransportConfig(
             hidden=self.hidden,
-            max_tokens_per_rank=max(*self.tokens, *self.rows, 1),
+            max_tokens_per_rank=max(*self.tokens, *self.rows, self.room),
             dtype=self.dtype,
             row_alignment=self.row_alignment,
         )
+
+    @property
+    def bound(self) -> int | None:
+        """`max_num_tokens` of the round."""
+        return max(self.rows) if self.max_num_tokens is None and self.rows else self.max_num_tokens
 
     def layout_of(self, rank: int) -> Layout:
         """The layout that a rank asks for."""

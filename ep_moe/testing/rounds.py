@@ -4,17 +4,21 @@ Letters: T tokens on a rank, K top-k, H hidden, L local experts.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ep_moe.config import Layout
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, weighted_sum
+from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, as_bytes, dequantize_rows, get_scheme, quantize
 from ep_moe.testing.cases import CaseInputs, TransportCase
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.transport import Transport
+
+TransportFactory = Callable[[EPGroup, Placement, TransportConfig], Transport]  # as `create_transport` with a name
 
 
 @contextlib.contextmanager
@@ -80,7 +84,9 @@ def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
         start, count = int(batch.expert_row_start[local]), int(batch.expert_num_tokens[local])
         assert count == len(wanted), f"{what}: {count} rows, expected {len(wanted)}"
         if layout is Layout.BATCHED:
-            capacity = case.num_ranks * case.config.max_tokens_per_rank
+            most, capacity = case.num_ranks * case.config.max_tokens_per_rank, batch.x.shape[1]
+            least = most if case.bound is None else case.num_ranks * case.bound
+            assert least <= capacity <= most, f"{what}: {capacity} rows, expected [{least}, {most}]"
             assert batch.x.shape == (batch.num_local_experts, capacity, num_values)
             assert start == local * capacity
         if layout is Layout.COMPACT:
@@ -213,7 +219,7 @@ def check_round(
     inputs = case.inputs(rank).with_rows(num_rows).to(device)
     count = torch.tensor([num_tokens], dtype=torch.int32, device=device) if case.rows else None
     how: dict[str, Any] = {"layout": case.layout_of(rank), "scheme": get_scheme(case.scheme), "slot": slot}
-    how |= {"num_tokens": count, "max_num_tokens": num_rows if case.rows else None}
+    how |= {"num_tokens": count, "max_num_tokens": case.bound}
     wrong = ""
     with poisoned_memory():
         if halves[0]:

@@ -18,7 +18,7 @@ from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.round_kind import RoundKind
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
     """Identifies a round to its combine. Made by a dispatch, valid for one combine.
 
@@ -29,12 +29,22 @@ class Handle:
     round: int  # counts the rounds of this transport from 0, the same on every rank
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatched:
     """The result of a dispatch: the batch for the experts and the handle for the combine."""
 
     batch: ExpertBatch
     handle: Handle
+
+    @classmethod
+    def in_slot(cls, slot: int, round_: int, batch: ExpertBatch) -> "Dispatched":
+        """One with a plain `Handle`. Constructors of frozen dataclasses take three times as long. Local."""
+        handle, dispatched = object.__new__(Handle), object.__new__(cls)
+        own = handle.__dict__
+        own["slot"], own["round"] = slot, round_
+        own = dispatched.__dict__
+        own["batch"], own["handle"] = batch, handle
+        return dispatched
 
 
 class Transport(Protocol):
@@ -95,12 +105,13 @@ class Transport(Protocol):
             num_tokens: optional, one int32 on the device: how many of the T rows are tokens. Only the first
                 `num_tokens` rows are sent; the other rows of combine's result are undefined, but in a contiguous,
                 aligned `out` they are not written.
-            max_num_tokens: optional bound, T <= max_num_tokens <= M, on the rows that any rank brings to this round;
-                the same on all ranks, which is not compared. A transport may size the round by it; ours check it.
+            max_num_tokens: optional bound, T <= max_num_tokens <= M, on the rows that any rank brings to this round,
+                the same on all ranks; None is M. The batch is allocated for so many rows of each rank, or a few more.
             layer: the layer that the round belongs to, compared between all ranks.
         Errors: bad input of any kind raises ValueError before any payload is sent: on the rank that passed it, and on
         all others with that rank's name; the next round works. Ranks whose `layer` differs are named by a ValueError
-        on all of them. A slot that does not exist is a ValueError on this rank alone, which may call again. A transport
+        on all of them, and so are ranks with another scheme, K or `max_num_tokens` (for which the batch would be of
+        another size). A slot that does not exist is a ValueError on this rank alone, which may call again. A transport
         that does not wait for the others raises in `check` on the other ranks, and on this rank if only the device
         knows the bad value (ids, `num_tokens`, `layer`); that round gives NaN. `PeerLostError` names a rank that does
         not answer within the deadline. Collective.
@@ -143,13 +154,21 @@ class Transport(Protocol):
         """
         ...
 
-    def sit_out(self, *, num_topk: int, scheme: QuantScheme, slot: int = 0, layer: LayerTag = NO_LAYER) -> None:
+    def sit_out(
+        self,
+        *,
+        num_topk: int,
+        scheme: QuantScheme,
+        slot: int = 0,
+        max_num_tokens: int | None = None,
+        layer: LayerTag = NO_LAYER,
+    ) -> None:
         """Join a round with zero tokens and compute nothing, in place of dispatch_send, because this rank has failed.
 
         The other ranks get NaN for the tokens that they sent here, and the next round works.
 
         Args:
-            num_topk: K of the round. scheme: of its payload.
+            num_topk: K of the round. scheme: of its payload. max_num_tokens: of the round, as of `dispatch_send`.
         Errors: those of `dispatch_send` and `abandon`. Collective.
         """
         config, device = self.config, self.device
@@ -158,7 +177,9 @@ class Transport(Protocol):
             topk_ids=torch.empty(0, num_topk, dtype=torch.int32, device=device),
             topk_weights=torch.empty(0, num_topk, device=device),
         )
-        self.dispatch_send(x, nobody, layout=Layout.FLAT, scheme=scheme, slot=slot, layer=layer)
+        self.dispatch_send(
+            x, nobody, layout=Layout.FLAT, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer
+        )
         self.abandon(slot=slot)
 
     def abandon(self, *, slot: int = 0) -> None:

@@ -116,7 +116,7 @@ class LocalTransport(Transport):
             dtype=config.dtype,
             first=0,
             num_local_experts=num_physical,
-            capacity=config.max_tokens_per_rank,
+            capacity=config.max_tokens_per_rank if max_num_tokens is None else max_num_tokens,
             alignment=config.row_alignment,
         )
         handle = LocalHandle(

@@ -107,7 +107,7 @@ def _round(
             x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
-        plan = launchers.plans.add((), x, routing, layout, scheme, count)
+        plan = launchers.plans.add((), x, routing, layout, scheme, count, tokens)
         if halves:
             inputs = dispatches.send(0, plan, x, routing, num_tokens=count, layer=NO_LAYER.words)
         else:

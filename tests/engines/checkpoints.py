@@ -4,6 +4,7 @@ Written once, by a process without any engine; the engines' processes read them.
 configs, some of which transformers does not save.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -34,14 +35,14 @@ COMMON: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def qwen3_moe() -> tuple[Any, dict[str, Any]]:
-    """9 experts, which two ranks share unevenly."""
+def qwen3_moe(num_experts: int = 9) -> tuple[Any, dict[str, Any]]:
+    """9 experts, which two ranks share unevenly; SGLang needs an even number."""
     config = Qwen3MoeConfig(
         **COMMON,
         num_key_value_heads=2,
         head_dim=64,
         moe_intermediate_size=INTERMEDIATE,
-        num_experts=9,
+        num_experts=num_experts,
         num_experts_per_tok=3,
         norm_topk_prob=True,
         rope_parameters=ROPE,
@@ -99,6 +100,7 @@ def gpt_oss() -> tuple[Any, dict[str, Any]]:
 
 FAMILIES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "qwen3_moe": qwen3_moe,
+    "qwen3_moe_even": functools.partial(qwen3_moe, 8),
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
 }
@@ -123,14 +125,31 @@ def logits_of(model: Any) -> list[torch.Tensor]:
         return [model(ids.unsqueeze(0)).logits[0] for ids in prompts()]
 
 
+def save_reference(model: Any, folder: Path) -> None:
+    """Write the logits of all prompts, and for each MoE block the rows [tokens, H] that it gets and returns."""
+    blocks: dict[int, list[list[torch.Tensor]]] = {}
+
+    def note(layer: int, given: tuple[Any, ...], returned: Any) -> None:
+        returned = returned[0] if isinstance(returned, tuple) else returned
+        rows = [tensor.reshape(-1, HIDDEN) for tensor in (given[0], returned)]
+        for kept, found in zip(blocks.setdefault(layer, [[], []]), rows, strict=True):
+            kept.append(found)
+
+    for layer, decoder in enumerate(model.model.layers):
+        if hasattr(decoder.mlp, "experts"):
+            decoder.mlp.register_forward_hook(lambda _, given, returned, layer=layer: note(layer, given, returned))
+    torch.save(logits_of(model), folder / "reference.pt")
+    torch.save({layer: [torch.cat(rows) for rows in pair] for layer, pair in blocks.items()}, folder / "blocks.pt")
+
+
 def write(family: str, folder: Path) -> None:
-    """Write a checkpoint and its reference logits."""
+    """Write a checkpoint and its reference."""
     model, published = make(family)
     model.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | published | {"torch_dtype": "float32"}
     path.write_text(json.dumps(config))
-    torch.save(logits_of(model), folder / "reference.pt")
+    save_reference(model, folder)
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -145,7 +164,7 @@ INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
 
 def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
-    """The same model with its experts in fp8, and the logits of the scheme's oracle.
+    """The same model with its experts in fp8, and what the scheme's oracle computes.
 
     The oracle dequantizes the weights, and rounds the input of each GEMM to fp8 and back. With a scale per tensor it
     rounds the half of w13 that has the smaller scale again, with the larger one, as vLLM does.
@@ -196,7 +215,7 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
             module.gate_up_proj.data = rounded_halves(module.gate_up_proj.data)
             module.down_proj.data = rounded(module.down_proj.data)
             module.forward = forward.__get__(module)
-    torch.save(logits_of(model), folder / "reference.pt")
+    save_reference(model, folder)
 
 
 def main(folder: Path) -> None:
@@ -204,7 +223,7 @@ def main(folder: Path) -> None:
     for family in FAMILIES:
         write(family, folder / family)
     for form in QUANTIZED:
-        write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe", make("qwen3_moe")[0], form)
+        write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
 
 
 if __name__ == "__main__":

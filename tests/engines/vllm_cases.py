@@ -191,7 +191,7 @@ def two_slots(made: Any) -> None:
     state = layer.quant_method.ep_moe
     kernel = layer.quant_method.moe_kernel
     sizes = dataclasses.replace(kernel.prepare_finalize.transport.config, num_slots=2)
-    shared = made.plugin.transports.get(state._process_group, layer.moe_config.num_experts, sizes, torch.device("cpu"))
+    shared = made.plugin.transports.get(state.process_group, layer.moe_config.num_experts, sizes, torch.device("cpu"))
     options = dataclasses.replace(kernel.prepare_finalize.options, layout=Layout.COMPACT)
     exchange = EpMoePrepareAndFinalize(shared.transport, options)
     batches = [rows_of(made, made.rank, 5, seed) for seed in (1, 2)]

@@ -62,12 +62,12 @@ class Engine:
     @property
     def group(self) -> Any:
         """The ranks, as our transports know them."""
-        return self.experts[0].quant_method.ep_moe._group
+        return self.experts[0].quant_method.ep_moe.group
 
     @property
     def plugin(self) -> Any:
         """What our layers of this process share."""
-        return self.experts[0].quant_method.ep_moe._plugin
+        return self.experts[0].quant_method.ep_moe.plugin
 
     def use(self, layout: Layout | None) -> None:
         """Load the parameters again with another layout, as vLLM does after a reload of weights."""

@@ -1,5 +1,6 @@
 """Calls of other libraries by kernels, against the same calls by torch; on a GPU and in Triton's interpreter."""
 
+import functools
 from typing import Any
 
 import fp4_oracle
@@ -7,9 +8,19 @@ import pytest
 import torch
 
 from ep_moe.experts import create_experts
+from ep_moe.experts.prepared import PreparedCall
+from ep_moe.experts.row_gemm import gemm_rows
 from ep_moe.functional import common
 from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
-from ep_moe.functional.sglang import outplace_fused_experts
+from ep_moe.functional.sglang import (
+    gemm,
+    invoke_fused_moe_kernel,
+    moe_align_block_size,
+    outplace_fused_experts,
+    override_config,
+)
+from ep_moe.functional.vllm import BatchedTritonExperts, batched_moe_kernel_quantize_input
+from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from interpreted.common import DEVICE, generator
 
@@ -24,6 +35,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(
             common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
+        monkeypatch.setattr(gemm, "gemm_rows", functools.partial(gemm_rows, kernels=True))
         common._experts_for.cache_clear()
 
     common._experts_for.cache_clear()
@@ -112,3 +124,101 @@ def test_sglang(form: str, by_kernels: Any) -> None:
     expected = outplace_fused_experts(**given, routed_scaling_factor=1.5)
     by_kernels()
     compare(outplace_fused_experts(**on_device(given), routed_scaling_factor=1.5), expected)
+
+
+CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1, "num_stages": 2}
+
+
+def test_an_override_is_used(by_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = generator("override")
+    w1 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random).bfloat16() / 8
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=random).bfloat16() / 8
+    ids = torch.randint(0, EXPERTS, (TOKENS, TOPK), generator=random).int()
+    given = (tokens("override"), w1, w2, torch.rand(TOKENS, TOPK, generator=random), ids)
+    expected, used, prepare = outplace_fused_experts(*given), [], PreparedCall.__init__
+
+    def note(self: PreparedCall, shape: Any, backend: Any, tiles: Any, *rest: Any, **named: Any) -> None:
+        used.append(tiles)
+        prepare(self, shape, backend, tiles, *rest, **named)
+
+    monkeypatch.setattr(PreparedCall, "__init__", note)
+    by_kernels()
+    with override_config(CONFIG):
+        compare(outplace_fused_experts(*(tensor.to(DEVICE) for tensor in given)), expected)
+    [tiles] = used
+    assert (tiles.block_m, tiles.group_m, tiles.first.block_n, tiles.first.block_k) == (16, 1, 32, 32)
+    assert (tiles.second.block_n, tiles.second.num_warps, tiles.first.num_stages) == (64, 4, 2)
+
+
+@pytest.mark.parametrize("form", ["none", "fp8"])
+def test_one_gemm(form: str, by_kernels: Any) -> None:
+    random = generator(form)
+    b = torch.randn(EXPERTS, INNER, HIDDEN, generator=random) / 8
+    fp8 = form == "fp8"
+    ids = torch.randint(-1, EXPERTS, (TOKENS, TOPK), generator=random).int()
+    pairs, experts, count = moe_align_block_size(ids, 16, EXPERTS)
+    experts[0] = -1
+    given = {"A": tokens(form), "B": b.to(torch.float8_e4m3fn) if fp8 else b.bfloat16(), "B_zp": None, "A_scale": None}
+    given |= {"B_scale": torch.rand(EXPERTS, INNER, 1, generator=random) + 0.5 if fp8 else None, "top_k": TOPK}
+    given |= {"bias": torch.randn(EXPERTS, INNER, generator=random).bfloat16(), "topk_ids": ids, "config": CONFIG}
+    given |= {"topk_weights": torch.rand(TOKENS, TOPK, generator=random), "sorted_token_ids": pairs}
+    given |= {"expert_ids": experts, "num_tokens_post_padded": count, "mul_routed_weight": True}
+    given |= {"compute_type": torch.bfloat16, "use_fp8_w8a8": fp8, "per_channel_quant": fp8}
+    given |= dict.fromkeys(("use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False)
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            by_kernels()
+        c = torch.full((TOKENS * TOPK, INNER), torch.nan, dtype=torch.bfloat16)
+        device = on_device(given | {"C": c}) if kernels else given | {"C": c}
+        invoke_fused_moe_kernel(**device)
+        found.append(device["C"].cpu())
+    expected, got = found
+    assert torch.equal(got.isnan(), expected.isnan())
+    written = ~expected.isnan().any(1)
+    assert bool((got == 0).all(1).any())
+    compare(got[written & ~(expected == 0).all(1)], expected[written & ~(expected == 0).all(1)])
+
+
+@pytest.mark.parametrize("form", ["none", "fp8 tensor", "fp8 block", "int8 token", "fp8 token tensor"])
+def test_vllm(form: str, by_kernels: Any) -> None:
+    """Rows as vLLM has them: scales of a whole expert, or of rows, in its strides."""
+    random, height = generator(form), 12
+    flags: dict[str, Any] = {
+        "none": {},
+        "fp8 tensor": {"use_fp8_w8a8": True},
+        "fp8 block": {"use_fp8_w8a8": True, "block_shape": [32, 16]},
+        "int8 token": {"use_int8_w8a8": True, "per_act_token_quant": True},
+        "fp8 token tensor": {"use_fp8_w8a8": True, "per_act_token_quant": True},  # weights with a scale each
+    }[form]
+    experts, counts = BatchedTritonExperts(height, 1, **flags), torch.tensor([3, 0, 12, 1], dtype=torch.int32)
+    schemes = {"fp8 tensor": "fp8_tensor", "fp8 block": "fp8_block_32x16", "int8 token": "int8_token"}
+    scheme = (schemes | {"fp8 token tensor": "fp8_tensor"}).get(form)
+    weights = [torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random), torch.randn(EXPERTS, HIDDEN, INNER)]
+    stored = [StoredMatrix(weight.bfloat16() / 8) for weight in weights]
+    if scheme is not None:
+        stored = [quantize_weight(weight / 8, get_scheme(scheme)) for weight in weights]
+    x, scale = batched_moe_kernel_quantize_input(
+        torch.randn(EXPERTS, height, HIDDEN, generator=random).bfloat16(),
+        *(None, height, EXPERTS, HIDDEN, counts, experts.quant_dtype, experts.per_act_token_quant),
+        experts.block_shape,
+    )
+    given: dict[str, Any] = {
+        "output": torch.zeros(EXPERTS, height, HIDDEN, dtype=torch.bfloat16),
+        "hidden_states": x,
+        **{f"w{name}": matrix.values for name, matrix in enumerate(stored, 1)},
+        **{f"w{name}_scale": matrix.scale for name, matrix in enumerate(stored, 1)},
+        "topk_ids": torch.zeros(9, TOPK),
+        "a1q_scale": scale,
+        "expert_num_tokens": counts,
+        "activation": "silu",
+        "global_num_experts": EXPERTS,
+        **dict.fromkeys(("expert_map", "w1_zp", "w2_zp", "a2_scale", "workspace13", "workspace2")),
+    }
+    experts.apply(**given)
+    expected = given["output"].clone()
+    by_kernels()
+    given = on_device(given) | {"output": torch.zeros_like(expected, device=DEVICE)}
+    for _ in range(2):  # the second by the launches of the first
+        experts.apply(**given)
+        compare(given["output"].view(-1, HIDDEN), expected.view(-1, HIDDEN))

@@ -5,7 +5,9 @@ import functools
 
 import pytest
 
+from ep_moe.config import Layout
 from ep_moe.group import EPGroup
+from ep_moe.quant import get_scheme
 from ep_moe.testing import TransportCase, check_round, transport_cases
 from ep_moe.testing.transports import CHECKS
 from ep_moe.transport.one_sided import NvlinkTransport
@@ -90,3 +92,30 @@ def check_beside(group: EPGroup, name: str) -> None:
 @pytest.mark.parametrize("name", BESIDE)
 def test_keeps(name: str) -> None:
     on_ranks(check_beside, name, num_ranks=3 if name in ("abandon", "layers", "sit_out") else 2)
+
+
+def sizes_on_rank(group: EPGroup) -> dict[str, list[tuple[int, ...]]]:
+    """By layout, the shapes of x and of the experts' output of rounds with the bounds None, 3, 17 and 100."""
+    case = TransportCase(name="sizes", tokens=(1,) * group.num_ranks, room=100, num_topk=3)
+    transport = NvlinkTransport(group, case.make_placement(), case.config)
+    inputs, found = case.inputs(group.rank), {}
+    for layout in Layout:
+        found[layout.value] = []
+        for bound in (None, 3, 17, 100):
+            dispatched = transport.dispatch(
+                inputs.x, inputs.routing, layout=layout, scheme=get_scheme("none"), max_num_tokens=bound
+            )
+            found[layout.value].append((*dispatched.batch.x.shape[:-1], *dispatched.batch.output_shape[:-1]))
+            transport.abandon()
+    return found
+
+
+def test_a_bound_sizes_the_batch() -> None:
+    """2 ranks, of which each has 4 experts, and 3 of them for a token; sizes are multiples of 16 and at most M."""
+    for found in on_ranks(sizes_on_rank, num_ranks=2):
+        rows = [200, 2 * 16, 2 * 32, 200]
+        assert found["batched"] == [(4, height) * 2 for height in rows]
+        assert found["flat"] == [(height, height) for height in rows]
+        assert [shape[0] < 3 * height + 4 * 16 for shape, height in zip(found["compact"], rows, strict=True)] == [
+            True
+        ] * 4

@@ -1,7 +1,6 @@
 """Transports one after another, side by side and in a subset of ranks; equal rounds, unequal configs."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.kernel_launch.allocation import Workspace
 from ep_moe.kernel_launch.repeated import RepeatedLaunch, present
 from ep_moe.launch import RankFailedError
 from ep_moe.layer import ExpertParallelMoE
@@ -21,7 +21,7 @@ from ep_moe.testing import TransportCase, check_round, poisoned_memory
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.transport import create_transport
 from ep_moe.transport.layer_tag import LayerTag
-from ep_moe.transport.one_sided import NvlinkTransport
+from ep_moe.transport.one_sided import NvlinkTransport, dispatch_launcher
 from ep_moe.weights import ExpertWeights
 from nvlink.common import on_ranks
 from nvlink.reference import raw
@@ -119,6 +119,15 @@ def test_the_same_round_has_the_same_bits() -> None:
     assert on_ranks(same_bits) == [[0, 0, 0], [0, 0, 0]]
 
 
+class SameMemory(Workspace):
+    """Allocates once."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        memory = self.allocate()
+        self.allocate = lambda: memory
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     first: list[list[int]] = []
@@ -137,9 +146,8 @@ def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkey
             topk_ids=torch.tensor([[0, 1], [3, -1], [2, 0]], dtype=torch.int32),
             topk_weights=torch.rand(3, 2),
         )
-        allocate, scheme = transport._dispatches._allocate, get_scheme("fp8_block")
-        kept = functools.cache(lambda slot: allocate(plan(), slot))
-        monkeypatch.setattr(transport._dispatches, "_allocate", lambda _, slot: kept(slot))
+        scheme = get_scheme("fp8_block")
+        monkeypatch.setattr(dispatch_launcher, "Workspace", SameMemory)
 
         def plan() -> Any:
             (found,) = transport._plans._plans.values()
@@ -150,15 +158,14 @@ def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkey
             y = torch.zeros(dispatched.batch.output_shape, dtype=config.dtype)
             ys.append(y)
             results.append(transport.combine(ys[0], dispatched, shared=shared))
-            assert dispatched.batch.signature is plan().signature
+            assert dispatched.batch.template.signature is plan().signature
 
         ys: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         run()
         again: list[list[int]] = []
-        plan().repeated_dispatches[0] = plan().repeated_combines[0, shared.dtype] = lambda values: again.append(
-            [*values]
-        )
+        repeat = plan().repeated_combines[0, shared.dtype] = lambda values: again.append([*values])
+        plan().repeated_dispatches[0] = repeat, plan().received[0]
         object.__setattr__(plan(), "new_result", lambda: results[0])
         run()
         assert results[1] is results[0]
@@ -192,11 +199,11 @@ def dispatch_again(group: EPGroup) -> int:
     """Rank 1 runs out of memory for its batch and calls again while the others wait. Returns the number of rounds."""
     transport = NvlinkTransport(group, CASE.make_placement(), CASE.config)
     if group.rank == 1:
-        allocate, inputs = transport._dispatches._allocate, CASE.inputs(1)
-        transport._dispatches._allocate = no_memory
+        received_of, inputs = transport._dispatches._received_of, CASE.inputs(1)
+        transport._dispatches._received_of = no_memory
         with pytest.raises(torch.OutOfMemoryError):
             transport.dispatch(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
-        transport._dispatches._allocate = allocate
+        transport._dispatches._received_of = received_of
     check_round(transport, CASE, group.device)
     transport.destroy()
     return transport.num_rounds
@@ -215,14 +222,14 @@ def give_up(group: EPGroup) -> list[bool]:
     transport, inputs, nan = NvlinkTransport(group, CASE.make_placement(), CASE.config), CASE.inputs(group.rank), []
     transport.dispatch_send(inputs.x, inputs.routing, layout=CASE.layout, scheme=get_scheme(CASE.scheme))
     if group.rank == 1:
-        allocate = transport._dispatches._allocate
-        transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
-            plan, slot
-        )
+        received_of = transport._dispatches._received_of
+        transport._dispatches._received_of = lambda plan, slot: (
+            no_memory if plan.layout is CASE.layout else received_of
+        )(plan, slot)
         with pytest.raises(torch.OutOfMemoryError):
             transport.dispatch_recv()
         transport.abandon()
-        transport._dispatches._allocate = allocate
+        transport._dispatches._received_of = received_of
     else:
         dispatched = transport.dispatch_recv()
         y = torch.zeros(dispatched.batch.output_shape, dtype=CASE.dtype)
@@ -281,13 +288,13 @@ def layer_without_memory(group: EPGroup) -> bool:
     layer = ExpertParallelMoE(config, weights, transport, experts="torch")
     sound = layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
     if group.rank == 1:
-        allocate = transport._dispatches._allocate
-        transport._dispatches._allocate = lambda plan, slot: (no_memory if plan.layout is CASE.layout else allocate)(
-            plan, slot
-        )
+        received_of = transport._dispatches._received_of
+        transport._dispatches._received_of = lambda plan, slot: (
+            no_memory if plan.layout is CASE.layout else received_of
+        )(plan, slot)
         with pytest.raises(torch.OutOfMemoryError):
             layer.forward_routed(inputs.x, routing.topk_ids, routing.topk_weights)
-        transport._dispatches._allocate = allocate
+        transport._dispatches._received_of = received_of
         right = True
     else:
         first, last = transport.placement.starts[1:3]

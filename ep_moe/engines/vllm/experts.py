@@ -1,4 +1,4 @@
-"""Our experts as experts of vLLM's modular kernels.
+"""Our experts as experts of vLLM's modular kernels; `ep_moe.functional.vllm` has classes that need no vLLM.
 
 Letters: T rows on this rank, H hidden, I intermediate, K top-k, L local experts, C rows of an expert in BATCHED.
 """
@@ -11,7 +11,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
-from ep_moe.engines.vllm.parameters import activation_of, fp8_blocks
+from ep_moe.engines.common.formats import fp8_blocks
+from ep_moe.engines.vllm.parameters import activation_of
 from ep_moe.engines.vllm.prepare_finalize import BatchMetadata
 from ep_moe.experts import Experts, create_experts
 from ep_moe.layout import Batched, ExpertBatch

@@ -3,8 +3,6 @@
 Letters: T rows on this rank, K top-k, E physical experts, R ranks, M max_tokens_per_rank.
 """
 
-import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -13,55 +11,21 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
-from ep_moe.config import Layout, MoEConfig, PluginConfig, TransportConfig
-from ep_moe.engines.common.layers import warm_up
-from ep_moe.engines.common.transports import SharedTransports, with_topk
-from ep_moe.engines.vllm.eligibility import LayerKind
+from ep_moe.config import Layout
+from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
+from ep_moe.engines.common.engine_layer import EngineLayer
+from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
-from ep_moe.engines.vllm.parameters import RowOrder, share_scale, weights_of
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
-from ep_moe.engines.vllm.step import RowShare, tokens_of_ranks
+from ep_moe.engines.vllm.step import share_of, tokens_of_ranks
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.transport import Transport
-from ep_moe.weights import ExpertWeights
 
 SMALL_STEP = 1024  # tokens of all ranks up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
 ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
 
 
-@dataclasses.dataclass(eq=False)
-class Plugin:
-    """What all layers of a process share.
-
-    Attributes:
-        config: the options. transports: those of the layers. log: where lines are said.
-        said: lines that were said once. warm: kinds of layers whose kernels are compiled.
-        loaded: sizes of the transports that ranks have waited for.
-    """
-
-    config: PluginConfig
-    transports: SharedTransports
-    log: logging.Logger
-    said: set[str] = dataclasses.field(default_factory=set)
-    warm: set[Any] = dataclasses.field(default_factory=set)
-    loaded: set[TransportConfig] = dataclasses.field(default_factory=set)
-
-    def say_once(self, key: str, level: int, line: str) -> None:
-        """Log a line unless one with the same key was logged before. Local."""
-        if key not in self.said:
-            self.said.add(key)
-            self.log.log(level, "%s", line)
-
-    def refuse(self, layer_name: str, why: ValueError) -> None:
-        """Say once for each reason that a layer stays on vLLM's own path. Errors: ValueError if strict. Local."""
-        line = f"ep_moe does not run {layer_name} and layers like it, vLLM does: {why}"
-        if self.config.strict:
-            raise ValueError(f"{line} (EP_MOE_STRICT=1)") from why
-        self.say_once(str(why), logging.WARNING, line)
-
-
-class LayerMethod:
+class LayerMethod(EngineLayer):
     """The state and the work of one layer, which its method of vLLM calls.
 
     Args:
@@ -71,23 +35,27 @@ class LayerMethod:
     """
 
     def __init__(self, plugin: Plugin, layer: Any, moe: Any, kind: LayerKind) -> None:
-        self._plugin, self._moe, self._kind = plugin, moe, kind
-        self._name = layer.layer_name
-        self._number = plugin.transports.number_module()
-        self._order = RowOrder()
-        self._kernels: dict[Layout, mk.FusedMoEKernel] = {}
         parallel = moe.moe_parallel_config
-        self._share = RowShare.of(parallel)
-        self._slots = 2 if get_current_vllm_config().parallel_config.use_ubatching else 1
-        self._process_group = get_ep_group().device_group if parallel.ep_size > 1 else None
-        self._device = torch.empty(0).device  # vLLM makes its models under their device
-        self._group = plugin.transports.join(self._process_group, self._device)
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The layouts that the layer may use."""
-        given = self._plugin.config.layout
-        return (Layout.COMPACT, Layout.FLAT) if given is None else (given,)
+        share = share_of(parallel)
+        sizes = LayerSizes(
+            hidden=moe.hidden_dim,
+            intermediate=moe.intermediate_size_per_partition,
+            num_experts=moe.num_experts,
+            num_topk=moe.experts_per_token,
+            dtype=moe.in_dtype,
+            max_num_tokens=share.most(moe.max_num_tokens),
+        )
+        super().__init__(
+            plugin,
+            layer.layer_name,
+            sizes=sizes,
+            kind=kind,
+            share=share,
+            process_group=get_ep_group().device_group if parallel.ep_size > 1 else None,
+            num_slots=2 if get_current_vllm_config().parallel_config.use_ubatching else 1,
+        )
+        self._moe = moe
+        self._kernels: dict[Layout, mk.FusedMoEKernel] = {}
 
     def load(self, layer: Any) -> mk.FusedMoEKernel:
         """Take the layer's parameters; called again after each reload of weights.
@@ -95,22 +63,7 @@ class LayerMethod:
         Returns: the kernel of the first layout; vLLM asks it for properties that all layouts share.
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
-        if self._kind.interleaved:
-            self._order.separate(layer)
-        if self._kind.scheme.weight.granularity == "tensor":
-            share_scale(layer)
-        transport = self._transport()
-        weights = self._with_input_scales(layer, weights_of(layer, self._kind.loaded))
-        for layout in self.layouts:
-            moe_layer = ExpertParallelMoE(
-                self._config(layout),
-                weights,
-                transport,
-                experts=self._plugin.config.experts,
-                layer_index=self._number,
-            )
-            self._warm_up(moe_layer)
-            self._kernels[layout] = self._kernel(moe_layer)
+        self._kernels = {layout: self._kernel(made) for layout, made in self.moe_layers(layer).items()}
         return self._kernels[self.layouts[0]]
 
     def apply(self, layer: Any, call: dict[str, Any]) -> torch.Tensor:
@@ -139,10 +92,10 @@ class LayerMethod:
                 shared_experts_input=call["shared_experts_input"],
             )
         except PeerLostError as error:
-            self._plugin.log.error("ep_moe in %s: %s", self._name, error)
+            self.plugin.log.error("ep_moe in %s: %s", self.name, error)
             raise
         except Exception:
-            exchange.fail(ids.shape[1])
+            exchange.fail(*ids.shape)
             raise
 
     def _layout(self, num_rows: int) -> Layout:
@@ -151,62 +104,6 @@ class LayerMethod:
             return self.layouts[0]
         return Layout.COMPACT if tokens_of_ranks(num_rows)[1] <= SMALL_STEP else Layout.FLAT
 
-    def _config(self, layout: Layout) -> MoEConfig:
-        moe = self._moe
-        return MoEConfig(
-            hidden=moe.hidden_dim,
-            intermediate=moe.intermediate_size_per_partition,
-            num_experts=moe.num_experts,
-            activation=self._kind.activation,
-            scheme=self._kind.scheme.name,
-            layout=layout,
-        )
-
-    def _transport(self) -> Transport:
-        """The transport of all layers with these sizes. Collective when it is made."""
-        moe = self._moe
-        sizes = TransportConfig(
-            hidden=moe.hidden_dim,
-            max_tokens_per_rank=max(self._share.most(moe.max_num_tokens), 1),
-            dtype=moe.in_dtype,
-            num_slots=self._slots,
-        )
-        sizes = with_topk(sizes, moe.experts_per_token)
-        if sizes not in self._plugin.loaded:  # the first layer of its kind waits until all ranks have read their files
-            self._group.wait_for_all("load")
-            self._plugin.loaded.add(sizes)
-        shared = self._plugin.transports.get(self._process_group, moe.num_experts, sizes, self._device)
-        layouts = " or ".join(layout.value for layout in self.layouts)
-        self._plugin.say_once(
-            f"{sizes} {self._kind.scheme.name}",
-            logging.INFO,
-            f"ep_moe runs {self._name} and layers like it: {shared.group.num_ranks} ranks, scheme "
-            f"{self._kind.scheme.name}, layout {layouts} (by the step's tokens), at most {sizes.max_tokens_per_rank} "
-            "tokens per rank",
-        )
-        return shared.transport
-
-    def _with_input_scales(self, layer: Any, weights: ExpertWeights) -> ExpertWeights:
-        """Add static scales of activations, if there are: one for all experts of all ranks, the largest, since vLLM's
-        load balancer moves experts without them. Collective then."""
-        if not self._kind.loaded.static:
-            return weights
-        own = [float(getattr(layer, f"{name}_input_scale").max()) for name in ("w13", "w2")]
-        first, second = (max(scales) for scales in zip(*self._group.all_gather_object(own), strict=True))
-        like: dict[str, Any] = {"dtype": torch.float32, "device": weights.w13.values.device}
-        return dataclasses.replace(
-            weights,
-            w13_input_scale=torch.full((1,), first, **like),
-            w2_input_scale=torch.full((weights.num_local_experts,), second, **like),
-        )
-
-    def _warm_up(self, moe_layer: ExpertParallelMoE) -> None:
-        """Compile the kernels of a kind of layer once. Collective on GPUs, does nothing on a CPU."""
-        kind = (moe_layer.config, id(moe_layer.transport), *(tensor is None for tensor in moe_layer.weights.optional))
-        if kind not in self._plugin.warm:
-            self._plugin.warm.add(kind)
-            warm_up([moe_layer], self._moe.experts_per_token)
-
     def _kernel(self, moe_layer: ExpertParallelMoE) -> mk.FusedMoEKernel:
         """vLLM's kernel of our prepare/finalize and experts."""
         layout, transport = moe_layer.config.layout, moe_layer.transport
@@ -214,8 +111,9 @@ class LayerMethod:
             layout=layout,
             scheme=moe_layer.scheme,
             layer=moe_layer.tag,
-            share=self._share,
+            share=self.share,
             input_scale=moe_layer.weights.w13_input_scale,
+            sized=True,
         )
         experts: EpMoeBatchedExperts | EpMoeStandardExperts
         if layout is Layout.BATCHED:

@@ -11,10 +11,11 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
 from ep_moe.config import Layout
-from ep_moe.engines.vllm.step import RowShare, current_slot, padding, tokens_of_ranks
+from ep_moe.engines.common.rows import RowShare, rows_to_send, whole_output
+from ep_moe.engines.vllm.step import current_slot, padding, tokens_of_ranks
 from ep_moe.layout import ExpertBatch, Flat
-from ep_moe.quant import Quantized, QuantScheme, quantize
-from ep_moe.routing import Routing, apply_weights_to_input
+from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.routing import Routing
 from ep_moe.transport import Dispatched, Transport
 from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 
@@ -40,6 +41,8 @@ class RoundOptions:
         layout: of the batch. scheme: of the payload. layer: compared between ranks.
         share: which of the engine's rows this rank sends.
         input_scale: [1] float32, a static scale of the tokens.
+        sized: the batch is allocated for the tokens of the step, and not for the most of any step. vLLM's own batched
+            experts need the latter; all ranks say the same.
     """
 
     layout: Layout
@@ -47,6 +50,7 @@ class RoundOptions:
     layer: LayerTag = NO_LAYER
     share: RowShare = RowShare()
     input_scale: torch.Tensor | None = None
+    sized: bool = False
 
 
 class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -98,17 +102,23 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._sent.discard(slot)
         self._open.pop(slot, None)
 
-    def fail(self, num_topk: int) -> None:
+    def fail(self, num_rows: int, num_topk: int) -> None:
         """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
 
-        Args: num_topk: K, if the round has not begun. Collective.
+        Args: num_rows, num_topk: T and K, if the round has not begun. Collective.
         """
         slot, options = current_slot(), self.options
         self._open.pop(slot, None)
         if slot in self.transport.open_slots:
             self.transport.abandon(slot=slot)
         elif slot not in self._sent:
-            self.transport.sit_out(num_topk=num_topk, scheme=options.scheme, slot=slot, layer=options.layer)
+            self.transport.sit_out(
+                num_topk=num_topk,
+                scheme=options.scheme,
+                slot=slot,
+                max_num_tokens=self._bound(num_rows),
+                layer=options.layer,
+            )
 
     def prepare(
         self,
@@ -162,7 +172,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             if defer_input_quant and options.scheme.payload.quantized:
                 raise ValueError(f"defer_input_quant is True, rows travel quantized in scheme '{options.scheme.name}'")
             x, routing = self._rows(a1, topk_weights, topk_ids, apply_router_weight_on_input)
-            bound = None if transport.num_ranks == 1 else options.share.most(tokens_of_ranks(a1.shape[0])[0])
+            bound = self._bound(a1.shape[0])
         except ValueError as error:
             self._sent.add(slot)
             transport.refuse(error, slot=slot)
@@ -221,15 +231,16 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         def receive() -> None:
             own = output[self.options.share.own(output.shape[0])]
             found = self.transport.combine_recv(dispatched, out=None if aliased else own)
-            if aliased:
-                own.copy_(found)
-            if self.options.share.sharers > 1:
-                kept = self.options.share.own(output.shape[0])
-                output[: kept.start].zero_()
-                output[kept.stop :].zero_()
+            whole_output(self.options.share, found if aliased else None, output)
             self._open.pop(slot, None)
 
         return _nothing, receive
+
+    def _bound(self, num_rows: int) -> int | None:
+        """The most rows that any rank sends in this step, of which the engine has told all ranks; None is M."""
+        if not self.options.sized:
+            return None
+        return self.options.share.most(num_rows if self.transport.num_ranks == 1 else tokens_of_ranks(num_rows)[0])
 
     def _rows(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weights_on_input: bool
@@ -239,16 +250,15 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         padded = padding(a1.shape[0], share)
         if padded is not None:
             topk_ids = topk_ids.masked_fill(padded.unsqueeze(1), -1)
-        own = share.own(a1.shape[0])
-        routing = Routing(
-            topk_ids=topk_ids[own].contiguous(), topk_weights=topk_weights[own].to(torch.float32).contiguous()
+        return rows_to_send(
+            a1,
+            topk_ids,
+            topk_weights,
+            share=share,
+            scheme=self.options.scheme,
+            weights_on_input=weights_on_input,
+            input_scale=self.options.input_scale,
         )
-        x: torch.Tensor | Quantized = a1[own]
-        if weights_on_input:
-            x, routing = apply_weights_to_input(x, routing)
-        if self.options.input_scale is not None and isinstance(x, torch.Tensor):
-            x = quantize(x, self.options.scheme, static_scale=self.options.input_scale)
-        return x, routing
 
     def _receive(self, slot: int) -> mk.PrepareResultType:
         dispatched = self.transport.dispatch_recv(slot=slot)

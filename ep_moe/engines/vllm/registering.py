@@ -10,6 +10,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 
 from ep_moe.config import GroupConfig, PluginConfig
 from ep_moe.engines.common.hooks import check_hooks, check_version
+from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.transports import SharedTransports
 from ep_moe.engines.vllm.hooks import HOOKS, TESTED
 
@@ -35,13 +36,11 @@ def register_classes(config: PluginConfig) -> None:
     check_hooks("vLLM", vllm.__version__, TESTED, HOOKS)
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    from ep_moe.engines.vllm.method import Plugin
-
     for name in SUBCLASS_MODULES:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
     transports = SharedTransports(config.transport, GroupConfig(timeout_secs=config.timeout_secs))
-    plugin = Plugin(config=config, transports=transports, log=_log)
+    plugin = Plugin(engine="vLLM", config=config, transports=transports, log=_log)
     for theirs in (RoutedExperts, *_subclasses(RoutedExperts)):
         if theirs.__name__ in op_registry_oot:
             raise RuntimeError(f"another plug-in has replaced {theirs.__name__}; unset EP_MOE_VLLM or that plug-in")

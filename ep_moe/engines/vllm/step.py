@@ -1,44 +1,19 @@
 """What a rank brings to a round: which rows are its own, which are padding, and how many any rank has."""
 
-import dataclasses
 from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.worker import ubatching
 
+from ep_moe.engines.common.rows import RowShare
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RowShare:
-    """The part of the engine's rows that a rank sends.
 
-    Args:
-        sharers: ranks with equal rows, which send a slice each; 1 if all rows are this rank's own.
-        rank: of this rank among them, or among those of a sequence-parallel group.
-        chunks: ranks of a sequence-parallel group, over which the engine has spread the rows already, else 1.
-    """
-
-    sharers: int = 1
-    rank: int = 0
-    chunks: int = 1
-
-    @classmethod
-    def of(cls, parallel: Any) -> "RowShare":
-        """The share of this rank; `parallel`: vLLM's FusedMoEParallelConfig. Local."""
-        alike = parallel.ep_size // max(parallel.dp_size, 1) if parallel.use_ep else 1
-        split = parallel.is_sequence_parallel
-        return cls(sharers=1 if split else alike, rank=parallel.ep_rank % alike, chunks=alike if split else 1)
-
-    def most(self, num_rows: int) -> int:
-        """The most rows that a rank sends if its engine has `num_rows`. Local."""
-        return -(-num_rows // (self.sharers * self.chunks))
-
-    def own(self, num_rows: int) -> slice:
-        """The rows that this rank sends, of those that it is called with. Local."""
-        if self.sharers == 1:
-            return slice(0, num_rows)
-        part = -(-num_rows // self.sharers)
-        return slice(min(self.rank * part, num_rows), min((self.rank + 1) * part, num_rows))
+def share_of(parallel: Any) -> RowShare:
+    """The share of this rank; `parallel`: vLLM's FusedMoEParallelConfig. Local."""
+    alike = parallel.ep_size // max(parallel.dp_size, 1) if parallel.use_ep else 1
+    split = parallel.is_sequence_parallel
+    return RowShare(sharers=1 if split else alike, rank=parallel.ep_rank % alike, chunks=alike if split else 1)
 
 
 def current_slot() -> int:

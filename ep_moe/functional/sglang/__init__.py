@@ -14,29 +14,81 @@ from ep_moe.functional.sglang.calls import (
     outplace_fused_experts,
     outplace_fused_experts_fake,
 )
-from ep_moe.functional.sglang.pieces import (
+from ep_moe.functional.sglang.configs import (
+    get_config,
     get_config_dtype_str,
     get_config_file_name,
+    get_default_config,
+    get_moe_configs,
+    override_config,
+    try_get_optimal_moe_config,
+)
+from ep_moe.functional.sglang.gemm import invoke_fused_moe_kernel
+from ep_moe.functional.sglang.layer import FusedMoE, MoeParallel
+from ep_moe.functional.sglang.layer_flashinfer import FlashInferFP4MoE, FlashInferFusedMoE, get_fused_moe_impl_class
+from ep_moe.functional.sglang.layer_routing import BypassedTopKOutput, TopKConfig
+from ep_moe.functional.sglang.pieces import (
     moe_align_block_size,
     moe_sum_reduce_torch_compile,
     moe_sum_reduce_triton,
     swiglu_with_alpha_and_limit,
 )
+from ep_moe.functional.sglang.ragged import (
+    triton_kernel_fused_experts,
+    triton_kernel_fused_experts_with_bias,
+    triton_kernel_moe_forward,
+    triton_kernel_moe_with_bias_forward,
+)
+from ep_moe.functional.sglang.routing_data import (
+    GatherIndx,
+    InFlexData,
+    MicroscalingCtx,
+    RoutingData,
+    ScatterIndx,
+    TritonKernelTopKOutput,
+    quantize,
+    routing_from_topk,
+)
 
 __all__ = [
+    "BypassedTopKOutput",
+    "FlashInferFP4MoE",
+    "FlashInferFusedMoE",
+    "FusedMoE",
+    "GatherIndx",
+    "InFlexData",
+    "MicroscalingCtx",
+    "MoeParallel",
     "MoeRunnerConfig",
+    "RoutingData",
+    "ScatterIndx",
     "StandardTopKOutput",
+    "TopKConfig",
+    "TritonKernelTopKOutput",
     "fused_experts",
     "fused_experts_impl",
     "fused_moe",
+    "get_config",
     "get_config_dtype_str",
     "get_config_file_name",
+    "get_default_config",
+    "get_fused_moe_impl_class",
+    "get_moe_configs",
     "inplace_fused_experts",
     "inplace_fused_experts_fake",
+    "invoke_fused_moe_kernel",
     "moe_align_block_size",
     "moe_sum_reduce_torch_compile",
     "moe_sum_reduce_triton",
     "outplace_fused_experts",
     "outplace_fused_experts_fake",
+    "override_config",
+    "quantize",
+    "routing_from_topk",
     "swiglu_with_alpha_and_limit",
+    "triton_kernel_fused_experts",
+    "triton_kernel_fused_experts_with_bias",
+    "triton_kernel_moe_forward",
+    "triton_kernel_moe_with_bias_forward",
+    "try_get_optimal_moe_config",
 ]

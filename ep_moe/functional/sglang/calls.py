@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import custom_op
 
+from ep_moe.functional.common import operator_arguments
 from ep_moe.functional.sglang.experts import ExpertsCall, compute
 
 
@@ -279,17 +280,6 @@ inplace_fused_experts_fake = _fake_of(inplace_fused_experts, lambda bound: None)
 outplace_fused_experts_fake = _fake_of(outplace_fused_experts, _empty)
 
 
-_KINDS: dict[Any, str] = {
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
-    bool: "bool",
-    str: "str",
-    list[int] | None: "int[]?",
-    float | None: "float?",
-}
-_ARGUMENTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in ExpertsCall.__annotations__.items())
-
-
 def _outplace(*arguments: Any) -> torch.Tensor:
     return compute(ExpertsCall(*arguments))
 
@@ -309,13 +299,16 @@ def _inplace_fake(*arguments: Any) -> None:
 
 
 _outplace_op = custom_op(
-    "ep_moe::outplace_fused_experts", _outplace, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor"
+    "ep_moe::outplace_fused_experts",
+    _outplace,
+    mutates_args=(),
+    schema=f"({operator_arguments(ExpertsCall)}) -> Tensor",
 )
 _inplace_op = custom_op(
     "ep_moe::inplace_fused_experts",
     _inplace,
     mutates_args=("hidden_states",),
-    schema=f"({_ARGUMENTS.replace('Tensor', 'Tensor(a!)', 1)}) -> ()",
+    schema=f"({operator_arguments(ExpertsCall, 'hidden_states')}) -> ()",
 )
 _outplace_op.register_fake(_outplace_fake)
 _inplace_op.register_fake(_inplace_fake)

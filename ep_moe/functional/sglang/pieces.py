@@ -66,29 +66,3 @@ def swiglu_with_alpha_and_limit(x: torch.Tensor, gemm1_alpha: float, gemm1_limit
     """
     gate, up = x[..., ::2].clamp(max=gemm1_limit), x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
     return gate * torch.sigmoid(gate * gemm1_alpha) * (up + 1)
-
-
-def get_config_dtype_str(
-    dtype: torch.dtype,
-    use_int8_w8a16: bool | None = False,
-    use_int4_w4a16: bool | None = False,
-    use_fp8_w8a8: bool | None = False,
-    use_int8_w8a8: bool | None = False,
-) -> str | None:
-    """The name of a format in names of config files; None for 16 bits, since they have one set of files. Local."""
-    named = {
-        "fp8_w8a8": use_fp8_w8a8,
-        "int8_w8a8": use_int8_w8a8,
-        "int4_w4a16": use_int4_w4a16,
-        "int8_w8a16": use_int8_w8a16,
-        "float32": dtype == torch.float32,
-    }
-    return next((name for name, used in named.items() if used), None)
-
-
-def get_config_file_name(E: int, N: int, dtype: str | None, block_shape: list[int] | None = None) -> str:  # noqa: N803
-    """The name of the file with a shape's tuned sizes, on this GPU. Errors: RuntimeError without a GPU. Local."""
-    device = torch.cuda.get_device_name().replace(" ", "_")
-    kind = f",dtype={dtype}" if dtype else ""
-    block = f",block_shape={list(block_shape)}" if block_shape and all(block_shape) else ""
-    return f"E={E},N={N},device_name={device}{kind}{block}.json"

@@ -45,11 +45,16 @@ class ExpertScalars(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the batch has the experts' rows: row i of expert e is row_start[e] + i, or row_index of that."""
+    """Where the batch has the experts' rows: row i of expert e is row_start[e] + i, or row_index of that.
+
+    The first GEMM stores it in the order of the tile list, or at out_index of row_start[e] + i, times factor of that.
+    """
 
     row_start: Any  # [L] int32
     num_tokens: Any  # [L] int32
     row_index: Any  # [rows] int32
+    out_index: Any = None  # [rows] int32
+    factor: Any = None  # [rows] float32, with out_index
 
 
 class TileList(NamedTuple):
@@ -59,6 +64,7 @@ class TileList(NamedTuple):
     first_tile: Any  # [L] int32
     num_tiles: Any  # [1] int32, Q
     amax: Any  # [L] int32, zeros at first: the bits of the largest magnitude of each expert's rows; or None
+    next_tile: Any  # [2] int32, zeros at first: tiles that programs of each GEMM have drawn; or None
 
 
 class TileShape(NamedTuple):

@@ -262,12 +262,12 @@ def _first_gemm_kernel(
         expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, num_columns, rows, tiles, TILE)
         token = row_tile * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
         row_mask = token < num_tokens
+        listed = tl.load(rows.row_start + expert) + token
+        row = listed
         if CODES.READY:
             row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
-        else:
-            row = tl.load(rows.row_start + expert) + token
-            if rows.row_index is not None:
-                row = tl.load(rows.row_index + row, mask=row_mask, other=0)
+        elif rows.row_index is not None:
+            row = tl.load(rows.row_index + listed, mask=row_mask, other=0)
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
         column_mask = columns < N
@@ -297,13 +297,19 @@ def _first_gemm_kernel(
         own_alpha = of_expert(scalars.alpha, expert, alpha)
         own_beta = of_expert(scalars.beta, expert, beta)
         own_limit = of_expert(scalars.limit, expert, limit)
+        values = activate(gate, up, EPILOGUE.ACTIVATION, own_alpha, own_beta, own_limit, EPILOGUE.LIMITED)
+        out_row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
+        if rows.factor is not None:
+            values *= tl.load(rows.factor + listed, mask=row_mask, other=0.0)[:, None]
+        if rows.out_index is not None:
+            out_row = tl.load(rows.out_index + listed, mask=row_mask, other=0)
         store_tile(
-            activate(gate, up, EPILOGUE.ACTIVATION, own_alpha, own_beta, own_limit, EPILOGUE.LIMITED),
+            values,
             inner,
             scalars,
             expert,
-            (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M),
-            None,
+            out_row,
+            row_mask if rows.out_index is not None else None,
             columns,
             column_mask,
             N,

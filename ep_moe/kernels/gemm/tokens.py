@@ -75,7 +75,8 @@ def _decode_rows(x, scale, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["x_scale_height", "x_scale_stride_block", "x_scale_stride_group"])
 def _prepare_rows_kernel(
-    operands,  # Operands: the batch's pool of rows and their scales
+    pool,  # the batch's rows
+    pool_scale,  # their scales, or None
     out,  # Stored: [Q * BLOCK_M, K rounded up to BLOCK]; and [Q * BLOCK_M], if each row has a scale
     rows,
     tiles,
@@ -93,7 +94,7 @@ def _prepare_rows_kernel(
 
     A scale of one byte is multiplied into its group; one for each row is copied.
     """
-    PACKED: tl.constexpr = 2 if operands.x.dtype.element_ty == tl.uint8 else 1
+    PACKED: tl.constexpr = 2 if pool.dtype.element_ty == tl.uint8 else 1
     blocks = tl.cdiv(K, PIECES.BLOCK)
     column = tl.arange(0, PIECES.BLOCK)
     place = tl.arange(0, PIECES.BLOCK // PACKED)
@@ -105,11 +106,11 @@ def _prepare_rows_kernel(
             row = tl.load(rows.row_index + row, mask=row_mask, other=0)
         first = t % blocks * PIECES.BLOCK
         mask = row_mask[:, None] & (place < (K - first) // PACKED)[None, :]
-        ptrs = operands.x + row.to(tl.int64)[:, None] * x_stride + (first // PACKED + place)[None, :]
+        ptrs = pool + row.to(tl.int64)[:, None] * x_stride + (first // PACKED + place)[None, :]
         x = tl.load(ptrs, mask=mask, other=0.0)
         if GROUP != 0 or out.scale is not None:
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
-            scale_ptrs = operands.x_scale + block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
+            scale_ptrs = pool_scale + block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
         if out.scale is not None:
             x = to_bf16(e4m3_value(x))
             scale = tl.load(scale_ptrs, mask=row_mask & (first == 0), other=0.0)

@@ -48,10 +48,9 @@ class RowFormat:
             num_topk=num_topk,
         )
 
-    @property
-    def fingerprint(self) -> int:
-        """A 32-bit checksum of the format (CRC-32), for ranks to compare."""
-        return zlib.crc32(repr(self).encode())
+    def fingerprint(self, max_num_tokens: int) -> int:
+        """A 32-bit checksum (CRC-32) of the format and of the most tokens of a rank, for ranks to compare."""
+        return zlib.crc32(repr((self, max_num_tokens)).encode())
 
     @property
     def scales_at(self) -> int:

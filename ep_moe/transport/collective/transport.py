@@ -54,6 +54,7 @@ class _Round:
     layout: Layout
     scheme: QuantScheme
     row_format: RowFormat
+    most: int  # tokens of any rank
     token_to_row: torch.Tensor  # [T, R] int32: a token's row in the send buffer, and in the results' buffer, -1 none
     send_counts: tuple[int, ...]  # rows sent to each rank
     recv_counts: tuple[int, ...]  # rows received from each rank
@@ -140,16 +141,16 @@ class CollectiveTransport(Transport):
                 self.refuse(error, slot=slot)
         row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
         headers = torch.empty(2, self.num_ranks, HEADER_WORDS, dtype=torch.int64, device=device)
-        plan = plan_send(
-            routing.topk_ids, self._owner, fingerprint=row_format.fingerprint, layer=layer.words, header=headers[0]
-        )
+        most = self.config.max_tokens_per_rank if max_num_tokens is None else max_num_tokens
+        fingerprint = row_format.fingerprint(most)
+        plan = plan_send(routing.topk_ids, self._owner, fingerprint=fingerprint, layer=layer.words, header=headers[0])
         if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
         sent, received = self._swap_headers(headers, round_)
         self._raise_refusals(received, round_)
         self._compare_layers(received, layer, round_)
-        self._compare_formats(received, row_format, round_)
+        self._compare_formats(received, row_format, fingerprint, round_)
         send_counts, recv_counts = (tuple(header.rows for header in side) for side in (sent, received))
         with self._reporting():
             outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
@@ -162,6 +163,7 @@ class CollectiveTransport(Transport):
             layout=layout,
             scheme=scheme,
             row_format=row_format,
+            most=most,
             token_to_row=token_to_row,
             send_counts=send_counts,
             recv_counts=recv_counts,
@@ -187,7 +189,7 @@ class CollectiveTransport(Transport):
             scheme=state.scheme,
             dtype=self.config.dtype,
             num_local_experts=last - first,
-            capacity=self.num_ranks * self.config.max_tokens_per_rank,
+            capacity=self.num_ranks * state.most,
             alignment=self.config.row_alignment,
             max_rows=state.recv_pairs,
         )
@@ -308,13 +310,13 @@ class CollectiveTransport(Transport):
                 theirs = LayerTag.from_words(header.layer, header.settings)
                 raise ValueError(other_layer_message(own, self.rank, theirs, rank, round_))
 
-    def _compare_formats(self, received: list[Header], row_format: RowFormat, round_: int) -> None:
-        """Raise on every rank if ranks send different formats."""
-        odd = [rank for rank, header in enumerate(received) if header.fingerprint != row_format.fingerprint]
+    def _compare_formats(self, received: list[Header], row_format: RowFormat, fingerprint: int, round_: int) -> None:
+        """Raise on every rank if ranks send different formats, or have sized the round differently."""
+        odd = [rank for rank, header in enumerate(received) if header.fingerprint != fingerprint]
         if odd:
             raise ValueError(
-                f"ranks disagree on the payload in round {round_}: rank {self.rank} sends {row_format}, rank "
-                f"{' and rank '.join(map(str, odd))} another; scheme and num_topk must be the same on all ranks"
+                f"ranks disagree on the payload in round {round_}: rank {self.rank} sends {row_format}, not as rank "
+                f"{' and rank '.join(map(str, odd))}; scheme, num_topk and max_num_tokens must be the same on all ranks"
             )
 
     def _all_to_all(

@@ -114,7 +114,7 @@ class CombineLauncher:
                 fixed=(
                     context.memory.links[slot],
                     context.states.slots[slot],
-                    config.max_tokens_per_rank,
+                    plan.max_num_tokens,
                     programs.senders,
                     first_receiver,
                 ),

@@ -5,22 +5,20 @@ There is no host sync, and launches do not depend on counts or ids: all of them 
 Letters: T tokens on this rank, K top-k, R ranks, M max_tokens_per_rank, L local experts, P physical experts.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernel_launch.allocation import Workspace
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
 from ep_moe.kernels.exchange.dispatch_receive import Batch
 from ep_moe.kernels.exchange.dispatch_send import Tokens
 from ep_moe.layout import Batched, Compact, Flat
-from ep_moe.layout.base import ExpertBatch
+from ep_moe.layout.base import BatchTemplate, ExpertBatch
 from ep_moe.layout.triton import as_words
 from ep_moe.quant import Quantized, as_bytes, quantize
 from ep_moe.routing import Routing
@@ -44,13 +42,18 @@ class RoundInputs(NamedTuple):
     refusal: int  # 1 sends the error flag
 
 
-class _Kept(NamedTuple):
-    """What batches of one plan and slot share."""
+class Received(NamedTuple):
+    """How batches of one plan and slot are made."""
 
-    pool: torch.Tensor  # [R * M, V]: the slot's received rows
-    new_x: Callable[[], torch.Tensor]
-    new_scale: Callable[[], torch.Tensor] | None
-    make: Callable[..., ExpertBatch]  # from x and scale
+    template: BatchTemplate
+    pool: int  # FLAT: the address of the slot's received rows, else 0: a batch has memory of its own
+    scale_offset: int | None  # in a batch's memory; None if the payload has no scales
+    unscaled: int  # an address for the scales of such batches
+
+    def addresses(self, memory: torch.Tensor) -> tuple[int, int]:
+        """Where the kernel stores values and scales of a batch in this memory."""
+        base, offset = memory.data_ptr(), self.scale_offset
+        return self.pool or base, self.unscaled if offset is None else base + offset
 
 
 class DispatchLauncher:
@@ -66,7 +69,8 @@ class DispatchLauncher:
         self.unused = torch.zeros(4, dtype=torch.int32, device=device)  # for arguments that a launch does not need
         self._unscaled = torch.zeros(4, device=device)
         self.no_batch = Batch(self.unused, self._unscaled)
-        self._addresses = self.unused.data_ptr(), self._unscaled.data_ptr()
+        self._unused_address, self._unscaled_address = self.unused.data_ptr(), self._unscaled.data_ptr()
+        self._timeout_ns = context.timeout_ns
 
     def send(
         self,
@@ -80,31 +84,33 @@ class DispatchLauncher:
     ) -> RoundInputs:
         """Launch the sending half; returns the inputs for `receive`. Local, no host sync."""
         inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer)
-        kernel = self.kernel_of(slot, inputs, send=True, receive=False)
-        self._launch(kernel, inputs, self.no_batch)
+        kernel, numbers = self.kernel_of(slot, inputs, send=True, receive=False), self._numbers(inputs)
+        if kernel.repeat is None:
+            kernel((inputs.tokens, self.no_batch), numbers)
+        else:
+            tokens = map(torch.Tensor.data_ptr, inputs.tokens)
+            kernel.repeat((*tokens, self._unused_address, self._unscaled_address, *numbers))
         return inputs
 
     def receive(self, slot: int, inputs: RoundInputs, *, send: bool = False) -> ExpertBatch:
         """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
         plan = inputs.plan
-        kernel = self.kernel_of(slot, inputs, send=send, receive=True)
-        kept, x, scale = self._allocate(plan, slot)
-        if kernel.loaded:
-            batch = Batch(x, self._unscaled if scale is None else scale)
-        else:  # in the dtypes that the kernel stores
-            batch = Batch(as_bytes(x).view(torch.int32), self._unscaled if scale is None else as_bytes(scale))
-        self._launch(kernel, inputs, batch)
-        if send and kernel.repeat is not None and plan.in_place and not inputs.refusal:
-            plan.repeated_dispatches[slot] = kernel.repeat
-        return _signed(kept.make(x=x, scale=scale), plan)
-
-    def _launch(self, kernel: RepeatedLaunch, inputs: RoundInputs, batch: Batch) -> None:
-        """Launch a kernel, all of whose tensors are aligned to 16 bytes."""
-        numbers = *inputs.strides, *inputs.layer, self._context.timeout_ns
-        if kernel.repeat is None:
-            kernel((inputs.tokens, batch), numbers)
+        kernel, received = self.kernel_of(slot, inputs, send=send, receive=True), self._received_of(plan, slot)
+        memory = received.template.allocate()
+        batch = received.template.batch(memory)
+        if kernel.repeat is None:  # in the dtypes that the kernel stores
+            scale = self._unscaled if batch.scale is None else as_bytes(batch.scale)
+            kernel((inputs.tokens, Batch(as_bytes(batch.x).view(torch.int32), scale)), self._numbers(inputs))
         else:
-            kernel.repeat([*map(torch.Tensor.data_ptr, (*inputs.tokens, *batch)), *numbers])
+            tokens = map(torch.Tensor.data_ptr, inputs.tokens)
+            kernel.repeat((*tokens, *received.addresses(memory), *self._numbers(inputs)))
+        if send and kernel.repeat is not None and plan.in_place and not inputs.refusal:
+            plan.repeated_dispatches[slot] = kernel.repeat, received
+        return batch
+
+    def _numbers(self, inputs: RoundInputs) -> tuple[int, ...]:
+        """The kernel's numbers that change from launch to launch."""
+        return *inputs.strides, *inputs.layer, self._timeout_ns
 
     def repeat(
         self,
@@ -120,34 +126,22 @@ class DispatchLauncher:
 
         Local, no host sync.
         """
-        repeat = plan.repeated_dispatches.get(slot)
-        if repeat is None:
+        found = plan.repeated_dispatches.get(slot)
+        if found is None:
             return None
-        ids, weights = routing.topk_ids, routing.topk_weights
-        if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
-            return None
-        unused, unscaled = self._addresses
+        repeat, received = found
+        ids, weights, unused = routing.topk_ids, routing.topk_weights, self._unused_address
+        dense = routing.signature is not None or (ids.is_contiguous() and weights.is_contiguous())
         x_address, ids_address, weights_address = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
         count = unused if num_tokens is None else num_tokens.data_ptr()
-        if (x_address | ids_address | weights_address | count) & 15:
+        if not dense or (x_address | ids_address | weights_address | count) & 15 or not x.is_contiguous():
             return None
-        kept, values, scale = self._allocate(plan, slot)
-        repeat(
-            (
-                x_address,
-                unused,
-                ids_address,
-                weights_address,
-                count,
-                unused,
-                values.data_ptr(),
-                unscaled if scale is None else scale.data_ptr(),
-                *plan.strides,
-                *layer,
-                self._context.timeout_ns,
-            )
-        )
-        return _signed(kept.make(x=values, scale=scale), plan)
+        template = received.template
+        memory = template.allocate()
+        values, scale = received.addresses(memory)
+        inputs = x_address, unused, ids_address, weights_address, count, unused, values, scale
+        repeat((*inputs, *plan.strides, *layer, self._timeout_ns))
+        return template.batch(memory)
 
     def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
         """Launch the receiving half of a dispatch whose rows are not needed, without allocating memory for x.
@@ -163,6 +157,7 @@ class DispatchLauncher:
                 plan.scheme,
                 quantized=plan.scheme.payload.quantized and not plan.sending.QUANTIZE,
                 has_num_tokens=plan.sending.HAS_NUM_TOKENS,
+                max_num_tokens=plan.max_num_tokens,
             )
         inputs = inputs._replace(plan=plan)
         self.receive(slot, inputs)
@@ -242,7 +237,7 @@ class DispatchLauncher:
                     plan.num_tokens,
                     plan.blocks,
                     context.ranks.STARTS[-1],
-                    context.config.max_tokens_per_rank,
+                    plan.max_num_tokens,
                     WORD_TOKENS,
                     plan.frame.height,
                     plan.frame.alignment,
@@ -265,20 +260,17 @@ class DispatchLauncher:
             )
         return kernel
 
-    def _allocate(self, plan: RoundPlan, slot: int) -> tuple[_Kept, torch.Tensor, torch.Tensor | None]:
-        """Allocate a batch's x and scale; in FLAT x is the slot's pool."""
-        kept = plan.kept.get(slot)
-        if kept is None:
-            kept = plan.kept[slot] = self._make_kept(slot, plan)
-        scale = None if kept.new_scale is None else kept.new_scale()
-        return kept, kept.pool if plan.layout is Layout.FLAT else kept.new_x(), scale
+    def _received_of(self, plan: RoundPlan, slot: int) -> Received:
+        """How batches are made, found once."""
+        received = plan.received.get(slot)
+        if received is None:
+            received = plan.received[slot] = self._make_received(slot, plan)
+        return received
 
-    def _make_kept(self, slot: int, plan: RoundPlan) -> _Kept:
-        """Views of the slot's memory, and values of the plan."""
-        context, own, index, k = self._context, self._context.states.slots[slot], plan.frame.row_index, plan.num_topk
-        num_local = plan.frame.num_local_experts
-        num_rows = context.ranks.R * context.config.max_tokens_per_rank
-        size = num_rows * plan.row.VALUE_WORDS * 4
+    def _make_received(self, slot: int, plan: RoundPlan) -> Received:
+        context, own, frame, k = self._context, self._context.states.slots[slot], plan.frame, plan.num_topk
+        num_local, index = frame.num_local_experts, frame.row_index
+        num_rows = context.ranks.R * plan.max_num_tokens
         fields: dict[str, Any] = {
             "scheme": plan.scheme,
             "dtype": context.config.dtype,
@@ -287,28 +279,36 @@ class DispatchLauncher:
             "row_index": None if index is None else own.row_index_ptr[: index.shape[0]],
             "expected_rows": plan.expected_rows,  # if the others bring as many tokens
         }
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        lead = 0 if plan.layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
+        pool = None
         if plan.layout is Layout.FLAT:
+            size = num_rows * plan.row.VALUE_WORDS * 4
+            pool = context.memory.values(slot)[:size].view(frame.x.dtype).view(num_rows, -1)
             fields |= {
+                "x": pool,
                 "local_topk_ids": own.local_ids_ptr[: num_rows * k].view(num_rows, k),
                 "topk_weights": own.pooled_weights_ptr[: num_rows * k].view(num_rows, k),
                 "token_to_row": own.token_to_row_ptr[: num_rows * k].view(num_rows, k),
             }
+        else:
+            pieces["x"] = frame.x.shape[lead:], frame.x.dtype
+        if frame.scale is None:
+            fields["scale"] = None
+        else:
+            pieces["scale"] = frame.scale.mT.shape[lead:], frame.scale.dtype
         classes: dict[Layout, type[ExpertBatch]] = {
             Layout.BATCHED: Batched,
             Layout.COMPACT: Compact,
             Layout.FLAT: Flat,
         }
-        pool = context.memory.values(slot)[:size].view(plan.x_dtype).view(num_rows, -1)
-        new_x, new_scale = allocator(plan.x_shape, plan.x_strides, plan.x_dtype, context.device), None
-        if plan.scale_dtype is not None:
-            new_scale = allocator(plan.scale_shape, plan.scale_strides, plan.scale_dtype, context.device)
-        return _Kept(pool, new_x, new_scale, functools.partial(classes[plan.layout], **fields))
-
-
-def _signed(batch: ExpertBatch, plan: RoundPlan) -> ExpertBatch:
-    """The batch, with the signature of the plan's batches."""
-    batch.sign(plan.signature)
-    return batch
+        workspace = Workspace(pieces, context.device)
+        return Received(
+            BatchTemplate(classes[plan.layout], plan.signature, fields, workspace),
+            pool=0 if pool is None else pool.data_ptr(),
+            scale_offset=workspace.offset_of("scale") if "scale" in pieces else None,
+            unscaled=self._unscaled_address,
+        )
 
 
 def _are_dense(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -171,8 +171,8 @@ class Faults:
         if verdict == MISMATCH.value:
             odd = " and ".join(f"rank {rank}" for rank in range(self._group.num_ranks) if value >> rank & 1)
             return ValueError(
-                f"ranks disagree on the payload in round {round_}: {odd} not as rank {self._group.rank}; scheme and "
-                "num_topk must be the same on all ranks"
+                f"ranks disagree on the payload in round {round_}: {odd} not as rank {self._group.rank}; scheme, "
+                "num_topk and max_num_tokens must be the same on all ranks"
             )
         return None if own else ValueError(f"rank {source} refused its input in round {round_}; its own error says why")
 

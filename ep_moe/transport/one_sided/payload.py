@@ -25,10 +25,10 @@ class Payload:
     hidden: int
     num_topk: int
 
-    @property
-    def fingerprint(self) -> int:
+    def fingerprint(self, max_num_tokens: int) -> int:
         """`RowFormat.fingerprint` as int32, for ranks to compare."""
-        return signed_word(RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk).fingerprint)
+        row_format = RowFormat.of(self.scheme, self.dtype, self.hidden, self.num_topk)
+        return signed_word(row_format.fingerprint(max_num_tokens))
 
     @property
     def may_be_ll(self) -> bool:

@@ -3,6 +3,7 @@
 Letters: T tokens on this rank, H hidden, K top-k, R ranks, M max_tokens_per_rank, L local experts, P physical experts.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ BLOCK_TOKENS = 64  # tokens per block, if ids are counted block by block
 _COMPARED = 1024  # (token, expert) pairs that an announcer compares at a time
 _FEWEST_TOKENS = 16  # smallest T that kernels are compiled for: with it, fewer tokens take no longer
 _MOST_PLANS = 512
+SIZE_STEP = 16  # between the smallest batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +48,13 @@ class RoundPlan:
     fingerprint: int  # of the payload's format
     layout: Layout
     num_tokens: int  # T, the rows of x
+    max_num_tokens: int  # of any rank, M or less: rows of a source rank in peers' memory and in the batch
     num_topk: int
+    quantized: bool  # x is `Quantized` already
     blocks: int  # of tokens whose ids are counted before the dispatch, 0 if each program counts all ids itself
     announcers: int
     programs: DispatchTuning
     frame: Frame  # meta tensors with the shapes of the batch
-    x_shape: torch.Size  # of the batch's x
-    x_strides: tuple[int, ...]
-    x_dtype: torch.dtype
-    scale_shape: torch.Size
-    scale_strides: tuple[int, ...]
-    scale_dtype: torch.dtype | None  # None if the payload has no scales
     output_shape: tuple[int, ...]  # of the experts' output
     new_result: Callable[[], torch.Tensor]  # allocates [T, H]
     in_place: bool  # contiguous inputs are sent as they are: nothing runs before the dispatch kernel
@@ -67,10 +65,11 @@ class RoundPlan:
     receiving: Receiving
     dispatches: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
     combines: dict[tuple[Any, ...], RepeatedLaunch] = dataclasses.field(default_factory=dict)
-    kept: dict[int, Any] = dataclasses.field(default_factory=dict)  # by slot, fields that batches share
+    received: dict[int, Any] = dataclasses.field(default_factory=dict)  # `Received` by slot
     signature: object = dataclasses.field(default_factory=object)  # of its batches
-    # loaded launches of both halves at once, whose tensors are sent and received in place
-    repeated_dispatches: dict[int, Repeat] = dataclasses.field(default_factory=dict)  # by slot
+    # loaded launches of both halves at once, whose tensors are sent and received in place; of a dispatch by slot, with
+    # how its batches are made
+    repeated_dispatches: dict[int, tuple[Repeat, Any]] = dataclasses.field(default_factory=dict)
     repeated_combines: dict[tuple[int, torch.dtype | None], Repeat] = dataclasses.field(default_factory=dict)
 
 
@@ -80,16 +79,30 @@ def plan_key(
     layout: Layout,
     scheme: QuantScheme,
     num_tokens: torch.Tensor | None,
+    max_num_tokens: int,
 ) -> tuple[Any, ...]:
     """All that a plan and `check_dispatch` depend on; a `Quantized` x needs further checks.
 
     Layout and scheme are compared by identity: a cache must keep both alive with the key.
     Errors: AttributeError for an input that is no tensor, which `check_dispatch` refuses.
     """
-    values, ids = (x.values if isinstance(x, Quantized) else x), routing.topk_ids
+    quantized, ids = isinstance(x, Quantized), routing.topk_ids
+    values: torch.Tensor = x.values if quantized else x  # type: ignore[assignment]
     count = None if num_tokens is None else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device)
-    sizes = type(values), values.layout, values.shape, values.dtype, values.device, ids.shape, ids.dtype, ids.device
-    return (*sizes, type(routing), id(layout), id(scheme), isinstance(x, Quantized), count)
+    return (
+        type(values),
+        values.layout,
+        values.shape,
+        values.dtype,
+        values.device,
+        routing.signature or (ids.shape, ids.dtype, ids.device),
+        type(routing),
+        id(layout),
+        id(scheme),
+        quantized,
+        count,
+        max_num_tokens,
+    )
 
 
 def ranks_of(placement: Placement, rank: int) -> Ranks:
@@ -129,6 +142,17 @@ def distinct_sizes(max_tokens: int) -> Iterator[int]:
     yield from sorted(size for size in sizes if size <= max_tokens)
 
 
+def batch_sizes(max_tokens: int) -> list[int]:
+    """The tokens of a rank, up to M, that batches are sized for: steps of 16 up to 128, then four for each doubling.
+
+    Fewer sizes are fewer plans, of which a new one takes host time.
+    """
+    sizes = [SIZE_STEP]
+    while sizes[-1] < max_tokens:
+        sizes.append(sizes[-1] + max(SIZE_STEP, 1 << (sizes[-1].bit_length() - 3)))
+    return [*sizes[:-1], max_tokens]
+
+
 class RoundPlans:
     """The plans of a transport's rounds on this rank, by `plan_key`."""
 
@@ -137,8 +161,27 @@ class RoundPlans:
     ) -> None:
         self._config, self._placement, self._ranks, self._tuning = config, placement, ranks, tuning
         self._device = device
+        self._sizes = batch_sizes(config.max_tokens_per_rank)
         self._plans: dict[tuple[Any, ...], RoundPlan] = {}
-        self.find = self._plans.get
+        self._last: tuple[Any, RoundPlan | None] = (None, None)  # key and plan: rounds of one kind follow each other
+
+    def find(self, key: tuple[Any, ...]) -> RoundPlan | None:
+        """The plan of rounds with this key, if there is one. Local."""
+        last, plan = self._last
+        if key == last:  # takes a third of the time of a hash
+            return plan
+        plan = self._plans.get(key)
+        self._last = key, plan
+        return plan
+
+    def size_for(self, max_num_tokens: int | None) -> int:
+        """The tokens of a rank that a batch is sized for: at least the bound, the same on all ranks, M at most. Local.
+
+        Errors: TypeError for a bound that is no number.
+        """
+        if max_num_tokens is None or max_num_tokens > self._sizes[-1]:
+            return self._sizes[-1]
+        return self._sizes[bisect.bisect_left(self._sizes, max_num_tokens)]
 
     def add(
         self,
@@ -148,20 +191,37 @@ class RoundPlans:
         layout: Layout,
         scheme: QuantScheme,
         num_tokens: torch.Tensor | None,
+        max_num_tokens: int,
     ) -> RoundPlan:
         """Make the plan of rounds with this key, and keep it. Local."""
         rows, num_topk = routing.topk_ids.shape
-        quantized, has_num_tokens = isinstance(x, Quantized), num_tokens is not None
-        plan = self.make(rows, num_topk, layout, scheme, quantized=quantized, has_num_tokens=has_num_tokens)
+        plan = self.make(
+            rows,
+            num_topk,
+            layout,
+            scheme,
+            quantized=isinstance(x, Quantized),
+            has_num_tokens=num_tokens is not None,
+            max_num_tokens=max_num_tokens,
+        )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.pop(next(iter(self._plans)), None)  # the oldest: T varies freely in prefill
         self._plans[key] = plan
+        self._last = key, plan
         return plan
 
     def make(
-        self, rows: int, num_topk: int, layout: Layout, scheme: QuantScheme, *, quantized: bool, has_num_tokens: bool
+        self,
+        rows: int,
+        num_topk: int,
+        layout: Layout,
+        scheme: QuantScheme,
+        *,
+        quantized: bool,
+        has_num_tokens: bool,
+        max_num_tokens: int,
     ) -> RoundPlan:
-        """A plan for x with `rows` rows. quantized: x is `Quantized` already."""
+        """A plan for x with `rows` rows. quantized: x is `Quantized` already. max_num_tokens: of `size_for`."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
         row = Row(
@@ -175,27 +235,22 @@ class RoundPlans:
         programs = self._tuning.dispatch(rows, num_ranks)
         fused_quant = "" if quantized or not scheme.payload.quantized else payload.fused_quant
         sending = self._sending(rows, payload, row, programs, fused_quant, has_num_tokens)
-        frame = self._frame(payload, layout)
+        frame = self._frame(payload, layout, max_num_tokens)
         lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
-        scale = torch.empty(0, 0, 0, device="meta") if frame.scale is None else frame.scale
         row_units = (config.hidden if fused_quant else payload.value_words) // sending.UNIT
         announcers = min(triton.cdiv(num_physical, sending.EXPERT_BLOCK), programs.announcers)
         return RoundPlan(
             scheme=scheme,
-            fingerprint=payload.fingerprint,
+            fingerprint=payload.fingerprint(max_num_tokens),
             layout=layout,
             num_tokens=rows,
+            max_num_tokens=max_num_tokens,
             num_topk=num_topk,
+            quantized=quantized,
             blocks=triton.cdiv(rows, BLOCK_TOKENS) if sending.IDS_COUNTED else 0,
             announcers=1 if sending.IDS_COUNTED else announcers,
             programs=programs,
             frame=frame,
-            x_shape=frame.x.shape[lead:],
-            x_strides=frame.x.stride()[lead:],
-            x_dtype=frame.x.dtype,
-            scale_shape=scale.shape[lead:],
-            scale_strides=scale.stride()[lead:],
-            scale_dtype=scheme.payload.scale_dtype if scheme.payload.quantized else None,
             new_result=allocator((rows, config.hidden), (config.hidden, 1), config.dtype, self._device),
             output_shape=(*frame.x.shape[lead:-1], config.hidden),
             in_place=not sending.IDS_COUNTED and not quantized and bool(fused_quant or not scheme.payload.quantized),
@@ -249,10 +304,11 @@ class RoundPlans:
     def destroy(self) -> None:
         """Drop all plans, and with them the references to the slots' memory. Local; calling it twice is fine."""
         self._plans.clear()
+        self._last = None, None
 
-    def _frame(self, payload: Payload, layout: Layout) -> Frame:
+    def _frame(self, payload: Payload, layout: Layout, max_num_tokens: int) -> Frame:
         """The shapes of a batch, as meta tensors."""
-        rows, scheme = self._placement.num_ranks * self._config.max_tokens_per_rank, payload.scheme
+        rows, scheme = self._placement.num_ranks * max_num_tokens, payload.scheme
         k, groups = payload.num_topk, payload.num_groups
         shape = (rows, scheme.payload.row_values(self._config.hidden))
         pool = TokenRows(

@@ -19,7 +19,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
-from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.base import Dispatched, Transport
 from ep_moe.transport.checks import (
     bound_fits,
     check_dispatch,
@@ -183,7 +183,7 @@ class NvlinkTransport(Transport):
         with self._faults.waiting("dispatch", state.round):
             batch = self._dispatches.receive(slot, state.inputs)
         self._slots.advance(slot, "dispatch_recv", state)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+        return Dispatched.in_slot(slot, state.round, batch)
 
     def dispatch(
         self,
@@ -210,7 +210,7 @@ class NvlinkTransport(Transport):
             with self._faults.waiting("dispatch", self.num_rounds):
                 batch = self._dispatches.receive(slot, inputs, send=True)
         state = self._begin(slot, "dispatch_recv", plan, inputs)
-        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
+        return Dispatched.in_slot(slot, state.round, batch)
 
     def _plan_round(
         self,
@@ -227,12 +227,15 @@ class NvlinkTransport(Transport):
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
         key: tuple[object, ...] = ()
+        size = self.config.max_tokens_per_rank
         try:
-            key = plan_key(x, routing, layout, scheme, num_tokens)
+            size = self._plans.size_for(max_num_tokens)
+            key = plan_key(x, routing, layout, scheme, num_tokens, size)
             plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
-        if plan is None or isinstance(x, Quantized) or not bound_fits(max_num_tokens, plan.num_tokens, self.config):
+        bounded = max_num_tokens is not None
+        if plan is None or plan.quantized or (bounded and not bound_fits(max_num_tokens, plan.num_tokens, self.config)):
             try:
                 check_dispatch(
                     x,
@@ -248,7 +251,7 @@ class NvlinkTransport(Transport):
                 )
             except ValueError as error:
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        return self._plans.add(key, x, routing, layout, scheme, num_tokens) if plan is None else plan
+        return self._plans.add(key, x, routing, layout, scheme, num_tokens, size) if plan is None else plan
 
     def _begin(self, slot: int, call: str, plan: RoundPlan, inputs: RoundInputs | None) -> _Round:
         """Record a round whose dispatch has been launched, or its sending half."""
@@ -345,9 +348,9 @@ class NvlinkTransport(Transport):
         if too_many:
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        scheme = get_scheme("none")
-        key = plan_key(like, nobody, Layout.FLAT, scheme, count)
-        plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count)
+        scheme, size = get_scheme("none"), self.config.max_tokens_per_rank
+        key = plan_key(like, nobody, Layout.FLAT, scheme, count, size)
+        plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count, size)
         inputs = self._dispatches.inputs_of(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
         state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1

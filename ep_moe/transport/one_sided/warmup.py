@@ -60,7 +60,15 @@ def _kernels_of(
     ids = torch.full((rows, kind.num_topk), -1, dtype=kind.ids_dtype, **like)
     routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, **like))
     count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
-    plan = plans.make(rows, kind.num_topk, kind.layout, scheme, quantized=False, has_num_tokens=kind.counted)
+    plan = plans.make(
+        rows,
+        kind.num_topk,
+        kind.layout,
+        scheme,
+        quantized=False,
+        has_num_tokens=kind.counted,
+        max_num_tokens=config.max_tokens_per_rank,
+    )
     inputs = dispatches.inputs_of(plan, x, routing, num_tokens=count)
     batch, shared = dispatches.no_batch, None
     if scheme.payload.quantized:

@@ -1,0 +1,65 @@
+"""What a layer computes, and whether we can: a layer that is not eligible stays on its engine's path."""
+
+import dataclasses
+
+import torch
+
+from ep_moe.config import ALIGNMENT, DTYPES, ActivationConfig
+from ep_moe.engines.common.formats import LoadedFormat
+from ep_moe.experts import SERVES
+from ep_moe.quant import QuantScheme
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """What a layer computes."""
+
+    loaded: LoadedFormat
+    activation: ActivationConfig
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """Of weights and payload."""
+        return self.loaded.scheme
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """The sizes of a layer.
+
+    Args:
+        hidden: H. intermediate: I of one expert. num_experts: physical experts of all ranks. num_topk: K.
+        dtype: of the tokens. max_num_tokens: the most rows that this rank sends in a step.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    num_topk: int
+    dtype: torch.dtype
+    max_num_tokens: int
+
+
+def check_sizes(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    """Raise ValueError for sizes or a dtype of tokens that no kernel here takes. Local."""
+    if dtype not in DTYPES.values():
+        raise ValueError(f"its tokens are {dtype}, not one of {', '.join(DTYPES)}")
+    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if size % ALIGNMENT:
+            raise ValueError(f"{name} ({size}) is no multiple of {ALIGNMENT}")
+
+
+def check_kind(kind: LayerKind, dtype: torch.dtype) -> None:
+    """Raise ValueError unless we compute a kind of layer on the device that the model is made on. Local."""
+    scheme, device = kind.scheme, torch.empty(0).device
+    if kind.loaded.interleaved and scheme.weight.quantized:
+        raise ValueError(f"scales of interleaved rows in scheme '{scheme.name}' are not read here")
+    if device.type != "cuda":
+        return  # CPUs do all
+    backend = next((serves for serves in SERVES.values() if serves.computes(scheme)), None)
+    if backend is None:
+        raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
+    try:
+        backend.check(scheme, activation=kind.activation.kind, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

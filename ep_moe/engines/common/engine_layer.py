@@ -1,0 +1,137 @@
+"""One layer of a serving engine that runs here: its transport, its weights, and our layer in each layout.
+
+Letters: K top-k, R ranks, M max_tokens_per_rank.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
+from ep_moe.engines.common.formats import RowOrder, share_scale, weights_of
+from ep_moe.engines.common.layers import warm_up
+from ep_moe.engines.common.plugin import Plugin
+from ep_moe.engines.common.rows import RowShare
+from ep_moe.engines.common.transports import with_topk
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.transport import Transport
+from ep_moe.weights import ExpertWeights
+
+
+class EngineLayer:
+    """The state of one layer, which its method of the engine keeps.
+
+    Args:
+        plugin: shared with the other layers. name: of the layer. sizes, kind: what it computes.
+        share: which of the engine's rows this rank sends.
+        process_group: the ranks, None for this rank alone. num_slots: rounds that may be open at once.
+    Collective at the first layer: ranks join the group of the transports.
+    """
+
+    def __init__(
+        self,
+        plugin: Plugin,
+        name: str,
+        *,
+        sizes: LayerSizes,
+        kind: LayerKind,
+        share: RowShare,
+        process_group: dist.ProcessGroup | None,
+        num_slots: int,
+    ) -> None:
+        self.plugin, self.name, self.sizes, self.kind, self.share = plugin, name, sizes, kind, share
+        self.process_group = process_group
+        self._num_slots = num_slots
+        self._number = plugin.transports.number_module()
+        self._order = RowOrder()
+        self._device = torch.empty(0).device  # engines make their models under their device
+        self.group = plugin.transports.join(process_group, self._device)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts that the layer may use: small steps use the first, others the last."""
+        given = self.plugin.config.layout
+        return (Layout.COMPACT, Layout.FLAT) if given is None else (given,)
+
+    def moe_layers(self, parameters: Any) -> dict[Layout, ExpertParallelMoE]:
+        """Take the parameters of the engine's layer; called again after each reload of weights.
+
+        Returns: a layer of ours for each layout, all on one transport and on the same weights.
+        Errors: ValueError for parameters that are not as the engine's loader leaves them.
+        Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
+        """
+        if self.kind.loaded.interleaved:
+            self._order.separate(parameters, self.kind.loaded)
+        if self.kind.scheme.weight.granularity == "tensor":
+            share_scale(parameters)
+        transport = self._transport()
+        weights = self._with_input_scales(parameters, weights_of(parameters, self.kind.loaded))
+        made = {}
+        for layout in self.layouts:
+            made[layout] = ExpertParallelMoE(
+                self._config(layout),
+                weights,
+                transport,
+                experts=self.plugin.config.experts,
+                layer_index=self._number,
+            )
+            self._warm_up(made[layout])
+        return made
+
+    def _config(self, layout: Layout) -> MoEConfig:
+        return MoEConfig(
+            hidden=self.sizes.hidden,
+            intermediate=self.sizes.intermediate,
+            num_experts=self.sizes.num_experts,
+            activation=self.kind.activation,
+            scheme=self.kind.scheme.name,
+            layout=layout,
+        )
+
+    def _transport(self) -> Transport:
+        """The transport of all layers with these sizes. Collective when it is made."""
+        sizes = TransportConfig(
+            hidden=self.sizes.hidden,
+            max_tokens_per_rank=max(self.sizes.max_num_tokens, 1),
+            dtype=self.sizes.dtype,
+            num_slots=self._num_slots,
+        )
+        sizes = with_topk(sizes, self.sizes.num_topk)
+        if sizes not in self.plugin.loaded:  # the first layer of its kind waits until all ranks have read their files
+            self.group.wait_for_all("load")
+            self.plugin.loaded.add(sizes)
+        shared = self.plugin.transports.get(self.process_group, self.sizes.num_experts, sizes, self._device)
+        layouts = " or ".join(layout.value for layout in self.layouts)
+        self.plugin.say_once(
+            f"{sizes} {self.kind.scheme.name}",
+            logging.INFO,
+            f"ep_moe runs {self.name} and layers like it: {shared.group.num_ranks} ranks, scheme "
+            f"{self.kind.scheme.name}, layout {layouts} (by the step's tokens), at most {sizes.max_tokens_per_rank} "
+            "tokens per rank",
+        )
+        return shared.transport
+
+    def _with_input_scales(self, parameters: Any, weights: ExpertWeights) -> ExpertWeights:
+        """Add static scales of activations, if there are: one for all experts of all ranks, the largest, since an
+        engine's load balancer moves experts without them. Collective then."""
+        if not self.kind.loaded.static:
+            return weights
+        own = [float(getattr(parameters, f"{name}_input_scale").max()) for name in ("w13", "w2")]
+        first, second = (max(scales) for scales in zip(*self.group.all_gather_object(own), strict=True))
+        like: dict[str, Any] = {"dtype": torch.float32, "device": weights.w13.values.device}
+        return dataclasses.replace(
+            weights,
+            w13_input_scale=torch.full((1,), first, **like),
+            w2_input_scale=torch.full((weights.num_local_experts,), second, **like),
+        )
+
+    def _warm_up(self, moe_layer: ExpertParallelMoE) -> None:
+        """Compile the kernels of a kind of layer once. Collective on GPUs, does nothing on a CPU."""
+        kind = (moe_layer.config, id(moe_layer.transport), *(tensor is None for tensor in moe_layer.weights.optional))
+        if kind not in self.plugin.warm:
+            self.plugin.warm.add(kind)
+            warm_up([moe_layer], self.sizes.num_topk)

@@ -1,0 +1,123 @@
+"""An engine's expert parameters as `ExpertWeights`, without a copy.
+
+The parameters are read as the engine's loader leaves them, before the engine would repack them for a kernel of its own.
+They stay the storage of our weights: an engine's expert load balancer moves experts by writing to them.
+Letters: L local experts, H hidden, I intermediate.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ep_moe.config import DTYPES
+from ep_moe.engines.common.weights import gate_above_up
+from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
+from ep_moe.weights import ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedFormat:
+    """How a method of an engine loads weights.
+
+    Args:
+        scheme: ours for the same numbers.
+        scale_name, bias_name: of the parameters with scales and biases, behind "w13_" and "w2_".
+        static: there are scales of activations, w13_input_scale and w2_input_scale.
+        interleaved: rows of w13 are loaded as [gate 0, up 0, gate 1, ...].
+    """
+
+    scheme: QuantScheme
+    scale_name: str = ""
+    bias_name: str = "bias"
+    static: bool = False
+    interleaved: bool = False
+
+
+def fp8_blocks(block: list[int]) -> QuantScheme:
+    """The scheme of fp8 weights with a scale per block of [rows, columns], and tokens in groups. Local."""
+    rows, columns = block
+    return get_scheme("fp8_block" if (rows, columns) == (128, 128) else f"fp8_block_{rows}x{columns}")
+
+
+def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
+    """The parameters of a layer, as views; w13 is [gate; up] in both. Local.
+
+    Args: layer: after `share_scale` if its scales are per tensor. Static scales of activations are left out.
+    Errors: ValueError for parameters that are not as the engine's loader leaves them.
+    """
+    scheme = loaded.scheme
+    w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+    for name, tensor in (("w13_weight", w13), ("w2_weight", w2)):
+        expected = scheme.weight.dtype or tensor.dtype
+        if tensor.dim() != 3 or tensor.dtype != expected or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}, expected are 3 "
+                f"dimensions of {expected}, contiguous"
+            )
+    if not scheme.weight.quantized and w13.dtype not in DTYPES.values():
+        raise ValueError(f"w13_weight is {w13.dtype}, not one of {', '.join(DTYPES)}")
+    return ExpertWeights(
+        w13=StoredMatrix(w13, scale=_scale(layer, "w13", loaded)),
+        w2=StoredMatrix(w2, scale=_scale(layer, "w2", loaded)),
+        scheme=scheme,
+        w13_bias=_bias(layer, "w13", loaded),
+        w2_bias=_bias(layer, "w2", loaded),
+    )
+
+
+def _bias(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
+    bias = getattr(layer, f"{name}_{loaded.bias_name}", None)
+    return None if bias is None else bias.data
+
+
+def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
+    """The scales of a matrix as `StoredMatrix` has them: [L] per tensor, [L, N] per channel, or in blocks; a view."""
+    if not loaded.scale_name:
+        return None
+    scale: torch.Tensor = getattr(layer, f"{name}_{loaded.scale_name}").data
+    per = loaded.scheme.weight.granularity
+    if per == "tensor":
+        return scale[:, 0] if scale.dim() == 2 else scale
+    return scale.squeeze(-1) if per == "channel" else scale
+
+
+def share_scale(layer: Any) -> None:
+    """Give both halves of w13 the larger of their scales [L, 2], as engines do; in place, nothing if they are equal.
+
+    Local, host sync.
+    """
+    scale, w13 = layer.w13_weight_scale.data, layer.w13_weight.data
+    if scale.dim() < 2 or scale.shape[1] < 2:
+        return
+    largest = scale.amax(dim=1)
+    for half, rows in enumerate(w13.chunk(2, dim=1)):
+        for expert in (scale[:, half] != largest).nonzero().flatten().tolist():
+            factor = scale[expert, half] / largest[expert]
+            rows[expert].copy_((rows[expert].float() * factor).to(rows.dtype))
+    scale.copy_(largest.unsqueeze(1).expand_as(scale))
+
+
+@dataclasses.dataclass(slots=True)
+class RowOrder:
+    """The order of the rows of w13, in parameters that an engine loads as [gate 0, up 0, gate 1, ...].
+
+    Args:
+        separated: the first column of w13 as `separate` has left it, [L, 2I]; None before the first call.
+    """
+
+    separated: torch.Tensor | None = None
+
+    def separate(self, layer: Any, loaded: LoadedFormat) -> None:
+        """Reorder w13 and its bias to [gate; up] in place, unless they are as this has left them.
+
+        Engines process weights again after a reload, which writes the checkpoint's order, and after a sleep, which may
+        write nothing. Local, host sync.
+        """
+        w13, bias = layer.w13_weight.data, _bias(layer, "w13", loaded)
+        if self.separated is not None and torch.equal(self.separated, w13[:, :, 0]):
+            return
+        for tensor in [w13] if bias is None else [w13, bias]:
+            for expert in range(tensor.shape[0]):  # one at a time: a copy of all would double the memory
+                tensor[expert : expert + 1].copy_(gate_above_up(tensor[expert : expert + 1]))
+        self.separated = w13[:, :, 0].clone()

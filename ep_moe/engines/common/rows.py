@@ -1,0 +1,81 @@
+"""Which of an engine's rows a rank sends, and how they travel.
+
+Letters: T rows on this rank, H hidden, K top-k.
+"""
+
+import dataclasses
+
+import torch
+
+from ep_moe.quant import Quantized, QuantScheme, quantize
+from ep_moe.routing import Routing, apply_weights_to_input
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowShare:
+    """The part of the engine's rows that a rank sends.
+
+    Args:
+        sharers: ranks with equal rows, which send a slice each; 1 if all rows are this rank's own.
+        rank: of this rank among them, or among those of a sequence-parallel group.
+        chunks: ranks of a sequence-parallel group, over which the engine has spread the rows already, else 1.
+    """
+
+    sharers: int = 1
+    rank: int = 0
+    chunks: int = 1
+
+    def most(self, num_rows: int) -> int:
+        """The most rows that a rank sends if its engine has `num_rows`. Local."""
+        return -(-num_rows // (self.sharers * self.chunks))
+
+    def own(self, num_rows: int) -> slice:
+        """The rows that this rank sends, of those that it is called with. Local."""
+        if self.sharers == 1:
+            return slice(0, num_rows)
+        part = -(-num_rows // self.sharers)
+        return slice(min(self.rank * part, num_rows), min((self.rank + 1) * part, num_rows))
+
+
+def rows_to_send(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    share: RowShare,
+    scheme: QuantScheme,
+    weights_on_input: bool = False,
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | Quantized, Routing]:
+    """This rank's rows and their routing, as `Transport.dispatch_send` takes them.
+
+    Args:
+        x: [T, H]. topk_ids: [T, K], -1 none. topk_weights: [T, K], any float dtype.
+        share: which rows are this rank's. scheme: of the payload.
+        weights_on_input: multiply rows by their weight; K must be 1.
+        input_scale: [1] float32, a static scale of the tokens.
+    Errors: ValueError for tensors that do not fit each other. Local, no host sync.
+    """
+    own = share.own(x.shape[0])
+    routing = Routing(
+        topk_ids=topk_ids[own].contiguous(), topk_weights=topk_weights[own].to(torch.float32).contiguous()
+    )
+    rows: torch.Tensor | Quantized = x[own]
+    if weights_on_input:
+        rows, routing = apply_weights_to_input(rows, routing)
+    if input_scale is not None and isinstance(rows, torch.Tensor):
+        return quantize(rows, scheme, static_scale=input_scale), routing
+    return rows, routing
+
+
+def whole_output(share: RowShare, own: torch.Tensor | None, output: torch.Tensor) -> None:
+    """Complete the rows of an output [T, H] that ranks with equal rows will sum: others' rows become zero.
+
+    Args: own: [own rows, H], copied into this rank's rows; None if they are there already. Local.
+    """
+    kept = share.own(output.shape[0])
+    if own is not None:
+        output[kept].copy_(own)
+    if share.sharers > 1:
+        output[: kept.start].zero_()
+        output[kept.stop :].zero_()

@@ -1,0 +1,250 @@
+"""SGLang's `invoke_fused_moe_kernel`: one of the two GEMMs, over the pairs that `moe_align_block_size` sorted.
+
+Letters: T tokens, K top-k, E experts, N and C rows and columns of a weight, M sorted pairs, Q blocks of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import custom_op
+
+from ep_moe.config import DTYPES
+from ep_moe.experts.row_gemm import RowLists, gemm_rows
+from ep_moe.functional.common import check_like, operator_arguments
+from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scheme_of
+from ep_moe.functional.sglang.configs import tiles_of
+from ep_moe.quant import Quantized, quantize
+
+_INTEGERS = (torch.int32, torch.int64)
+_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of Triton's dtypes
+
+
+class _Call(NamedTuple):
+    """The arguments of the operator: those of the call, with its config as keys and numbers."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    c: torch.Tensor
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor | None
+    b_zp: torch.Tensor | None
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+    mul_routed_weight: bool
+    top_k: int
+    keys: str
+    sizes: list[int]
+    use_fp8_w8a8: bool
+    use_int8_w8a8: bool
+    use_int8_w8a16: bool
+    use_int4_w4a16: bool
+    per_channel_quant: bool
+    block_shape: list[int] | None
+    a_use_tma: bool
+    c_sorted: bool
+    filter_expert: bool
+
+    @property
+    def flags(self) -> Flags:
+        """How B and A are stored."""
+        return Flags(
+            self.use_fp8_w8a8,
+            self.use_int8_w8a8,
+            self.use_int8_w8a16,
+            self.use_int4_w4a16,
+            self.per_channel_quant,
+            self.block_shape,
+        )
+
+
+def invoke_fused_moe_kernel(
+    A: torch.Tensor,  # noqa: N803
+    B: torch.Tensor,  # noqa: N803
+    bias: torch.Tensor | None,
+    C: torch.Tensor,  # noqa: N803
+    A_scale: torch.Tensor | None,  # noqa: N803
+    B_scale: torch.Tensor | None,  # noqa: N803
+    B_zp: torch.Tensor | None,  # noqa: N803
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    mul_routed_weight: bool,
+    top_k: int,
+    config: Mapping[str, Any],
+    compute_type: Any,
+    use_fp8_w8a8: bool,
+    use_int8_w8a8: bool,
+    use_int8_w8a16: bool,
+    use_int4_w4a16: bool,
+    per_channel_quant: bool,
+    block_shape: Sequence[int] | None = None,
+    no_combine: bool = False,
+    a_use_tma: bool = False,
+    b_use_tma: bool = False,
+    c_sorted: bool = False,
+    filter_expert: bool = True,
+) -> None:
+    """C[pair] = A[pair // top_k] @ B[expert].T + bias[expert], times the pair's weight, for all sorted pairs.
+
+    Args:
+        A: [T, C] float32, bfloat16 or float16, quantized here if a flag says so; [T * K, C] with `top_k` 1.
+        B: [E, N, C], two integers of 4 bits in a byte. bias: [E, N].
+        C: [..., N] in `compute_type`, its rows the T * K pairs; written in place.
+        A_scale: one number, static, `use_fp8_w8a8` without blocks. B_scale, B_zp, flags and `block_shape`: as
+            `w1_scale`, `w1_zp` and so on of `outplace_fused_experts`.
+        topk_weights, topk_ids: [T, K]; of the ids only their number is used.
+        sorted_token_ids: [M], pairs by expert, T * K and above where there is none. expert_ids: [Q], the expert of
+            each block of BLOCK_SIZE_M pairs, -1 for no expert. num_tokens_post_padded: [1], how many of the M count.
+        mul_routed_weight: multiply by the weights. top_k: pairs that share a row of A.
+        config: of `try_get_optimal_moe_config`; BLOCK_SIZE_M also says how pairs are sorted.
+        compute_type: Triton's or torch's name of C's dtype.
+        no_combine, b_use_tma: without meaning here: rows are stored by pair, B is read as the GPU can.
+        a_use_tma: row i of A is that of sorted_token_ids[i], since blocks of rows are read at once.
+        c_sorted: row i of C is that of sorted_token_ids[i]; the rows of no pair are not written.
+        filter_expert: rows whose expert is -1 become zeros; False leaves them as they are.
+    Errors: ValueError names the argument, its value and what is needed.
+    Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
+    operator under torch.compile.
+    """
+    del no_combine, b_use_tma
+    named = str(compute_type)
+    wanted = compute_type if isinstance(compute_type, torch.dtype) else _NAMES.get(named)
+    if wanted != C.dtype:
+        raise ValueError(f"compute_type is {named}, C {C.dtype}: both are the same, one of {', '.join(DTYPES)}")
+    keys = sorted(config)
+    for key in keys:
+        if not isinstance(config[key], int):
+            raise ValueError(f"config: {key} ({config[key]!r}) is not an integer")
+    call = _Call(
+        A,
+        B,
+        bias,
+        C,
+        A_scale,
+        B_scale,
+        B_zp,
+        topk_weights,
+        topk_ids,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        mul_routed_weight,
+        top_k,
+        " ".join(keys),
+        [int(config[key]) for key in keys],
+        use_fp8_w8a8,
+        use_int8_w8a8,
+        use_int8_w8a16,
+        use_int4_w4a16,
+        per_channel_quant,
+        None if block_shape is None else list(block_shape),
+        a_use_tma,
+        c_sorted,
+        filter_expert,
+    )
+    (_op if torch.compiler.is_compiling() else _compute)(*call)
+
+
+def _compute(*arguments: Any) -> None:
+    call = _Call(*arguments)
+    config = dict(zip(call.keys.split(), call.sizes, strict=True))
+    given = GivenWeight("B", call.b, "B_scale", call.b_scale, "B_zp", call.b_zp, "A_scale", call.a_scale)
+    scheme = scheme_of(call.flags, [given])
+    if call.a.dim() != 2 or call.a.dtype not in DTYPES.values() or call.b.dim() != 3:
+        raise ValueError(f"A is {tuple(call.a.shape)} {call.a.dtype}, B {tuple(call.b.shape)}; [rows, C] and [E, N, C]")
+    shape = (*call.b.shape[:2], call.a.shape[1])
+    weight = matrix_of(given, scheme, call.flags, shape, call.a.dtype)
+    if call.bias is not None:
+        check_like(call.bias, "bias", shape[:2], tuple(DTYPES.values()))
+    tiles = tiles_of(config, scheme, call.c.dtype, call.a.device, gated=False)
+    c = _rows_of(call.c, shape[1])
+    lists = _lists(call, config["BLOCK_SIZE_M"], shape[0], c.shape[0])
+    tokens: torch.Tensor | Quantized = call.a
+    if scheme.payload.quantized:
+        tokens = quantize(call.a, scheme, static_scale=None if call.a_scale is None else _one(call.a_scale))
+    elif call.a.dtype != c.dtype:
+        raise ValueError(f"A is {call.a.dtype}, C {c.dtype}: both are the same unless tokens are quantized")
+    gemm_rows(tokens, lists, weight, scheme, bias=call.bias, out=c, tiles=tiles)
+    if c.data_ptr() != call.c.data_ptr():
+        call.c.copy_(c.view(call.c.shape))
+
+
+def _one(scale: torch.Tensor) -> torch.Tensor:
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"A_scale is {tuple(scale.shape)} {scale.dtype}; one float32 number needed")
+    return scale.reshape(1)
+
+
+def _rows_of(c: torch.Tensor, columns: int) -> torch.Tensor:
+    """C as contiguous rows: a view, or a copy that is copied back."""
+    if c.dim() < 2 or c.shape[-1] != columns or c.dtype not in DTYPES.values():
+        raise ValueError(f"C is {tuple(c.shape)} {c.dtype}; rows of {columns} in one of {', '.join(DTYPES)} needed")
+    return c.reshape(-1, columns) if c.is_contiguous() else c.contiguous().view(-1, columns)
+
+
+def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists:
+    """The pairs of each expert, and which rows of C are of no expert."""
+    pairs, blocks, num_pairs = call.sorted_token_ids, call.expert_ids, call.topk_ids.numel()
+    device, most = pairs.device, pairs.shape[0]
+    for name, tensor in (("sorted_token_ids", pairs), ("expert_ids", blocks)):
+        if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; one dimension of int32 needed")
+    if blocks.shape[0] * block < most:
+        raise ValueError(f"expert_ids has {blocks.shape[0]} blocks of {block}; sorted_token_ids has {most} pairs")
+    if call.topk_weights.numel() != num_pairs:
+        shapes = f"topk_weights are {tuple(call.topk_weights.shape)}, topk_ids {tuple(call.topk_ids.shape)}"
+        raise ValueError(f"{shapes}; the same needed")
+    if call.top_k < 1:
+        raise ValueError(f"top_k ({call.top_k}) must be at least 1")
+    needed = most if call.a_use_tma else -(-num_pairs // call.top_k)
+    if call.a.shape[0] < needed:
+        raise ValueError(f"A has {call.a.shape[0]} rows; {needed} needed for {num_pairs} pairs and top_k {call.top_k}")
+    needed = most if call.c_sorted else num_pairs
+    if num_rows < needed:
+        raise ValueError(f"C has {num_rows} rows; {needed} needed")
+    place = torch.arange(most, device=device)
+    expert = blocks.repeat_interleave(block)[:most].long()
+    valid = (place < call.num_tokens_post_padded) & (pairs >= 0) & (pairs < num_pairs)
+    named = valid & (expert >= 0) & (expert < num_experts)
+    key = torch.where(named, expert, num_experts)
+    order = torch.sort(key, stable=True).indices
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(0, key, torch.ones_like(key))
+    starts = counts.cumsum(0) - counts
+    pair = pairs.long().clamp(0, max(num_pairs - 1, 0))
+    source = place if call.a_use_tma else pair // call.top_k
+    target = place if call.c_sorted else pair
+    zeros = None
+    if call.filter_expert:
+        zeros = torch.zeros(num_rows + 1, dtype=torch.bool, device=device)
+        zeros[torch.where(valid & ~named, target, num_rows)] = True
+        zeros = zeros[:-1]
+    return RowLists(
+        expert_row_start=starts[:-1].int(),
+        expert_num_tokens=counts[:-1].int(),
+        source=source[order].int(),
+        target=target[order].int(),
+        factor=call.topk_weights.reshape(-1).float()[pair[order]] if call.mul_routed_weight else None,
+        zeros=zeros,
+        expected_rows=max(-(-num_pairs // num_experts), 1),
+    )
+
+
+_op = custom_op(
+    "ep_moe::invoke_fused_moe_kernel",
+    _compute,
+    mutates_args=("c",),
+    schema=f"({operator_arguments(_Call, 'c')}) -> ()",
+)
+
+
+@_op.register_fake
+def _fake(*arguments: Any) -> None:
+    """It returns nothing; the real call checks its arguments."""
+    del arguments

@@ -1,0 +1,392 @@
+"""vLLM's batched experts: `BatchedTritonExperts`, and `NaiveBatchedExperts`, which torch computes.
+
+Letters: E experts, C rows of an expert, T tokens, H hidden, I intermediate, K top-k, G scale groups.
+"""
+
+import dataclasses
+import functools
+import math
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import custom_op
+
+from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
+from ep_moe.experts import Experts, ReferenceExperts
+from ep_moe.functional.common import experts_for, kept_weights, operator_arguments
+from ep_moe.functional.formats import is_view, matrix_of
+from ep_moe.functional.vllm.config import FusedMoEActivationFormat, FusedMoEQuantConfig, used_flag
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
+from ep_moe.layout import Batched
+from ep_moe.quant import QuantScheme, TensorFormat
+from ep_moe.weights import ExpertWeights
+
+Shape = tuple[int, ...]
+
+
+class BatchedCall(NamedTuple):
+    """The arguments of the operator."""
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    activation: str
+    w1_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
+    w1_zp: torch.Tensor | None
+    w2_zp: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    expert_num_tokens: torch.Tensor
+    flag: str | None
+    per_act_token_quant: bool
+    block_shape: list[int] | None
+    naive: bool
+    expected_rows: int
+
+
+class _BatchedExperts:
+    """What both classes share; a call computes w2 @ act(w1 @ x) for every row of every expert."""
+
+    _naive = False
+    max_num_tokens: int
+    num_dispatchers: int
+    quant_config: FusedMoEQuantConfig
+
+    def _set(
+        self, max_num_tokens: int, num_dispatchers: int, flags: dict[str, bool], config: FusedMoEQuantConfig
+    ) -> None:
+        for name, number in (("max_num_tokens", max_num_tokens), ("num_dispatchers", num_dispatchers)):
+            if number < 1:
+                raise ValueError(f"{name} ({number}) must be at least 1")
+        self.max_num_tokens, self.num_dispatchers, self.quant_config = max_num_tokens, num_dispatchers, config
+        self._flag = used_flag(flags)
+        for name, value in flags.items():
+            setattr(self, name, value)
+
+    @property
+    def quant_dtype(self) -> torch.dtype | None:
+        """The dtype of quantized activations."""
+        return self.quant_config.quant_dtype
+
+    @property
+    def per_act_token_quant(self) -> bool:
+        """Whether each token has a scale."""
+        return self.quant_config.per_act_token_quant
+
+    @property
+    def block_shape(self) -> list[int] | None:
+        """[rows, columns] of a block of weights."""
+        return self.quant_config.block_shape
+
+    @property
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        """BatchedExperts, of input and output."""
+        return FusedMoEActivationFormat.BatchedExperts, FusedMoEActivationFormat.BatchedExperts
+
+    def supports_chunking(self) -> bool:
+        """False: rows of an expert lie `max_num_tokens` times `num_dispatchers` apart."""
+        return False
+
+    def supports_expert_map(self) -> bool:
+        """True: `BatchedPrepareAndFinalize` applies the map, and rows come by local expert."""
+        return True
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        w1_scale: torch.Tensor | None,
+        w2_scale: torch.Tensor | None,
+        w1_zp: torch.Tensor | None,
+        w2_zp: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_num_tokens: torch.Tensor | None,
+    ) -> None:
+        """Compute all experts.
+
+        Args:
+            output: [E, C, H] float32, bfloat16 or float16, written; may lie in `workspace13`.
+            hidden_states: [E, C, H] in the dtype of `output`, or as the flags say, with `a1q_scale`, as of
+                `batched_moe_kernel_quantize_input`.
+            w1, w2: [E, 2I, H], rows [gate; up], and [E, H, I]; of 4 bits two in a byte, the first in the low bits.
+            topk_ids: [T, K], of which only the shape is read, with `global_num_experts`: the rows to expect.
+            activation: "silu" or "gelu" (erf). expert_map: not read, rows come by local expert.
+            w1_scale, w2_scale, w1_zp, w2_zp: as B_scale and B_zp of `invoke_moe_batched_triton_kernel`.
+            a2_scale: static scale of the intermediate, one number or one for each expert, if scales are per tensor.
+            workspace13, workspace2: not read; kernels allocate what they need.
+            expert_num_tokens: [>= E] integers; rows of `output` that are no token are not written.
+        Errors: ValueError names the argument, its value and what is needed.
+        Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
+        operator under torch.compile.
+        """
+        del expert_map, workspace13, workspace2
+        if expert_num_tokens is None:
+            raise ValueError(f"expert_num_tokens is None; [{w1.shape[0]}] integers needed")
+        if global_num_experts < w1.shape[0]:
+            raise ValueError(f"global_num_experts ({global_num_experts}) is less than the {w1.shape[0]} experts of w1")
+        rows = math.ceil(topk_ids.numel() * self.num_dispatchers / global_num_experts)
+        call = BatchedCall(
+            output,
+            hidden_states,
+            w1,
+            w2,
+            activation,
+            w1_scale,
+            w2_scale,
+            w1_zp,
+            w2_zp,
+            a1q_scale,
+            a2_scale,
+            expert_num_tokens,
+            self._flag,
+            self.per_act_token_quant,
+            self.block_shape,
+            self._naive,
+            max(rows, 1),
+        )
+        if torch.compiler.is_compiling():
+            _experts_op(*call)
+        else:
+            compute(call)
+
+
+class BatchedTritonExperts(_BatchedExperts):
+    """Kernels on a GPU, torch on a CPU.
+
+    Args:
+        max_num_tokens: of a dispatcher. num_dispatchers: ranks whose tokens come.
+        use_fp8_w8a8, use_int8_w8a8: both weights and tokens; scales by `block_shape` [n, k], per token and weight row
+            with `per_act_token_quant`, else per tensor (weights also per row, if `w1_scale` is of rows).
+        use_int8_w8a16, use_int4_w4a16: weights alone, per row, or with `block_shape` [0, k] in groups.
+    Errors: ValueError for sizes below 1 and flags that do not go together.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        num_dispatchers: int,
+        use_fp8_w8a8: bool = False,
+        use_int8_w8a8: bool = False,
+        use_int8_w8a16: bool = False,
+        use_int4_w4a16: bool = False,
+        per_act_token_quant: bool = False,
+        block_shape: list[int] | None = None,
+    ) -> None:
+        flags = _flags(use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16)
+        config = FusedMoEQuantConfig.make(**flags, per_act_token_quant=per_act_token_quant, block_shape=block_shape)
+        self._set(max_num_tokens, num_dispatchers, flags, config)
+
+    def workspace_shapes(
+        self,
+        a: torch.Tensor,
+        aq: torch.Tensor,
+        M: int,  # noqa: N803 - vLLM's names
+        N: int,  # noqa: N803
+        K: int,  # noqa: N803
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+    ) -> tuple[Shape, Shape, Shape, torch.dtype]:
+        """vLLM's shapes of workspace13, workspace2 and the output, and their dtype; `apply` needs the output alone.
+
+        Args: a: [T, H], for its dtype. N, K: 2I and H. The others are not read.
+        Errors: ValueError for another `a`. Local.
+        """
+        del aq, M, topk, global_num_experts
+        _check_tokens(a)
+        rows = self.max_num_tokens * self.num_dispatchers
+        output = (local_num_experts, rows, K)
+        return (local_num_experts, rows, max(K, N)), (local_num_experts, rows, N // 2), output, a.dtype
+
+
+class NaiveBatchedExperts(_BatchedExperts):
+    """A reference, by torch everywhere: everything is dequantized, and the intermediate is not quantized.
+
+    On a GPU it reads counts back to the host; while a CUDA graph is captured it computes all rows instead, and writes
+    those that are no token too. Args and errors: as of `BatchedTritonExperts`, in another order.
+    """
+
+    _naive = True
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        num_dispatchers: int,
+        use_fp8_w8a8: bool = False,
+        use_int8_w8a8: bool = False,
+        use_int8_w8a16: bool = False,
+        use_int4_w4a16: bool = False,
+        block_shape: list[int] | None = None,
+        per_act_token_quant: bool = False,
+    ) -> None:
+        flags = _flags(use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16)
+        config = FusedMoEQuantConfig.make(**flags, per_act_token_quant=per_act_token_quant, block_shape=block_shape)
+        self._set(max_num_tokens, num_dispatchers, flags, config)
+
+    def workspace_shapes(
+        self,
+        a: torch.Tensor,
+        aq: torch.Tensor,
+        M: int,  # noqa: N803 - vLLM's names
+        N: int,  # noqa: N803
+        K: int,  # noqa: N803
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+    ) -> tuple[Shape, Shape, Shape, torch.dtype]:
+        """As of `BatchedTritonExperts`, with vLLM's shapes for this class."""
+        del aq, M, topk, global_num_experts
+        _check_tokens(a)
+        rows = self.max_num_tokens * self.num_dispatchers
+        output = (local_num_experts, rows, K)
+        return output, (rows, N), output, a.dtype
+
+    def dequant(self, t: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """t [rows, columns] times its scales, float32: one for all, one for each row, or one for each block.
+
+        Errors: ValueError if activations are not quantized. Local.
+        """
+        if not self.quant_config.is_quantized:
+            raise ValueError(f"quant_dtype ({self.quant_dtype}) is None, so there is nothing to dequantize")
+        if self.block_shape is not None:
+            for axis, (size, block) in enumerate(zip(t.shape[-2:], self.block_shape, strict=True)):
+                if scale.shape[axis - 2] not in (1, size):
+                    scale = scale.repeat_interleave(block, dim=axis - 2).narrow(axis - 2, 0, size)
+        return t.float() * scale
+
+
+def _flags(use_fp8_w8a8: bool, use_int8_w8a8: bool, use_int8_w8a16: bool, use_int4_w4a16: bool) -> dict[str, bool]:
+    return {
+        "use_fp8_w8a8": use_fp8_w8a8,
+        "use_int8_w8a8": use_int8_w8a8,
+        "use_int8_w8a16": use_int8_w8a16,
+        "use_int4_w4a16": use_int4_w4a16,
+    }
+
+
+def _check_tokens(a: torch.Tensor) -> None:
+    if a.dim() != 2:
+        raise ValueError(f"a is {tuple(a.shape)}; [tokens, hidden] needed")
+
+
+@functools.cache
+def _activation(name: str) -> ActivationConfig:
+    if name not in ("silu", "gelu"):
+        raise ValueError(f"activation ({name!r}) is not one of silu, gelu")
+    return ActivationConfig(kind=ActivationKind(name))
+
+
+@functools.cache
+def _unrounded(scheme: QuantScheme) -> QuantScheme:
+    """The scheme with an intermediate that is not quantized."""
+    if not scheme.activation.quantized:
+        return scheme
+    return dataclasses.replace(scheme, name=f"{scheme.name}, intermediate as it is", activation=TensorFormat())
+
+
+def _static(call: BatchedCall, rows: RowFormat, experts: int) -> torch.Tensor | None:
+    """The static scale of the intermediate, for each expert."""
+    scale = call.a2_scale
+    if scale is None or call.naive:
+        return None
+    if rows.per != "tensor":
+        what = call.flag or "no use_* flag"
+        raise ValueError(f"a2_scale is given; {what} with scales per {rows.per} takes none")
+    if scale.dtype != torch.float32 or scale.numel() not in (1, experts):
+        raise ValueError(f"a2_scale is {tuple(scale.shape)} {scale.dtype}; 1 or {experts} float32 numbers needed")
+    return scale.reshape(-1).expand(experts).contiguous()
+
+
+def weights_of(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertWeights:
+    """The weights of a call, checked. Errors: ValueError. Local."""
+    experts, hidden = call.w1.shape[0], call.output.shape[2]
+    intermediate, odd = divmod(call.w1.shape[1], 2)
+    if odd or call.w1.dim() != 3:
+        raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, 2 * intermediate, hidden] needed")
+    shapes = {"w1": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    flags, dtype = flags_of(call.flag, call.block_shape), call.output.dtype
+    w13, w2 = (matrix_of(given_weight(call, name), scheme, flags, shape, dtype) for name, shape in shapes.items())
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w2_input_scale=_static(call, rows, experts))
+
+
+def compute(call: BatchedCall) -> None:
+    """The call, checked. Errors: ValueError. Local."""
+    x, output = call.hidden_states, call.output
+    experts = call.w1.shape[0]
+    if output.dim() != 3 or output.shape[0] != experts or output.dtype not in DTYPES.values():
+        found = f"{tuple(output.shape)} {output.dtype}"
+        raise ValueError(f"output is {found}; [{experts}, rows, hidden] of {', '.join(DTYPES)} needed")
+    if call.expert_num_tokens.dim() != 1 or call.expert_num_tokens.shape[0] < experts:
+        raise ValueError(f"expert_num_tokens is {tuple(call.expert_num_tokens.shape)}; at least [{experts}] needed")
+    scaled = {"use_fp8_w8a8": torch.float8_e4m3fn, "use_int8_w8a8": torch.int8}.get(call.flag or "")
+    rows = RowFormat.of(scaled, call.per_act_token_quant and scaled is not None, call.block_shape)
+    needed = rows.dtype or output.dtype
+    if x.shape != output.shape or x.dtype != needed:
+        what = call.flag or "no use_* flag"
+        raise ValueError(
+            f"hidden_states are {tuple(x.shape)} {x.dtype}; {tuple(output.shape)} {needed} needed with {what}"
+        )
+    height = x.shape[1]
+    scale = None
+    if scaled is not None:
+        scale = row_scales(call.a1q_scale, "a1q_scale", (experts, height, rows.groups(x.shape[2])), rows.per)
+    elif call.a1q_scale is not None:
+        raise ValueError(f"a1q_scale is given, {call.flag or 'no use_* flag'} takes none")
+    activation = _activation(call.activation)
+    weights_given = given_weight(call, "w1"), given_weight(call, "w2")
+    scheme = scheme_of(call.flag, rows, call.block_shape, *weights_given)
+    scheme = _unrounded(scheme) if call.naive else scheme
+    make = functools.partial(weights_of, call, rows, scheme)
+    if call.a2_scale is None and all(is_view(given, scheme) for given in weights_given):
+        tensors = call.w1, call.w1_scale, call.w2, call.w2_scale
+        key = scheme.name, output.shape[2], output.dtype
+        weights = kept_weights("vllm", threading.get_ident()).get(tensors, key, make)
+    else:
+        weights = make()
+    batch = Batched(
+        x=x,
+        scale=scale,
+        scheme=scheme,
+        dtype=output.dtype,
+        expert_row_start=torch.arange(experts, dtype=torch.int32, device=x.device) * height,
+        expert_num_tokens=call.expert_num_tokens[:experts].to(torch.int32),
+        row_index=None,
+        expected_rows=min(call.expected_rows, max(height, 1)),
+    )
+    own: Experts
+    if call.naive:
+        every_row = output.is_cuda and torch.cuda.is_current_stream_capturing()
+        own = ReferenceExperts(activation, every_row=every_row)
+    else:
+        own = experts_for(activation, scheme, x.device)
+    own(batch, weights, out=output)
+
+
+def _experts(*arguments: Any) -> None:
+    compute(BatchedCall(*arguments))
+
+
+def _experts_fake(*arguments: Any) -> None:
+    """It returns nothing; the real call checks its arguments."""
+    del arguments
+
+
+_experts_op = custom_op(
+    "ep_moe::batched_experts",
+    _experts,
+    mutates_args=("output",),
+    schema=f"({operator_arguments(BatchedCall, 'output')}) -> ()",
+)
+_experts_op.register_fake(_experts_fake)

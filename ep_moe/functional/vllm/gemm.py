@@ -1,0 +1,173 @@
+"""`invoke_moe_batched_triton_kernel`: one GEMM of every expert's rows.
+
+Letters: E experts, C rows of an expert, K columns that the GEMM reduces over, N those of its result, G scale groups.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import custom_op
+
+from ep_moe.config import DTYPES
+from ep_moe.experts.row_gemm import RowLists, gemm_rows
+from ep_moe.functional.common import operator_arguments
+from ep_moe.functional.formats import matrix_of
+from ep_moe.functional.sglang.configs import tiles_of
+from ep_moe.functional.vllm.config import used_flag
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
+from ep_moe.functional.vllm.quantize import no_token
+from ep_moe.quant import Quantized
+
+_TRITON_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class GemmCall(NamedTuple):
+    """The arguments of the operator."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    expert_num_tokens: torch.Tensor
+    dtype: torch.dtype
+    A_scale: torch.Tensor | None
+    B_scale: torch.Tensor | None
+    B_zp: torch.Tensor | None
+    flag: str | None
+    per_act_token_quant: bool
+    block_shape: list[int] | None
+    keys: str
+    sizes: list[int]
+
+
+def invoke_moe_batched_triton_kernel(
+    A: torch.Tensor,  # noqa: N803 - vLLM's names
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    expert_num_tokens: torch.Tensor,
+    compute_type: Any,
+    A_scale: torch.Tensor | None,  # noqa: N803
+    B_scale: torch.Tensor | None,  # noqa: N803
+    B_zp: torch.Tensor | None,  # noqa: N803
+    use_fp8_w8a8: bool,
+    use_int8_w8a16: bool,
+    use_int4_w4a16: bool,
+    config: Mapping[str, int],
+    per_act_token_quant: bool,
+    block_shape: list[int] | None = None,
+) -> None:
+    """C[e, :n] = A[e, :n] @ B[e].T for the n tokens of every expert e; other rows of C are not written.
+
+    Args:
+        A: [E, C, K] in `compute_type`; e4m3 with `use_fp8_w8a8`; int8 is multiplied by int8 B, without a flag.
+        B: [E, N, K], or [E, N, K / 2] with `use_int4_w4a16`, the first of two in the low bits.
+        C: [E, C, N] float32, bfloat16 or float16, any strides. expert_num_tokens: [>= E] integers.
+        compute_type: of triton.language or torch: float32, bfloat16 or float16, to which results are rounded.
+        A_scale: float32: one number or one for each expert; with `per_act_token_quant` [E, C, 1]; with `block_shape`
+            [n, k] [E, C, K / k].
+        B_scale: [E], [E, N, 1], or [E, N / n, K / k]. For weights alone [E, N, 1], or with `block_shape` [0, k]
+            [E, N, K / k], of unsigned integers around `B_zp`, else 128 and 8, or of int8.
+        B_zp: zero points of weights alone in groups; of 4 bits those of two rows in a byte.
+        config: sizes of the kernels' tiles, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K and others that vLLM's files have;
+            steps and stages are cut to what the scales and the GPU take.
+    Errors: ValueError names the argument, its value and what is needed.
+    Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
+    operator under torch.compile.
+    """
+    flags = {
+        "use_fp8_w8a8": use_fp8_w8a8,
+        "use_int8_w8a16": use_int8_w8a16,
+        "use_int4_w4a16": use_int4_w4a16,
+    }
+    dtype = _TRITON_NAMES.get(str(compute_type), compute_type)
+    if dtype not in DTYPES.values():
+        raise ValueError(f"compute_type ({compute_type}) is not one of {', '.join(DTYPES)}")
+    scales = A_scale, B_scale, B_zp
+    call = GemmCall(
+        A,
+        B,
+        C,
+        expert_num_tokens,
+        dtype,
+        *scales,
+        used_flag(flags),
+        per_act_token_quant,
+        block_shape,
+        " ".join(config),
+        [int(size) for size in config.values()],
+    )
+    if torch.compiler.is_compiling():
+        _gemm_op(*call)
+    else:
+        compute(call)
+
+
+def compute(call: GemmCall) -> None:
+    """The call, checked. Local."""
+    A, B, C = call.A, call.B, call.C  # noqa: N806
+    if A.dim() != 3 or C.dim() != 3 or A.shape[:2] != C.shape[:2] or C.shape[2] != B.shape[1]:
+        raise ValueError(
+            f"A is {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}; [E, rows, K], [E, N, K] and [E, rows, N] "
+            "needed"
+        )
+    experts, height, width = A.shape
+    if call.expert_num_tokens.dim() != 1 or call.expert_num_tokens.shape[0] < experts:
+        raise ValueError(f"expert_num_tokens is {tuple(call.expert_num_tokens.shape)}; at least [{experts}] needed")
+    if C.dtype not in DTYPES.values():
+        raise ValueError(f"C is {C.dtype}, not one of {', '.join(DTYPES)}")
+    scaled = call.flag == "use_fp8_w8a8" or (call.flag is None and A.dtype == torch.int8)
+    flag = "use_int8_w8a8" if scaled and call.flag is None else call.flag
+    kind = (torch.int8 if flag == "use_int8_w8a8" else torch.float8_e4m3fn) if scaled else None
+    rows = RowFormat.of(kind, call.per_act_token_quant and scaled, call.block_shape)
+    given = given_weight(call, "B")
+    scheme = scheme_of(flag, rows, call.block_shape, given)
+    needed = rows.dtype or call.dtype
+    if A.dtype != needed:
+        what = f"with {flag}" if scaled else f"with compute_type {call.dtype}"
+        raise ValueError(f"A is {A.dtype}; {needed} needed {what}")
+    if not scaled and call.A_scale is not None:
+        raise ValueError(f"A_scale is given, {flag or 'no use_* flag'} takes none")
+    matrix = matrix_of(given, scheme, flags_of(flag, call.block_shape), (experts, B.shape[1], width), call.dtype)
+    config = {"GROUP_SIZE_M": 1} | dict(zip(call.keys.split(), call.sizes, strict=True))
+    tiles = tiles_of(config, scheme, call.dtype, A.device, gated=False)
+    values = A.reshape(-1, width)
+    x: torch.Tensor | Quantized = values
+    if scaled:
+        scale = row_scales(call.A_scale, "A_scale", (experts, height, rows.groups(width)), rows.per)
+        x = Quantized(values=values, scale=scale.reshape(values.shape[0], -1), scheme=scheme)
+    place = torch.arange(experts * height, dtype=torch.int32, device=A.device)
+    lists = RowLists(
+        expert_row_start=place[::height].contiguous() if height else place.new_zeros(experts),
+        expert_num_tokens=call.expert_num_tokens[:experts].to(torch.int32),
+        source=place,
+        target=place,
+        expected_rows=max(height, 1),
+    )
+    direct = C.is_contiguous() and C.dtype == call.dtype
+    out = (
+        C.view(-1, C.shape[2])
+        if direct
+        else torch.empty(values.shape[0], C.shape[2], dtype=call.dtype, device=C.device)
+    )
+    gemm_rows(x, lists, matrix, scheme, out=out, tiles=tiles)
+    if not direct:
+        empty = no_token(call.expert_num_tokens, experts, height).unsqueeze(2)
+        C.copy_(torch.where(empty, C, out.view(C.shape).to(C.dtype)))
+
+
+def _gemm(*arguments: Any) -> None:
+    compute(GemmCall(*arguments))
+
+
+def _gemm_fake(*arguments: Any) -> None:
+    """It returns nothing; the real call checks its arguments."""
+    del arguments
+
+
+_gemm_op = custom_op(
+    "ep_moe::batched_gemm",
+    _gemm,
+    mutates_args=("C",),
+    schema=f"({operator_arguments(GemmCall, 'C')}) -> ()",
+)
+_gemm_op.register_fake(_gemm_fake)

@@ -1,0 +1,129 @@
+"""`batched_moe_kernel_quantize_input`: rows of every expert as the next GEMM takes them.
+
+Letters: E experts, C rows of an expert, W columns, G scale groups of a row.
+"""
+
+import torch
+from torch.library import custom_op
+
+from ep_moe.config import DTYPES
+from ep_moe.functional.vllm.formats import RowFormat
+from ep_moe.quant import quantize, quantize_weight
+from ep_moe.quant.scaled import LARGEST
+
+
+def batched_moe_kernel_quantize_input(
+    A: torch.Tensor,  # noqa: N803 - vLLM's names
+    A_scale: torch.Tensor | None,  # noqa: N803
+    num_tokens: int,
+    E: int,  # noqa: N803
+    N: int,  # noqa: N803
+    expert_num_tokens: torch.Tensor,
+    qtype: torch.dtype | None,
+    per_act_token_quant: bool,
+    block_shape: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantize the tokens of every expert.
+
+    Args:
+        A: [E, C, W] float32, bfloat16 or float16; rows that are no token may hold anything.
+        A_scale: static scales in place of those of the data: one number, one for each expert, or with
+            `per_act_token_quant` one for each row; None with `block_shape`.
+        num_tokens: C. N: not read. expert_num_tokens: [>= E] integers, tokens of each expert, its first rows.
+        qtype: torch.float8_e4m3fn, torch.int8 or None. per_act_token_quant, block_shape: as of `FusedMoEQuantConfig`.
+    Returns: values [E, C, W] in `qtype`, undefined in rows that are no token; scales float32, [E, C, 1], [E, C, G] or
+    [E, 1, 1], 0 where there is no token. With `qtype` None: A, and A_scale as three dimensions.
+    Errors: ValueError names the argument, its value and what is needed.
+    Local, on the current stream; no host sync, safe in CUDA graphs, an operator under torch.compile.
+    """
+    del N
+    rows = RowFormat.of(qtype, per_act_token_quant, block_shape)
+    if A.dim() != 3 or A.shape[0] != E or A.shape[1] != num_tokens:
+        raise ValueError(f"A is {tuple(A.shape)}; [E ({E}), num_tokens ({num_tokens}), columns] needed")
+    if qtype is None:
+        return A, None if A_scale is None else normalized(A_scale, "A_scale", E)
+    if A.dtype not in DTYPES.values():
+        raise ValueError(f"A is {A.dtype}, not one of {', '.join(DTYPES)}")
+    if expert_num_tokens.dim() != 1 or expert_num_tokens.shape[0] < E:
+        raise ValueError(f"expert_num_tokens is {tuple(expert_num_tokens.shape)}; at least [{E}] needed")
+    if A_scale is not None and rows.per == "group":
+        raise ValueError(f"A_scale is given, block_shape ({block_shape}) scales groups as they come")
+    run = _quantize_op if torch.compiler.is_compiling() else quantize_batched
+    values, scale = run(A, A_scale, expert_num_tokens, qtype, per_act_token_quant, block_shape)
+    return values, scale
+
+
+def normalized(scale: torch.Tensor, name: str, experts: int) -> torch.Tensor:
+    """Scales in three dimensions: those of each expert's rows, or one number for all. Errors: ValueError. Local."""
+    if scale.dim() == 3:
+        return scale
+    if scale.numel() == 1:
+        return scale.reshape(1, 1, 1).expand(experts, 1, 1)
+    if scale.numel() % experts or (scale.dim() == 2 and scale.shape[0] % experts):
+        raise ValueError(f"{name} is {tuple(scale.shape)}; one number, or rows of {experts} experts needed")
+    return scale.reshape(experts, -1, scale.shape[-1] if scale.dim() == 2 else 1)
+
+
+def no_token(expert_num_tokens: torch.Tensor, experts: int, rows: int) -> torch.Tensor:
+    """A bool mask [E, C] of the rows that are no token. Local, no host sync."""
+    place = torch.arange(rows, device=expert_num_tokens.device)
+    return place >= expert_num_tokens[:experts, None]
+
+
+def divided(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x / scale, rounded to `dtype`; `scale` broadcasts against x. Local."""
+    largest = LARGEST[dtype]
+    numbers = (x.float() / scale).clamp_(-largest, largest)
+    return (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
+
+
+def quantize_batched(
+    A: torch.Tensor,  # noqa: N803
+    A_scale: torch.Tensor | None,  # noqa: N803
+    expert_num_tokens: torch.Tensor,
+    qtype: torch.dtype,
+    per_act_token_quant: bool,
+    block_shape: list[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`batched_moe_kernel_quantize_input` for arguments that are checked. Local."""
+    rows = RowFormat.of(qtype, per_act_token_quant, block_shape)
+    experts, height, width = A.shape
+    shape = rows.scale_shape(experts, height, width)
+    empty = no_token(expert_num_tokens, experts, height)
+    without = empty.all(1)[:, None, None] if rows.per == "tensor" else empty.unsqueeze(2)
+    if A_scale is not None:
+        scale = normalized(A_scale, "A_scale", experts)
+        if scale.shape[2] != 1 or scale.shape[1] not in (1, shape[1]):
+            raise ValueError(f"A_scale is {tuple(A_scale.shape)}; one number, or {shape} needed")
+        values = divided(A, scale, qtype)
+    elif rows.per == "tensor":
+        stored = quantize_weight(A.masked_fill(empty.unsqueeze(2), 0), rows.scheme("tensor"))
+        assert stored.scale is not None
+        values, scale = stored.values, stored.scale.reshape(shape)
+    else:
+        found = quantize(A.reshape(-1, width), rows.scheme())
+        values, scale = found.values.view(A.shape), found.scale.reshape(shape)
+    return values, scale.expand(shape).masked_fill(without, 0).contiguous()
+
+
+def _quantize_fake(
+    A: torch.Tensor,  # noqa: N803
+    A_scale: torch.Tensor | None,  # noqa: N803
+    expert_num_tokens: torch.Tensor,
+    qtype: torch.dtype,
+    per_act_token_quant: bool,
+    block_shape: list[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = RowFormat.of(qtype, per_act_token_quant, block_shape)
+    scale = A.new_empty(rows.scale_shape(*A.shape), dtype=torch.float32)
+    return torch.empty_like(A, dtype=qtype, memory_format=torch.contiguous_format), scale
+
+
+_quantize_op = custom_op(
+    "ep_moe::batched_quantize",
+    quantize_batched,
+    mutates_args=(),
+    schema="(Tensor A, Tensor? A_scale, Tensor expert_num_tokens, ScalarType qtype, bool per_act_token_quant, "
+    "int[]? block_shape) -> (Tensor, Tensor)",
+)
+_quantize_op.register_fake(_quantize_fake)

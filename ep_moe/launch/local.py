@@ -1,0 +1,231 @@
+"""Starts ranks on this machine, reports the first failure and ends the other ranks.
+
+The launcher serves the store through which the ranks join, so that the store outlives any rank, and writes deaths to it
+for the surviving ranks. Ranks are forked by a server that has torch loaded, so that a second launch takes 0.1 s.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_any
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import GroupConfig
+from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, serve_store
+from ep_moe.launch.outcomes import Failure, Outcomes, describe
+from ep_moe.launch.rank import Target, run_rank
+from ep_moe.launch.signals import held_back, terminable
+
+HOST = "127.0.0.1"  # all ranks are on this machine
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
+EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
+
+
+def launch(
+    target: Target,
+    *args: Any,
+    num_ranks: int,
+    config: GroupConfig = DEFAULT_CONFIG,
+    device: torch.device | str | None = None,
+    env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
+    grace_secs: float = 5.0,
+) -> list[Any]:
+    """Start ranks on this machine, call `target(group, *args)` in each and return their results.
+
+    Ranks write to stderr only; they ignore SIGINT, and end when the launcher ends for any reason. Each gets its share
+    of the cores as torch threads, unless OMP_NUM_THREADS is set. A script whose own function is the target calls this
+    below `if __name__ == "__main__"`, as with multiprocessing.
+
+    Args:
+        target: a function, or its dotted name "package.module:function", which only the ranks import.
+        target, args: pickled; so are results: move CUDA tensors to the CPU before returning them.
+        num_ranks: processes; a single rank also runs in a process of its own.
+        config, device: as in `EPGroup.connect`.
+        env: environment variables of the ranks, added to this process's own; set before `target`'s module is imported,
+            unless that module is the script itself or preloaded.
+        preload: names of modules that the fork server imports once, so that the ranks need not. They see this
+            process's environment without `env`, and must not touch CUDA, which does not survive a fork. Only a
+            process's first launch, which starts the server, uses it; a module that is not found is left to the ranks.
+        grace_secs: how long the other ranks may take to end after the first failure, before SIGTERM and SIGKILL.
+    Returns: the results in rank order.
+    Errors: RankFailedError; ValueError for num_ranks below 1; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in
+    the main thread, after the ranks have been ended. Local.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks ({num_ranks}) must be at least 1")
+    if grace_secs < 0:
+        raise ValueError(f"grace_secs ({grace_secs}) must not be negative")
+    store = serve_store(HOST, 0, config.timeout_secs)
+    ranks = _Ranks(store, num_ranks, grace_secs)
+    with terminable():
+        try:
+            ranks.start((target, args, config, device), dict(os.environ) | dict(env or {}), preload)
+            return ranks.collect()
+        finally:
+            # for about a second at most
+            with held_back(signal.SIGINT, signal.SIGTERM):
+                ranks.end()
+
+
+def start_server(preload: Sequence[str] = ()) -> None:
+    """Start the server that forks ranks ahead of the first launch; it imports in the background.
+
+    Args:
+        preload: as in `launch`; without effect if the server is running already.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
+    resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT
+    with held_back(signal.SIGINT):  # on Ctrl-C during its imports the server would print a traceback
+        forkserver.ensure_running()
+
+
+class _Ranks:
+    """The processes of one launch."""
+
+    def __init__(self, store: dist.TCPStore, num_ranks: int, grace_secs: float) -> None:
+        self._store = store
+        self._num_ranks = num_ranks
+        self._outcomes = Outcomes(num_ranks, grace_secs)
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def start(self, call: tuple[Any, ...], environ: dict[str, str], preload: Sequence[str] = ()) -> None:
+        start_server(preload)
+        context = multiprocessing.get_context("forkserver")
+        payload, num_ranks = pickle.dumps(call), self._num_ranks
+        if "OMP_NUM_THREADS" not in environ:
+            environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_ranks))
+        for rank in range(num_ranks):
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": num_ranks,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": num_ranks,
+                "MASTER_ADDR": HOST,
+                "MASTER_PORT": self._store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": True,
+                "TORCHELASTIC_RESTART_COUNT": 0,
+            }
+            rank_environ = environ | {name: str(value) for name, value in place.items()}
+            receiver, sender = context.Pipe(duplex=False)
+            # the fork server has the stderr of its own start; ours reaches the child as the descriptor of a connection
+            stderr = Connection(os.dup(2), readable=False)
+            process = context.Process(
+                target=_child, args=(sender, stderr, rank_environ, payload), name=f"ep_moe-rank{rank}"
+            )
+            self._pipes.append(receiver)
+            self._processes.append(process)
+            try:
+                with _unseen_main(b"__main__" in payload):
+                    process.start()
+            except (EOFError, ConnectionError) as error:
+                names = ", ".join(preload) or "none"
+                raise RuntimeError(
+                    f"the server that forks ranks has ended, its error is on stderr (modules to preload: {names})"
+                ) from error
+            sender.close()
+            stderr.close()
+
+    def collect(self) -> list[Any]:
+        outcomes = self._outcomes
+        while not outcomes.complete():
+            pipes = [self._pipes[rank] for rank in outcomes.pending]
+            for pipe in wait_any(pipes, outcomes.secs_left):
+                self._receive(self._pipes.index(pipe))  # type: ignore[arg-type]
+        return outcomes.results()
+
+    def end(self) -> None:
+        pending = self._outcomes.pending
+        for rank, process in enumerate(self._processes):
+            if rank in pending and process.pid is not None:
+                process.terminate()
+        deadline = time.monotonic() + TERMINATE_SECS
+        for process in self._processes:
+            if process.pid is not None:
+                process.join(max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _receive(self, rank: int) -> None:
+        try:
+            outcome = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._store.set(DEATHS_KEY, self._outcomes.add_death(rank, self._how_it_died(rank)))
+            return
+        except Exception as error:  # noqa: BLE001 - whatever unpickling a foreign class may raise
+            outcome = Failure(error_type=type(error).__name__, message=f"its result cannot be unpickled: {error}")
+        self._outcomes.add(rank, outcome)
+
+    def _how_it_died(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(EXIT_CODE_SECS)
+        code = process.exitcode
+        if code is None:
+            return "closed its pipe without a result"
+        if code < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            return f"was killed by {names.get(-code, f'signal {-code}')}"
+        return f"exited with code {code} without a result"
+
+
+def _child(pipe: Connection, stderr: Connection, environ: dict[str, str], payload: bytes) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if sys.platform == "linux":
+        # the fork server is the parent; it ends with the launcher, and this rank with the fork server
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)
+    os.dup2(stderr.fileno(), 2)
+    os.dup2(2, 1)  # stdout belongs to the launcher
+    for stream in (sys.stdout, sys.stderr):
+        # whole lines, so that those of several ranks do not mix
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    try:
+        target, args, config, device = pickle.loads(payload)
+        outcome: Any = (run_rank(target, *args, config=config, device=device),)
+        data = pickle.dumps(outcome)
+    except BaseException as error:  # noqa: BLE001 - SystemExit is an outcome of this rank too
+        data = pickle.dumps(describe(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # the launcher has gone
+        pipe.send_bytes(data)
+    os._exit(0)  # an orderly exit would join backend threads that may still wait for a lost rank
+
+
+@contextlib.contextmanager
+def _unseen_main(needed: bool) -> Iterator[None]:
+    """Keep multiprocessing from running this program's main module in every rank, unless the payload needs it."""
+    main = sys.modules["__main__"]
+    if not needed:
+        sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,60 @@
+"""Runs one rank in this process."""
+
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ep_moe.config import GroupConfig
+from ep_moe.group import DEFAULT_CONFIG, EPGroup
+from ep_moe.launch.outcomes import describe
+
+# The group aborts a hung NCCL communicator itself and names the rank; torch's watchdog would kill the process without
+# naming one. After an error the watchdog sleeps for four times the last setting, and the process cannot end meanwhile.
+NCCL_DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+}
+
+# a worker entry point: a function, or its dotted name "package.module:function", which only the ranks import
+Target = Callable[..., Any] | str
+
+
+def run_rank(
+    target: Target,
+    *args: Any,
+    config: GroupConfig = DEFAULT_CONFIG,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Run one rank in this process: make the group that the environment describes and call `target(group, *args)`.
+
+    For ranks that torchrun, srun, Ray or the like has started; `launch` uses it for its own.
+
+    Args:
+        target: a function, or its dotted name "package.module:function".
+        config, device: as in `EPGroup.from_env`.
+    Returns: the result of `target`.
+    Errors: those of `target`, after reporting them to the other ranks and writing a line "rank 1: ValueError: ..." to
+    stderr; PeerLostError if a lost rank caused it. Collective.
+    """
+    for name, value in NCCL_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    group: EPGroup | None = None
+    try:
+        with EPGroup.from_env(config, device) as group:
+            try:
+                function = pkgutil.resolve_name(target) if isinstance(target, str) else target
+                return function(group, *args)
+            except Exception as error:
+                cause = group.explain(error)
+                if cause is error:
+                    raise
+                raise cause from error
+    except BaseException as error:
+        rank = os.environ.get("RANK", "0") if group is None else group.rank
+        sys.stderr.write(f"rank {rank}: {describe(error).what()}\n")  # one write, so that ranks' lines do not mix
+        raise

@@ -1,0 +1,162 @@
+"""`ep-moe tune`: tunes one shape on the present GPU and writes its table after each number of rows."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from ep_moe.bench.presets import LAYER_PRESETS
+from ep_moe.config import EngineConfig, default_tiles_dir
+from ep_moe.experts import SERVES
+from ep_moe.experts.tile_tables import device_name, table_name, tiles_to_json
+from ep_moe.quant import get_scheme
+from ep_moe.report.records import versions
+from ep_moe.tune.compiling import Compilers
+from ep_moe.tune.config import TuneConfig
+from ep_moe.tune.journal import Chosen, Journal, Trial
+from ep_moe.tune.problem import Problem, Sizes
+from ep_moe.tune.search import Compile, Search
+
+
+def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
+    """Search tiles for each of `config.rows`, and write a table of those that were found.
+
+    Args:
+        engine: `dtype`, `scheme` and `device`; a CPU needs Triton's interpreter, and its tiles serve tests alone.
+    Returns: the report: paths of table and journal, and for each number of rows times, gain and whether it was searched
+        to the end. An interrupted or unfinished run goes on where it was.
+    Errors: ValueError for a scheme or sizes that the kernels do not compute, RuntimeError without a GPU, OSError for a
+        folder that cannot be written. Host sync.
+    """
+    scheme, moe = get_scheme(engine.scheme), config.moe(engine)
+    device = _device(engine)
+    SERVES["triton"].check(scheme, activation=moe.activation.kind, dtype=engine.torch_dtype, device=device)
+    bias = LAYER_PRESETS[config.preset].bias
+    num_local = config.num_local_experts(moe)
+    sizes = Sizes(moe=moe, engine=engine, num_experts=num_local, bias=bias, seed=config.seed)
+    folder = (default_tiles_dir() if config.out is None else config.out) / device_name(device).replace(" ", "_")
+    dtype = scheme.name if scheme.weight.quantized else engine.dtype
+    path = folder / table_name(moe.intermediate, moe.hidden, device_name(device), dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "gpu": device_name(device),
+        "versions": versions(device),
+        "preset": config.preset,
+        "num_local_experts": num_local,
+        "seed": config.seed,
+    }
+    journal = Journal(path.with_suffix(".measured.jsonl"), about)
+    shared = 0
+    if device.type == "cuda":
+        import triton
+
+        shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    problem, end = Problem(sizes, device), time.monotonic() + 60 * config.minutes
+    with _compiling(sizes, device, config.jobs) as compiling, _Told() as told:
+        search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, tell=told.trial)
+        for index, rows in enumerate(config.rows):
+            left = (end - time.monotonic()) / (len(config.rows) - index)
+            found = journal.chosen.get(rows)
+            if found is None or not found.complete:
+                told.begin(rows, left)
+                problem.set_rows(rows)
+                default = problem.experts(None).choose_tiles(problem.shape)
+                seeds = [done.tiles for done in journal.chosen.values()]
+                found = search.run(rows, default, seeds, left)
+                _write(path, journal.chosen)
+            told.end(found)
+    _write(path, journal.chosen)
+    return {
+        "table": str(path),
+        "journal": str(journal.path),
+        "gpu": device_name(device),
+        "dtype": dtype,
+        "rows": [_reported(journal.chosen[rows], journal) for rows in config.rows],
+    }
+
+
+def _device(engine: EngineConfig) -> torch.device:
+    """Errors: RuntimeError without a GPU, unless Triton's interpreter computes on the CPU."""
+    import triton
+
+    if engine.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if triton.knobs.runtime.interpret and engine.device != "cuda":
+        return torch.device("cpu")
+    raise RuntimeError("tune measures kernels on a GPU, and none is visible")
+
+
+@contextlib.contextmanager
+def _compiling(sizes: Sizes, device: torch.device, jobs: int) -> Iterator[Compile]:
+    """A pool on a GPU; the interpreter compiles nothing."""
+    if device.type == "cpu":
+        yield lambda candidates, secs: dict.fromkeys(candidates, "")
+        return
+    with Compilers(sizes, device, jobs) as compilers:
+        yield compilers.compile
+
+
+def _write(path: Path, chosen: Mapping[int, Chosen]) -> None:
+    """Write the table, whole or not at all."""
+    if not chosen:
+        return
+    rows = {str(key): tiles_to_json(found.tiles) for key, found in sorted(chosen.items())}
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(entry)}" for key, entry in rows.items())
+    new = path.with_suffix(f".{os.getpid()}.tmp")
+    new.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    new.replace(path)
+
+
+def _reported(found: Chosen, journal: Journal) -> dict[str, Any]:
+    trials = [trial for trial in journal.trials.values() if trial.rows == found.rows]
+    return {
+        "rows_per_expert": found.rows,
+        "us": found.us,
+        "default_us": found.default_us,
+        "speedup_ratio": found.default_us / found.us,
+        "tried": len(trials),
+        "refused": sum(bool(trial.why) for trial in trials),
+        "complete": found.complete,
+    }
+
+
+class _Told:
+    """Progress on standard error: a bar on a terminal, else a line for each number of rows. A context manager."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, soft_wrap=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._start = self._secs = 0.0
+
+    def __enter__(self) -> "_Told":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, rows: int, secs: float) -> None:
+        """A search for `rows` begins, which takes `secs` at most."""
+        self._start, self._secs = time.monotonic(), max(secs, 1.0)
+        self._task = self._progress.add_task(f"{rows} rows", total=self._secs)
+
+    def trial(self, tried: int, best: Trial) -> None:
+        """Candidates were tried."""
+        passed = min(time.monotonic() - self._start, self._secs)
+        text = f"{best.rows} rows: {tried} tried, best {best.us:.1f} us"
+        self._progress.update(self._task, completed=passed, description=text)
+
+    def end(self, found: Chosen) -> None:
+        """A search has ended, in this run or before."""
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
+        gain = f"{found.us:.1f} us, {found.default_us / found.us:.2f} x the default's rate"
+        self._console.print(f"{found.rows} rows: {gain}{'' if found.complete else ' (time was over)'}")

@@ -1,0 +1,122 @@
+"""The search for the fastest tiles: from given ones to better neighbours, until none is better or the time is over."""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ep_moe.experts.tuning import ExpertTiles
+from ep_moe.tune.candidates import merged, neighbours
+from ep_moe.tune.journal import Chosen, Journal, Trial
+from ep_moe.tune.problem import Problem
+
+_GAIN = 0.99  # tiles replace others if they take at most this share of the time
+_QUICK, _ROUNDS, _THOROUGH = 8, 5, 8  # timed calls of a candidate; rounds of the last comparison, and calls of each
+
+
+class Compile(Protocol):
+    """Compiles candidates for at most some seconds; says of the compiled why they cannot be launched, else ""."""
+
+    def __call__(self, candidates: Sequence[ExpertTiles], secs: float, /) -> dict[ExpertTiles, str]: ...
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Search:
+    """Searches tiles for one number of rows after another.
+
+    Args:
+        problem: to measure on. journal: of the trials. compile: kernels beforehand, in parallel.
+        shared_bytes: shared memory of a thread block; 0 does not limit.
+        tell: called after each candidate, with the trials so far and the fastest.
+    """
+
+    problem: Problem
+    journal: Journal
+    compile: Compile
+    shared_bytes: int
+    tell: Callable[[int, Trial], None]
+
+    def run(self, rows: int, default: ExpertTiles, seeds: Iterable[ExpertTiles], secs: float) -> Chosen:
+        """The fastest tiles for `rows` rows per expert that can be found in about `secs` seconds.
+
+        The default stays unless others are faster by more than 1 % when both are timed in turn. Every candidate is
+        compared with the oracle first.
+
+        Args:
+            default: the tiles that are used without a tuned table. seeds: others to start from.
+        Errors: RuntimeError if the default itself is wrong. Host sync.
+        """
+        end = time.monotonic() + secs
+        self.problem.set_rows(rows)
+        best = self._try(rows, [default, *seeds], end, always=1)
+        first = self.journal.trials[rows, default]
+        if first.why:
+            raise RuntimeError(f"the default tiles for {rows} rows per expert cannot be used: {first.why}")
+        complete = False
+        while time.monotonic() < end and not complete:
+            around = list(neighbours(best.tiles, self.problem.shape, self.shared_bytes))
+            found = self._try(rows, around, end)
+            parts = [
+                min((self._known(rows, t) for t in around if self._differs_in(part, t, best)), key=_us, default=best)
+                for part in ("first", "second")
+            ]
+            both = merged(best.tiles, parts[0].tiles.first, parts[1].tiles.second)
+            found = min(found, self._try(rows, [both], end), key=_us)
+            complete = not found.us < _GAIN * best.us and time.monotonic() < end
+            best = min(best, found, key=_us)
+        return self._compare(rows, default, best.tiles, complete=complete)
+
+    def _differs_in(self, part: str, tiles: ExpertTiles, best: Trial) -> bool:
+        """True if the GEMM `part` alone differs from the best tiles."""
+        return dataclasses.replace(tiles, **{part: getattr(best.tiles, part)}) == best.tiles
+
+    def _known(self, rows: int, tiles: ExpertTiles) -> Trial:
+        return self.journal.trials.get((rows, tiles)) or Trial(rows=rows, tiles=tiles)
+
+    def _try(self, rows: int, candidates: Sequence[ExpertTiles], end: float, *, always: int = 0) -> Trial:
+        """Measure what has not been measured yet, the first `always` even if the time is over; the fastest of all."""
+        new = [tiles for tiles in dict.fromkeys(candidates) if (rows, tiles) not in self.journal.trials]
+        left = max(end - time.monotonic(), 0.0)
+        refused = self.compile(new[always:], left) if new[always:] and left else {}
+        for tiles in itertools.chain(new[:always], refused):
+            if tiles not in new[:always] and time.monotonic() > end:
+                break
+            self.journal.add(self._measure(rows, tiles, refused.get(tiles, "")))
+            self.tell(len(self.journal.trials), min((t for t in self._of(rows)), key=_us))
+        return min((self._known(rows, tiles) for tiles in candidates), key=_us)
+
+    def _of(self, rows: int) -> Iterable[Trial]:
+        return (trial for trial in self.journal.trials.values() if trial.rows == rows)
+
+    def _measure(self, rows: int, tiles: ExpertTiles, why: str) -> Trial:
+        us = float("inf")
+        if not why:
+            try:
+                error = self.problem.error(tiles)
+                if error <= self.problem.limit:
+                    us = statistics.median(self.problem.times(tiles, _QUICK))
+                else:
+                    why = f"its worst row error ({error:.3g}) exceeds {self.problem.limit:g}"
+            except Exception as failure:  # noqa: BLE001 - what a compiler or driver may raise has no common type
+                if "illegal" in str(failure) or "unspecified launch failure" in str(failure):
+                    raise  # the device's context is lost
+                why = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return Trial(rows=rows, tiles=tiles, us=us, why=why)
+
+    def _compare(self, rows: int, default: ExpertTiles, found: ExpertTiles, *, complete: bool) -> Chosen:
+        """Time both in turn."""
+        times: dict[ExpertTiles, list[float]] = {default: [], found: []}
+        for _ in range(_ROUNDS if found != default else 1):
+            for tiles, samples in times.items():
+                samples += self.problem.times(tiles, _THOROUGH)
+        us = {tiles: statistics.median(samples) for tiles, samples in times.items()}
+        tiles = found if us[found] < _GAIN * us[default] else default
+        chosen = Chosen(rows=rows, tiles=tiles, us=us[tiles], default_us=us[default], complete=complete)
+        self.journal.add(chosen)
+        return chosen
+
+
+def _us(trial: Trial) -> float:
+    return trial.us

@@ -1,0 +1,119 @@
+"""A Ray Serve deployment of the server: its replica starts the ranks on the cluster and passes requests on to rank 0.
+
+    pip install 'ep-moe[ray,serve]' 'ray[serve]'
+    serve run launch.ray_serve:build nodes=1 nproc=2 model=DIR
+
+run from the root of the repository; `curl http://127.0.0.1:8000/v1/completions ...` then reaches the model, with
+streams passed through. Arguments: `nodes` and any field of `EngineConfig` and `ServeConfig`. A lost rank fails the
+health check; Serve then replaces the replica, which starts all ranks anew.
+"""
+
+import threading
+import time
+import types
+import typing
+import urllib.request
+from typing import Any
+
+import aiohttp
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from ep_moe.app.serve import ServeConfig
+from ep_moe.app.start import nodes_of
+from ep_moe.config import EngineConfig
+from ep_moe.fields import described
+from ep_moe.launch.on_ray import RayRanks
+
+PORT = 8100  # of rank 0, on its node
+START_SECS = 900.0
+HOP_HEADERS = {"host", "content-length", "connection", "transfer-encoding"}
+
+
+@serve.deployment(max_ongoing_requests=1000, health_check_period_s=2.0, ray_actor_options={"num_cpus": 0})
+class Server:
+    """One server on all its ranks."""
+
+    def __init__(self, engine: EngineConfig, config: ServeConfig) -> None:
+        self._error: BaseException | None = None
+        self._ranks = RayRanks(nodes_of(engine), engine.group)
+        self._ranks.start("ep_moe.app.serve_rank:serve_rank_main", engine, config)
+        self._url = f"http://{self._ranks.places[0].address}:{config.port}"
+        threading.Thread(target=self._watch, name="ep_moe-ranks", daemon=True).start()
+        self._wait_until_it_answers()
+        self._session: aiohttp.ClientSession | None = None
+
+    def _watch(self) -> None:
+        try:
+            self._ranks.collect()
+            self._error = RuntimeError("the server has ended")
+        except BaseException as error:  # noqa: BLE001 - the health check raises it
+            self._error = error
+        self._ranks.close()
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_SECS
+        while time.monotonic() < deadline:
+            self.check_health()
+            try:
+                urllib.request.urlopen(f"{self._url}/health", timeout=5).close()
+                return
+            except OSError:  # not yet
+                time.sleep(0.2)
+        self._ranks.close()
+        raise RuntimeError(f"the server at {self._url} does not answer after {START_SECS:g} s")
+
+    def check_health(self) -> None:
+        """Raise the error that has ended the ranks, if any."""
+        if self._error is not None:
+            raise RuntimeError(str(self._error))
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        """Pass a request on to rank 0, and its answer back as it comes."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        url = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
+        answer = await self._session.request(request.method, url, headers=headers, data=await request.body())
+
+        async def body() -> Any:
+            try:
+                async for chunk in answer.content.iter_any():
+                    yield chunk
+            finally:
+                answer.close()  # a client that goes away frees its row
+
+        kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
+        return StreamingResponse(body(), status_code=answer.status, headers=kept)
+
+    def __del__(self) -> None:
+        ranks = getattr(self, "_ranks", None)
+        if ranks is not None:
+            ranks.close()
+
+
+def build(arguments: dict[str, str]) -> serve.Application:
+    """The application for `serve run`; arguments are fields of the configs, as text.
+
+    Errors: ValueError names a field that is unknown or wrong.
+    """
+    given: dict[str, Any] = {"ray": "auto", "port": PORT, "host": "0.0.0.0", **arguments}
+    engine = _config_of(EngineConfig, given)
+    config = _config_of(ServeConfig, given)
+    if given:
+        raise ValueError(f"{', '.join(given)}: no such field of EngineConfig or ServeConfig")
+    return Server.bind(engine, config)
+
+
+def _config_of(config_type: type[Any], given: dict[str, Any]) -> Any:
+    """A config of those texts that are fields of it, which are removed from `given`."""
+    known = {name: wanted for name, (wanted, _) in described(config_type).items() if name in given}
+    return config_type(**{name: _value(given.pop(name), wanted) for name, wanted in known.items()})
+
+
+def _value(text: Any, wanted: Any) -> Any:
+    kinds = [kind for kind in typing.get_args(wanted) or (wanted,) if kind is not types.NoneType]
+    if not isinstance(text, str) or str in kinds:
+        return text
+    return text == "true" if bool in kinds else kinds[0](text)
