@@ -60,8 +60,7 @@ def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
 def prepare_rows(shape: CallShape, tiles: ExpertTiles, width: int) -> RepeatedLaunch | None:
     """Prepare the kernel for rows of `width` columns, None if that is 0.
 
-    The rows are [Q * block_m, width], with a scale of each row if they have one; arguments as of `Backend.gather`.
-    Local.
+    The rows are [Q * block_m, width], and have a scale each if tokens have; arguments as of `Backend.gather`. Local.
     """
     if not width:
         return None

@@ -120,7 +120,7 @@ def _prepare(
                 BLOCK_K=gemm.block_k // parts(shape, gemm, tiles.block_m),
                 GROUP_M=tiles.group_m,
                 SWAP=gemm.swap,
-                EVEN_N=columns % gemm.block_n == 0,
+                EVEN_N=columns % gemm.block_n == 0 and (second or inner_width(shape, tiles, between) == columns),
                 EVEN_K=sums % gemm.block_k == 0,
             ),
             "SCALES": scales,

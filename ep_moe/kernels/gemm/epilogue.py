@@ -85,6 +85,7 @@ def store_tile(
     places = columns
     if EPILOGUE.ORDER != 0:
         places = ordered_place(columns, EPILOGUE.ORDER)
+        sums = tl.where(column_mask[None, :], sums, 0.0)
         column_mask = columns < stride
     mask = column_mask[None, :]
     if row_mask is not None:
