@@ -699,10 +699,10 @@ def test_experts_by_name() -> None:
     for name in ("auto", "torch"):
         experts = create_experts(name, GPT_OSS, torch.device("cpu"))
         assert (type(experts), experts.activation) == (ReferenceExperts, GPT_OSS)
-    assert set(EXPERTS) == {"torch", "triton"}
+    assert set(EXPERTS) == {"torch", "triton", "hopper"}
     with pytest.raises(RuntimeError, match="'triton' on a CPU need TRITON_INTERPRET=1"):
         create_experts("triton", SILU, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
+    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton, hopper"):
         create_experts("cutlass", SILU, torch.device("cpu"))
     rows = get_scheme("nvfp4").payload
     mixed = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme("mxfp8").weight)

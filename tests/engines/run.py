@@ -23,9 +23,19 @@ else:
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"))
+ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"), ("sglang", "0.5.17"), ("sglang", "0.5.23"))
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
+VARIABLES = {
+    "vllm": {
+        "EP_MOE_VLLM": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_MLA_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    },
+    "sglang": {"EP_MOE_SGLANG": "1", "TORCHDYNAMO_DISABLE": "1"},  # SGLang compiles routers, for 20 seconds
+}
 TIMEOUT_SECS = 300
 SHOWN_CHARS = 30_000  # of the output of a rank that failed
 
@@ -64,13 +74,16 @@ def unpacked(name: str, version: str, cache: Path) -> Path:
 
 def dependencies(name: str, version: str, cache: Path) -> Path:
     """A folder with what a release imports, which only its processes see."""
-    requirements = HERE / f"requirements-{name}.txt"
+    lists = [HERE / f"requirements-{key}.txt" for key in (name, f"{name}-{version}")]
+    lists = [path for path in lists if path.is_file()]
+    wanted = "".join(path.read_text() for path in lists)
     folder, done = cache / f"{name}-{version}-dependencies", cache / f"{name}-{version}-dependencies.txt"
-    if done.is_file() and done.read_text() == requirements.read_text():
+    if done.is_file() and done.read_text() == wanted:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    pip("install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder), "--requirement", str(requirements))
-    done.write_text(requirements.read_text())
+    options = [word for path in lists for word in ("--requirement", str(path))]
+    pip("install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder), *options)
+    done.write_text(wanted)
     return folder
 
 
@@ -94,14 +107,10 @@ def start(name: str, paths: list[Path], work: Path, world: int, rank: int, cases
     environ = {
         **os.environ,
         "PYTHONPATH": ":".join(str(path) for path in paths),
-        "EP_MOE_VLLM": "1",
+        **VARIABLES[name],
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_MLA_DISABLE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     port = 20000 + os.getpid() % 60 * 200 + world * 100 - 100  # below those that the system gives away
     arguments = [str(world), str(rank), str(port), str(work / "checkpoints"), *cases]

@@ -1,0 +1,116 @@
+"""A quantization method of SGLang that computes here: SGLang's own object creates and loads the weights, we the rest.
+
+Letters: T rows on this rank, K top-k, R ranks, M max_tokens_per_rank.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.distributed.parallel_state import get_moe_ep_group
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
+
+from ep_moe.config import Layout
+from ep_moe.engines.common.eligibility import LayerKind, LayerSizes
+from ep_moe.engines.common.engine_layer import EngineLayer
+from ep_moe.engines.common.plugin import Plugin
+from ep_moe.engines.common.rows import RowShare
+from ep_moe.engines.sglang.step import layout_of, most_tokens
+from ep_moe.layer import ExpertParallelMoE
+from ep_moe.transport import Dispatched
+
+ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
+
+
+class LayerMethod(EngineLayer):
+    """The state and the work of one layer, which its method of SGLang calls.
+
+    Args:
+        plugin: shared with the other layers. layer: FusedMoE, as far as its constructor has come.
+        kind: what it computes. context_length: of the model.
+    Collective at the first layer: ranks join the group of the transports.
+    """
+
+    def __init__(self, plugin: Plugin, layer: Any, kind: LayerKind, context_length: int) -> None:
+        runner, ranks = layer.moe_runner_config, layer.moe_ep_size
+        self.equal_rows = get_moe_a2a_backend().is_none()  # on all ranks, and the model sums their outputs
+        sizes = LayerSizes(
+            hidden=runner.hidden_size,
+            intermediate=layer.intermediate_size_per_partition,
+            num_experts=runner.num_experts,
+            num_topk=runner.top_k,
+            dtype=runner.params_dtype,
+            max_num_tokens=most_tokens(context_length),
+        )
+        super().__init__(
+            plugin,
+            layer.layer_name,
+            sizes=sizes,
+            kind=kind,
+            share=RowShare(sharers=ranks if self.equal_rows else 1, rank=layer.moe_ep_rank),
+            process_group=get_moe_ep_group().device_group if ranks > 1 else None,
+            num_slots=2 if is_tbo_enabled() else 1,
+        )
+        self.weights_on_input = bool(runner.apply_router_weight_on_input)
+        self._layer = layer
+        self._made: dict[Layout, ExpertParallelMoE] = {}
+
+    @property
+    def factor(self) -> float | None:
+        """What weights are multiplied by because SGLang's own experts on a GPU would multiply their output by it.
+
+        With a2a "deepep", on CPUs, and where the router does it, the model or the router multiplies.
+        """
+        factor: float | None = self._layer.moe_runner_config.routed_scaling_factor
+        theirs = self.equal_rows and self._device.type == "cuda"
+        return factor if theirs and not self._layer.should_fuse_routed_scaling_factor_in_topk else None
+
+    def load(self, layer: Any) -> None:
+        """Take the layer's parameters; called again after each reload of weights. Collective at the first call."""
+        self._made = self.moe_layers(layer)
+
+    def of_step(self) -> ExpertParallelMoE:
+        """Our layer, in the layout of this step. Errors: RuntimeError before weights are loaded. Local."""
+        if not self._made:
+            raise RuntimeError(f"{self.name} was called before its weights were loaded")
+        return self._made[layout_of(self.layouts)]
+
+    def experts(self, made: ExpertParallelMoE, dispatched: Dispatched) -> torch.Tensor:
+        """Compute the experts of a round; if they fail, the round is ended and the other ranks get NaN. Collective."""
+        try:
+            return made.experts(dispatched.batch, made.weights)
+        except Exception:
+            made.transport.abandon(slot=dispatched.handle.slot)
+            raise
+
+
+def adopt(method: Any, state: LayerMethod) -> None:
+    """Let a method of SGLang compute here: its class becomes a subclass with the same name. Local.
+
+    A subclass and not a wrapper: SGLang asks for a method's class, its name and attributes while it loads weights.
+    """
+    theirs = type(method)
+    namespace = {
+        "__module__": theirs.__module__,
+        "__qualname__": theirs.__qualname__,
+        "__doc__": theirs.__doc__,
+        "ep_moe_adopted": True,
+        "process_weights_after_loading": _process_weights_after_loading,
+        "restore_weights_before_loading": _keep_weights,
+        "apply": _apply,
+    }
+    method.__class__ = type(theirs.__name__, (theirs,), namespace)
+    object.__setattr__(method, ATTRIBUTE, state)
+
+
+def _process_weights_after_loading(self: Any, layer: Any) -> None:
+    """SGLang would repack weights for a kernel of its own; we take them as they were loaded."""
+    getattr(self, ATTRIBUTE).load(layer)
+
+
+def _keep_weights(self: Any, layer: Any) -> None:
+    """Nothing was repacked, so a reload finds the parameters as it wants them."""
+
+
+def _apply(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """The call of SGLang's layer between its dispatcher's calls."""
+    return dispatch_output.compute()

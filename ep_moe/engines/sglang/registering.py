@@ -1,0 +1,118 @@
+"""Registration of our hooks with SGLang: around the constructors of its layers and of their dispatchers."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import sglang
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from ep_moe.config import GroupConfig, PluginConfig
+from ep_moe.engines.common.hooks import check_hooks, check_version
+from ep_moe.engines.common.plugin import Plugin
+from ep_moe.engines.common.transports import SharedTransports
+from ep_moe.engines.sglang import BACKEND
+from ep_moe.engines.sglang.hooks import HOOKS, TESTED
+
+_MOE = "sglang.srt.layers.moe"
+_log = logging.getLogger("ep_moe.sglang")
+_plugins: list[Plugin] = []  # of this process: one, once registered
+
+
+def register_hooks(config: PluginConfig) -> None:
+    """Register our hooks; does nothing the second time. Errors: RuntimeError names a hook that SGLang lacks. Local."""
+    if _plugins:
+        return
+    check_version("SGLang", sglang.__version__, TESTED, _log)
+    check_hooks("SGLang", sglang.__version__, TESTED, HOOKS)
+    transports = SharedTransports(config.transport, GroupConfig(timeout_secs=config.timeout_secs))
+    plugin = Plugin(engine="SGLang", config=config, transports=transports, log=_log)
+    _plugins.append(plugin)
+    _add_backend()
+    layers = _Layers(plugin)
+    for target, hook in (
+        (f"{_MOE}.fused_moe_triton.layer.FusedMoE.__init__", layers.around_layer),
+        (f"{_MOE}.fused_moe_triton.layer.create_moe_dispatcher", layers.around_dispatcher),
+        (f"{_MOE}.ep_moe.layer.DeepEPMoE.__init__", _around_deepep_layer),
+        (f"{_MOE}.utils.initialize_moe_config", _around_config),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+class _Layers:
+    """Hooks around layers that SGLang constructs, one inside of another at most by inheritance."""
+
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
+        self._constructed: list[Any] = []
+
+    def around_layer(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember which layer is constructed: `create_moe_dispatcher` of 0.5.17 does not say it."""
+        self._constructed.append(layer)
+        try:
+            original(layer, *args, **kwargs)
+        finally:
+            self._constructed.pop()
+
+    def around_dispatcher(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Our dispatcher for a layer that is eligible, whose method then computes here."""
+        from ep_moe.engines.sglang.dispatcher import EpMoeDispatcher
+        from ep_moe.engines.sglang.eligibility import kind_of_layer
+        from ep_moe.engines.sglang.method import LayerMethod, adopt
+
+        layer = self._constructed[-1]
+        try:
+            kind = kind_of_layer(layer, layer.quant_method)
+        except ValueError as error:
+            self._plugin.refuse(layer.layer_name, error)
+            return original(*args, **kwargs)
+        state = LayerMethod(self._plugin, layer, kind, _context_length())
+        adopt(layer.quant_method, state)
+        return EpMoeDispatcher(state)
+
+
+def _around_deepep_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Let DeepEPMoE pass its calls on to FusedMoE if its method is ours: its constructor ends with needs of DeepEP."""
+    try:
+        original(layer, *args, **kwargs)
+    except AssertionError:
+        if not _is_ours(layer):
+            raise
+    if _is_ours(layer):
+        layer.deprecate_flag = True
+
+
+def _is_ours(layer: Any) -> bool:
+    return hasattr(type(getattr(layer, "quant_method", None)), "ep_moe_adopted")
+
+
+def _around_config(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Our name of a backend means "auto" to the layers that are not ours."""
+    original(*args, **kwargs)
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.runtime_context import get_flags
+
+    moe = get_flags().moe
+    for name in ("runner_backend", "speculative_runner_backend"):
+        if getattr(getattr(moe, name), "value", None) == BACKEND:
+            setattr(moe, name, MoeRunnerBackend.AUTO)
+
+
+def _add_backend() -> None:
+    """Make --moe-runner-backend ep_moe legal, where SGLang takes names of others: not in 0.5.17."""
+    try:
+        from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
+        from sglang.srt.layers.moe.utils import register_moe_runner_backend_name
+    except ImportError:
+        return
+    register_moe_runner_backend_name(BACKEND)
+    add_moe_runner_backend_choices([BACKEND])
+
+
+def _context_length() -> int:
+    """Of the model that SGLang serves, 0 if it says none."""
+    from sglang.srt import runtime_context
+
+    model = getattr(runtime_context, "get_model", None)
+    given = getattr(runtime_context.get_server_args() if model is None else model(), "context_length", None)
+    return int(given or 0)

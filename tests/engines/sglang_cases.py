@@ -1,0 +1,444 @@
+"""Cases beside the outputs of whole blocks: one layer of a loaded model, called as SGLang's models call it.
+
+Letters: T rows on this rank, H hidden, K top-k, E experts.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import sglang
+import torch
+from sglang.srt.batch_overlap.operations import _StateDict
+from sglang.srt.eplb import expert_distribution
+from sglang.srt.layers import dp_attention
+from sglang.srt.layers.moe import utils
+from sglang.srt.layers.moe.fused_moe_triton import layer as layers
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins import load_plugins_by_group
+
+from ep_moe.config import Layout
+from ep_moe.engines.common.hooks import check_hooks, check_version
+from ep_moe.engines.sglang import dispatcher as dispatchers
+from ep_moe.engines.sglang import register, registering, step
+from ep_moe.engines.sglang.eligibility import kind_of_layer
+from ep_moe.engines.sglang.hooks import HOOKS, TESTED
+from ep_moe.group import PeerLostError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The input of a layer on one rank."""
+
+    x: torch.Tensor  # [T, H]
+    ids: torch.Tensor  # [T, K] int32
+    weights: torch.Tensor  # [T, K]
+
+    @property
+    def topk(self) -> StandardTopKOutput:
+        """As SGLang's router returns it."""
+        return StandardTopKOutput(self.weights, self.ids, torch.empty(0))
+
+
+def rows_of(made: Any, num_rows: int, seed: int = 0) -> Rows:
+    """Random rows of this rank."""
+    random = torch.Generator().manual_seed(100 * seed + made.group.rank)
+    sizes = made.state.sizes
+    x = torch.randn(num_rows, sizes.hidden, generator=random)
+    weights, ids = torch.rand(num_rows, sizes.num_experts, generator=random).topk(sizes.num_topk, dim=-1)
+    return Rows(x, ids.to(torch.int32), weights)
+
+
+def call(made: Any, rows: Rows) -> torch.Tensor:
+    """The routed experts of the first layer for these rows."""
+    with torch.no_grad():
+        return made.experts[0](rows.x, rows.topk)
+
+
+def any_rank(made: Any, found: bool) -> bool:
+    """Whether it was found on any rank."""
+    return any(made.group.all_gather_object(found))
+
+
+def faults_are_seen(made: Any) -> None:
+    """The comparison of blocks fails with two experts swapped, with a token lost, and with a layer that is not ours."""
+
+    def fails() -> bool:
+        try:
+            made.check_ours()
+            made.check()
+        except AssertionError:
+            return any_rank(made, True)
+        return any_rank(made, False)
+
+    assert not fails()
+    layer = made.experts[0]
+    order = [1, 0, *range(2, layer.w13_weight.shape[0])]
+    layer.w13_weight.data.copy_(layer.w13_weight.data[order])
+    assert fails(), "two swapped experts were not seen"
+    layer.w13_weight.data.copy_(layer.w13_weight.data[order])
+    send = dispatchers.rows_to_send
+
+    def without_first(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> Any:
+        return send(x, ids.index_fill(0, torch.tensor([0]), -1), weights, **options)
+
+    with mock.patch.object(dispatchers, "rows_to_send", without_first):
+        assert fails(), "a lost token was not seen"
+    ours = type(layer.quant_method)
+    layer.quant_method.__class__ = ours.__mro__[1]
+    assert fails(), "a layer that is not ours was not seen"
+    layer.quant_method.__class__ = ours
+    assert not fails()
+
+
+def parameters_stay(made: Any) -> None:
+    """What SGLang's expert load balancer needs: the parameters' data, to which it writes while ranks serve."""
+    block, rows, local = next(iter(made.blocks.values())), rows_of(made, 6), made.experts[0].num_local_experts
+    before = call(made, rows)
+    views = block.get_moe_weights()
+    assert len(views) == 2
+    assert all(view.shape[0] == local for view in views)
+
+    def swap() -> None:
+        for view in views:
+            view.copy_(view[[1, 0, *range(2, local)]])
+
+    swap()
+    moved = rows.ids.clone()
+    for start in range(0, made.state.sizes.num_experts, local):
+        moved[rows.ids == start], moved[rows.ids == start + 1] = start + 1, start
+    assert torch.equal(call(made, dataclasses.replace(rows, ids=moved)), before)
+    swap()
+    assert torch.equal(call(made, rows), before)
+
+
+def layout_of_the_step(made: Any) -> None:
+    """A step with prompts is FLAT, one without COMPACT."""
+    seen: list[Layout] = []
+    transport = made.state.of_step().transport
+    send = transport.dispatch_send
+
+    def noted(*args: Any, layout: Layout, **options: Any) -> None:
+        seen.append(layout)
+        send(*args, layout=layout, **options)
+
+    with mock.patch.object(transport, "dispatch_send", noted):
+        for extend in (True, False):
+            dp_attention.set_is_extend_in_batch(extend)
+            call(made, rows_of(made, 3))
+    assert seen == [Layout.FLAT, Layout.COMPACT], seen
+
+
+def hooks_of_the_dispatcher(made: Any) -> None:
+    """SGLang's hooks are called around both halves, and between those of the dispatch."""
+    calls: list[str] = []
+    layer = made.experts[0]
+    dispatcher, transport = layer.dispatcher, made.state.of_step().transport
+    handles: list[Any] = []
+    for name in ("pre_dispatch", "post_dispatch", "pre_combine", "post_combine"):
+        register = getattr(dispatcher, f"register_{name}_hook")
+        handles.append(register(lambda *_, name=name: calls.append(name)))
+    handles += dispatcher.register_deepep_dispatch_hook(lambda _: calls.append("between"))
+
+    def noted(name: str) -> Any:
+        original = getattr(transport, name)
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return original(*args, **options)
+
+        return mock.patch.object(transport, name, wrapper)
+
+    rows = rows_of(made, 4)
+    with contextlib.ExitStack() as stack:
+        for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
+            stack.enter_context(noted(name))
+        call(made, rows)
+    for handle in handles:
+        handle.remove()
+    halves = ["pre_dispatch", "dispatch_send", "between", "dispatch_recv", "post_dispatch"]
+    assert calls == [*halves, "pre_combine", "combine_send", "combine_recv", "post_combine"], calls
+    call(made, rows)
+    assert len(calls) == 9, calls
+
+
+def load_is_recorded(made: Any) -> None:
+    """SGLang's recorder of expert load gets the rows of each local expert; as a list where its mode asks for one."""
+    rows, local = rows_of(made, 7), made.experts[0].num_local_experts
+    recorder = mock.Mock(spec=expert_distribution.ExpertDistributionRecorder)
+    for mode in (None, "stat_approx"):
+        moe = types.SimpleNamespace(moe=types.SimpleNamespace(expert_distribution_recorder_mode=mode))
+        with (
+            mock.patch.object(dispatchers, "get_global_expert_distribution_recorder", return_value=recorder),
+            mock.patch.object(dispatchers, "get_exec", return_value=moe),
+        ):
+            call(made, rows)
+    every = torch.cat(made.group.all_gather_object(rows.ids)).flatten()
+    counts = torch.bincount(every, minlength=made.state.sizes.num_experts)
+    first = made.group.rank * local
+    wanted = counts[first : first + local].tolist()
+    assert [given.args[0].tolist() for given in recorder.on_deepep_dispatch_low_latency.call_args_list] == [wanted] * 2
+    assert [given.args[0] for given in recorder.on_deepep_dispatch_normal.call_args_list] == [wanted]
+
+
+def bad_input(made: Any, most: int) -> None:
+    """Errors on every rank that name what is wrong; the next step works. Failing experts end their round."""
+    rank, last = made.group.rank, made.group.num_ranks - 1
+    rows, experts = rows_of(made, 4), made.state.sizes.num_experts
+    before = call(made, rows)
+    bad = rows.ids.clone()
+    if rank == last:
+        bad[0, 0] = experts + 7
+    with pytest.raises(ValueError, match=f"{experts + 7}" if rank == last else f"rank {last}"):
+        call(made, dataclasses.replace(rows, ids=bad))
+    assert torch.equal(call(made, rows), before)
+    with pytest.raises(ValueError, match=f"max_tokens_per_rank|rank {last}"):
+        call(made, rows_of(made, most + 1 if rank == last else 2))
+    assert torch.equal(call(made, rows), before)
+    wrong = mock.patch.object(dispatchers, "rows_to_send", side_effect=RuntimeError("no memory"))
+    broken = mock.patch.object(made.state.of_step(), "experts", side_effect=RuntimeError("no memory"))
+    for fault in (wrong, broken):
+        if rank < last:
+            assert call(made, rows).isnan().any()
+        else:
+            with fault, pytest.raises(RuntimeError, match="no memory"):
+                call(made, rows)
+        assert torch.equal(call(made, rows), before)
+
+
+def bound_of_the_step(made: Any) -> None:
+    """With attention over data-parallel ranks the exchange is sized by the rows that SGLang says ranks have."""
+    rows, bounds = rows_of(made, 5), []
+    transport = made.state.of_step().transport
+    send = transport.dispatch_send
+
+    def noted(*args: Any, max_num_tokens: int | None, **options: Any) -> None:
+        bounds.append(max_num_tokens)
+        send(*args, max_num_tokens=max_num_tokens, **options)
+
+    @contextlib.contextmanager
+    def said(*counts: int) -> Iterator[None]:
+        with (
+            mock.patch.object(step, "is_dp_attention_enabled", return_value=True),
+            mock.patch.object(step, "get_dp_global_num_tokens", return_value=list(counts)),
+        ):
+            yield
+
+    before = call(made, rows)
+    with mock.patch.object(transport, "dispatch_send", noted):
+        assert torch.equal(call(made, rows), before)
+        with said(3, 6):
+            assert torch.equal(call(made, rows), before)
+        if made.group.num_ranks > 1:
+            with said(3, 4), pytest.raises(ValueError, match="max_num_tokens|rank"):
+                call(made, rows)
+            assert bounds == [None, 6, 4], bounds
+        else:
+            assert bounds == [5, 5], bounds
+    assert torch.equal(call(made, rows), before)
+
+
+def few_equal_rows(made: Any) -> None:
+    """Fewer rows than ranks, none, and as many as fit; each rank leaves zeros in the rows of others."""
+    whole = call(made, _shared_rows(made, 7))
+    for count in (0, 1, 7):
+        rows = _shared_rows(made, count)
+        found = call(made, rows)
+        assert found.shape == rows.x.shape
+        kept = made.state.share.own(count)
+        assert torch.allclose(found[kept], _computed(made, rows)[kept], atol=1e-5)
+        others = torch.cat([found[: kept.start], found[kept.stop :]])
+        assert not others.any()
+    assert whole.shape[0] == 7
+    most = made.state.sizes.max_num_tokens * made.group.num_ranks
+    call(made, _shared_rows(made, most))
+    with pytest.raises(ValueError, match="max_tokens_per_rank|rank"):
+        call(made, _shared_rows(made, most + made.group.num_ranks))
+
+
+def _shared_rows(made: Any, count: int) -> Rows:
+    """The same rows on all ranks."""
+    sizes = made.state.sizes
+    random = torch.Generator().manual_seed(17)
+    x = torch.randn(count, sizes.hidden, generator=random)
+    weights, ids = torch.rand(count, sizes.num_experts, generator=random).topk(sizes.num_topk, dim=-1)
+    return Rows(x, ids.to(torch.int32), weights)
+
+
+def _computed(made: Any, rows: Rows) -> torch.Tensor:
+    """All experts by loops, with the weights of all ranks."""
+    layer = made.experts[0]
+    own = (layer.w13_weight.data, layer.w2_weight.data)
+    w13, w2 = (torch.cat(parts) for parts in zip(*made.group.all_gather_object(own), strict=True))
+    result = torch.zeros_like(rows.x)
+    for token, (ids, weights) in enumerate(zip(rows.ids.tolist(), rows.weights, strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            gate, up = (w13[expert] @ rows.x[token]).chunk(2)
+            result[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return result
+
+
+def factor_of_the_router(made: Any) -> None:
+    """What SGLang's own experts multiply by on a GPU: only with equal rows, and only if the router does not."""
+    state, layer = made.state, made.experts[0]
+    assert state.factor is None
+    with mock.patch.object(layer.moe_runner_config, "routed_scaling_factor", 2.5):
+        assert state.factor is None  # on a CPU the model multiplies
+        with mock.patch.object(state, "_device", torch.device("cuda")):
+            assert state.factor == 2.5
+            rows = _shared_rows(made, 5)
+            doubled = call(made, rows)
+            with mock.patch.object(layer, "should_fuse_routed_scaling_factor_in_topk", True):
+                assert state.factor is None
+                assert torch.allclose(doubled, 2.5 * call(made, rows), atol=1e-5)
+            with mock.patch.object(state, "equal_rows", False):
+                assert state.factor is None
+
+
+def two_batches(made: Any) -> None:
+    """SGLang's operations of two batches in turns, each on its slot, give what the batches give alone."""
+    block = next(iter(made.blocks.values()))
+    batches = [rows_of(made, 5 + made.group.rank, seed).x for seed in (1, 2)]
+    plain = [made.call(block, rows) for rows in batches]
+    states = []
+    for index, rows in enumerate(batches):
+        state = _StateDict()
+        forward_batch = types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, num_token_non_padded=None)
+        state.update(
+            {"hidden_states_mlp_input": rows.clone(), "forward_batch": forward_batch, "tbo_subbatch_index": index}
+        )
+        states.append(state)
+    first, second = states
+    turns = (
+        (first, ("gate", "select_experts", "dispatch_a")),
+        (second, ("gate", "select_experts", "dispatch_a")),
+        (first, ("dispatch_b", "experts", "combine_a")),
+        (second, ("dispatch_b", "experts")),
+        (first, ("combine_b", "output")),
+        (second, ("combine_a", "combine_b", "output")),
+    )
+    with torch.no_grad():
+        for state, names in turns:
+            for name in names:
+                getattr(block, f"op_{name}")(state)
+    for state, wanted in zip(states, plain, strict=True):
+        assert torch.allclose(state.hidden_states_mlp_output, wanted, atol=1e-6)
+
+
+def other_layers(made: Any) -> None:
+    """A layer that is not eligible stays on SGLang's path and is named once; strict, it is an error."""
+    caught: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    plugin = made.plugin
+    plugin.log.addHandler(handler)
+
+    def layer(prefix: str, **options: Any) -> Any:
+        sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 32, "intermediate_size": 16, "layer_id": 0}
+        return layers.FusedMoE(**sizes | options, params_dtype=torch.float32, prefix=prefix)
+
+    with mock.patch.object(utils.get_flags().moe, "a2a_backend", utils.MoeA2ABackend.NONE):
+        odd = layer("odd.0", activation="gelu_tanh")
+        assert not isinstance(odd.dispatcher, dispatchers.EpMoeDispatcher)
+        assert not hasattr(odd.quant_method, "ep_moe")
+        assert len(caught) == 1, caught
+        assert "does not run odd.0" in caught[0]
+        assert "gelu_tanh" in caught[0]
+        layer("odd.1", activation="gelu_tanh")
+        assert len(caught) == 1, caught
+        plugin.config, kept = dataclasses.replace(plugin.config, strict=True), plugin.config
+        with pytest.raises(ValueError, match="gelu_tanh.*EP_MOE_STRICT"):
+            layer("odd.2", activation="gelu_tanh")
+        plugin.config = kept
+        assert isinstance(layer("even.0").dispatcher, dispatchers.EpMoeDispatcher)
+    plugin.log.removeHandler(handler)
+    ours = made.experts[0]
+    moe = utils.get_flags().moe
+    for target, changes, words in (
+        (ours.moe_runner_config, {"hidden_size": 24}, r"hidden \(24\) is no multiple of 16"),
+        (ours, {"intermediate_size_per_partition": 8}, r"intermediate \(8\)"),
+        (ours.moe_runner_config, {"params_dtype": torch.float64}, "float64"),
+        (ours.moe_runner_config, {"no_combine": True}, "sums the experts' outputs by itself"),
+        (ours.moe_runner_config, {"gemm1_clamp_limit": 7.0, "swiglu_limit": 7.0}, "both gemm1_clamp_limit"),
+        (ours, {"moe_tp_size": 2}, "sliced by tensor parallelism"),
+        (ours, {"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
+        (moe, {"a2a_backend": utils.MoeA2ABackend.MOONCAKE}, "--moe-a2a-backend mooncake"),
+        (moe, {"runner_backend": utils.MoeRunnerBackend.FLASHINFER_TRTLLM}, "--moe-runner-backend flashinfer_trtllm"),
+        (ours.quant_method, {"__class__": type("StrangeMethod", (type(ours.quant_method),), {})}, "StrangeMethod"),
+    ):
+        with contextlib.ExitStack() as stack:
+            for name, value in changes.items():
+                stack.callback(setattr, target, name, getattr(target, name))
+                setattr(target, name, value)
+            with pytest.raises(ValueError, match=words):
+                kind_of_layer(ours, ours.quant_method)
+    kind_of_layer(ours, ours.quant_method)
+
+
+def hooks_are_checked() -> None:
+    """A hook that is missing or takes other arguments is named with engine and version; so is another version."""
+    version = sglang.__version__
+    changed = mock.patch.object(BaseDispatcher, "combine", lambda self, x: x)
+    with changed, pytest.raises(RuntimeError, match=rf"SGLang {version}: .*BaseDispatcher.combine takes \(self, x\)"):
+        check_hooks("SGLang", version, TESTED, HOOKS)
+    kept = layers.create_moe_dispatcher
+    del layers.create_moe_dispatcher
+    try:
+        with pytest.raises(RuntimeError, match=f"SGLang {version} has no .*create_moe_dispatcher.*0.5.17 and 0.5.23"):
+            check_hooks("SGLang", version, TESTED, HOOKS)
+        (entry,) = [found for found, _ in load_plugins_by_group("sglang.srt.plugins").values()]
+        with mock.patch.object(registering, "_plugins", []), pytest.raises(SystemExit, match="create_moe_dispatcher"):
+            entry()
+    finally:
+        layers.create_moe_dispatcher = kept
+    check_hooks("SGLang", version, TESTED, HOOKS)
+    log = mock.Mock(spec=logging.Logger)
+    check_version("SGLang", version, TESTED, log)
+    log.warning.assert_not_called()
+    check_version("SGLang", "9.9", TESTED, log)
+    log.warning.assert_called_once()
+
+
+def backend_by_name(arguments: Callable[..., Any], publish: Callable[[Any], None]) -> None:
+    """`--moe-runner-backend ep_moe` where SGLang takes names of others; it means "auto" to layers that are not ours."""
+    for line, wanted in ((["--moe-runner-backend", "ep_moe"], "1"), (["--moe-runner-backend=triton", "ep_moe"], None)):
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(sys, "argv", ["launch_server", *line]),
+            mock.patch.object(registering, "register_hooks") as registered,
+        ):
+            del os.environ["EP_MOE_SGLANG"]
+            register()
+            assert os.environ.get("EP_MOE_SGLANG") == wanted
+            assert registered.called == (wanted is not None)
+    given = ("qwen3_moe_even", "none", "--moe-runner-backend", "ep_moe")
+    if sglang.__version__ == "0.5.17":
+        with pytest.raises(SystemExit):
+            arguments(*given)
+        return
+    publish(arguments(*given))
+    assert utils.get_moe_runner_backend() is utils.MoeRunnerBackend.AUTO
+
+
+def rounds(made: Any, count: int) -> None:
+    """Several rounds: the first may still have the rows of a rank that then died."""
+    for _ in range(count):
+        call(made, rows_of(made, 4))
+
+
+def dead_rank(made: Any) -> None:
+    """The last rank is gone; the others name it, in bounded time."""
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"rank {made.group.num_ranks - 1}"):
+        rounds(made, 3)
+    assert time.monotonic() - began < 30

@@ -1,0 +1,86 @@
+"""What SGLang needs on a machine without a GPU and without its compiled parts: empty modules, and torch twins.
+
+Only what is beside the experts: the MoE blocks, their routers and the layers of experts run SGLang's own code.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import pkgutil
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import MagicMock
+
+# packages that SGLang imports and that nothing here calls: compiled kernels, media, grammars, notebooks
+EMPTY = (
+    "IPython",
+    "av",
+    "cuda",
+    "decord",
+    "flash_attn",
+    "gguf",
+    "llguidance",
+    "numba_cuda",
+    "outlines",
+    "pynvml",
+    "quack",
+    "sgl_kernel",
+    "soundfile",
+    "soxr",
+    "tilelang",
+    "timm",
+    "torch_memory_saver",
+    "torchao",
+    "torchvision",
+    "vllm",
+)
+MODELS = ("deepseek_v2", "gpt_oss", "qwen3_moe")  # modules of those that are tested
+
+
+class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes packages whose every attribute is a mock."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] not in EMPTY:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        module = MagicMock(name=spec.name)
+        module.__path__, module.__name__, module.__spec__ = [], spec.name, spec
+        module.__file__, module.__version__ = None, "0.0"
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def install() -> None:
+    """Make the packages; call it before SGLang is imported. torch and Triton look for some of them: they come first."""
+    import torch  # noqa: F401
+    import triton  # noqa: F401
+    import tvm_ffi  # noqa: F401
+
+    sys.meta_path.append(_Empty())
+    found = importlib.util.find_spec("sglang.srt.models")
+    assert found is not None
+    models = pkgutil.iter_modules(found.submodule_search_locations)
+    unused = [model.name for model in models if model.name not in MODELS]
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unused)  # importing them takes 8 seconds
+
+
+def install_twins() -> None:
+    """Replace what has no CPU code; call it before a model is made."""
+    import torch
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.rotary_embedding import factory
+
+    for config in (Fp8Config, CompressedTensorsConfig):
+        config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    factory.get_rope_cpu = lambda *_, **__: torch.nn.Identity()  # of DeepSeek's attention, which is not called
