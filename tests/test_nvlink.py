@@ -34,13 +34,13 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
     pytest.importorskip("triton")
     from ep_moe.transport.one_sided.tuning import Tuning
 
-    tuning = Tuning(most_receivers=150, num_sms=num_sms)
+    tuning = Tuning(most_receivers=200, num_sms=num_sms)
     for tokens in (1, 16, 128, 4096):
         dispatch, combine = tuning.dispatch(tokens, 4), tuning.combine(tokens, 4)
         counts = [dispatch.announcers, dispatch.senders, dispatch.receivers], [combine.senders, combine.receivers]
         assert all(min(count) >= 1 and sum(count) <= num_sms for count in counts)
     assert sum(counts[0]) >= num_sms - 2
-    assert Tuning(most_receivers=150).dispatch(4096, 4).senders > 100
+    assert Tuning(most_receivers=200).dispatch(4096, 4).senders > 100
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def hopper() -> Any:
 
 
 def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:
-    assert [hopper.most_receivers(slots) for slots in (1, 2, 3, 4)] == [300, 150, 100, 75]
-    with pytest.raises(RuntimeError, match=r"num_slots \(301\) exceeds 300, the programs that may wait on this GPU"):
-        hopper.most_receivers(301)
+    assert [hopper.most_receivers(slots) for slots in (1, 2, 3, 4)] == [400, 200, 133, 100]
+    with pytest.raises(RuntimeError, match=r"num_slots \(401\) exceeds 400, the programs that may wait on this GPU"):
+        hopper.most_receivers(401)
     # programs per SM: as many as its threads and its registers hold
-    fewer = {"registers": (49152, 2), "threads": (256, 2)}
+    fewer = {"registers": (49152, 3), "threads": (256, 2)}
     for name, (value, each) in fewer.items():
         assert dataclasses.replace(hopper, **{name: value}).most_receivers(1) == 100 * each, name
 
@@ -71,7 +71,7 @@ def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogC
         current = lambda index: stream[0] + 10 * index  # noqa: E731
         return OpenRounds(torch.device("cuda", 5), hopper, of_all, lambda _: receivers, current)
 
-    decode, prefill = rounds_of(40), rounds_of(264)
+    decode, prefill = rounds_of(40), rounds_of(364)
     for used in (decode, prefill, decode):  # in turn
         stream[0] = 1 - stream[0]
         used.begin(0, 16)
@@ -88,14 +88,14 @@ def test_rounds_that_may_fill_a_gpu_are_told_of(hopper: Any, caplog: pytest.LogC
         prefill.begin(0, 4096)
         prefill.begin(0, 4096)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("cuda:5: rounds are open on other streams, whose 40 waiting programs, and 264")
+    assert caplog.messages[0].startswith("cuda:5: rounds are open on other streams, whose 40 waiting programs, and 364")
     assert caplog.messages[0].endswith(
-        "(300 fit, 99 leave one empty). Ranks that begin them in different orders may wait "
+        "(400 fit, 99 leave one empty). Ranks that begin them in different orders may wait "
         "for each other: begin them in one order on all ranks, or set num_sms to at most 99"
     )
     del prefill
     gc.collect()
-    third = rounds_of(240)
+    third = rounds_of(340)
     third.begin(0, 16)
     assert len(caplog.messages) == 1
     decode.destroy()

@@ -44,7 +44,7 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         Agree(
             name="agreement",
             looks=("trouble", "is_over", "report", "clock", "begin_combine"),
-            reductions=("agree", "is_over", "report", "begin_combine", "_sum_rows"),
+            reductions=("agree", "is_over", "report", "begin_combine", "sum_rows"),
         ),
         Strong(
             name="what changes meanwhile",
@@ -55,7 +55,7 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         Stores(
             name="stores of a combine",
             words=(WORDS,),
-            others=(ROWS, Site(function="_sum_rows", kind="store")),
+            others=(ROWS, Site(function="sum_rows", kind="store")),
         ),
         Meet(
             name="the state of a combine",

@@ -11,7 +11,7 @@ from quick_interpreter import hurry
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
-from ep_moe.kernels.exchange import combine, dispatch_receive, waits
+from ep_moe.kernels.exchange import combine_receive, dispatch_receive, waits
 from ep_moe.launch import launch
 from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher, round_plan, transport, tuning
 
@@ -28,7 +28,7 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_
 def _hurried(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
     """Run a check on this rank in the faster interpreter; a rank that waits yields its core to the others."""
     hurry()
-    for module in (waits, dispatch_receive, combine):
+    for module in (waits, dispatch_receive, combine_receive):
         if hasattr(module, "pause"):
             module.pause = lambda: time.sleep(PAUSE_SECS)
     return check(group, *args)
@@ -70,9 +70,9 @@ def with_programs(programs: Programs) -> Iterator[None]:
     dispatch, combine = kind.dispatch, kind.combine
     shares = {"senders": programs.senders, "receivers": programs.receivers}
 
-    def tuned_dispatch(self: tuning.Tuning, *args: Any) -> tuning.DispatchTuning:
-        pieces = {"tokens_per_fence": 2, "word_block": 32, "taken_block": 128} if programs.small_pieces else {}
-        return dataclasses.replace(dispatch(self, *args), announcers=programs.announcers, **shares, **pieces)
+    def tuned_dispatch(self: tuning.Tuning, *args: Any, **kwargs: Any) -> tuning.DispatchTuning:
+        pieces = {"word_block": 32, "taken_block": 128, "taken_tokens": 4} if programs.small_pieces else {}
+        return dataclasses.replace(dispatch(self, *args, **kwargs), announcers=programs.announcers, **shares, **pieces)
 
     def tuned_combine(self: tuning.Tuning, *args: Any) -> tuning.CombineTuning:
         pieces = {"sent_block": 64, "summed_block": 128, "rows_in_flight": 1} if programs.small_pieces else {}

@@ -71,7 +71,7 @@ def _dispatch_kernel(
     senders,
     first_receiver,
     tokens,  # `dispatch_send.Tokens`
-    batch,  # `dispatch_receive.Batch`
+    batch,  # `batch_rows.Batch`
     x_stride,
     scale_token_stride,
     scale_group_stride,

@@ -4,11 +4,12 @@ Letters: K top-k, G scale groups, R ranks, M max_tokens_per_rank, L the most exp
 a matrix of scales.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.exchange.batch_rows import copy_row, fill_unused, note_rows
 from ep_moe.kernels.exchange.headers import judge, place_experts
 from ep_moe.kernels.exchange.peers import region
 from ep_moe.kernels.exchange.round_state import (
@@ -49,88 +50,25 @@ from ep_moe.kernels.exchange.wire_layout import (
     STATUS,
     VALUES,
     epoch_of,
-    expert_of,
     make_word,
     payload_of,
-    place_of,
+    tokens_per_flag,
     value_of,
 )
 
-FILLED = tl.constexpr(256)  # pool rows that are filled at a time
 WARP = tl.constexpr(32)  # threads
-
-
-class Batch(NamedTuple):
-    """The tensors of a batch that a dispatch fills; the others are the slot's (`SlotState`)."""
-
-    out_ptr: Any  # 32-bit words of the batch's values; if POOLED, the region of received rows itself
-    out_scale_ptr: Any  # [experts, G, C]
 
 
 class Receiving(NamedTuple):
     """Constants of the receiving half."""
 
     BLOCK_WORDS: tl.constexpr  # words of a row's values that one program takes at a time
+    TOKENS: tl.constexpr  # sent as rows, that one program takes at a time
     HEADER_SPAN: tl.constexpr  # `Ranks.header_stride` rounded up
     BATCHED: tl.constexpr
     POOLED: tl.constexpr
     TAKE_LL: tl.constexpr  # LL words may come
     TAKE_ROWS: tl.constexpr  # and rows
-
-
-@triton.jit
-def _write_token(
-    values,  # [WORDS] int32, a block of the row
-    scale,  # [GROUPS]
-    entry,  # [COLUMNS] int32
-    weight,  # [COLUMNS] float32
-    first_rows,  # [RANKS * EXPERTS] int32
-    word,
-    pool_row,
-    source,
-    leads,
-    own,
-    batch,
-    height,
-    row: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    POOLED: tl.constexpr,
-    COPY: tl.constexpr,  # copy the values if POOLED; else they are always copied
-):
-    """Write a block of a token to all of its rows, and note the rows.
-
-    Example: entry (expert 2, place 3) of a source whose first row for expert 2 is 64 is row 67.
-    """
-    column, group = tl.arange(0, row.COLUMNS), tl.arange(0, GROUPS)
-    here = entry >= 0
-    first_row = tl.gather(first_rows, tl.where(here, source * EXPERTS + expert_of(entry), 0), 0)
-    to_row = tl.where(here, first_row + place_of(entry), -1)
-    if POOLED:
-        if leads:
-            local = tl.where(here, expert_of(entry), -1)
-            tl.store(own.token_to_row_ptr + pool_row * row.K + column, to_row, mask=column < row.K)
-            tl.store(own.local_ids_ptr + pool_row * row.K + column, local, mask=column < row.K)
-            tl.store(own.pooled_weights_ptr + pool_row * row.K + column, weight, mask=column < row.K)
-            tl.store(own.row_index_ptr + to_row, tl.zeros([row.COLUMNS], tl.int32) + pool_row.to(tl.int32), mask=here)
-            tl.store(own.rows_ptr + pool_row * row.K, tl.max(to_row, 0))  # whether there is one
-        if COPY:
-            tl.store(batch.out_ptr + pool_row * row.VALUE_WORDS + word, values, mask=word < row.VALUE_WORDS)
-        if row.G > 0:
-            tl.store(batch.out_scale_ptr + group.to(tl.int64) * height + pool_row, scale, mask=(group < row.G) & leads)
-    else:
-        order = tl.cumsum(here.to(tl.int32), 0) - 1
-        for j in range(tl.sum(here.to(tl.int32), 0)):
-            to = tl.max(tl.where(here & (order == j), to_row, 0), 0).to(tl.int64)
-            tl.store(batch.out_ptr + to * row.VALUE_WORDS + word, values, mask=word < row.VALUE_WORDS)
-            if row.G > 0:
-                scale_to = (to // height * row.G + group) * height + to % height
-                tl.store(batch.out_scale_ptr + scale_to, scale, mask=(group < row.G) & leads)
-        if leads:
-            tl.store(own.rows_ptr + pool_row * row.K + order, to_row, mask=here)
-            tl.store(own.weights_ptr + pool_row * row.K + order, weight, mask=here)
-            left = (column > tl.max(order, 0)) & (column < row.K)
-            tl.store(own.rows_ptr + pool_row * row.K + column, tl.zeros([row.COLUMNS], tl.int32) - 1, mask=left)
 
 
 @triton.jit
@@ -186,22 +124,31 @@ def _take_ll(
                 entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
                 weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
                 entry = tl.where(column < K, payload_of(entries), -1)
-            _write_token(
-                payload_of(values),
-                scale,
+            to_row, order = note_rows(
                 entry,
                 payload_of(weights).to(tl.float32, bitcast=True),
+                (column >= 0) & (block == 0),
                 first_rows,
-                word,
                 pool_row,
                 source,
-                block == 0,
                 own,
+                row,
+                1,
+                ranks.EXPERTS,
+                receiving.POOLED,
+            )
+            copy_row(
+                payload_of(values),
+                scale,
+                to_row,
+                order,
+                word,
+                pool_row,
+                block == 0,
                 batch,
                 height,
                 row,
                 SPREAD_GROUPS,
-                ranks.EXPERTS,
                 receiving.POOLED,
                 True,
             )
@@ -216,14 +163,34 @@ def _take_ll(
 
 
 @triton.jit
-def _take_row(
+def _wait_for_flags(links, base, first, count, present, source, pool_row, epoch, timeout_ns, R: tl.constexpr):
+    """Wait for the flags of `count` tokens of a source from `first` on: a bit for each one sent here, -1 if aborted.
+
+    Example: 4 tokens from 8 on, of which 8 and 10 were sent, give 5.
+    """
+    group = tokens_per_flag(present)
+    at = first // group * group
+    flags_ptr = region(base, links, FLAGS, tl.int64) + (pool_row - first)
+    bits = wait_for_flag(flags_ptr + at, source, epoch, links, timeout_ns, DISPATCH, R)
+    bits = tl.where(bits < 0, bits, (bits >> (first - at)) & ((1 << count) - 1))
+    for later in range(at + group, tl.minimum(first + count, present), group):
+        if bits >= 0:
+            found = wait_for_flag(flags_ptr + later, source, epoch, links, timeout_ns, DISPATCH, R)
+            bits = tl.where(found < 0, found, bits | (found << (later - first)))
+    return bits
+
+
+@triton.jit
+def _take_rows(
     links,
     own,
     batch,
     first_rows,
-    pool_row,
+    first,
+    present,
     source,
     block,
+    rows_per_rank,
     epoch,
     timeout_ns,
     height,
@@ -231,71 +198,67 @@ def _take_row(
     row: tl.constexpr,
     receiving: tl.constexpr,
 ):
-    """Wait for the flag of a token that was sent as a row, and write out a block of it; returns 0 if aborted."""
-    K: tl.constexpr = row.K
-    column, group = tl.arange(0, row.COLUMNS), tl.arange(0, row.GROUPS)
+    """Wait for the flags of TOKENS tokens that a source sent as rows, from `first` on, and write out a block of each.
+
+    Returns 0 if the exchange is aborted.
+    """
+    TOKENS: tl.constexpr = receiving.TOKENS
+    COLUMNS: tl.constexpr = row.COLUMNS
+    group = tl.arange(0, row.GROUPS)
     word = block * receiving.BLOCK_WORDS + tl.arange(0, receiving.BLOCK_WORDS)
     base = links.bases[ranks.RANK]
-    flag_ptr = region(base, links, FLAGS, tl.int64) + pool_row
-    present = wait_for_flag(flag_ptr, source, epoch, links, timeout_ns, DISPATCH, ranks.R)
-    if present > 0:
-        values, scale = word, group
-        if not receiving.POOLED:
-            from_ptr = region(base, links, VALUES, tl.int32) + pool_row * row.VALUE_WORDS
-            values = tl.load(from_ptr + word, mask=word < row.VALUE_WORDS)
-        if row.G > 0:
-            scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty) + pool_row * row.G
-            scale = tl.load(scale_ptr + group, mask=group < row.G)
-        tl.debug_barrier()  # issues the long loads first: arithmetic on the entry would delay them
-        entry_ptr = region(base, links, ENTRIES, tl.int32) + pool_row * row.ENTRY
-        entry = tl.load(entry_ptr + column, mask=column < K, other=-1)
-        weight = tl.load(entry_ptr + K + column, mask=column < K, other=0).to(tl.float32, bitcast=True)
-        _write_token(
-            values,
-            scale,
+    pool_row = source * rows_per_rank + first
+    bits = _wait_for_flags(links, base, first, TOKENS, present, source, pool_row, epoch, timeout_ns, ranks.R)
+    if bits >= 0:
+        values, scales = tl.tuple([]), tl.tuple([])
+        for t in tl.static_range(TOKENS):
+            came = ((bits >> t) & 1) > 0
+            part, scale = word, group
+            if not receiving.POOLED:
+                from_ptr = region(base, links, VALUES, tl.int32) + (pool_row + t) * row.VALUE_WORDS
+                part = tl.load(from_ptr + word, mask=(word < row.VALUE_WORDS) & came)
+            if row.G > 0:
+                scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty) + (pool_row + t) * row.G
+                scale = tl.load(scale_ptr + group, mask=(group < row.G) & came)
+            values, scales = values + tl.tuple([part]), scales + tl.tuple([scale])
+        tl.debug_barrier()  # issues the long loads first: arithmetic on the entries would delay them
+        index = tl.arange(0, TOKENS * COLUMNS)
+        token, column = index // COLUMNS, index % COLUMNS
+        entry_ptr = region(base, links, ENTRIES, tl.int32) + (pool_row + token) * row.ENTRY + column
+        sent = (((bits >> token) & 1) > 0) & (column < row.K)
+        entry = tl.load(entry_ptr, mask=sent, other=-1)
+        weight = tl.load(entry_ptr + row.K, mask=sent, other=0).to(tl.float32, bitcast=True)
+        to_row, order = note_rows(
             entry,
             weight,
+            (first + token < present) & (block == 0),
             first_rows,
-            word,
             pool_row,
             source,
-            block == 0,
             own,
-            batch,
-            height,
             row,
-            row.GROUPS,
+            TOKENS,
             ranks.EXPERTS,
             receiving.POOLED,
-            False,
         )
-    elif (present == 0) & (block == 0):
-        tl.store(own.rows_ptr + pool_row * K, -1)
-        if receiving.POOLED:
-            nowhere = tl.zeros([row.COLUMNS], tl.int32) - 1
-            _mark_unused(own, pool_row * K + column, nowhere, column < K)
-    return (present >= 0).to(tl.int32)
-
-
-@triton.jit
-def _mark_unused(own, index, nowhere, mask):
-    """Mark (pool row, column) pairs without an expert. nowhere: -1 for each."""
-    tl.store(own.token_to_row_ptr + index, nowhere, mask=mask)
-    tl.store(own.local_ids_ptr + index, nowhere, mask=mask)
-    tl.store(own.pooled_weights_ptr + index, tl.zeros_like(nowhere).to(tl.float32), mask=mask)
-
-
-@triton.jit
-def _fill_unused(own, tokens, receiver, receivers, rows_per_rank, ranks: tl.constexpr, K: tl.constexpr):
-    """Mark the pool rows that received no token as rows without experts."""
-    for first in range(receiver * FILLED, ranks.R * rows_per_rank, receivers * FILLED):
-        pool_row = first + tl.arange(0, FILLED).to(tl.int64)
-        present = tl.zeros([FILLED], tl.int32)
-        for s in tl.static_range(ranks.R):
-            present = tl.where(pool_row // rows_per_rank == s, pick(tokens, s, ranks.RANKS), present)
-        unused = (pool_row < ranks.R * rows_per_rank) & (pool_row % rows_per_rank >= present)
-        for k in range(K):
-            _mark_unused(own, pool_row * K + k, tl.zeros([FILLED], tl.int32) - 1, unused)
+        for t in tl.static_range(TOKENS):
+            if ((bits >> t) & 1) > 0:
+                copy_row(
+                    values[t],
+                    scales[t],
+                    to_row,
+                    tl.where(token == t, order, -1),
+                    word,
+                    pool_row + t,
+                    block == 0,
+                    batch,
+                    height,
+                    row,
+                    row.GROUPS,
+                    receiving.POOLED,
+                    False,
+                )
+    return (bits >= 0).to(tl.int32)
 
 
 @triton.jit
@@ -375,45 +338,50 @@ def receive(
         tl.store(own.state_ptr + RUNS, 0)
         tl.store(own.state_ptr + BEGUN, round_.epoch)
     if receiving.POOLED:
-        _fill_unused(own, tokens, receiver, receivers, rows_per_rank, ranks, row.K)
+        fill_unused(own, tokens, receiver, receivers, rows_per_rank, ranks, row.K)
     alive = (verdict == FINE).to(tl.int32)
-    for i in range(receiver, tl.max(tokens, 0) * (R * BLOCKS), receivers):
-        block, token = i % BLOCKS, i // (R * BLOCKS)
+    UNIT: tl.constexpr = receiving.TOKENS if receiving.TAKE_ROWS else 1  # tokens that are taken together
+    units = (tl.max(tokens, 0) + UNIT - 1) // UNIT
+    for i in range(receiver, units * (R * BLOCKS), receivers):
+        block, first = i % BLOCKS, i // (R * BLOCKS) * UNIT
         s = (ranks.RANK + i // BLOCKS) % R
         present = pick(tokens, s, RANKS)
-        if (token < present) & (alive > 0):
-            pool_row = s * rows_per_rank + token
+        if (first < present) & (alive > 0):
             as_ll = not receiving.TAKE_ROWS
             if receiving.TAKE_LL and receiving.TAKE_ROWS:
                 as_ll = present <= word_tokens
             if as_ll:
                 if receiving.TAKE_LL:
-                    first = (s * word_tokens.to(tl.int64) + token) * row.ll_words
-                    alive = _take_ll(
-                        region(base, links, LL_ROWS, tl.int64) + first,
-                        links,
-                        own,
-                        batch,
-                        first_rows,
-                        pool_row,
-                        s,
-                        block,
-                        round_.epoch,
-                        timeout_ns,
-                        height,
-                        ranks,
-                        row,
-                        receiving,
-                    )
+                    for token in range(first, tl.minimum(first + UNIT, present)):
+                        if alive > 0:
+                            ll_row = (s * word_tokens.to(tl.int64) + token) * row.ll_words
+                            alive = _take_ll(
+                                region(base, links, LL_ROWS, tl.int64) + ll_row,
+                                links,
+                                own,
+                                batch,
+                                first_rows,
+                                s * rows_per_rank + token,
+                                s,
+                                block,
+                                round_.epoch,
+                                timeout_ns,
+                                height,
+                                ranks,
+                                row,
+                                receiving,
+                            )
             elif receiving.TAKE_ROWS:
-                alive = _take_row(
+                alive = _take_rows(
                     links,
                     own,
                     batch,
                     first_rows,
-                    pool_row,
+                    first,
+                    present,
                     s,
                     block,
+                    rows_per_rank,
                     round_.epoch,
                     timeout_ns,
                     height,

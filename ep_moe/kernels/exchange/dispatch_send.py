@@ -8,16 +8,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.exchange.count_ids import planned_id, planned_place
 from ep_moe.kernels.exchange.peers import fence, put_rows, put_word, signal, target
 from ep_moe.kernels.exchange.round_state import is_active
 from ep_moe.kernels.exchange.wire_layout import (
     ENTRIES,
     FLAGS,
     LL_ROWS,
+    MOST_FLAGGED,
     SCALES,
     VALUES,
     make_word,
     pack_entry,
+    tokens_per_flag,
 )
 from ep_moe.kernels.numerics import (
     INT8_MAX,
@@ -38,7 +41,9 @@ class Tokens(NamedTuple):
     ids_ptr: Any  # [T, K] int32 or int64
     weights_ptr: Any  # [T, K] float32
     num_tokens_ptr: Any  # [1] int32, if HAS_NUM_TOKENS
-    block_counts_ptr: Any  # [B + 1, P + 1] int32 of `_sum_blocks_kernel`, if IDS_COUNTED
+    block_counts_ptr: Any  # [B + 1, P + 1] int32 of `_sum_blocks_kernel`, if IDS_COUNTED, as the next two
+    planned_ids_ptr: Any  # [T, K] int32 of `_count_block_kernel`
+    planned_weights_ptr: Any  # [T, K] float32 of it
 
 
 class Strides(NamedTuple):
@@ -61,7 +66,6 @@ class Sending(NamedTuple):
     ROW_WORDS: tl.constexpr  # of a row's values, rounded up
     LL_BLOCK: tl.constexpr  # 32-bit words of a token that one program sends at a time as LL words
     LL_GROUPS: tl.constexpr  # scales of those words if QUANTIZE, else of a row
-    TOKENS_PER_FENCE: tl.constexpr  # tokens between two fences
     TOKENS: tl.constexpr  # of a block if IDS_COUNTED, else all, rounded up
     EXPERT_BLOCK: tl.constexpr  # experts whose rows an announcer counts at a time
     HAS_NUM_TOKENS: tl.constexpr  # the number of tokens is read from the device
@@ -93,10 +97,23 @@ def _read_routing(tokens, token, num_physical, strides, row: tl.constexpr, sendi
         hit = hit | (theirs[:, None] == ids[None, :]).to(tl.int32)
     place = tl.sum(hit, 0)
     valid = (ids >= 0) & (ids < num_physical) & (repeated == 0)
-    if sending.IDS_COUNTED:
-        before_ptr = tokens.block_counts_ptr + token // sending.TOKENS * (num_physical + 1)
-        place += tl.load(before_ptr + ids, mask=valid, other=0)
     return tl.where(valid, ids, -1), weights, place
+
+
+@triton.jit
+def _load_plan(tokens, token, mask, row: tl.constexpr):
+    """Begin to load what `_count_block_kernel` wrote of a token: ids with places in their block, and weights."""
+    column = tl.arange(0, row.COLUMNS)
+    mask = (column < row.K) & mask
+    planned = tl.load(tokens.planned_ids_ptr + token * row.K + column, mask=mask, other=-1)
+    return planned, tl.load(tokens.planned_weights_ptr + token * row.K + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_before(tokens, token, planned, num_physical, TOKENS: tl.constexpr):
+    """Begin to load how many rows the experts of a token get from the blocks of tokens before its own."""
+    before_ptr = tokens.block_counts_ptr + token // TOKENS * (num_physical + 1)
+    return tl.load(before_ptr + planned_id(planned), mask=planned >= 0, other=0)
 
 
 @triton.jit
@@ -104,6 +121,7 @@ def _load_payload(
     tokens,
     token,
     block,
+    mask,  # whether there is such a token
     x_stride,
     GROUPS: tl.constexpr,  # of one block if QUANTIZE
     WORDS: tl.constexpr,  # of one block
@@ -114,11 +132,11 @@ def _load_payload(
     row_ptr = tokens.x_ptr + token * x_stride * sending.UNIT
     if sending.QUANTIZE == "":
         word = block * WORDS + tl.arange(0, WORDS)
-        loaded = tl.load(row_ptr + word, mask=word < row.VALUE_WORDS)
+        loaded = tl.load(row_ptr + word, mask=(word < row.VALUE_WORDS) & mask)
     else:
         group = block * GROUPS + tl.arange(0, GROUPS)
         column = group[:, None] * sending.GROUP + tl.arange(0, sending.GROUP)[None, :]
-        loaded = tl.load(row_ptr + column, mask=column < sending.H, other=0.0)
+        loaded = tl.load(row_ptr + column, mask=(column < sending.H) & mask, other=0.0)
     return loaded
 
 
@@ -207,27 +225,46 @@ def send_rows(
     row: tl.constexpr,
     sending: tl.constexpr,
 ):
-    """Store this program's share of the tokens as rows; fence; then set each token's flag at every rank."""
-    TOKENS: tl.constexpr = sending.TOKENS_PER_FENCE
+    """Store this program's groups of tokens as rows; after each group fence, then set its flag at every rank."""
     WORDS: tl.constexpr = sending.ROW_WORDS
-    index = tl.arange(0, TOKENS)
-    for chunk in range(sender, (present + TOKENS - 1) // TOKENS, senders):
-        went = tl.zeros([TOKENS], tl.int32)
-        for i in range(TOKENS):
-            token = (chunk * TOKENS + i) + tl.zeros([], tl.int64)
-            if token < present:
-                loaded = _load_payload(tokens, token, 0, strides.x, row.GROUPS, WORDS, row, sending)
+    group = tokens_per_flag(present)
+    index = tl.arange(0, MOST_FLAGGED)
+    token = sender * group + tl.zeros([], tl.int64)
+    loaded = _load_payload(tokens, token, 0, token < present, strides.x, row.GROUPS, WORDS, row, sending)
+    if sending.IDS_COUNTED:
+        planned, weights = _load_plan(tokens, token, token < present, row)
+        next_token = _after(token, group, senders)
+        next_planned, next_weights = _load_plan(tokens, next_token, next_token < present, row)
+        before = _load_before(tokens, token, planned, num_physical, sending.TOKENS)
+    for chunk in range(sender, (present + group - 1) // group, senders):
+        bits = tl.zeros([MOST_FLAGGED], tl.int32)  # by token of the group, a bit for each rank that it was sent to
+        for i in range(group):
+            token = (chunk * group + i) + tl.zeros([], tl.int64)
+            next_token = _after(token, group, senders)
+            if sending.IDS_COUNTED:
+                ids = tl.where(planned >= 0, planned_id(planned), -1)
+                place = before + planned_place(planned)
+                own_weights = weights
+            else:
                 tl.debug_barrier()  # the payload is on its way before the routing's arithmetic begins
-                ids, weights, place = _read_routing(tokens, token, num_physical, strides, row, sending)
-                values, scale = _make_payload(
-                    loaded, tokens, token, strides, row.GROUPS, WORDS, row.G, sending.QUANTIZE
-                )
+                ids, own_weights, place = _read_routing(tokens, token, num_physical, strides, row, sending)
+            values, scale = _make_payload(loaded, tokens, token, strides, row.GROUPS, WORDS, row.G, sending.QUANTIZE)
+            # what the next token needs is on its way before this one is stored
+            loaded = _load_payload(
+                tokens, next_token, 0, next_token < present, strides.x, row.GROUPS, WORDS, row, sending
+            )
+            if sending.IDS_COUNTED:
+                planned, weights = next_planned, next_weights
+                before = _load_before(tokens, next_token, planned, num_physical, sending.TOKENS)
+                far_token = _after(next_token, group, senders)
+                next_planned, next_weights = _load_plan(tokens, far_token, far_token < present, row)
+            if token < present:
                 dest_rank_mask = tl.zeros([], tl.int32)
                 for d in tl.static_range(ranks.R):  # each rank begins with another, so that not all store to one
                     dest_rank_mask = dest_rank_mask | _deliver_row(
                         links,
                         ids,
-                        weights,
+                        own_weights,
                         place,
                         values,
                         scale,
@@ -239,14 +276,25 @@ def send_rows(
                         WORDS,
                     )
                 tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)
-                went = tl.where(index == i, dest_rank_mask, went)
-        fence()  # release: the rows first, everywhere, then the words that say so
-        pool_row = ranks.RANK * rows_per_rank + chunk * TOKENS + index
-        sent = (chunk * TOKENS + index < present) & round_.enabled
+                bits = tl.where(index == i, dest_rank_mask, bits)
+        fence()  # release: the rows first, everywhere, then the word that says so
+        first = ranks.RANK * rows_per_rank + chunk * group
         for d in tl.static_range(ranks.R):
-            word = make_word(tl.zeros([TOKENS], tl.int32) + round_.epoch, (went >> ((ranks.RANK + d) % ranks.R)) & 1)
-            mask = sent & is_active(round_.active, (ranks.RANK + d) % ranks.R)
-            signal(target(links.bases[(ranks.RANK + d) % ranks.R], links, FLAGS, pool_row, tl.int64), word, mask)
+            _signal_group(links, bits, first, round_, (ranks.RANK + d) % ranks.R)
+
+
+@triton.jit
+def _signal_group(links, bits, first, round_, r: tl.constexpr):
+    """Set the flag of a group of tokens at rank r. bits: [MOST_FLAGGED], of each token, a bit for each rank."""
+    sent = tl.sum(((bits >> r) & 1) << tl.arange(0, MOST_FLAGGED), 0)
+    if round_.enabled & is_active(round_.active, r):
+        signal(target(links.bases[r], links, FLAGS, first, tl.int64), make_word(round_.epoch, sent), None)
+
+
+@triton.jit
+def _after(token, group, senders):
+    """The token that a sender takes after `token`: the next one of its group, or the first of its next group."""
+    return tl.where(token % group == group - 1, token + 1 + (senders - 1) * group, token + 1)
 
 
 @triton.jit
@@ -306,7 +354,7 @@ def send_ll(
     BLOCKS: tl.constexpr = (row.VALUE_WORDS + WORDS - 1) // WORDS
     for i in range(sender, present * BLOCKS, senders):
         block, token = i % BLOCKS, (i // BLOCKS) + tl.zeros([], tl.int64)
-        loaded = _load_payload(tokens, token, block, strides.x, GROUPS, WORDS, row, sending)
+        loaded = _load_payload(tokens, token, block, True, strides.x, GROUPS, WORDS, row, sending)
         ids, weights, place = _read_routing(tokens, token, num_physical, strides, row, sending)
         values, scale = _make_payload(loaded, tokens, token, strides, GROUPS, WORDS, row.G, sending.QUANTIZE)
         word, group = block * WORDS + tl.arange(0, WORDS), tl.arange(0, GROUPS)

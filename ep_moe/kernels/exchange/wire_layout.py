@@ -6,7 +6,7 @@ kernels, plain ones for the host. A rank's memory for one slot has a region for 
 | region | shape | written by |
 |---|---|---|
 | HEADERS | [R, header_stride] words, by source rank: status, format, layer, settings, rows for each expert | source |
-| FLAGS | [R, M] words: whether the token was sent here | source |
+| FLAGS | [R, M] words, the first of each group of tokens used: a bit for each token of it that was sent here | source |
 | ENTRIES | [R, M, ENTRY] int32: K entries, then K weights | source |
 | VALUES | [R, M, row] int32 words of payload | source |
 | SCALES | [R, M, G] scales | source |
@@ -26,6 +26,8 @@ from typing import Literal, NamedTuple
 
 import triton
 import triton.language as tl
+
+from ep_moe.kernels.numerics import INTERPRET
 
 # regions of a rank's memory for one slot, by place in `Links.offsets`
 HEADERS = tl.constexpr(0)
@@ -54,6 +56,10 @@ STATUS_MASK = tl.constexpr(2**28 - 1)  # larger values are sent as this one
 
 PLACE_BITS = tl.constexpr(20)  # of an entry: a row's place among those of its source and expert; local expert above
 PLACE_MASK = tl.constexpr(2**20 - 1)
+
+FLAGGED_SINGLY = tl.constexpr(2 if INTERPRET else 256)  # most tokens of a source of which each has its own flag
+FLAGGED_IN_PAIRS = tl.constexpr(6 if INTERPRET else 1024)
+MOST_FLAGGED = tl.constexpr(4)  # tokens, by one word
 
 DISPATCH = tl.constexpr(0)  # phases, as an abort word names them
 COMBINE = tl.constexpr(1)
@@ -200,6 +206,12 @@ def expert_of(entry):
 def place_of(entry):
     """The place of an entry."""
     return entry & PLACE_MASK
+
+
+@triton.jit
+def tokens_per_flag(num_tokens):
+    """Tokens that one flag word of a source announces, by the number of tokens in its header: 1, 2 or 4."""
+    return tl.where(num_tokens <= FLAGGED_SINGLY, 1, tl.where(num_tokens <= FLAGGED_IN_PAIRS, 2, MOST_FLAGGED))
 
 
 @triton.jit

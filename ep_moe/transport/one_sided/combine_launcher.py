@@ -10,11 +10,12 @@ import triton
 
 from ep_moe.config import ALIGNMENT, Layout
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
-from ep_moe.kernels.exchange.combine import Combining, Results, _combine_kernel
+from ep_moe.kernels.exchange.combine import _combine_kernel
+from ep_moe.kernels.exchange.combine_send import Combining, Results
 from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.payload import aligned, aligned_rows, is_aligned
 from ep_moe.transport.one_sided.round_plan import RoundPlan
-from ep_moe.transport.one_sided.tuning import awaited_words, block_words, held_words
+from ep_moe.transport.one_sided.tuning import SENT_BYTES, awaited_words, block_words, held_words
 
 
 class CombineLauncher:
@@ -94,14 +95,17 @@ class CombineLauncher:
             config, num_ranks = context.config, context.ranks.R
             programs = context.tuning.combine(plan.num_tokens, num_ranks)
             held = held_words(num_ranks, config.dtype.itemsize, programs.num_warps)
+            sent_bytes = SENT_BYTES * (2 if programs.num_warps > 4 else 1)
+            sent = held_words(1, config.dtype.itemsize, programs.num_warps, held_bytes=sent_bytes)
+            columns, single = triton.next_power_of_2(plan.num_topk), plan.layout is Layout.FLAT or poisoned
             first_receiver = programs.senders * send
             combining = Combining(
                 H=config.hidden,
                 K=plan.num_topk,
-                COLUMNS=triton.next_power_of_2(plan.num_topk),
-                SENT_BLOCK=block_words(config.hidden, programs.sent_block),
+                COLUMNS=columns,
+                SENT_BLOCK=block_words(config.hidden, min(programs.sent_block, sent)),
                 SUMMED_BLOCK=awaited_words(config.hidden, min(programs.summed_block, held), programs.num_warps),
-                ROWS_IN_FLIGHT=programs.rows_in_flight,
+                ROWS_IN_FLIGHT=1 if single else min(programs.rows_in_flight, columns),
                 UNIT=ALIGNMENT,
                 SUMMED=plan.layout is Layout.FLAT,
                 POISONED=poisoned,

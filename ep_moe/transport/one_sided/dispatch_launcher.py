@@ -13,9 +13,9 @@ import triton
 from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import Workspace
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.exchange.batch_rows import Batch
 from ep_moe.kernels.exchange.count_ids import _count_block_kernel, _sum_blocks_kernel
 from ep_moe.kernels.exchange.dispatch import _dispatch_kernel
-from ep_moe.kernels.exchange.dispatch_receive import Batch
 from ep_moe.kernels.exchange.dispatch_send import Tokens
 from ep_moe.layout import Batched, Compact, Flat
 from ep_moe.layout.base import BatchTemplate, ExpertBatch
@@ -139,7 +139,18 @@ class DispatchLauncher:
         template = received.template
         memory = template.allocate()
         values, scale = received.addresses(memory)
-        inputs = x_address, unused, ids_address, weights_address, count, unused, values, scale
+        inputs = (
+            x_address,
+            unused,
+            ids_address,
+            weights_address,
+            count,
+            unused,
+            unused,
+            self._unscaled_address,
+            values,
+            scale,
+        )
         repeat((*inputs, *plan.strides, *layer, self._timeout_ns))
         return template.batch(memory)
 
@@ -182,7 +193,8 @@ class DispatchLauncher:
         count = unused if num_tokens is None else aligned(num_tokens)
         if plan.in_place and _are_dense(x, ids, weights):  # type: ignore[arg-type]
             values = x if fused_quant else x.view(torch.int32)  # type: ignore[union-attr]
-            return RoundInputs(plan, Tokens(values, unused, ids, weights, count, unused), plan.strides, layer, refusal)
+            tokens = Tokens(values, unused, ids, weights, count, unused, unused, self._unscaled)
+            return RoundInputs(plan, tokens, plan.strides, layer, refusal)
         if plan.scheme.payload.quantized and not isinstance(x, Quantized) and not fused_quant:
             if num_tokens is not None:  # rows that are no tokens must not affect a scale that tokens share
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
@@ -196,30 +208,47 @@ class DispatchLauncher:
             values = aligned_rows(x) if fused_quant else as_words(x)
         values = values if fused_quant else aligned(values)
         ids, weights = _aligned_columns(ids), _aligned_columns(weights)
-        block_counts = self._count_blocks(ids, count, plan) if plan.blocks else unused
+        counted = unused, unused, self._unscaled
+        if plan.blocks:
+            counted = self._count_blocks(ids, weights, count, plan)
         strides = values.stride(0) // plan.sending.UNIT, *scale_strides, ids.stride(0), weights.stride(0)
-        return RoundInputs(plan, Tokens(values, scale, ids, weights, count, block_counts), strides, layer, refusal)
+        return RoundInputs(plan, Tokens(values, scale, ids, weights, count, *counted), strides, layer, refusal)
 
-    def _count_blocks(self, ids: torch.Tensor, count: torch.Tensor, plan: RoundPlan) -> torch.Tensor:
-        """Count the rows of every expert before each block of tokens, and in total. Two launches."""
-        num_physical = self._context.ranks.STARTS[-1]
-        counts = torch.empty(plan.blocks + 1, num_physical + 1, dtype=torch.int32, device=ids.device)
+    def _count_blocks(
+        self, ids: torch.Tensor, weights: torch.Tensor, count: torch.Tensor, plan: RoundPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Count the rows of every expert before each block of tokens, and place them: the last tensors of `Tokens`.
+
+        Two launches.
+        """
+        num_physical, early = self._context.ranks.STARTS[-1], self._context.early
+        like: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
+        counts = torch.empty(plan.blocks + 1, num_physical + 1, **like)
+        planned = torch.empty(ids.shape, **like)
+        planned_weights = torch.empty(ids.shape, device=ids.device)
+        options: dict[str, Any] = {"launch_pdl": True} if early else {}
         _count_block_kernel[(plan.blocks, triton.cdiv(num_physical, _BLOCK_EXPERTS))](
             ids,
+            weights,
             count,
             counts,
+            planned,
+            planned_weights,
             plan.num_tokens,
             num_physical,
             ids.stride(0),
+            weights.stride(0),
             K=ids.shape[1],
             TOKENS=BLOCK_TOKENS,
             EXPERTS=_BLOCK_EXPERTS,
             HAS_NUM_TOKENS=plan.sending.HAS_NUM_TOKENS,
+            PDL=early,
+            **options,
         )
         _sum_blocks_kernel[(triton.cdiv(num_physical + 1, _BLOCK_EXPERTS),)](
-            counts, plan.blocks, num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS
+            counts, plan.blocks, num_physical, BLOCKS=_SUMMED_BLOCKS, EXPERTS=_BLOCK_EXPERTS, PDL=early, **options
         )
-        return counts
+        return counts, planned, planned_weights
 
     def kernel_of(self, slot: int, inputs: RoundInputs, *, send: bool, receive: bool) -> RepeatedLaunch:
         """The kernel of a dispatch or one half of it, for repeated launches."""

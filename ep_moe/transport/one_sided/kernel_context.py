@@ -9,7 +9,7 @@ from ep_moe.config import TransportConfig
 from ep_moe.kernels.exchange.round_state import Halves
 from ep_moe.kernels.exchange.wire_layout import Ranks
 from ep_moe.transport.one_sided.memory import PeerMemory
-from ep_moe.transport.one_sided.occupancy import REGISTERS
+from ep_moe.transport.one_sided.occupancy import REGISTERS, WIDE_REGISTERS
 from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 
@@ -40,5 +40,5 @@ class KernelContext:
 
     def options(self, num_warps: int) -> dict[str, Any]:
         """Options of the compiler."""
-        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": REGISTERS}
+        options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": WIDE_REGISTERS if num_warps > 4 else REGISTERS}
         return {**options, "launch_pdl": True} if self.early else options

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-REGISTERS = 168  # per thread: three programs of 4 warps share an SM; with fewer, kernels spill
+REGISTERS = 128  # per thread: four programs of 4 warps share an SM; with fewer, kernels spill
+WIDE_REGISTERS = 232  # of a program of 8 warps, which uses most of an SM
 NCCL_SMS = 32  # that NCCL's kernels may take: each of their programs, of up to 640 threads, takes a whole SM
 _WARPS = 4
 _WARP_THREADS, _REGISTER_UNIT = 32, 256  # a warp's registers are allocated in such units
@@ -44,7 +45,10 @@ class Occupancy:
 
     @property
     def programs_of_an_sm(self) -> int:
-        """Programs of the exchange that an SM holds at once: 3 on Hopper and Blackwell. They need no shared memory."""
+        """Programs of the exchange that an SM holds at once: 4 on Hopper and Blackwell.
+
+        Their few KB of shared memory do not limit that.
+        """
         of_a_warp = -(-REGISTERS * _WARP_THREADS // _REGISTER_UNIT) * _REGISTER_UNIT
         return min(self.registers // (_WARPS * of_a_warp), self.threads // (_WARPS * _WARP_THREADS))
 
@@ -63,7 +67,7 @@ class Occupancy:
 
         So rounds never wait for a free place on an SM; other programs get one at the latest when rounds end. An empty
         SM is not guaranteed: it needs at most `sparing` receivers in all open rounds except the one whose turn it is
-        (`TransportConfig.num_sms`). Example: 132 SMs give 300, 150, 100 and 75 receivers with 1, 2, 3 and 4 slots; an
+        (`TransportConfig.num_sms`). Example: 132 SMs give 400, 200, 133 and 100 receivers with 1, 2, 3 and 4 slots; an
         SM stays empty with 99, 49 and 33 in each of 2, 3 and 4.
         Errors: RuntimeError if num_slots exceeds `places`.
         """

@@ -232,7 +232,7 @@ class RoundPlans:
             GROUPS=triton.next_power_of_2(max(payload.num_groups, 1)),
             ENTRY=2 * config.max_topk,
         )
-        programs = self._tuning.dispatch(rows, num_ranks)
+        programs = self._tuning.dispatch(rows, num_ranks, packs=layout is not Layout.FLAT)
         fused_quant = "" if quantized or not scheme.payload.quantized else payload.fused_quant
         sending = self._sending(rows, payload, row, programs, fused_quant, has_num_tokens)
         frame = self._frame(payload, layout, max_num_tokens)
@@ -261,6 +261,7 @@ class RoundPlans:
             receiving=Receiving(
                 BLOCK_WORDS=awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
                 HEADER_SPAN=triton.next_power_of_2(self._ranks.header_stride),
+                TOKENS=programs.taken_tokens,
                 BATCHED=layout is Layout.BATCHED,
                 POOLED=layout is Layout.FLAT,
                 TAKE_LL=payload.may_be_ll,
@@ -292,7 +293,6 @@ class RoundPlans:
             ROW_WORDS=row_words,
             LL_BLOCK=ll_block,
             LL_GROUPS=ll_block * 4 // payload.group if fused_quant else row.GROUPS,
-            TOKENS_PER_FENCE=programs.tokens_per_fence,
             TOKENS=compared_tokens,
             EXPERT_BLOCK=max(min(num_experts, _COMPARED // compared_tokens), 1),
             HAS_NUM_TOKENS=has_num_tokens,

@@ -10,7 +10,8 @@ import triton
 from ep_moe.kernels.numerics import INTERPRET
 
 WORD_TOKENS = 16  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
-_HELD_BYTES = 256  # of a thread's registers, for rows that are accumulated
+_HELD_BYTES = 128  # of a thread's registers, for rows that are accumulated
+SENT_BYTES = 32  # of a thread, for each of the rows in flight that a sender weights and sums
 MANY = 2**30  # of programs or words, if nothing limits them
 SELF_COUNTED_TOKENS = 256  # up to this T every program of a dispatch reads all ids itself
 
@@ -23,9 +24,9 @@ class DispatchTuning:
     senders: int
     receivers: int
     num_warps: int
-    tokens_per_fence: int  # tokens that a program sends between two fences
     word_block: int  # 32-bit words of a token that a program sends at a time as LL words
     taken_block: int  # 32-bit words of a row that a program receives at a time
+    taken_tokens: int  # that a program receives at a time if they are sent as rows: 1, 2 or 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,22 +53,25 @@ class Tuning:
     most_receivers: int
     num_sms: int = 0
 
-    def dispatch(self, num_tokens: int, num_ranks: int) -> DispatchTuning:
-        """For T tokens of this rank at most."""
+    def dispatch(self, num_tokens: int, num_ranks: int, *, packs: bool = True) -> DispatchTuning:
+        """For T tokens of this rank at most. packs: the receivers copy rows, as in all layouts but FLAT."""
         if INTERPRET:
             return DispatchTuning(
-                announcers=1, senders=1, receivers=1, num_warps=4, tokens_per_fence=2, word_block=512, taken_block=1024
+                announcers=1, senders=1, receivers=1, num_warps=4, word_block=512, taken_block=1024, taken_tokens=2
             )
         words = num_tokens <= WORD_TOKENS
-        announcers = min(32, self._share(8))
+        announcers = min(32, self._share(8)) if num_tokens <= SELF_COUNTED_TOKENS else 1
+        senders = min(num_tokens * 4 if words else num_tokens, 128 if packs else 256)
+        taken_tokens = 1 if words else 2 if num_tokens <= 1024 or num_ranks > 4 else 4  # registers hold their rows
+        receivers = min(max(num_tokens * num_ranks // taken_tokens, 16), 264, self.most_receivers)
         return DispatchTuning(
             announcers=announcers,
-            senders=min(max(num_tokens * 4 if words else num_tokens, 16), 132, self._share(2, announcers)),
-            receivers=min(max(num_tokens * num_ranks, 16), 264, self.most_receivers, self._share(2, announcers)),
+            senders=min(max(senders, 16), self._share(2, announcers)),
+            receivers=min(receivers, self._share(2, announcers)),
             num_warps=4,
-            tokens_per_fence=1 if num_tokens <= SELF_COUNTED_TOKENS else 2 if num_tokens <= 1024 else 4,
             word_block=512,
             taken_block=2048,
+            taken_tokens=taken_tokens,
         )
 
     def receivers(self, num_tokens: int, num_ranks: int) -> int:
@@ -80,16 +84,19 @@ class Tuning:
             return CombineTuning(
                 senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, rows_in_flight=2
             )
-        block = 1024 if num_tokens <= WORD_TOKENS else 2048
+        wide = self.num_sms > 0 and num_tokens > SELF_COUNTED_TOKENS  # a program uses most of an SM
+        block = 1024 if num_tokens <= WORD_TOKENS else 8192 if wide else 2048
+        senders, most = max(num_tokens * num_ranks * 4, 32), 328 if SELF_COUNTED_TOKENS < num_tokens <= 1024 else 264
+        if wide:  # senders do most of the work
+            most = max(self.num_sms * 5 // 8, 1)
+        receivers = min(max(num_tokens * 7, 8), 264, max(self.most_receivers // (4 if wide else 1), 1))
         return CombineTuning(
-            senders=min(max(num_tokens * num_ranks * 4, 32), 264 if num_tokens <= 1024 else 200, self._share(2)),
-            receivers=min(
-                max(num_tokens * 7, 8), 264 if num_tokens <= 1024 else 150, self.most_receivers, self._share(2)
-            ),
-            num_warps=4,
+            senders=min(senders, most, MANY if wide else self._share(2)),
+            receivers=min(receivers, self._share(1, most) if wide else self._share(2)),
+            num_warps=8 if wide else 4,
             sent_block=block,
             summed_block=block,
-            rows_in_flight=4,
+            rows_in_flight=8,
         )
 
     def _share(self, parts: int, taken: int = 0) -> int:
@@ -110,6 +117,6 @@ def awaited_words(row_words: int, most: int, num_warps: int) -> int:
     return max(block_words(row_words, most), 32 * num_warps)
 
 
-def held_words(num_ranks: int, itemsize: int, num_warps: int) -> int:
+def held_words(num_ranks: int, itemsize: int, num_warps: int, *, held_bytes: int = _HELD_BYTES) -> int:
     """Columns that a program may load from each rank's row before it accumulates: registers must hold them all."""
-    return max(_HELD_BYTES * 32 * num_warps // (itemsize * triton.next_power_of_2(num_ranks)), 1)
+    return max(held_bytes * 32 * num_warps // (itemsize * triton.next_power_of_2(num_ranks)), 1)

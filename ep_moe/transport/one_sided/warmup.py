@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors
-from ep_moe.kernels.exchange.combine import Results
+from ep_moe.kernels.exchange.combine_send import Results
 from ep_moe.quant import as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
