@@ -1,4 +1,4 @@
-"""The command line: ep-moe run | generate | eval | serve | quantize | tune, and ep-moe bench layer | transport |
+"""The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
 model | experts | report.
 
 Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
@@ -26,6 +26,7 @@ from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
 from ep_moe.app.options import config_of, options_of
+from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
@@ -69,6 +70,20 @@ _NAMED = {
 _NO_CHECKPOINT = _NAMED | {"scheme": Field(help=f"Of experts and payload: {', '.join(SCHEMES)}", option="--quant")}
 
 
+_JSON = inspect.Parameter(
+    "as_json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")],
+)
+
+
+def _give_options(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Make typer see these parameters instead of the function's own."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
 def _job(
     show: Callable[[dict[str, Any]], None] | None,
     defaults: EngineConfig = _ENGINE,
@@ -89,7 +104,6 @@ def _job(
             annotation = Annotated[int | None, option.annotation.__metadata__[0]]
             option = option.replace(default=None, annotation=annotation)
         shared.append(option)
-    json_option = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         own: list[inspect.Parameter] = []
@@ -117,9 +131,8 @@ def _job(
 
         parameters = [*own, *shared]
         if show is not None:
-            parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=json_option))
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+            parameters.append(_JSON)
+        _give_options(command, parameters)
         return command
 
     return decorate
@@ -230,11 +243,25 @@ def quantize_command(
         report.show_quantize(result)
 
 
+def _plan_command(*, as_json: bool = False, **given: Any) -> None:
+    """Predict the times and the memory of MoE layers on many GPUs, and choose EP size, copies, transport and layout."""
+    with _one_line_errors():
+        result = make_plan(config_of(PlanConfig, given))
+    if as_json:
+        typer.echo(json.dumps(_for_json(result), allow_nan=False))
+    else:
+        show_plan(result)
+
+
+_give_options(_plan_command, [*options_of(PlanConfig), _JSON])
+app.command("plan")(_plan_command)
+
+
 @app.command("tune")
 @_job(
     report.show_tune,
     dataclasses.replace(_BENCH_ENGINE, nproc=1),
-    ("model", "nproc", "transport", "experts", "placement", "layout", "max_tokens_per_rank", "timeout_secs"),
+    ("model", "nproc", "transport", "experts", "placement", "layout", "max_tokens_per_rank", "timeout_secs", *_ON_RAY),
     _NO_CHECKPOINT,
 )
 def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:

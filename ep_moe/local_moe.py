@@ -4,16 +4,24 @@ Letters: T tokens, H hidden, K top-k, L local experts, E experts of all ranks.
 """
 
 import dataclasses
+import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_moe.config import Layout
 from ep_moe.experts import Experts
 from ep_moe.layout import Flat, Packed, pack_routed, weighted_sum
+from ep_moe.layout.base import PackingSizes, packable
 from ep_moe.quant import Quantized, quantize
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ep_moe.layout.routed import RoutedPacking
+
+_MOST_PACKINGS = 512  # kinds of calls
 
 
 def local_moe(
@@ -47,16 +55,13 @@ def local_moe(
     Errors: ValueError, with the value and the limit, for arguments that do not fit each other.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
-    packed = _pack(
-        x,
-        routing,
-        weights,
-        layout,
-        local_expert_offset=local_expert_offset,
-        num_local_experts=num_local_experts,
-        num_experts=num_experts,
-        dtype=dtype,
-    )
+    chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype
+    packing, sizes = _packing_of(x, routing, weights, chosen)
+    if packing is not None:
+        batch = packing.pack(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
+        if batch is not None:
+            return packing.weighted_sum(experts(batch, weights), batch, out)
+    packed = _pack(x, routing, weights, sizes)
     if isinstance(packed.batch, Flat):
         return experts(packed.batch, weights, out=out)
     return weighted_sum(experts(packed.batch, weights), packed.token_to_row, packed.topk_weights, out=out)
@@ -88,32 +93,66 @@ def local_rows(
     Returns: T * min(K, L) rows; a repeated expert has one row, at its first place, and the sum of its weights.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
-    packed = _pack(
-        x,
-        routing,
-        weights,
-        Layout.COMPACT,
-        local_expert_offset=local_expert_offset,
-        num_local_experts=num_local_experts,
-        num_experts=num_experts,
-        dtype=dtype,
-    )
+    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype
+    packing, sizes = _packing_of(x, routing, weights, chosen)
+    if packing is not None:
+        batch = packing.pack(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
+        if batch is not None:
+            token_to_row, topk_weights = (packing.view(batch, name) for name in ("token_to_row", "topk_weights"))
+            return ExpertRows(y=experts(batch, weights), token_to_row=token_to_row, topk_weights=topk_weights)
+    packed = _pack(x, routing, weights, sizes)
     y = experts(packed.batch, weights)
     return ExpertRows(y=y, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights)
 
 
-def _pack(
-    x: torch.Tensor | Quantized,
-    routing: Routing,
-    weights: ExpertWeights,
-    layout: Layout,
-    *,
-    local_expert_offset: int,
-    num_local_experts: int | None,
-    num_experts: int | None,
-    dtype: torch.dtype | None,
-) -> Packed:
-    """Check the arguments of `local_moe`, quantize and pack."""
+_Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None]
+_Found = tuple["RoutedPacking | None", PackingSizes]
+
+
+@functools.cache
+def _packings() -> dict[object, _Found]:
+    """How calls of this process pack, by `_key_of`."""
+    return {}
+
+
+def _key_of(
+    x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen
+) -> tuple[object, ...]:
+    """All that packing and the checks of a call depend on."""
+    ids = routing.topk_ids
+    routed = routing.signature or (ids.shape, ids.dtype, ids.device, ids.stride(), routing.topk_weights.stride())
+    of_weights = id(weights.scheme), weights.num_local_experts, weights.w13_input_scale is None
+    if isinstance(x, Quantized):
+        values, scale = x.values, x.scale
+        tokens: tuple[object, ...] = values.shape, values.stride(), values.device, scale.stride(), id(x.scheme)
+    else:
+        tokens = x.shape, x.stride(), x.device, x.dtype
+    return tokens, routed, of_weights, chosen
+
+
+def _packing_of(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> _Found:
+    """How a call packs, found once for all of its kind: by repeated launches if these compute it."""
+    known, key = _packings(), _key_of(x, routing, weights, chosen)
+    found = known.get(key)
+    if found is None:
+        sizes = _check(x, routing, weights, chosen)
+        if len(known) >= _MOST_PACKINGS:
+            known.clear()
+        found = known[key] = _new_packing(x, routing, sizes), sizes
+    return found
+
+
+def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSizes) -> "RoutedPacking | None":
+    if not routing.topk_ids.is_cuda or not packable(x, routing.topk_ids, routing.topk_weights, sizes):
+        return None
+    from ep_moe.layout.routed import RoutedPacking
+
+    return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
+
+
+def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> PackingSizes:
+    """Check the arguments of `local_moe`; what they ask for."""
+    layout, first, num_local_experts, num_experts, dtype = chosen
     num_local = weights.num_local_experts if num_local_experts is None else num_local_experts
     num_total = num_local if num_experts is None else num_experts
     num_rows, num_topk = routing.topk_ids.shape
@@ -124,27 +163,37 @@ def _pack(
         raise ValueError(f"x is {model_dtype}, dtype says {dtype}")
     if num_local != weights.num_local_experts:
         raise ValueError(f"num_local_experts ({num_local}) is not that of the weights ({weights.num_local_experts})")
-    if local_expert_offset < 0 or (num_experts is not None and local_expert_offset + num_local > num_experts):
-        raise ValueError(
-            f"local experts [{local_expert_offset}, {local_expert_offset + num_local}) are not in "
-            f"[0, num_experts ({num_experts}))"
-        )
+    if first < 0 or (num_experts is not None and first + num_local > num_experts):
+        raise ValueError(f"local experts [{first}, {first + num_local}) are not in [0, num_experts ({num_experts}))")
     values = x.values if isinstance(x, Quantized) else x
     if values.shape[0] != num_rows:
         raise ValueError(f"topk_ids has {num_rows} rows, x is {tuple(values.shape)}")
+    return PackingSizes(
+        layout=layout,
+        scheme=weights.scheme,
+        dtype=model_dtype,
+        first=first,
+        num_local_experts=num_local,
+        capacity=num_rows,
+        static=weights.w13_input_scale is not None,
+        # not as packing assumes, that all of a token's experts are local, which would choose tiles for too many rows
+        expected_rows=max(math.ceil(num_rows * num_topk / max(num_total, 1)), 1),
+    )
+
+
+def _pack(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, sizes: PackingSizes) -> Packed:
+    """Quantize and pack any tokens of any layout."""
     if weights.scheme.payload.quantized and isinstance(x, torch.Tensor):
         x = quantize(x, weights.scheme, static_scale=weights.w13_input_scale)
     packed = pack_routed(
         x,
         routing.topk_ids,
         routing.topk_weights,
-        layout,
+        sizes.layout,
         scheme=weights.scheme,
-        dtype=model_dtype,
-        first=local_expert_offset,
-        num_local_experts=num_local,
-        capacity=num_rows,
+        dtype=sizes.dtype,
+        first=sizes.first,
+        num_local_experts=sizes.num_local_experts,
+        capacity=sizes.capacity,
     )
-    # packing assumes that all of a token's experts are local, which would choose tiles for too many rows
-    expected_rows = max(math.ceil(num_rows * num_topk / max(num_total, 1)), 1)
-    return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, expected_rows=expected_rows))
+    return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, expected_rows=sizes.expected_rows))

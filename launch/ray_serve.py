@@ -8,9 +8,10 @@ streams passed through. Arguments: `nodes` and any field of `EngineConfig` and `
 health check; Serve then replaces the replica, which starts all ranks anew.
 """
 
-import dataclasses
 import threading
 import time
+import types
+import typing
 import urllib.request
 from typing import Any
 
@@ -22,6 +23,7 @@ from starlette.responses import StreamingResponse
 from ep_moe.app.serve import ServeConfig
 from ep_moe.app.start import nodes_of
 from ep_moe.config import EngineConfig
+from ep_moe.fields import described
 from ep_moe.launch.on_ray import RayRanks
 
 PORT = 8100  # of rank 0, on its node
@@ -105,9 +107,13 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
 
 def _config_of(config_type: type[Any], given: dict[str, Any]) -> Any:
-    values = {}
-    for field in dataclasses.fields(config_type):
-        if field.name in given:
-            value = given.pop(field.name)
-            values[field.name] = type(field.default)(value) if isinstance(field.default, (int, float)) else value
-    return config_type(**values)
+    """A config of those texts that are fields of it, which are removed from `given`."""
+    known = {name: wanted for name, (wanted, _) in described(config_type).items() if name in given}
+    return config_type(**{name: _value(given.pop(name), wanted) for name, wanted in known.items()})
+
+
+def _value(text: Any, wanted: Any) -> Any:
+    kinds = [kind for kind in typing.get_args(wanted) or (wanted,) if kind is not types.NoneType]
+    if not isinstance(text, str) or str in kinds:
+        return text
+    return text == "true" if bool in kinds else kinds[0](text)

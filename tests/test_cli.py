@@ -200,6 +200,7 @@ CONFIGS = {
     "eval": (EvalConfig, EngineConfig),
     "serve": (ServeConfig, EngineConfig),
     "quantize": (),
+    "plan": (),
     "bench layer": (LayerBenchConfig, RowsFile, EngineConfig),
     "bench transport": (TransportBenchConfig, RowsFile, EngineConfig),
     "bench model": (ModelBenchConfig, RowsFile, EngineConfig),
@@ -215,9 +216,12 @@ def test_options_are_the_fields_of_configs() -> None:
     for words, command in found.items():
         options = {option.name: option for option in command.params}
         assert all(option.help and option.help.endswith(".") for option in options.values()), words
-        own = {"as_json": False} | {"run": {"config": None}, "bench report": options, "quantize": options}.get(
-            words, {}
-        )
+        own = {"as_json": False} | {
+            "run": {"config": None},
+            "bench report": options,
+            "quantize": options,
+            "plan": options,
+        }.get(words, {})
         named = [name for config in CONFIGS[words] for name in described(config)]
         assert set(options) - set(own) == set(options) & set(named) - set(own), words
         for config in CONFIGS[words][:-1]:  # all fields; a command leaves out the engine's that it does not need

@@ -11,6 +11,8 @@ import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
+from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.hopper.shapes import obstacle
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
 from ep_moe.quant import (
     QuantScheme,
@@ -699,10 +701,10 @@ def test_experts_by_name() -> None:
     for name in ("auto", "torch"):
         experts = create_experts(name, GPT_OSS, torch.device("cpu"))
         assert (type(experts), experts.activation) == (ReferenceExperts, GPT_OSS)
-    assert set(EXPERTS) == {"torch", "triton"}
+    assert set(EXPERTS) == {"torch", "triton", "hopper"}
     with pytest.raises(RuntimeError, match="'triton' on a CPU need TRITON_INTERPRET=1"):
         create_experts("triton", SILU, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton"):
+    with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton, hopper"):
         create_experts("cutlass", SILU, torch.device("cpu"))
     rows = get_scheme("nvfp4").payload
     mixed = QuantScheme(name="mixed", payload=rows, activation=rows, weight=get_scheme("mxfp8").weight)
@@ -733,3 +735,24 @@ def to_cuda(value: Any) -> Any:
         return value
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     return dataclasses.replace(value, **{name: to_cuda(part) for name, part in fields.items()})
+
+
+def test_which_calls_hopper_kernels_take() -> None:
+    def shape(scheme: str, **changes: object) -> CallShape:
+        case = make_case(scheme, "bfloat16", SILU)
+        batch = pack_case(case, Layout.BATCHED).batch
+        return dataclasses.replace(CallShape.of(batch, case.weights, SILU), **changes)
+
+    assert obstacle(shape("none")) is None
+    assert obstacle(shape("none", dtype=torch.float16)) is None
+    for scheme in ("fp8_block", "fp8_token", "fp8_tensor"):
+        assert obstacle(shape(scheme, intermediate=256)) is None
+    for wrong, words in (
+        (shape("none", dtype=torch.float32), "scheme 'none' in torch.float32"),
+        (shape("mxfp8"), "scheme 'mxfp8'"),
+        (shape("fp8_block_64x32"), r"blocks of scales are (64, 32), not 128 x 128"),
+        (shape("fp8_block", intermediate=336), "intermediate (336) is no multiple of 128"),
+        (shape("none", x_stride=100), "rows of x are 200 bytes apart, no multiple of 16"),
+        (shape("fp8_token", scale_strides=(64, 2, 1)), "scales of x lie (64, 2, 1) apart"),
+    ):
+        assert words in str(obstacle(wrong))

@@ -29,6 +29,7 @@ EXPERTS, TOPK, TOKENS, HIDDEN, INNER, HEIGHT = 6, 3, 20, 64, 96, 24
 COUNTS = [5, 0, HEIGHT, 1, 7, 2]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
 ROUNDED_LIMIT = 2e-2  # of tokens in 8 bits: a value near a rounding boundary may go either way
+CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
@@ -344,7 +345,7 @@ def test_gemm(name: str, strided: bool) -> None:
         B_scale=weight.scale,
         B_zp=weight.zero,
         **{flag: form.flags.get(flag, False) for flag in names},
-        config={"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 16},
+        config=CONFIG,
         per_act_token_quant=form.flags.get("per_act_token_quant", False),
         block_shape=form.flags.get("block_shape"),
     )
@@ -675,6 +676,11 @@ def test_bad_arguments_of_the_others_are_named() -> None:
         invoke_moe_batched_triton_kernel(
             x, x, x, counts(), tl.float64, None, None, None, False, False, False, {}, False
         )
+    with pytest.raises(ValueError, match=r"config: BLOCK_SIZE_M \(None\) is not a power of two from 16 to 256"):
+        invoke_moe_batched_triton_kernel(
+            *(x, x, torch.empty(6, 24, 24), counts(), tl.float32),
+            *(None, None, None, False, False, False, {}, False),
+        )
     with pytest.raises(ValueError, match=r"A is torch.float32; torch.bfloat16 needed with compute_type"):
         invoke_moe_batched_triton_kernel(
             *(x, x.bfloat16(), torch.empty(6, 24, 24), counts(), tl.bfloat16),
@@ -708,7 +714,7 @@ def layer(form: Form, device: str = "cpu", naive: bool = False) -> tuple[Any, tu
             )
             C = torch.zeros(EXPERTS, HEIGHT, 2 * INNER, dtype=a1.dtype, device=a1.device)  # noqa: N806
             invoke_moe_batched_triton_kernel(
-                *(again, stored[0], C, found, a1.dtype, scale, stored[2], None, True, False, False, {}),
+                *(again, stored[0], C, found, a1.dtype, scale, stored[2], None, True, False, False, CONFIG),
                 *(config.per_act_token_quant, config.block_shape),
             )
             output = output + C.sum((0, 1))[:HIDDEN]
@@ -724,6 +730,13 @@ def test_compiled_into_one_graph(name: str) -> None:
     assert torch.equal(found, run(*given))
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in which one element that a GPU's fp8 sums of 14 bits round to its other neighbor does not matter."""
+    for name, size in (("HIDDEN", 704), ("INNER", 1184)):
+        monkeypatch.setitem(globals(), name, size)
+
+
 def on_gpu() -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -732,7 +745,7 @@ def on_gpu() -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=on_gpu()) for name in ("none", "fp8 tensor", "fp8 token", "fp8 block")]
 )
-def test_captured_in_a_cuda_graph(name: str, naive: bool) -> None:
+def test_captured_in_a_cuda_graph(name: str, naive: bool, wide: None) -> None:
     """A graph is replayed with other tokens and counts."""
     run, given = layer(FORMS[name], "cuda", naive)
     expected_now = run(*given)
@@ -751,7 +764,7 @@ def test_captured_in_a_cuda_graph(name: str, naive: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu()) for name in FORMS])
-def test_kernels_agree_with_torch(name: str) -> None:
+def test_kernels_agree_with_torch(name: str, wide: None) -> None:
     form = FORMS[name]
     given, batch, w1, w2 = apply_arguments(form, torch.bfloat16)
     moved = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in given.items()}

@@ -1,4 +1,4 @@
-"""The Triton experts on a GPU at the sizes of served models, against the torch experts of the same scheme.
+"""The experts' kernels on a GPU at the sizes of served models, against the torch experts of the same scheme.
 
 Letters: L local experts, H hidden, I intermediate, N received rows, K top-k.
 """
@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
-from ep_moe.experts import ReferenceExperts, create_experts, reference
+from ep_moe.experts import Experts, ReferenceExperts, create_experts, reference
+from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.hopper.shapes import CAPABILITY
 from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
-from ep_moe.quant import StoredMatrix, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
+from ep_moe.quant import StoredMatrix, as_bytes, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
 from ep_moe.weights import ExpertWeights
 
@@ -175,11 +177,25 @@ def without_ties(
     return fixed
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *DECODED])
+def make_experts(kind: str, activation: ActivationConfig) -> Experts:
+    """Experts by name; those of Hopper compute calls of any number of rows."""
+    if kind == "triton":
+        return create_experts(kind, activation, torch.device("cuda"))
+    if torch.cuda.get_device_capability() != CAPABILITY:
+        pytest.skip("needs a Hopper GPU")
+    from ep_moe.experts.hopper.experts import HopperExperts
+    from ep_moe.experts.hopper.gemms import HopperGemms
+
+    return HopperExperts(activation, gemms=HopperGemms(least_rows=0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"), [*(("triton", scheme) for scheme in (*SCHEMES, *DECODED)), *(("hopper", s) for s in SCHEMES)]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_torch_experts(name: str, scheme: str) -> None:
+def test_equals_the_torch_experts(name: str, kind: str, scheme: str) -> None:
     model, weights = MODELS[name], make_weights(MODELS[name], scheme)
-    ours, theirs = create_experts("triton", model.activation, torch.device("cuda")), Watched(model.activation)
+    ours, theirs = make_experts(kind, model.activation), Watched(model.activation)
     quantized = get_scheme(scheme).payload.quantized
     limit = ROW_ERROR_LIMITS["fp8" if quantized else "bfloat16"]
     worst = 0.0
@@ -205,14 +221,65 @@ def test_equals_the_torch_experts(name: str, scheme: str) -> None:
             error = worst_row_error(out, expected)
             assert error < limit, f"{layout}, {num_rows} rows"
             worst = max(worst, error)
-    print(f"{name} {scheme}: worst row {worst:.2e}")
+    print(f"{name} {kind} {scheme}: worst row {worst:.2e}")
+
+
+ACTIVATIONS = {kind.value: ActivationConfig(kind=kind) for kind in ActivationKind} | {"gpt-oss": GPT_OSS}
+ODD_ROWS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 0, 256, 7, 384]
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8_block_ue8m0"])
+def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -> None:
+    """Tiles that rows or columns do not fill, experts that begin at any row, NaN in a row, unaligned tensors."""
+    gated = ACTIVATIONS[activation].kind.gated
+    model = Model(
+        hidden=1040,
+        intermediate=640 if gated and "block" in scheme else 336,
+        experts=len(ODD_ROWS),
+        num_topk=1,
+        activation=ACTIVATIONS[activation],
+        biased=biased,
+    )
+    weights, experts = make_weights(model, scheme), make_experts("hopper", model.activation)
+    ids = torch.arange(len(ODD_ROWS), device="cuda").repeat_interleave(torch.tensor(ODD_ROWS, device="cuda"))
+    rows = make_rows(dataclasses.replace(model, num_topk=1), scheme, len(ids))
+    rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
+    batch = pack(
+        rows,
+        Layout.COMPACT,
+        scheme=get_scheme(scheme),
+        dtype=torch.bfloat16,
+        num_local_experts=model.experts,
+        capacity=len(ids),
+        alignment=1,
+    ).batch
+    values = as_bytes(batch.x)
+    values[200, 7] = math.nan if values.is_floating_point() else 0x7F
+    backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
+    assert backend is experts.preferred
+    y = experts(batch, weights, out=torch.full(batch.output_shape, math.nan, dtype=torch.bfloat16, device="cuda"))
+    watched = Watched(model.activation)
+    expected = watched(batch, weights)
+    assert torch.equal(y.isnan(), expected.isnan())
+    sound = ~expected.isnan().any(1)
+    assert bool(sound.any())
+    assert bool((~sound).any())
+    quantized = get_scheme(scheme).payload.quantized
+    limit = ROW_ERROR_LIMITS["fp8" if quantized else "bfloat16"]
+    fixed = without_ties(y, expected, batch, weights, watched, limit) if quantized else y
+    assert worst_row_error(fixed[sound], expected[sound]) < limit
+    shifted = torch.empty(y.numel() + 1, dtype=y.dtype, device="cuda")[1:].view_as(y)
+    assert_same_bits(experts(batch, weights, out=shifted)[sound], y[sound], "out that is aligned to 2 bytes")
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor"])
-def test_a_graph_is_replayed_with_other_counts(scheme: str, layout: Layout) -> None:
+@pytest.mark.parametrize("kind", ["triton", "hopper"])
+def test_a_graph_is_replayed_with_other_counts(kind: str, scheme: str, layout: Layout) -> None:
     model, weights = MODELS["qwen3-30b"], make_weights(MODELS["qwen3-30b"], scheme)
-    experts = create_experts("triton", model.activation, torch.device("cuda"))
+    experts = make_experts(kind, model.activation)
     batches = [lay_out(make_rows(model, scheme, 200, seed), layout, model, scheme) for seed in range(3)]
     tensors = [f.name for f in dataclasses.fields(batches[0]) if isinstance(getattr(batches[0], f.name), torch.Tensor)]
     fixed = dataclasses.replace(batches[0], **{name: getattr(batches[0], name).clone() for name in tensors})

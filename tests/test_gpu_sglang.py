@@ -1,5 +1,6 @@
 """SGLang's calls on a GPU, against the same calls in torch on a CPU, and replayed from CUDA graphs."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, TOKENS, TOPK, generator, made
 
 from ep_moe.functional.sglang import (
+    FusedMoE,
+    StandardTopKOutput,
     invoke_fused_moe_kernel,
     moe_align_block_size,
     outplace_fused_experts,
@@ -152,3 +155,35 @@ def test_routing_data(form: str) -> None:
             call = lambda: triton_kernel_fused_experts(x, first, second, *routing)  # noqa: B023, E731
         found.append(replayed(call) if device == "cuda" else call())
     compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["none", "fp8", "nvfp4"])
+def test_layer(kind: str) -> None:
+    """Moved to the GPU after it was loaded, and captured."""
+    config = {"nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "none": None}
+    config["fp8"] = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
+    layer = FusedMoE(EXPERTS, HIDDEN, INNER, 0, params_dtype=torch.bfloat16, quant_config=config[kind], inplace=False)
+    random = generator(12)
+    for name, parameter in layer.named_parameters():
+        if "scale" in name:
+            size = 1.0 if name.endswith("_scale") and kind == "nvfp4" else 0.02
+            parameter.data.copy_(
+                (torch.rand(parameter.shape[:1], generator=random) + 0.5)
+                .mul(size)
+                .view(-1, *[1] * (parameter.dim() - 1))
+                .expand(parameter.shape)
+            )
+        elif kind == "nvfp4":
+            parameter.data.copy_(torch.randint(0, 256, parameter.shape, generator=random, dtype=torch.uint8))
+        else:
+            size = 1.0 if kind == "fp8" else 0.1
+            parameter.data.copy_(torch.randn(parameter.shape, generator=random).mul(size).to(parameter.dtype))
+    given = routed(13)
+    x, output = given["hidden_states"], StandardTopKOutput(given["topk_weights"], given["topk_ids"])
+    expected = layer(x, output)
+    moved = copy.deepcopy(layer).cuda()
+    on_gpu = StandardTopKOutput(*(tensor.cuda() for tensor in output[:2]))
+    own = x.cuda()
+    found = replayed(lambda: moved(own, on_gpu)).cpu()
+    busy = ~(expected == 0).all(1)
+    assert float(worst_row_error(found[busy], expected[busy].double())) < (0.1 if kind == "nvfp4" else LIMIT)

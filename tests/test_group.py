@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import GroupConfig
+from ep_moe.config import GroupConfig, LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError, store
+from ep_moe.group.joining import check_nodes
 from ep_moe.launch import RankFailedError, launch, run_rank
 
 CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.2)
@@ -441,3 +442,32 @@ def test_without_a_launcher_the_beats_tell(tmp_path: Path, victim: int, outcomes
     codes = start_bare_ranks(3, bare_target, str(tmp_path), victim)
     assert recorded(tmp_path) == outcomes
     assert codes == [-9 if rank == victim else 0 for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "message"),
+    [
+        ((0, 1, 0, 1), None),
+        ((0, 0, 0, 0), r"LOCAL_WORLD_SIZE \(2\) is not the number of ranks of every node \(1\)"),
+        ((0, 1, 0), r"nodes have different numbers of ranks \(2 from rank 0 on a, 1 from rank 2 on b\); start as many"),
+        ((0, 0, 1, 1), r"rank 3 has LOCAL_RANK 1, 2 was expected: ranks have to be numbered node by node"),
+        ((1, 0, 1, 0), r"rank 0 has LOCAL_RANK 1, 0 was expected"),
+    ],
+    ids=["even", "local size", "uneven", "mixed", "descending"],
+)
+def test_ranks_are_numbered_by_even_nodes(local_ranks: tuple[int, ...], message: str | None) -> None:
+    env = LaunchEnv(
+        rank=0,
+        world_size=len(local_ranks),
+        local_rank=0,
+        local_world_size=2,
+        master_addr="a",
+        master_port=1,
+        store_is_hosted=True,
+    )
+    places = [("ab"[index // 2], local_rank) for index, local_rank in enumerate(local_ranks)]
+    if message is None:
+        check_nodes(places, env)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_nodes(places, env)

@@ -166,10 +166,13 @@ def test_constants_in_groups_are_what_the_compiler_needs() -> None:
     def kernel(x_ptr: Any, sizes: tl.constexpr) -> None:
         tl.store(x_ptr, sizes.rows)
 
-    group = as_constants(Sizes(3, "a"), kernel)
+    group = as_constants(Sizes(3, "a"), kernel, "sizes")
     assert isinstance(group, Sizes)
     assert [(type(field), field.value) for field in group] == [(tl.constexpr, 3), (tl.constexpr, "a")]
-    assert as_constants(Sizes(3, "a"), lambda *_: None) == (3, "a")  # the interpreter's kernel is no JITFunction
+    interpreted: Any = SimpleNamespace(fn=kernel.fn)  # is no JITFunction
+    assert as_constants(Sizes(3, "a"), interpreted, "sizes") == (3, "a")
+    group = as_constants(Sizes(3, "a"), interpreted, "x_ptr")
+    assert [type(field) for field in group] == [tl.constexpr, tl.constexpr]
     launch = RepeatedLaunch(
         kernel, 1, fixed=(), constants={"sizes": Sizes(3, "a")}, options={}, device=torch.device("cpu")
     )

@@ -22,12 +22,13 @@ from ep_moe.group import EPGroup
 from ep_moe.layout import ExpertBatch
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import get_scheme
-from ep_moe.report.records import OURS
+from ep_moe.report.records import OURS, device_name
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS
 from ep_moe.weights import ExpertWeights
 
-GROUPED = "grouped_mm"
+GROUPED, PLAIN = "grouped_mm", "triton"
+PEAKS = {"NVIDIA H200": (4.8e6, 989e6)}  # bytes from memory and 16-bit operations in a microsecond
 
 
 def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig) -> dict[str, Any]:
@@ -65,19 +66,22 @@ class _ExpertsBench:
         del stack
         config, moe, engine = self._config, self._moe, self._engine
         ids, x = self._tokens(rows)
-        contenders = {
-            OURS: self._contender(
-                OURS, ids, x, engine.layout, lambda batch: functools.partial(self._experts, batch, self._weights[OURS])
-            )
-        }
+        backends: list[str] = []
+
+        def add(name: str, experts: Experts) -> Contender:
+            def call_on(batch: ExpertBatch) -> Callable[[], torch.Tensor]:
+                find = getattr(experts, "backend_of", None)
+                backends.append(find(batch, self._weights[OURS]) if find else "torch")
+                return functools.partial(experts, batch, self._weights[OURS])
+
+            return self._contender(name, ids, x, engine.layout, call_on)
+
+        contenders = {OURS: add(OURS, self._experts)}
+        if backends == ["hopper"]:  # beside the kernels that serve every GPU
+            contenders[PLAIN] = add(PLAIN, create_experts(PLAIN, moe.activation, self._group.device))
         if GROUPED in self._weights:
-            contenders[GROUPED] = self._contender(
-                GROUPED,
-                ids,
-                x.to(DTYPE),
-                Layout.COMPACT,
-                lambda batch: GroupedExperts(batch, self._weights[GROUPED], moe.activation),
-            )
+            grouped = functools.partial(GroupedExperts, weights=self._weights[GROUPED], activation=moe.activation)
+            contenders[GROUPED] = self._contender(GROUPED, ids, x.to(DTYPE), Layout.COMPACT, grouped)
         return Work(
             what=f"{rows} rows of each expert",
             shapes={
@@ -89,6 +93,7 @@ class _ExpertsBench:
             setup={
                 **field_values(engine, "dtype", "scheme"),
                 "experts": harness.implementation_name(self._experts, EXPERTS),
+                "backend": backends[0],
                 **field_values(engine, "layout"),
                 "activation": moe.activation.kind.value,
                 "bias": self._bias,
@@ -105,7 +110,11 @@ class _ExpertsBench:
         figures = harness.time_whole(self._group, made.graph.replay if made.graph else made.call, name="call", **run)
         products = x.numel() * self._moe.intermediate * (3 if self._moe.activation.kind.gated else 2)
         figures["tflops"] = 2 * products / figures["call_us"] / 1e6
-        figures["weight_gbs"] = self._weights[name].num_bytes / figures["call_us"] / 1e3  # every expert has rows
+        weights = self._weights[GROUPED if name == GROUPED else OURS]
+        if peaks := PEAKS.get(device_name(self._group.device)):
+            rate = peaks[1] * 2 / weights.w13.values.itemsize  # of products; as fp8 twice that of 16 bits
+            figures["floor_us"] = max(weights.num_bytes / peaks[0], 2 * products / rate)
+        figures["weight_gbs"] = weights.num_bytes / figures["call_us"] / 1e3  # every expert has rows
         return figures
 
     def _tokens(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +140,8 @@ class _ExpertsBench:
         Args:
             call_on: makes the call that computes a batch.
         """
-        num_local, weights = self._config.num_local_experts, self._weights[name]
+        num_local, made = self._config.num_local_experts, GROUPED if name == GROUPED else OURS
+        weights = self._weights[made]
         routing = Routing(topk_ids=ids.unsqueeze(1), topk_weights=torch.ones(len(ids), 1, device=ids.device))
         batches: list[ExpertBatch] = []
 
@@ -151,7 +161,7 @@ class _ExpertsBench:
 
         def expected() -> torch.Tensor:
             routed = (routing.topk_ids[sample], routing.topk_weights[sample])
-            return self._random[name].expected_output(x[sample], *routed, weights.scheme)
+            return self._random[made].expected_output(x[sample], *routed, weights.scheme)
 
         limit = ROW_ERROR_LIMITS["fp8" if weights.scheme.weight.quantized else str(x.dtype).removeprefix("torch.")]
         return Contender(call=call_on(batches[0]), sample=sample, expected=expected, limit=limit, rows=place)

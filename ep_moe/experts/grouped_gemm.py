@@ -7,6 +7,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts.serves import Serves
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernel_launch.repeated import Repeat
+from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
@@ -71,6 +72,7 @@ class CallShape:
         x_stride: between rows of the pool, in elements.
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
         static_scale: the intermediate's scales are given.
+        gathered: rows come from a pool by `row_index`.
         limited: the activation has a limit, one for all experts or one for each.
         up_first: w13 is [up; gate].
     """
@@ -89,6 +91,7 @@ class CallShape:
     scale_height: int
     scale_strides: tuple[int, int, int]
     static_scale: bool
+    gathered: bool
     limited: bool
     up_first: bool
 
@@ -117,15 +120,21 @@ class CallShape:
             scale_height=height,
             scale_strides=strides,
             static_scale=weights.w2_input_scale is not None,
+            gathered=batch.row_index is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
             up_first=weights.up_first,
         )
 
     @property
+    def widens_rows(self) -> bool:
+        """True if rows are decoded to bfloat16, which represents their values, before they are multiplied."""
+        rows = self.scheme.payload
+        return rows.family == "micro" or (rows.quantized and self.scheme.weight.family == "integer")
+
+    @property
     def row_dtype(self) -> torch.dtype:
         """Of the rows as they are multiplied."""
-        payload = self.scheme.payload
-        return torch.bfloat16 if payload.family == "micro" else payload.dtype or self.dtype
+        return torch.bfloat16 if self.widens_rows else self.scheme.payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
@@ -134,14 +143,9 @@ class CallShape:
 
     @property
     def folds(self) -> bool:
-        """True if decoded weights may be multiplied by their scales before they multiply rows."""
-        return self.decodes and self.row_dtype.itemsize > 1
-
-    @property
-    def row_bits(self) -> int:
-        """Bits of a stored element of rows that are decoded before they are multiplied, else 0."""
-        stored = self.scheme.payload
-        return 8 // stored.packed if stored.family == "micro" else 0
+        """True if decoded weights may be multiplied by their scales before they multiply rows: that rounds them, as
+        tokens in the model's dtype are, but not integers for tokens in fp8."""
+        return self.decodes and (not self.widens_rows or self.scheme.payload.family == "micro")
 
     @property
     def weight_bits(self) -> int:
@@ -194,10 +198,30 @@ class Backend(Protocol):
 
     serves: Serves
 
+    def workspace(self, shape: CallShape, tiles: ExpertTiles) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Further tensors of a call, by name: "next_tile", and what `gather` writes: "packed", "packed_scale"."""
+        ...
+
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+        """Prepare the kernel that copies rows of the pool into the order of the tile list, in the form in which the
+        first GEMM reads them; None if that reads the pool.
+
+        It takes x, its scales, `Stored` "packed" and "packed_scale", `Rows` with the index of rows, and `TileList`.
+        """
+        ...
+
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """Prepare w13 @ x, its bias, the activation and what `between` says, if it is fused."""
         ...
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """Prepare w2 @ intermediate and its bias."""
+        ...
+
+
+class PreferredBackend(Backend, Protocol):
+    """A backend of some calls, which is asked before the one that computes all."""
+
+    def tiles(self, shape: CallShape) -> ExpertTiles | None:
+        """The tiles of both GEMMs for calls of this shape; None leaves them to another backend. Local."""
         ...

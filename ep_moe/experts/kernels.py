@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts.grouped_gemm import Backend, CallShape
+from ep_moe.experts.grouped_gemm import Backend, CallShape, PreferredBackend
 from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tile_tables import default_table, find_table
@@ -57,16 +57,22 @@ class KernelExperts:
     Args:
         activation: between the two GEMMs.
         backend: of the GEMMs.
+        preferred: a backend that is used in its place for the calls that it takes, with tiles of its own.
         tiles: tile sizes, or a folder with tables of them, which are used before the package's; a table is chosen by
             the shape and tiles by the batch's `expected_rows`. A call raises ValueError if they do not fit the scheme
             of its weights.
     """
 
     def __init__(
-        self, activation: ActivationConfig, backend: Backend, *, tiles: ExpertTiles | Path | None = None
+        self,
+        activation: ActivationConfig,
+        backend: Backend,
+        *,
+        preferred: PreferredBackend | None = None,
+        tiles: ExpertTiles | Path | None = None,
     ) -> None:
         self.activation = activation
-        self.backend = backend
+        self.backend, self.preferred = backend, preferred
         self.tiles = tiles
         self._prepared: dict[object, PreparedCall] = {}
         self._known: dict[int, _Known] = {}  # by the weights' id
@@ -117,10 +123,20 @@ class KernelExperts:
         if found is None:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            tiles = self.choose_tiles(shape)
-            found = PreparedCall(shape, self.backend, tiles, tuple(given), tuple(held), summed=summed)
+            backend, tiles = self.choose_backend(shape)
+            found = PreparedCall(shape, backend, tiles, tuple(given), tuple(held), summed=summed)
             self._prepared[key] = found
         return found
+
+    def choose_backend(self, shape: CallShape) -> tuple[Backend, ExpertTiles]:
+        """The backend of calls of this shape, and its tiles. Local."""
+        if self.preferred is not None and (tiles := self.preferred.tiles(shape)) is not None:
+            return self.preferred, tiles
+        return self.backend, self.choose_tiles(shape)
+
+    def backend_of(self, batch: ExpertBatch, weights: ExpertWeights) -> str:
+        """The name of the backend that computes such a call, in `SERVES`. Local."""
+        return self.choose_backend(CallShape.of(with_dense_rows(batch), weights, self.activation))[0].serves.name
 
     def choose_tiles(self, shape: CallShape) -> ExpertTiles:
         """Tiles for calls of this shape: those of the constructor, or of a table."""
@@ -133,7 +149,8 @@ class KernelExperts:
         if table is not None:
             tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         elif shape.decodes:
-            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits, row_bits=shape.row_bits)
+            scaled = stored.group_width > 0 and not shape.folds
+            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits, scaled_sums=scaled)
             tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
         else:
             table = default_table(
@@ -146,7 +163,7 @@ class KernelExperts:
         if shape.device.type != "cuda":
             return tiles
         properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-        widths = shape.row_bits or 8 * shape.row_dtype.itemsize, shape.weight_bits
+        widths = 8 * shape.row_dtype.itemsize, shape.weight_bits
         return fit_stages(tiles, properties["max_shared_mem"], *widths, gated=gated)
 
 

@@ -4,19 +4,18 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import dataclasses
-import functools
 import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
+from ep_moe.experts.ready_rows import inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernel_launch.allocation import Workspace, allocator
-from ep_moe.kernel_launch.repeated import Repeat
+from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.layout.triton import prepare_weighted_sum
@@ -64,9 +63,7 @@ class PreparedCall:
         summed: N and K of FLAT batches, whose rows are weighted and summed.
 
     Attributes:
-        launches: kernels with the names of their arguments, in groups, in the order of their launches.
-        workspace: the intermediates.
-        loaded: the kernels, and functions that pick their arguments from all addresses; None before a first call.
+        sequence: the kernels, whose workspace has the intermediates.
     Local; nothing is launched.
     """
 
@@ -83,14 +80,13 @@ class PreparedCall:
         scheme, num_experts = shape.scheme, shape.num_experts
         max_tiles = shape.max_tiles(tiles.block_m)
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
-        inner = max_tiles * tiles.block_m, shape.intermediate
+        inner = max_tiles * tiles.block_m, inner_width(shape, tiles, between)
         groups = between.num_scales(scheme, shape.intermediate)
-        micro = scheme.activation.family == "micro"  # of which the second GEMM reads the decoded values
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tile_expert": ((max_tiles,), torch.int32),
             "first_tile": ((num_experts,), torch.int32),
             "num_tiles": ((1,), torch.int32),
-            "inner": (inner, torch.bfloat16 if micro else scheme.activation.dtype or shape.dtype),
+            "inner": (inner, shape.row_dtype if shape.widens_rows else scheme.activation.dtype or shape.dtype),
         }
         if between is Between.TENSOR:
             pieces["amax"] = (num_experts,), torch.int32
@@ -100,6 +96,7 @@ class PreparedCall:
             pieces["wide"] = inner, torch.float32
         if summed is not None:
             pieces["rows"] = (shape.max_rows, shape.hidden), shape.dtype
+        pieces |= backend.workspace(shape, tiles)
         rows, tile_list = Rows("row_start", "num_tokens", None), TileList(*TileList._fields)
         stored = Stored("inner", "inner_scale")
         first = Stored("wide", None) if "wide" in pieces else stored
@@ -109,12 +106,12 @@ class PreparedCall:
         scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
+        gathered, packed = rows._replace(row_index="row_index"), Stored("packed", "packed_scale")
+        of_first = Operands(*(packed if "packed" in pieces else ("x", "x_scale")), *w13)
         launches: list[tuple[Any, tuple[Any, ...]]] = [
             (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
-            (
-                backend.first(shape, tiles, between),
-                (Operands("x", "x_scale", *w13), first, scalars, rows._replace(row_index="row_index"), tile_list),
-            ),
+            (backend.gather(shape, tiles), ("x", "x_scale", packed, gathered, tile_list)),
+            (backend.first(shape, tiles, between), (of_first, first, scalars, gathered, tile_list)),
             (requantize.find_amax, (first, rows, tile_list)),
             (requantize.requantize, (first, stored, rows, tile_list)),
             (
@@ -131,38 +128,16 @@ class PreparedCall:
         if summed is not None:
             launch = prepare_weighted_sum(summed, shape.hidden, shape.device, out_stride=shape.hidden)
             launches.append((launch, ("rows", "token_to_row", "topk_weights", None, "y")))
-        self.launches = [(kernel, names) for kernel, names in launches if kernel is not None]
-        self.workspace = Workspace(pieces, shape.device)
-        self._names = (*given, "y", *held, *pieces)
-        self.loaded: list[tuple[Repeat, operator.itemgetter[Any]]] | None = None
+        launches = [(kernel, names) for kernel, names in launches if kernel is not None]
+        self.sequence = LaunchSequence(launches, (*given, "y", *held), pieces, shape.device)
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
-        there = {**tensors, **self.workspace.views(self.workspace.allocate())}
+        there = dict(tensors)
         for name, tensor in tensors.items():
             if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale":  # Triton has no e8m0
                 there[name] = as_bytes(tensor)
-        for kernel, groups in self.launches:
-            kernel(_replaced(groups, there.get))
-        positions = {name: position for position, name in enumerate(self._names)}
-        repeats = [(kernel.repeat, operator.itemgetter(*_flat(groups, positions))) for kernel, groups in self.launches]
-        if all(repeat is not None for repeat, _ in repeats):
-            self.loaded = repeats
-
-
-def _replaced(names: Any, find: Callable[[str], Any]) -> Any:
-    """What stands for names, in the same tuples."""
-    if isinstance(names, tuple):
-        found = [_replaced(name, find) for name in names]
-        return type(names)(*found) if hasattr(names, "_fields") else tuple(found)
-    return None if names is None else find(names)
-
-
-def _flat(names: Any, positions: Mapping[str, int]) -> list[int]:
-    """The positions of the names that have one, in the order of nested tuples."""
-    if isinstance(names, tuple):
-        return [position for name in names for position in _flat(name, positions)]
-    return [positions[names]] if names in positions else []
+        self.sequence.run(there)
 
 
 class RepeatedCall:
@@ -188,17 +163,9 @@ class RepeatedCall:
     def __call__(self, batch: ExpertBatch, out: torch.Tensor | None) -> torch.Tensor:
         """Compute the experts of every row; see `KernelExperts`. Local, no host sync."""
         y = self._new_y() if out is None else out.contiguous()
-        prepared = self._prepared
-        loaded, workspace = prepared.loaded, prepared.workspace
         addresses = [*batch.addresses, *map(torch.Tensor.data_ptr, (y, *self._weights))]
-        if loaded is None or not self._in_place or functools.reduce(operator.or_, addresses) & 15:
+        if not self._in_place or self._prepared.sequence.repeat(addresses) is None:
             self._run(batch, y)
-        else:
-            memory = workspace.allocate()
-            base = memory.data_ptr()
-            addresses += [base + offset for offset in workspace.offsets]
-            for repeat, pick in loaded:
-                repeat(pick(addresses))
         return y if out is None or y is out else out.copy_(y)
 
     def _run(self, batch: ExpertBatch, y: torch.Tensor) -> None:

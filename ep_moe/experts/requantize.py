@@ -10,7 +10,6 @@ import triton
 
 from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import num_programs
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel, _requantize_kernel, _requantize_nvfp4_kernel
@@ -49,7 +48,7 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
     width = intermediate if whole_rows else stored.block[1]
     block = triton.next_power_of_2(width)
     per_program = max(min(_ELEMENTS // block, block_m), 1)
-    pieces = constants(RowGroups, BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
+    pieces = RowGroups(BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
 
     def prepare(kernel: Any, most: int, *numbers: int, num_warps: int = 4, **others: int) -> RepeatedLaunch:
         return RepeatedLaunch(

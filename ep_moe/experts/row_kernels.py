@@ -3,8 +3,10 @@
 Letters: L experts, N and K rows and columns of a weight, M listed rows.
 """
 
+import dataclasses
 import functools
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -33,14 +35,19 @@ Dtypes = tuple[torch.dtype | None, ...]
 @functools.lru_cache(maxsize=_MOST_PREPARED)
 def _prepared(
     thread: int, shape: CallShape, tiles: ExpertTiles | None, dtypes: Dtypes
-) -> tuple[RepeatedLaunch, GroupedGemm, int]:
-    """The two launches of calls of a shape whose tensors have these dtypes, and the most row tiles."""
+) -> tuple[RepeatedLaunch, RepeatedLaunch | None, GroupedGemm, int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """The launches of calls of a shape whose tensors have these dtypes: the tile list, the gather if there is one, and
+    the GEMM; the most row tiles, and the workspace of what is gathered."""
     del thread, dtypes  # launches keep their arguments, and are for tensors of the same dtypes
     experts = TritonExperts(shape.activation, tiles=tiles)
     chosen = experts.choose_tiles(shape)
+    # no second GEMM sums the result in an order of its own
+    chosen = dataclasses.replace(chosen, second=dataclasses.replace(chosen.second, swap=False))
     most = shape.max_tiles(chosen.block_m)
     listed = prepare_tile_list(shape.num_experts, most, chosen.block_m, shape.device)
-    return listed, experts.backend.first(shape, chosen, Between.ROUND), most
+    packed = experts.backend.workspace(shape, chosen)
+    first = experts.backend.first(shape, chosen, Between.ROUND)
+    return listed, experts.backend.gather(shape, chosen), first, most, packed
 
 
 @functools.lru_cache(maxsize=_MOST_PREPARED)
@@ -83,6 +90,7 @@ def gemm_by_kernels(
         expected_rows=rows.expected_rows,
         max_rows=rows.source.shape[0],
         rows_apart=False,
+        gathered=True,
         x_stride=values.stride(0),
         scale_height=1 if scale is None else max(scale.shape[0], 1),
         scale_strides=(0, 0, 0) if scale is None else (0, scale.stride(0), scale.stride(1)),
@@ -92,11 +100,11 @@ def gemm_by_kernels(
     )
     given = (parts.scale, parts.zero, parts.global_scale, bias, rows.factor)
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in given)
-    listed, gemm, most = _prepared(threading.get_ident(), shape, tiles, dtypes)
+    listed, gather, gemm, most, workspace = _prepared(threading.get_ident(), shape, tiles, dtypes)
     sizes = [-(-size // _ALIGNED) * _ALIGNED for size in (most, num_experts, 1)]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=values.device)
     tile_expert, first_tile, num_tiles = memory.split(sizes)
-    tile_list = TileList(tile_expert, first_tile, num_tiles, None)
+    tile_list = TileList(tile_expert, first_tile, num_tiles, None, None)
     where = Rows(rows.expert_row_start, rows.expert_num_tokens, rows.source, rows.target, rows.factor)
     if rows.zeros is not None:
         _prepared_zeros(threading.get_ident(), out.shape, out.dtype, out.device)((out, as_bytes(rows.zeros)))
@@ -105,5 +113,12 @@ def gemm_by_kernels(
     if weight_scale is not None and weight_scale.dtype == torch.float8_e8m0fnu:  # which Triton has not
         weight_scale = as_bytes(weight_scale)
     x_scale = None if scale is None else as_bytes(scale)
+    if gather is not None:
+        pieces = {
+            name: torch.empty(*piece[:1], dtype=piece[1], device=values.device) for name, piece in workspace.items()
+        }
+        packed = Stored(pieces["packed"], pieces.get("packed_scale"))
+        gather((values, x_scale, packed, where._replace(out_index=None, factor=None), tile_list))
+        values, x_scale = packed
     operands = Operands(values, x_scale, parts.values, weight_scale, parts.zero, parts.global_scale, bias)
     gemm((operands, Stored(out, None), _NO_SCALARS, where, tile_list))

@@ -106,16 +106,15 @@ def _triton_pairs() -> frozenset[tuple[Kind, Kind]]:
     return frozenset(pairs)
 
 
+_TRITON = Serves(
+    name="triton",
+    pairs=_triton_pairs(),
+    activations=frozenset(ActivationKind),
+    dtypes=frozenset(DTYPES.values()),
+    capability=(0, 0),
+    fp8_capability=FP8_CAPABILITY,
+)
 SERVES: dict[str, Serves] = {  # by name; "auto" takes the first that computes what it is asked for
-    serves.name: serves
-    for serves in (
-        Serves(
-            name="triton",
-            pairs=_triton_pairs(),
-            activations=frozenset(ActivationKind),
-            dtypes=frozenset(DTYPES.values()),
-            capability=(0, 0),
-            fp8_capability=FP8_CAPABILITY,
-        ),
-    )
+    "triton": _TRITON,
+    "hopper": dataclasses.replace(_TRITON, name="hopper"),  # calls that Hopper's kernels do not take are Triton's
 }

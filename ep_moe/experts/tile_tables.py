@@ -48,7 +48,7 @@ _CONDITIONS = {
     "group_k": int,
     "whole_blocks": bool,
     "weight_bits": int,
-    "row_bits": int,
+    "scaled_sums": bool,
 }
 _WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
 
@@ -167,7 +167,7 @@ def default_table(
     group_k: int = 0,
     whole_blocks: bool = True,
     weight_bits: int = 0,
-    row_bits: int = 0,
+    scaled_sums: bool = False,
 ) -> TileTable:
     """The table for shapes without one of their own, as measured fastest on an H200 (docs/BENCHMARKS.md).
 
@@ -178,13 +178,14 @@ def default_table(
         dtype: of the rows that weights multiply. gated: whether w13 has two halves.
         group_k: columns that share a weight scale, which no step of the reduction crosses; 0 without block scales.
         whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
-        weight_bits, row_bits: of an element of weights, and of rows, that are decoded to `dtype`; 0 if they are not.
+        weight_bits: of an element of weights that are decoded to `dtype`; 0 if they are not.
+        scaled_sums: whether sums are multiplied by scales of decoded weights in each step, of any number of rows.
     Errors: ValueError if no table is for this dtype. Local.
     """
     name = str(dtype).removeprefix("torch.")
     group = min(group_k & -group_k, _WIDEST_GROUP)
     facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks}
-    facts |= {"weight_bits": weight_bits, "row_bits": row_bits}
+    facts |= {"weight_bits": weight_bits, "scaled_sums": scaled_sums}
     for table in read_default_tables():
         wanted = dict(table.when)
         if name in wanted.pop("dtypes", [name]) and wanted.items() <= facts.items():

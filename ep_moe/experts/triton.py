@@ -14,9 +14,17 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.launching import num_programs
+from ep_moe.experts.ready_rows import (
+    MOST_SCALED_ROWS,
+    inner_order,
+    inner_width,
+    parts,
+    prepare_rows,
+    ready_width,
+    shuffles,
+)
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
@@ -24,30 +32,33 @@ from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 _KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro": {torch.float8_e4m3fn: "float8"}}
 _PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2): "e2m1"}  # by family and `packed`
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
-_MOST_SCALED_ROWS = 32  # in a tile whose sums are scaled in each step; of more rows, the decoded weights are
 
 
-def _codes(shape: CallShape, gemm: GemmTiles, scales: Scales, *, few: bool) -> Codes:
-    """How the kernels decode weights of this shape."""
+def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Between, *, second: bool) -> Codes:
+    """How the kernels of one of the GEMMs decode weights of this shape."""
+    gemm = tiles.second if second else tiles.first
+    products = parts(shape, gemm, tiles.block_m)
+    ready = inner_order(shape, tiles, between) if second else ready_width(shape, tiles)
     stored = shape.scheme.weight
     kind = "none"
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
-    same_scales = scales.WEIGHT.value != "fold" or stored.scale_dtype == shape.row_dtype
+    same_scales = scales.WEIGHT != "fold" or stored.scale_dtype == shape.row_dtype
     pairs = {
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
-        "int8": scales.WEIGHT.value != "fold" and shape.row_dtype.itemsize == 2,
+        "int8": scales.WEIGHT != "fold" and shape.row_dtype.itemsize == 2,
         "e2m1": shape.row_dtype == torch.bfloat16,
     }
-    return constants(
-        Codes,
+    return Codes(
         KIND=kind,
         PACKED=stored.packed,
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
-        GROUPS=max(gemm.block_k // (stored.group_width or _ONE_GROUP), 1),
-        SHUFFLED=kind != "none" and shape.folds and gemm.swap and few and gemm.block_k % (64 * stored.packed) == 0,
+        GROUPS=max(gemm.block_k // products // (stored.group_width or _ONE_GROUP), 1),
+        SHUFFLED=shuffles(shape, gemm, tiles.block_m),
+        READY=ready > 0,
+        PARTS=products,
         DIVIDE=stored.global_scale == "divisor",
     )
 
@@ -59,15 +70,14 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
     grouped = stored.granularity in ("group", "block")
     weight: str = stored.granularity
     if grouped:
-        within = stored.group_width % gemm.block_k == 0
-        few = within and tiles.block_m <= _MOST_SCALED_ROWS and rows.family != "micro"
+        within = stored.group_width % (gemm.block_k // parts(shape, gemm, tiles.block_m)) == 0
+        few = within and tiles.block_m <= MOST_SCALED_ROWS and rows.family != "micro"
         weight = "fold" if shape.folds and not few else "block"
     if rows.family == "micro":
-        x = {Between.MXFP8: "none", Between.NVFP4: "row"}[between] if second else "fold"
+        x = "row" if second and between is Between.NVFP4 else "none"
     else:
         x = "none" if not rows.quantized else "group" if rows.granularity == "group" else "row"
-    return constants(
-        Scales,
+    return Scales(
         X=x,
         WEIGHT=weight,
         VECTOR=shape.decodes or (grouped and not (aligned and stored.block[0] % gemm.block_n == 0)),
@@ -104,18 +114,17 @@ def _prepare(
         num_programs(shape.device, gemm.programs_per_sm, most),
         settings=numbers,
         constants={
-            "TILE": constants(
-                TileShape,
+            "TILE": TileShape(
                 BLOCK_M=tiles.block_m,
                 BLOCK_N=gemm.block_n,
-                BLOCK_K=gemm.block_k,
+                BLOCK_K=gemm.block_k // parts(shape, gemm, tiles.block_m),
                 GROUP_M=tiles.group_m,
                 SWAP=gemm.swap,
-                EVEN_N=columns % gemm.block_n == 0,
+                EVEN_N=columns % gemm.block_n == 0 and (second or inner_width(shape, tiles, between) == columns),
                 EVEN_K=sums % gemm.block_k == 0,
             ),
             "SCALES": scales,
-            "CODES": _codes(shape, gemm, scales, few=tiles.block_m <= _MOST_SCALED_ROWS),
+            "CODES": _codes(shape, tiles, scales, between, second=second),
             "EPILOGUE": epilogue,
         },
         options=options,
@@ -128,25 +137,39 @@ class TritonGemms:
 
     serves = SERVES["triton"]
 
+    def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Rows that are prepared for weights decoded in registers; programs count tiles by themselves. Local."""
+        width, rows = ready_width(shape, tiles), shape.max_tiles(tiles.block_m) * tiles.block_m
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if width:
+            pieces["packed"] = (rows, width), shape.row_dtype
+        if shape.widens_rows and shape.scheme.payload.family != "micro":
+            pieces["packed_scale"] = (rows,), torch.float32
+        return pieces
+
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+        """`_prepare_rows_kernel`, for weights that are decoded in registers. Local."""
+        return prepare_rows(shape, tiles, ready_width(shape, tiles))
+
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_first_gemm_kernel` for calls of this shape. Local."""
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
-        epilogue = constants(
-            Epilogue,
+        width = ready_width(shape, tiles)
+        epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
+            ORDER=inner_order(shape, tiles, between),
         )
         numbers = (
             shape.hidden,
             shape.intermediate,
             shape.scheme.weight.row_values(shape.hidden),
-            shape.x_stride,
-            shape.scale_height,
-            *shape.scale_strides,
+            *((width, 1, 1, 0, 0) if width else (shape.x_stride, shape.scale_height, *shape.scale_strides)),
             rows,
+            inner_width(shape, tiles, between),
             float(activation.alpha),
             float(activation.beta),
             math.inf if activation.limit is None else float(activation.limit),
@@ -163,14 +186,15 @@ class TritonGemms:
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        epilogue = constants(
-            Epilogue, ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False
+        epilogue = Epilogue(
+            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
         )
         numbers = (
             shape.intermediate,
             shape.hidden,
             shape.scheme.weight.row_values(shape.intermediate),
             shape.max_tiles(tiles.block_m) * tiles.block_m,
+            inner_width(shape, tiles, between),
         )
         return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, second=True)
 

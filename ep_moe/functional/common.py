@@ -2,13 +2,13 @@
 
 import functools
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import SERVES, Experts, create_experts
@@ -32,8 +32,11 @@ _KINDS: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
     bool: "bool",
-    int: "int",
+    int: "SymInt",
     str: "str",
+    str | None: "str?",
+    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
     float | None: "float?",
     list[int]: "int[]",
     list[int] | None: "int[]?",
@@ -51,6 +54,7 @@ def operator_arguments(call: type, written: str | None = None) -> str:
     return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
 
 
+@functools.lru_cache(maxsize=_MOST_EXPERTS)
 def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
     """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
     schemes = [get_scheme(name) for name in names]
@@ -81,28 +85,39 @@ class KeptWeights:
     """
 
     def __init__(self) -> None:
-        self._kept: Any = WeakIdKeyDictionary()
+        self._kept: dict[
+            int, tuple[list[Callable[[], object]], list[int], object, Any]
+        ] = {}  # by the first tensor's id
 
     def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
         """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
-        kept = self._kept.get(tensors[0])
+        first = tensors[0]
+        kept = self._kept.get(id(first))
         if kept is not None:
-            references, addresses, old_key, made = kept
-            same = zip(references, tensors, strict=True)
-            if (
-                old_key == key
-                and all(tensor is (None if ref is None else ref()) for ref, tensor in same)
-                and addresses == _addresses(tensors)
-            ):
+            alive, addresses, old_key, made = kept
+            same = old_key == key and all(map(operator.is_, tensors, [tensor() for tensor in alive]))
+            if same and addresses == _addresses(tensors):
                 return made
         made = make()
-        references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-        self._kept[tensors[0]] = references, _addresses(tensors), key, made
+        assert first is not None
+        forget = functools.partial(_forget, self._kept, id(first))
+        references: list[Callable[[], object]] = [
+            _nothing if tensor is None else weakref.ref(tensor) for tensor in tensors[1:]
+        ]
+        self._kept[id(first)] = [weakref.ref(first, forget), *references], _addresses(tensors), key, made
         return made
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def _nothing() -> None:
+    """Stands for the reference to a tensor that is absent."""
+
+
+def _forget(kept: dict[int, Any], key: int, _: object) -> None:
+    kept.pop(key, None)
 
 
 @functools.lru_cache(maxsize=_MOST_EXPERTS)

@@ -1,3 +1,3 @@
-"""Kernels that are launched many times: `repeated`, through `cuda_driver`, with constants in groups (`constants`), and
-the memory of such calls (`allocation`).
+"""Kernels that are launched many times: `repeated`, through `cuda_driver`, with constants in groups (`constants`),
+several of them in one call (`sequence`), and the memory of such calls (`allocation`).
 """

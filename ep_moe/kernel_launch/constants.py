@@ -1,4 +1,4 @@
-"""Constants of kernels, in groups: one constexpr for each field, or the whole group as one `tl.constexpr` argument."""
+"""Constants of kernels, in groups: a NamedTuple whose fields are annotated as `tl.constexpr` is one argument."""
 
 from typing import Any, TypeVar
 
@@ -8,20 +8,12 @@ from triton.runtime.jit import JITFunction
 Group = TypeVar("Group", bound=tuple[Any, ...])
 
 
-def constants(group: type[Group], **values: Any) -> Group:
-    """A group for a parameter without annotation, such as `TileShape`. Example: constants(TileShape, BLOCK_M=16, ...).
+def as_constants(group: Group, kernel: Any, parameter: str) -> Group:
+    """A group of plain values, such as TileShape(BLOCK_M=16, ...), as `kernel` takes it for this parameter.
 
-    Each value is wrapped, for the interpreter too: a plain number in such a group would be a run-time argument.
+    The compiler needs each field as a constexpr, or it would be a run-time number; so does the interpreter, except for
+    a parameter that is annotated as `tl.constexpr`, whose fields it needs as they are.
     """
-    return group(**{name: tl.constexpr(value) for name, value in values.items()})
-
-
-def as_constants(group: Group, kernel: Any) -> Group:
-    """A group of plain values for a parameter of `kernel` that is annotated as `tl.constexpr`.
-
-    The compiler needs each field as a constexpr, or attributes of the group would be run-time numbers; the interpreter
-    needs plain values.
-    """
-    if not isinstance(kernel, JITFunction):
+    if not isinstance(kernel, JITFunction) and kernel.fn.__annotations__.get(parameter) is tl.constexpr:
         return group
     return type(group)(*map(tl.constexpr, group))

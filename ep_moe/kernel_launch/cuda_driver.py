@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ep_moe.kernel_launch.tensor_map import TensorMap, address_of, is_descriptor
+
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_CONTEXT = 201  # CUresult
 _SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
@@ -78,7 +80,14 @@ def _bits(type_: str, value: Any) -> int:
     """What an argument's 8 bytes hold, as an integer; 4-byte arguments use the low half."""
     if type_ == "fp32":
         return int(struct.unpack("<i", struct.pack("<f", value))[0])
-    return int(value.data_ptr() if hasattr(value, "data_ptr") else value)
+    return address_of(value) if hasattr(value, "data_ptr") or is_descriptor(value) else int(value)
+
+
+def _sizes(type_: str, value: Any) -> list[int]:
+    """The bytes of the parameters that an argument becomes; a descriptor is followed by its shape and strides."""
+    if is_descriptor(value):
+        return [128, *[4] * len(value.shape), *[8] * len(value.strides)]
+    return [8 if type_.startswith("*") else _BYTES.get(type_, 0)]
 
 
 class DriverLaunch:
@@ -92,7 +101,8 @@ class DriverLaunch:
         grid: programs along each axis.
         arguments: one set of arguments, nested as the kernel takes them. Only the addresses of tensors are kept: the
             caller keeps the tensors themselves alive.
-        changing: which of `arguments` change from launch to launch: pointers and integers.
+        changing: which of `arguments` change from launch to launch: pointers and integers, and of descriptors the
+            address of the tensor.
         device: the GPU that the kernel was loaded on.
         current_stream: gives a GPU's current stream by its index.
     Errors: LaunchMismatchError if the driver and Triton disagree on the arguments, or the driver is too old to tell
@@ -112,7 +122,7 @@ class DriverLaunch:
         types = tuple(compiled.src.signature.values())[: len(arguments)]
         first, last = (len(list(_flatten(types[:end], arguments[:end]))) for end in (changing.start, changing.stop))
         flat = list(_flatten(types, arguments))
-        sizes = [8 if type_.startswith("*") else _BYTES.get(type_, 0) for type_, _ in flat] + [8] * _SCRATCH_POINTERS
+        sizes = [size for each in flat for size in _sizes(*each)] + [8] * _SCRATCH_POINTERS
         try:
             self._launch, fits = cuda_driver().cuLaunchKernelEx, _takes(compiled.function, sizes)
         except (AttributeError, RuntimeError) as error:
@@ -124,11 +134,26 @@ class DriverLaunch:
         self._index, self._current_stream = device.index or 0, current_stream
         self._current_device = getattr(torch._C, "_cuda_getDevice", int)
         self._lock = threading.Lock()  # the driver reads the arguments while other threads run
-        self._cells = (ctypes.c_int64 * len(sizes))(*(_bits(*each) for each in flat), *[0] * _SCRATCH_POINTERS)
+        described = [value for _, value in flat if is_descriptor(value)]
+        whole = [size for each in described for size in (*each.shape, *each.strides)]
+        cells = [*(_bits(*each) for each in flat), *whole, *[0] * _SCRATCH_POINTERS]
+        self._cells = (ctypes.c_int64 * len(cells))(*cells)
         self._pack, self._first = struct.Struct(f"{last - first}q").pack_into, 8 * first
         self._memory = memoryview(self._cells).cast("B")
         start = ctypes.addressof(self._cells)
-        self._parameters = (ctypes.c_void_p * len(sizes))(*range(start, start + 8 * len(sizes), 8))
+        of_metadata = iter(getattr(metadata, "tensordesc_meta", None) or [])
+        self._maps: list[tuple[int, TensorMap]] = []  # each with the cell that has the address of its tensor
+        parameters, behind = list[int](), start + 8 * len(flat)
+        for index, (_, value) in enumerate(flat):
+            if is_descriptor(value):
+                self._maps.append((index, TensorMap(cuda_driver(), value, next(of_metadata))))
+                count = 2 * len(value.shape)
+                parameters += [self._maps[-1][1].address, *range(behind, behind + 8 * count, 8)]
+                behind += 8 * count
+            else:
+                parameters.append(start + 8 * index)
+        parameters += range(behind, behind + 8 * _SCRATCH_POINTERS, 8)
+        self._parameters = (ctypes.c_void_p * len(parameters))(*parameters)
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
         self._config = _Config(
             grid,
@@ -142,21 +167,23 @@ class DriverLaunch:
         addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
         self._addresses = tuple(map(ctypes.c_void_p, addresses))
 
-    def __call__(self, values: Sequence[int]) -> None:
-        """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync."""
+    def __call__(self, values: Sequence[int], *, again: bool = True) -> None:
+        """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync.
+
+        again: once more if this thread had no CUDA context.
+        """
         if self._current_device() != self._index:
             with torch.cuda.device(self._device):
                 self(values)
             return
         with self._lock:
             self._pack(self._memory, self._first, *values)
+            for cell, tensor_map in self._maps:
+                tensor_map.move(self._cells[cell])
             self._config.stream = self._current_stream(self._index)
             status = self._launch(*self._addresses)
-        if status == _NO_CONTEXT:  # this thread has not used CUDA yet: a torch kernel makes the context current
-            torch.zeros(1, device=self._device)
-            with self._lock:
-                self._pack(self._memory, self._first, *values)
-                self._config.stream = self._current_stream(self._index)
-                status = self._launch(*self._addresses)
-        if status:
+        if status == _NO_CONTEXT and again:
+            torch.zeros(1, device=self._device)  # a torch kernel makes the context current
+            self(values, again=False)
+        elif status:
             raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")

@@ -1,6 +1,7 @@
 """A kernel that is launched repeatedly, with the arguments that its launches share."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,9 @@ from triton.runtime.jit import JITFunction
 
 from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.cuda_driver import DriverLaunch, LaunchMismatchError
+from ep_moe.kernel_launch.tensor_map import Address, address_of, is_descriptor
 
-Tensors = tuple[Any, ...]  # tensors, or tuples of tensors; None for those that are absent
+Tensors = tuple[Any, ...]  # tensors, tuples of them, or descriptors of them; None for those that are absent
 Repeat = Callable[[Sequence[int]], None]  # launches with addresses and numbers in one sequence
 _log = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ class RepeatedLaunch:
     of 37 for a combine (`DriverLaunch`).
 
     Args:
-        kernel: takes `fixed`, then tensors in tuples or one by one, then numbers, then `settings`, then its constants.
+        kernel: takes `fixed`, then tensors in tuples or one by one, or their descriptors one by one, then numbers, then
+            `settings`, then its constants.
             Numbers are not specialized, so one compiled kernel serves all launches whose tensors have the same dtypes,
             are aligned to 16 bytes, and are absent (None) in the same places. Others go through Triton.
         grid: programs, along one axis or several. options: of the compiler.
@@ -53,7 +56,7 @@ class RepeatedLaunch:
         along = (grid,) if isinstance(grid, int) else grid
         self._grid: tuple[int, int, int] = (*along, 1, 1)[:3]  # type: ignore[assignment]
         self._constants = {
-            name: as_constants(value, kernel) if hasattr(value, "_fields") else value
+            name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
             for name, value in constants.items()
         }
         self._options, self._device = options, device
@@ -116,7 +119,7 @@ class RepeatedLaunch:
 
     def __call__(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
         """Launch on the current stream. Local, no host sync; the first call compiles and loads the kernel."""
-        addresses = [tensor.data_ptr() for tensor in present(tensors)]
+        addresses = [*map(address_of, present(tensors))]
         if self._device.type != "cuda" or any(address % 16 for address in addresses):
             self.through_triton(tensors, numbers)
             return
@@ -139,7 +142,10 @@ def present(tensors: Tensors) -> list[Any]:
 
 def _nested(arguments: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
     """Values from an iterator in place of the arguments that are there, in the same tuples."""
-    return tuple(
-        _nested(each, values) if isinstance(each, tuple) else None if each is None else next(values)
-        for each in arguments
-    )
+
+    def replaced(each: Any) -> Any:
+        if is_descriptor(each):
+            return dataclasses.replace(each, base=Address(next(values), each.base.dtype))
+        return None if each is None else next(values)
+
+    return tuple(_nested(each, values) if isinstance(each, tuple) else replaced(each) for each in arguments)

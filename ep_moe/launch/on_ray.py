@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ep_moe.config import GroupConfig
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, serve_store
 from ep_moe.launch.outcomes import Failure, Outcomes, describe
@@ -74,6 +76,7 @@ class _Rank:
         """Run the rank. Returns its result in a tuple, or its `Failure`, since Ray would wrap an error; pickled."""
         os.dup2(2, 1)  # stdout belongs to the launcher
         os.environ.update(environ)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # torch has read the one that Ray sets
         try:
             target, args, config, device = pickle.loads(payload)
             return pickle.dumps((run_rank(target, *args, config=config, device=device),))
@@ -103,9 +106,17 @@ def launch_on_ray(
     Errors: RankFailedError; RuntimeError if ray is not installed, the cluster does not answer, lacks nodes, or does not
     start the actors; KeyboardInterrupt and SystemExit as in `launch`. Local.
     """
-    with terminable(), connected(nodes), contextlib.closing(RayRanks(nodes, config, grace_secs)) as ranks:
-        ranks.start(target, *args, env=env)
-        return ranks.collect()
+    try:
+        with (
+            terminable(),
+            connected(nodes),
+            terminable(),  # again: connecting has given SIGTERM to a handler of Ray's
+            contextlib.closing(RayRanks(nodes, config, grace_secs)) as ranks,
+        ):
+            ranks.start(target, *args, env=env)
+            return ranks.collect()
+    except SystemExit:  # that of SIGTERM; Ray's calls replace its code
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 class RayRanks:

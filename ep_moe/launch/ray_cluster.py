@@ -5,7 +5,9 @@ import dataclasses
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Annotated
 
+from ep_moe.fields import Field, check_fields
 from ep_moe.launch.signals import held_back
 
 CONNECT_SECS = 5.0
@@ -24,9 +26,12 @@ class NodeRanks:
     """
 
     address: str
-    num_nodes: int
-    ranks_per_node: int
+    num_nodes: Annotated[int, Field(at_least=1)]
+    ranks_per_node: Annotated[int, Field(at_least=1)]
     gpus: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def num_ranks(self) -> int:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from ep_moe.config import Layout
 from ep_moe.kernel_launch.allocation import Workspace
-from ep_moe.quant import QuantScheme
+from ep_moe.quant import Quantized, QuantScheme
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,3 +187,29 @@ class BatchTemplate:
         """The addresses of `addressed`. Local."""
         base = memory.data_ptr()
         return [base + offset for offset in self._offsets] + self._shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PackingSizes:
+    """How tokens are packed; the first six as of `ep_moe.layout.pack_routed`."""
+
+    layout: Layout  # BATCHED or COMPACT
+    scheme: QuantScheme
+    dtype: torch.dtype
+    first: int
+    num_local_experts: int
+    capacity: int
+    static: bool  # tokens are quantized with a scale that is given
+    expected_rows: int  # hint of the batches
+
+
+def packable(
+    x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
+) -> bool:
+    """Whether `RoutedPacking` packs such tokens: there are some, and columns of all rows are next to each other."""
+    values = x.values if isinstance(x, Quantized) else x
+    if sizes.layout is Layout.FLAT or not values.numel() or not sizes.num_local_experts or values.dim() != 2:
+        return False
+    row_bytes, stride_bytes = (count * values.element_size() for count in (values.shape[1], values.stride(0)))
+    dense = values.stride(1) == topk_ids.stride(1) == topk_weights.stride(1) == 1
+    return dense and row_bytes % 4 == 0 and stride_bytes % min(row_bytes & -row_bytes, 16) == 0

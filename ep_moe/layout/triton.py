@@ -6,19 +6,21 @@ Letters: N received token rows, K top-k, H hidden, G scale groups, L local exper
 """
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 
 from ep_moe.config import Layout
-from ep_moe.kernel_launch.constants import constants
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.rows.permute import (
     Ids,
     ScaleGroups,
     Words,
     _count_rows_kernel,
+    _merge_and_place_kernel,
     _merge_repeats_kernel,
     _pack_rows_kernel,
     _sum_counts_kernel,
@@ -28,14 +30,17 @@ from ep_moe.layout.base import Packed, TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.quant import QuantScheme, as_bytes
 
+_LAST_ID = torch.iinfo(torch.int32).max
 _MERGE_IDS = 1024  # ids that one program merges
 _BLOCK_COMPARISONS = 4096  # of ids, by which a token's program finds its rows' order within the block of tokens
 _BLOCK_TOKENS = 64  # the most tokens of a block
+_FEWEST_BINS = 32  # of a histogram: one for each thread of a warp
 _COUNTED_EXPERTS = 32  # experts that one program counts
 _SUMMED_COUNTS = 4096  # counts that are summed at a time
 UNIT_WORDS = 4  # 32-bit words in one 16-byte access
 _COPIED_WORDS = 2048  # the most words that one program copies
 _SUMMED_BY_THREAD = 8  # columns: one 16-byte access in the narrower dtypes
+_MOST_LAUNCHES = 512  # of each kind that are kept, some for each N
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +50,6 @@ class _Places:
     expert_row_start: torch.Tensor  # [L] int32
     expert_num_tokens: torch.Tensor  # [L] int32
     before: torch.Tensor  # [blocks, L] int32, rows of each expert in earlier blocks
-    block_tokens: int
 
 
 def merge_repeats(
@@ -59,71 +63,133 @@ def merge_repeats(
         weights = weights.contiguous()
     local_ids = torch.empty(num_tokens, num_topk, dtype=torch.int32, device=ids.device)
     local_weights = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=ids.device)
-    if local_ids.numel() == 0:
-        return local_ids, local_weights
-    columns = triton.next_power_of_2(num_topk)
-    tokens = max(_MERGE_IDS // columns, 1)
-    with torch.cuda.device_of(ids):
-        _merge_repeats_kernel[(triton.cdiv(num_tokens, tokens),)](
-            ids,
-            weights,
-            local_ids,
-            local_weights,
-            num_tokens,
-            first,
-            torch.iinfo(torch.int32).max if last is None else last,
-            ids.stride(0),
-            weights.stride(0),
-            K=num_topk,
-            COLUMNS=columns,
-            TOKENS=tokens,
+    if local_ids.numel():
+        own = first, _LAST_ID if last is None else last
+        strides = ids.stride(0), weights.stride(0)
+        merge_launch(num_tokens, num_topk, own, strides, ids.dtype, ids.device)(
+            (ids, weights, local_ids, local_weights)
         )
     return local_ids, local_weights
 
 
-def _ids_constants(experts: int, num_topk: int, tokens: int) -> Ids:
-    """How kernels read ids [N, K] in blocks of so many tokens."""
-    return constants(Ids, L=experts, K=num_topk, COLUMNS=triton.next_power_of_2(num_topk), TOKENS=tokens)
+@functools.lru_cache(maxsize=_MOST_LAUNCHES)
+def merge_launch(
+    num_tokens: int,
+    num_topk: int,
+    own: tuple[int, int],
+    strides: tuple[int, int],
+    ids_dtype: torch.dtype,
+    device: torch.device,
+) -> RepeatedLaunch:
+    """The launch of `merge_repeats` for experts [own[0], own[1]); of calls with ids of this dtype."""
+    del ids_dtype  # Triton reads it off the tensors of the first call
+    columns = triton.next_power_of_2(num_topk)
+    tokens = max(_MERGE_IDS // columns, 1)
+    return RepeatedLaunch(
+        _merge_repeats_kernel,
+        triton.cdiv(num_tokens, tokens),
+        settings=(num_tokens, *own, *strides),
+        constants={"K": num_topk, "COLUMNS": columns, "TOKENS": tokens},
+        options={},
+        device=device,
+    )
+
+
+def block_tokens(num_topk: int) -> int:
+    """The tokens of a block, in which the rows of an expert are counted."""
+    return min(max(_BLOCK_COMPARISONS // triton.next_power_of_2(num_topk) ** 2, 1), _BLOCK_TOKENS)
+
+
+def _ids_constants(experts: int, num_topk: int) -> Ids:
+    """How kernels read ids [N, K] in blocks of tokens."""
+    columns = triton.next_power_of_2(num_topk)
+    return Ids(L=experts, K=num_topk, COLUMNS=columns, TOKENS=block_tokens(num_topk))
 
 
 def _count_rows(ids: torch.Tensor, frame: Frame) -> _Places:
     """Count the rows of every expert, in total and in the blocks of tokens before each block. Two launches."""
     (num_tokens, num_topk), experts, device = ids.shape, frame.num_local_experts, ids.device
-    columns = triton.next_power_of_2(num_topk)
-    tokens = min(max(_BLOCK_COMPARISONS // columns**2, 1), _BLOCK_TOKENS)
-    blocks = triton.cdiv(num_tokens, tokens)
+    blocks = triton.cdiv(num_tokens, block_tokens(num_topk))
     before = torch.empty(blocks, experts, dtype=torch.int32, device=device)
-    starts_and_counts = torch.empty(2, experts, dtype=torch.int32, device=device)
+    starts_and_counts = torch.empty(2, -(-experts // UNIT_WORDS) * UNIT_WORDS, dtype=torch.int32, device=device)
     places = _Places(
-        expert_row_start=starts_and_counts[0],
-        expert_num_tokens=starts_and_counts[1],
+        expert_row_start=starts_and_counts[0, :experts],
+        expert_num_tokens=starts_and_counts[1, :experts],
         before=before,
-        block_tokens=tokens,
     )
     if experts == 0:
         return places
+    count, add = count_launches(num_tokens, num_topk, frame, device)
     if blocks:
-        _count_rows_kernel[(blocks, triton.cdiv(experts, _COUNTED_EXPERTS))](
-            ids,
-            before,
-            num_tokens,
-            IDS=_ids_constants(experts, num_topk, tokens),
-            EXPERTS=_COUNTED_EXPERTS,
-        )
-    padded = triton.next_power_of_2(experts)
-    _sum_counts_kernel[(1,)](
-        before,
-        places.expert_num_tokens,
-        places.expert_row_start,
-        blocks,
-        frame.height,
-        frame.alignment,
-        L=experts,
-        EXPERTS=padded,
-        BLOCKS=max(_SUMMED_COUNTS // padded, 1),
-        BATCHED=frame.layout is Layout.BATCHED,
-    )
+        count((ids, before))
+    add((before, places.expert_num_tokens, places.expert_row_start))
     return places
+
+
+def count_launches(
+    num_tokens: int, num_topk: int, frame: Frame, device: torch.device
+) -> tuple[RepeatedLaunch, RepeatedLaunch]:
+    """The launches of `_count_rows`: one takes ids and counts, the other counts, counts of experts, and starts."""
+    placed = frame.height, frame.alignment, frame.layout
+    return _count_launches((num_tokens, num_topk), frame.num_local_experts, placed, _SUMMED_COUNTS, device)
+
+
+@functools.lru_cache(maxsize=_MOST_LAUNCHES)
+def _count_launches(
+    ids_shape: tuple[int, int],
+    experts: int,
+    placed: tuple[int, int, Layout],
+    summed_counts: int,
+    device: torch.device,
+) -> tuple[RepeatedLaunch, RepeatedLaunch]:
+    (num_tokens, num_topk), (height, alignment, layout) = ids_shape, placed
+    blocks, padded = triton.cdiv(num_tokens, block_tokens(num_topk)), triton.next_power_of_2(experts)
+    count = RepeatedLaunch(
+        _count_rows_kernel,
+        (blocks, triton.cdiv(experts, _COUNTED_EXPERTS)),
+        settings=(num_tokens,),
+        constants={"IDS": _ids_constants(experts, num_topk), "EXPERTS": _COUNTED_EXPERTS},
+        options={},
+        device=device,
+    )
+    add = RepeatedLaunch(
+        _sum_counts_kernel,
+        1,
+        settings=(blocks, height, alignment),
+        constants={
+            "L": experts,
+            "EXPERTS": padded,
+            "BLOCKS": max(summed_counts // padded, 1),
+            "BATCHED": layout is Layout.BATCHED,
+        },
+        options={},
+        device=device,
+    )
+    return count, add
+
+
+def prepare_merge_and_place(
+    ids_shape: torch.Size, own: tuple[int, int], strides: tuple[int, int], frame: Frame, device: torch.device
+) -> RepeatedLaunch:
+    """Prepare `merge_repeats` and `_count_rows` of at most `block_tokens` as one launch, for experts [own[0], own[1]).
+
+    It takes ids and weights, local ids and weights, counts before each block, counts of experts, and starts.
+    strides: of rows of ids and weights.
+    """
+    num_tokens, num_topk = ids_shape
+    experts = frame.num_local_experts
+    return RepeatedLaunch(
+        _merge_and_place_kernel,
+        1,
+        settings=(num_tokens, *own, *strides, frame.height, frame.alignment),
+        constants={
+            "IDS": _ids_constants(experts, num_topk),
+            "EXPERTS": max(triton.next_power_of_2(experts + 1), _FEWEST_BINS),
+            "BATCHED": frame.layout is Layout.BATCHED,
+        },
+        options={},
+        device=device,
+    )
 
 
 def row_unit(x: torch.Tensor) -> int:
@@ -184,10 +250,9 @@ def pack(
         max_rows=max_rows,
     )
     ids = rows.local_topk_ids.contiguous()
-    with torch.cuda.device_of(ids):
-        places = _count_rows(ids, frame)
-        token_to_row = torch.empty(num_tokens, num_topk, dtype=torch.int32, device=ids.device)
-        _copy_rows(rows, ids, frame, places, token_to_row)
+    places = _count_rows(ids, frame)
+    token_to_row = torch.empty(num_tokens, num_topk, dtype=torch.int32, device=ids.device)
+    _copy_rows(rows, ids, frame, places, token_to_row)
     return frame.finish(
         rows,
         scheme=scheme,
@@ -205,30 +270,95 @@ def _copy_rows(rows: TokenRows, ids: torch.Tensor, frame: Frame, places: _Places
         return
     copy = frame.x.data_ptr() != rows.x.data_ptr()
     x = as_words(rows.x) if copy else None
-    row_words = rows.x.shape[1] * rows.x.element_size() // 4
-    unit = row_unit(rows.x) if copy else UNIT_WORDS
     scale = None if rows.scale is None else as_bytes(rows.scale)
-    groups = 0 if scale is None else scale.shape[1]
-    words, num_warps = copy_block(row_words)
-    _pack_rows_kernel[(num_tokens, triton.cdiv(row_words, words) if copy else 1)](
-        ids,
-        places.before,
-        places.expert_row_start,
-        x,
-        scale,
-        token_to_row,
-        frame.row_index,
-        frame.x.view(-1, frame.x.shape[-1]).view(torch.int32) if copy else None,
-        None if frame.scale is None else as_bytes(frame.scale),
-        frame.height,
-        frame.num_rows,
-        0 if x is None else x.stride(0) // unit,
-        *((0, 0) if scale is None else scale.stride()),
-        IDS=_ids_constants(frame.num_local_experts, num_topk, places.block_tokens),
-        WORDS=constants(Words, ROW=row_words, UNIT=unit, BLOCK=words),
-        SCALES=constants(ScaleGroups, G=groups, GROUPS=triton.next_power_of_2(max(groups, 1))),
-        num_warps=num_warps,
+    shape = CopyShape.of(rows if x is None else dataclasses.replace(rows, x=x), frame, copied=copy)
+    copy_launch(shape, None if scale is None else scale.dtype, ids.device)(
+        (
+            ids,
+            places.before,
+            places.expert_row_start,
+            x,
+            scale,
+            token_to_row,
+            frame.row_index,
+            frame.x.view(-1, frame.x.shape[-1]).view(torch.int32) if copy else None,
+            None if frame.scale is None else as_bytes(frame.scale),
+        )
     )
+
+
+class CopyShape(NamedTuple):
+    """What determines the launch that copies rows."""
+
+    num_tokens: int
+    num_topk: int
+    experts: int
+    row_words: int  # 32-bit words of a row
+    unit: int  # `row_unit`
+    groups: int  # scales of a row
+    copied: bool  # False: values stay where they are
+    strides: tuple[int, ...]  # of the rows in units, of the scales by token and by group
+    height: int  # rows that share a matrix of scales
+    out_rows: int  # the capacity in rows
+
+    @classmethod
+    def of(cls, rows: TokenRows, frame: Frame, *, copied: bool = True) -> "CopyShape":
+        """The shape of a launch that copies rows to a frame, or only tells where they go."""
+        x, scale = rows.x, rows.scale
+        num_tokens, num_topk = rows.local_topk_ids.shape
+        unit = row_unit(x) if copied else UNIT_WORDS
+        return cls(
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            experts=frame.num_local_experts,
+            row_words=x.shape[1] * x.element_size() // 4,
+            unit=unit,
+            groups=0 if scale is None else scale.shape[1],
+            copied=copied,
+            strides=(
+                x.stride(0) * x.element_size() // 4 // unit * copied,
+                *((0, 0) if scale is None else scale.stride()),
+            ),
+            height=frame.height,
+            out_rows=frame.num_rows,
+        )
+
+
+@functools.lru_cache(maxsize=_MOST_LAUNCHES)
+def copy_launch(shape: CopyShape, scale_dtype: torch.dtype | None, device: torch.device) -> RepeatedLaunch:
+    """The launch that copies rows of this shape, with scales of this dtype as bytes.
+
+    It takes ids, counts before each block, starts, rows as words, scales as bytes, token_to_row, row_index, rows as
+    words, scales as bytes; None for those that are not there.
+    """
+    del scale_dtype  # Triton reads it off the tensors of the first call
+    words, num_warps = copy_block(shape.row_words)
+    groups = triton.next_power_of_2(max(shape.groups, 1))
+    return RepeatedLaunch(
+        _pack_rows_kernel,
+        (shape.num_tokens, triton.cdiv(shape.row_words, words) if shape.copied else 1),
+        settings=(shape.height, shape.out_rows, *shape.strides),
+        constants={
+            "IDS": _ids_constants(shape.experts, shape.num_topk),
+            "WORDS": Words(ROW=shape.row_words, UNIT=shape.unit, BLOCK=words),
+            "SCALES": ScaleGroups(G=shape.groups, GROUPS=groups),
+        },
+        options={"num_warps": num_warps},
+        device=device,
+    )
+
+
+@functools.lru_cache(maxsize=_MOST_LAUNCHES)
+def _sum_launch(
+    summed: torch.Size,
+    hidden: int,
+    strides: tuple[int, int],
+    dtypes: tuple[torch.dtype | None, ...],
+    device: torch.device,
+) -> RepeatedLaunch:
+    """The launch of `weighted_sum`, for y, weights, shared and out of these dtypes; None for those that are absent."""
+    del dtypes  # Triton reads them off the tensors of the first call
+    return prepare_weighted_sum(summed, hidden, device, shared_stride=strides[0], out_stride=strides[1])
 
 
 def prepare_weighted_sum(
@@ -263,9 +393,8 @@ def weighted_sum(
         shared = shared.contiguous()
     if target.numel():
         weights = None if topk_weights is None else topk_weights.contiguous()
-        stride = 0 if shared is None else shared.stride(0)
-        launch = prepare_weighted_sum(
-            token_to_row.shape, hidden, y.device, shared_stride=stride, out_stride=target.stride(0)
-        )
-        launch.through_triton((y, token_to_row, weights, shared, target))
+        strides = 0 if shared is None else shared.stride(0), target.stride(0)
+        tensors = y, token_to_row, weights, shared, target
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (y, weights, shared, target))
+        _sum_launch(token_to_row.shape, hidden, strides, dtypes, y.device)(tensors)
     return target if out is None or target is out else out.copy_(target)

@@ -4,17 +4,21 @@ Letters: T tokens on a rank, K top-k, H hidden, L local experts.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ep_moe.config import Layout
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, weighted_sum
+from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, as_bytes, dequantize_rows, get_scheme, quantize
 from ep_moe.testing.cases import CaseInputs, TransportCase
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.transport import Transport
+
+TransportFactory = Callable[[EPGroup, Placement, TransportConfig], Transport]  # as `create_transport` with a name
 
 
 @contextlib.contextmanager

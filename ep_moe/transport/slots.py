@@ -32,7 +32,9 @@ class Slots(Generic[State]):
 
     def expect(self, slot: int, call: str, round_: int | None = None) -> State | None:
         """Return the slot's state if `call` is its next one. Errors: ValueError for a bad slot, RuntimeError else."""
-        entry = self._entry(slot)
+        if self._destroyed or not isinstance(slot, int) or not 0 <= slot < len(self._slots):
+            self._refuse(slot)
+        entry = self._slots[slot]
         if entry.next != call:
             raise RuntimeError(f"slot {slot} waits for {entry.next}, not for {call}")
         state = entry.state
@@ -44,7 +46,8 @@ class Slots(Generic[State]):
 
     def stage(self, slot: int) -> tuple[str, State | None]:
         """The slot's next call, and its state. Errors: as `expect`."""
-        entry = self._entry(slot)
+        self._refuse(slot)
+        entry = self._slots[slot]
         return entry.next, entry.state
 
     @property
@@ -54,7 +57,8 @@ class Slots(Generic[State]):
 
     def close(self, slot: int) -> None:
         """Forget the round that the slot holds."""
-        self._slots[slot] = _Slot()
+        entry = self._slots[slot]
+        entry.next, entry.state = "dispatch_send", None
 
     def advance(self, slot: int, call: str, state: State | None) -> None:
         """Record that `call` is done, with the state for the next one."""
@@ -71,9 +75,8 @@ class Slots(Generic[State]):
         self._slots = [_Slot() for _ in self._slots]
         self._destroyed = True
 
-    def _entry(self, slot: int) -> _Slot[State]:
-        if self._destroyed:
-            self.check_open()
+    def _refuse(self, slot: int) -> None:
+        """Raise for a slot that does not exist, or if all are gone."""
+        self.check_open()
         if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
             raise ValueError(f"slot ({slot!r}) is not in [0, num_slots ({len(self._slots)}))")
-        return self._slots[slot]

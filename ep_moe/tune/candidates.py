@@ -76,7 +76,7 @@ def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterato
             return
         if width and width % gemm.block_k and not (shape.folds and gemm.block_k % width == 0):
             return
-        row_bits = shape.row_bits or 8 * shape.row_dtype.itemsize
+        row_bits = 8 * shape.row_dtype.itemsize
         stages = gemm.num_stages * stage_bytes(tiles.block_m, gemm, row_bits, shape.weight_bits, halves=halves)
         if shared_bytes and stages * gemm.programs_per_sm > shared_bytes:
             return

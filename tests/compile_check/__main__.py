@@ -38,9 +38,13 @@ def check_target(arguments: argparse.Namespace, target: int) -> dict[str, Any]:
 
     module = importlib.import_module(arguments.cases)
     cases = [case for case in module.cases() if arguments.only in case.name]
+    cases = [case for case in cases if case.targets is None or target in case.targets]
+    elsewhere = [name for name, targets in getattr(module, "TARGETS_OF", {}).items() if target not in targets]
     ordered = getattr(module, "RULES_OF_ORDER", {})
     complete = not arguments.only
-    result = checking.check_cases(cases, arguments.package, target, complete=complete, rules_of_order=ordered)
+    result = checking.check_cases(
+        cases, arguments.package, target, complete=complete, elsewhere=elsewhere, rules_of_order=ordered
+    )
     return dataclasses.asdict(result)
 
 

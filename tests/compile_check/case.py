@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-Rule = Literal["case", "spill", "shared", "tensor_core", "narrow", "order", "excuse"]
+Rule = Literal["case", "spill", "loop_spill", "shared", "tensor_core", "narrow", "order", "excuse"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,12 +16,14 @@ class Case:
         launch: calls launchers, in a process where every launch only compiles.
         payload_width_bytes: kernel -> least width of its widest load and of its widest store, for kernels that copy
             payload as words, which the rule "narrow" does not see.
+        targets: that the launchers are called for; None is all.
         excuses: (kernel, rule) -> why this kernel may break that rule here; kernels by name, without the module.
     """
 
     name: str
     launch: Callable[[], object]
     payload_width_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    targets: tuple[int, ...] | None = None
     excuses: Mapping[tuple[str, Rule], str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

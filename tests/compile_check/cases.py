@@ -15,9 +15,14 @@ from compile_check.case import Case, Rule
 from compile_check.exchange_cases import exchange_cases
 from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
 from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfig, RoutingMethod
+from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.hopper.experts import HopperExperts
+from ep_moe.experts.hopper.gemms import HopperGemms
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
+from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.routed import RoutedPacking
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
@@ -77,16 +82,26 @@ FEW_WORDS: dict[tuple[str, Rule], str] = {
         "spill",
     ): "two words of a thread on sm_100, whose tiles are those that were measured on sm_90",
 }
+BYTE_ROW_SCALES: dict[tuple[str, Rule], str] = {
+    ("_prepare_rows_kernel", "narrow"): BYTE_SCALES["_quantize_micro_rows_kernel", "narrow"],
+}
 NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
     "int8_token": {},
     "int8_block": FEW_WORDS,
-    "mxfp8": {**FEW_SCALES, **WIDENED},
-    "mxfp4_w4a8": {**FEW_SCALES, ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]},
-    "nvfp4": {**FEW_SCALES, **WIDENED},
+    "mxfp8": {**FEW_SCALES, **BYTE_ROW_SCALES, **WIDENED},
+    "mxfp4_w4a8": {
+        **FEW_SCALES,
+        **BYTE_ROW_SCALES,
+        ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"],
+    },
+    "nvfp4": {**FEW_SCALES, **BYTE_ROW_SCALES, **WIDENED},
     "int4_w4a8": {},
     "int4_w4a8_g128": {},
     "int4_w4a8_g32_zp": FEW_SCALES,
 }
+FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs the registers"
+MORE_OUTSIDE = "23 words of a thread, between tiles: scales and biases of 128 columns, which differ, twice"
+TARGETS_OF = {"ep_moe.kernels.hopper": (90,)}  # device code of some targets
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
 
@@ -149,18 +164,24 @@ def _experts(
     bias: bool = False,
     static: bool = False,
     own: bool = False,
+    hopper: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
     """Both GEMMs of one layer and the kernels between them, by default of DeepSeek-V3 on 8 ranks."""
     scheme = get_scheme(scheme_name)
 
-    def launch() -> None:
+    def launch() -> torch.Tensor:
         batch = _batch(scheme, dtype, layout, experts, hidden, expected_rows)
         gated = activation.kind.gated
         weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=gated, bias=bias, static=static, own=own)
-        TritonExperts(activation)(batch, weights)
+        if not hopper:
+            return TritonExperts(activation)(batch, weights)
+        gemms = HopperGemms(anywhere=True)
+        if gemms.tiles(CallShape.of(batch, weights, activation)) is None:
+            raise ValueError("Hopper's kernels do not take this call")
+        return HopperExperts(activation, gemms=gemms)(batch, weights)
 
-    return Case(name=name, launch=launch, excuses=excuses)
+    return Case(name=name, launch=launch, targets=(90,) if hopper else None, excuses=excuses)
 
 
 def _expert_cases() -> list[Case]:
@@ -251,6 +272,39 @@ def _listed_cases() -> list[Case]:
     ]
 
 
+def _hopper_cases() -> list[Case]:
+    """What the kernels in Gluon compute: every format, layout and activation."""
+    few: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "spill"): FEW_OUTSIDE}
+    more: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "loop_spill"): MORE_OUTSIDE}
+
+    def case(name: str, *args: Any, **options: Any) -> Case:
+        return _experts(f"hopper {name}", *args, expected_rows=128, hopper=True, **options)
+
+    cases = [
+        case("fp8_block", excuses=few),
+        case("fp8_block batched", layout="batched", excuses=few),
+        case("fp8_block indexed", layout="indexed", excuses=few),
+        case("fp8_block, one expert", experts=1, excuses=few),
+        case("fp8_block gpt-oss", **(GPT_OSS | {"intermediate": 3072}), excuses=few),
+        case("fp8_tensor static", "fp8_tensor", static=True),
+        case("fp8_token gpt-oss", "fp8_token", **GPT_OSS, excuses={**few, **more}),
+        case("fp8_block_ue8m0", "fp8_block_ue8m0", excuses=few),
+        case("bf16 batched", "none", layout="batched"),
+        case("bf16 indexed", "none", layout="indexed"),
+        case("bf16 gpt-oss", "none", **GPT_OSS),
+        case("bf16 gpt-oss per expert", "none", **GPT_OSS, own=True),
+        case("float16", "none", dtype=torch.float16),
+    ]
+    cases += [case(scheme, scheme) for scheme in ("fp8_token", "fp8_tensor")]
+    for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
+        activation = ActivationConfig(kind=kind)
+        cases += [
+            case(f"bf16 {kind.value}", "none", activation=activation),
+            case(f"fp8_block {kind.value}", activation=activation, excuses=few),
+        ]
+    return cases
+
+
 def _quantize_cases() -> list[Case]:
     def case(scheme: str, dtype: torch.dtype, hidden: int, *, static: bool = False) -> Case:
         def launch() -> None:
@@ -333,8 +387,41 @@ def _rows(
     return Case(name=name, launch=launch, payload_width_bytes=dict.fromkeys(copying, 16), excuses=excuses)
 
 
+def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int = 256, topk: int = 8) -> Case:
+    """Tokens of one rank packed for its experts, quantized before, and their weighted sum."""
+    scheme, dtype, hidden = get_scheme(scheme_name), torch.bfloat16, 7168
+    sizes = PackingSizes(
+        layout=layout,
+        scheme=scheme,
+        dtype=dtype,
+        first=0,
+        num_local_experts=experts,
+        capacity=num_tokens,
+        static=False,
+        expected_rows=4,
+    )
+
+    def launch() -> None:
+        x, weights = (_empty(num_tokens, n, dtype=t, device="cpu") for n, t in ((hidden, dtype), (topk, torch.float32)))
+        ids = _empty(num_tokens, topk, dtype=torch.int32, device="cpu")
+        packing = RoutedPacking(x, ids, weights, sizes)
+        batch = packing.pack(x, ids, weights)
+        assert batch is not None
+        packing.weighted_sum(_empty(*batch.output_shape, dtype=dtype, device="cpu"), batch)
+
+    copying = dict.fromkeys(("_pack_rows_kernel", "_weighted_sum_kernel"), 16)
+    apart = {key: why for key, why in BYTES_APART.items() if key[0] == "_pack_rows_kernel"}
+    excuses = apart | BYTE_SCALES if scheme.payload.family == "micro" else NO_EXCUSES
+    name = f"packing {scheme_name}, {num_tokens} tokens, {experts} experts"
+    return Case(name=name, launch=launch, payload_width_bytes=copying, excuses=excuses)
+
+
 def _row_cases() -> list[Case]:
-    cases = []
+    cases = [
+        _routed("none", 16, Layout.COMPACT),
+        _routed("fp8_block", 64, Layout.BATCHED, experts=32, topk=6),
+        _routed("nvfp4", 1, Layout.COMPACT, experts=8, topk=4),
+    ]
     for layout in Layout:
         cases += [
             _rows(f"rows fp8_block {layout.value}", "fp8_block", layout, shared=True),
@@ -413,4 +500,5 @@ def _routing_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases."""
-    return [*_expert_cases(), *_listed_cases(), *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]
+    experts = [*_expert_cases(), *_hopper_cases(), *_listed_cases()]
+    return [*experts, *_quantize_cases(), *_row_cases(), *_routing_cases(), *exchange_cases()]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton.runtime.jit import JITFunction
@@ -73,7 +73,8 @@ def _widths(machine: sass.Sass, kind: str) -> list[int]:
 def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
     """Read one compiled kernel and check it."""
     kernel = function.fn.__name__
-    machine, intermediate = sass.read(compiled.asm["cubin"]), ir.read(compiled.asm["ttir"])
+    gluon = "ttir" not in compiled.asm
+    machine, intermediate = sass.read(compiled.asm["cubin"]), ir.read(compiled.asm["ttgir" if gluon else "ttir"])
     ordered = orders.check(kernel, compiled.asm["ptx"], intermediate, 32 * compiled.metadata.num_warps)
     return Compiled(
         kernel=kernel,
@@ -84,7 +85,7 @@ def _check(function: JITFunction, compiled: Any, orders: Orders) -> Compiled:
         spills=machine.spills,
         tensor_core=machine.tensor_core,
         widths={kind: _widths(machine, kind) for kind in ("load", "store")},
-        findings=rules.check(kernel, compiled, intermediate, machine) + ordered,
+        findings=rules.check(kernel, compiled, intermediate, machine) + rules.spills(kernel, machine, gluon) + ordered,
     )
 
 
@@ -142,12 +143,14 @@ def check_cases(
     arch: int,
     *,
     complete: bool,
+    elsewhere: Sequence[str],
     rules_of_order: Mapping[str, tuple[order.AnyRule, ...]],
 ) -> Result:
     """Run all cases for sm_`arch` and check what they compile.
 
     Args:
         cases: with unique names. package: if `complete`, all its jit functions need cases.
+        elsewhere: modules or packages whose device code is for other targets, and needs none.
         rules_of_order: by kernel name; if `complete`, every part of each must be found in some kernel.
     """
     by_name = {case.name: case for case in cases}
@@ -159,7 +162,12 @@ def check_cases(
         for case in cases:
             findings += _run_case(case, recorder, by_hash, orders)
     if complete:
-        findings += walk.without_case(walk.jit_functions(package), recorder.launched, recorder.reached)
+        functions = [
+            function
+            for function in walk.jit_functions(package)
+            if not any(f"{function.fn.__module__}.".startswith(f"{name}.") for name in elsewhere)
+        ]
+        findings += walk.without_case(functions, recorder.launched, recorder.reached)
         findings += orders.without_case()
     excuses = [(case.name, *key) for case in cases for key in case.excuses]
     compiled = list(by_hash.values())

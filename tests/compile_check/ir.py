@@ -17,7 +17,10 @@ _MEMORY = re.compile(r"tt\.(load|store) .* : (.*) loc\((.*)\)$")
 _WIDENED = re.compile(r"tt\.fp_to_fp .* : tensor<(?:\d+x)+f8\w+> -> ")
 _POINTERS = re.compile(r"^tensor<((?:\d+x)+)!tt\.ptr<(\w+)")
 _DOT = re.compile(r"tt\.dot .*?(?:, inputPrecision = (\w+).*?)? : tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x(\w+)>")
-_CHECKED = re.compile(r"\btt\.(load|store|dot)")
+_GROUP_DOT = re.compile(  # of Gluon: operands in shared memory
+    r"ttng\.warp_group_dot\b.* : !ttg\.memdesc<(\d+)x(\d+)x(\w+),.*> \* !ttg\.memdesc<\d+x(\d+)x(\w+),.*loc\("
+)
+_CHECKED = re.compile(r"\btt\.(load|store|dot)|\bttng\.warp_group_dot ")
 _POINTER = re.compile(r"^!tt\.ptr<(\w+)")
 _CALL = re.compile(r"^callsite\((#loc\d*) at (#loc\d*)\)$")
 _REDUCTION = re.compile(r"^\}\) : \(tensor<((?:\d+x)+)\w+>.* loc\((.*)\)$")
@@ -106,7 +109,7 @@ def _frames(location: str, named: dict[str, str]) -> tuple[Place, ...]:
 
 
 def read(text: str) -> Ir:
-    """Read the module that Triton keeps as "ttir".
+    """Read the module that Triton keeps as "ttir", or Gluon, which has none, as "ttgir".
 
     Errors: RuntimeError for a load, store or product that is not written as the ones known here.
     """
@@ -122,6 +125,9 @@ def read(text: str) -> Ir:
         elif match := _DOT.search(line):
             m, k, n = int(match[2]), int(match[3]), int(match[5])
             dots.append(Dot(m=m, n=n, k=k, left=match[4], right=match[6], precision=match[1] or "ieee"))
+        elif match := _GROUP_DOT.search(line):
+            m, k, n = int(match[1]), int(match[2]), int(match[4])
+            dots.append(Dot(m=m, n=n, k=k, left=match[3], right=match[5], precision="ieee"))
         elif match := _REDUCTION.match(line.strip()):
             reductions.append(Reduction(elements=_elements(match[1]), frames=_frames(match[2], named)))
         elif _CHECKED.search(line):

@@ -7,6 +7,7 @@ from compile_check.case import Finding
 
 MINIMUM_WIDTH_BYTES = 4
 SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # per block, with opt-in
+MOST_SPILLED = 16  # stores of a kernel of Gluon to local memory
 WARP_GROUP_ROWS = 64  # fewest rows of a product by a warp group (sm_90) or in tensor memory (sm_100)
 WARP_GROUP_WARPS = 4
 FP8_OPCODES = {90: {"QGMMA"}, 100: {"UTCQMMA"}}
@@ -18,9 +19,6 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
     meta = compiled.metadata
     arch = meta.target.arch
     findings = []
-    if machine.spills:
-        text = f"{machine.spills} instructions on local memory, {machine.stack_bytes} bytes of stack a thread"
-        findings.append(Finding(rule="spill", kernel=kernel, text=text))
     if meta.shared > SHARED_LIMIT_BYTES[arch]:
         text = f"{meta.shared} bytes of shared memory exceed {SHARED_LIMIT_BYTES[arch]}"
         findings.append(Finding(rule="shared", kernel=kernel, text=text))
@@ -32,6 +30,18 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
         Finding(rule="narrow", kernel=kernel, text=text)
         for text in narrow_accesses(intermediate, machine, 32 * meta.num_warps)
     ]
+    return findings
+
+
+def spills(kernel: str, machine: sass.Sass, gluon: bool) -> list[Finding]:
+    """The findings on registers that spill."""
+    findings = []
+    if machine.spills:
+        text = f"{machine.spills} instructions on local memory, {machine.stack_bytes} bytes of stack a thread"
+        findings.append(Finding(rule="spill", kernel=kernel, text=text))
+    if gluon and (machine.loop_spills or machine.spilled > MOST_SPILLED):
+        text = f"{machine.loop_spills} instructions on local memory in a loop over products, {machine.spilled} stores"
+        findings.append(Finding(rule="loop_spill", kernel=kernel, text=f"{text} in all exceed 0 and {MOST_SPILLED}"))
     return findings
 
 

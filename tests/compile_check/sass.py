@@ -18,6 +18,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LINE = re.compile(r'//## File "(.*)", line (\d+)')
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
 _TENSOR_CORE = re.compile(r"^\w*MMA$")  # QGMMA, HGMMA, HMMA, IMMA, QMMA, UTCHMMA, UTCQMMA, ...
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 _GLOBAL: dict[str, Literal["load", "store"]] = {
@@ -47,6 +49,8 @@ class Sass:
     registers: int
     stack_bytes: int
     spills: int  # instructions that load from or store to local memory
+    spilled: int  # of them, stores
+    loop_spills: int  # of them, those in the innermost loops over products
     tensor_core: dict[str, int]  # opcode -> count
     accesses: list[GlobalAccess]
     bulk: set[str]  # "load", "store": whole tiles at once, through a descriptor
@@ -60,6 +64,28 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout
 
 
+def _loop_spills(opcodes: list[str], labels: dict[str, int], branches: list[tuple[int, str]]) -> int:
+    """Accesses to local memory in the loops with products that meet no shorter such loop.
+
+    Blocks that wait, which are behind the other code, branch back into the midst of a loop: a longer one, it seems.
+
+    Args:
+        opcodes: in order. labels: name -> the next opcode's index. branches: index and label of each.
+    """
+    loops = {(labels[label], at) for at, label in branches if labels.get(label, at + 1) <= at}
+    products = [index for index, opcode in enumerate(opcodes) if _TENSOR_CORE.match(opcode)]
+    with_products = {(first, last) for first, last in loops if any(first <= index <= last for index in products)}
+    innermost = [
+        loop
+        for loop in with_products
+        if not any(
+            other[1] - other[0] < loop[1] - loop[0] and other[0] <= loop[1] and loop[0] <= other[1]
+            for other in with_products
+        )
+    ]
+    return sum(opcode in ("LDL", "STL") for first, last in innermost for opcode in opcodes[first : last + 1])
+
+
 def read(cubin: bytes) -> Sass:
     """Disassemble a cubin. Errors: RuntimeError if a disassembler fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -69,23 +95,31 @@ def read(cubin: bytes) -> Sass:
         resources = _RESOURCES.search(_run("cuobjdump", "--dump-resource-usage", str(path)))
     if resources is None:
         raise RuntimeError("cuobjdump tells no registers")
-    opcodes, accesses, place = collections.Counter[str](), [], None
+    in_order, labels, branches = list[str](), dict[str, int](), list[tuple[int, str]]()
+    accesses, place = [], None
     for line in listing.splitlines():
         if match := _LINE.search(line):
             place = (match[1], int(match[2]))
         elif line.startswith(".text."):
             place = None
+        elif match := _LABEL.match(line):
+            labels[match[1]] = len(in_order)
         elif match := _INSTRUCTION.search(line):
             opcode, modifiers = match[1], match[2].split(".")[1:]
-            opcodes[opcode] += 1
+            if branch := _BRANCH.search(line):
+                branches.append((len(in_order), branch[1]))
+            in_order.append(opcode)
             if opcode in _GLOBAL:
                 width = next((_WIDTHS[modifier] for modifier in modifiers if modifier in _WIDTHS), 4)
                 name = opcode + match[2]
                 accesses.append(GlobalAccess(kind=_GLOBAL[opcode], opcode=name, width_bytes=width, place=place))
+    opcodes = collections.Counter(in_order)
     return Sass(
         registers=int(resources[1]),
         stack_bytes=int(resources[2]),
         spills=opcodes["LDL"] + opcodes["STL"],
+        spilled=opcodes["STL"],
+        loop_spills=_loop_spills(in_order, labels, branches),
         tensor_core={opcode: count for opcode, count in sorted(opcodes.items()) if _TENSOR_CORE.match(opcode)},
         accesses=accesses,
         bulk={_BULK[opcode] for opcode in opcodes if opcode in _BULK},

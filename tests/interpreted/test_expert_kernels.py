@@ -22,7 +22,7 @@ from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
-from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.repeated import present
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _expert_amax_kernel
@@ -184,9 +184,9 @@ def make_case(
 
 
 def list_tiles(counts: torch.Tensor, max_tiles: int, block_m: int) -> tuple[Rows, TileList]:
-    """The tile list of experts with so many tokens, with zeros for their largest magnitudes."""
+    """The tile list of experts with so many tokens, with zeros for their largest magnitudes and for drawn tiles."""
     rows = Rows(row_start=None, num_tokens=counts, row_index=None)
-    sizes = (max_tiles, len(counts), 1, len(counts))
+    sizes = (max_tiles, len(counts), 1, len(counts), 2)
     tiles = TileList(*(torch.full((size,), 7, dtype=torch.int32, device=DEVICE) for size in sizes))
     prepare_tile_list(len(counts), max_tiles, block_m, torch.device(DEVICE))((rows, tiles))
     return rows, tiles
@@ -379,7 +379,7 @@ def test_tile_list(counts: list[int]) -> None:
     assert tiles.first_tile.tolist() == [
         owners.index(e) if e in owners else sum(o < e for o in owners) for e in range(6)
     ]
-    assert tiles.amax.tolist() == [0] * 6
+    assert (tiles.amax.tolist(), tiles.next_tile.tolist()) == ([0] * 6, [0, 0])
 
 
 @pytest.mark.parametrize(("counts", "rows"), [([3, 0, 40, 16, 17, 0], 96), ([17] * 6, 102), ([1] * 6, 6)])
@@ -456,10 +456,10 @@ def test_a_repeated_call_passes_the_addresses_of_a_first(name: str, layout: Layo
     copies = {field: getattr(batch, field).clone() for field in ("expert_row_start", "expert_num_tokens")}
     batch = dataclasses.replace(batch, **copies)  # aligned to 16 bytes
     out = torch.empty(batch.output_shape, dtype=case.dtype, device=DEVICE)
-    prepared = experts.prepare(batch, case.weights)
-    memory, recorders = prepared.workspace.allocate(), [Recorder() for _ in prepared.launches]
-    prepared.workspace.allocate = lambda: memory
-    prepared.launches = list(zip(recorders, [names for _, names in prepared.launches], strict=True))
+    sequence = experts.prepare(batch, case.weights).sequence
+    memory, recorders = sequence.workspace.allocate(), [Recorder() for _ in sequence.launches]
+    sequence.workspace.allocate = lambda: memory
+    sequence.launches = list(zip(recorders, [names for _, names in sequence.launches], strict=True))
     for _ in range(2):
         experts(batch, case.weights, out=out)
     assert [recorder.repeated for recorder in recorders] == [recorder.first for recorder in recorders]
@@ -506,7 +506,8 @@ def test_rows_without_a_token_have_no_part_in_a_scale() -> None:
     for expert, (first, count) in enumerate(zip(tiles.first_tile.tolist(), counts.tolist(), strict=True)):
         inner[first * 16 : first * 16 + count] = torch.randn(count, INTERMEDIATE, device=DEVICE) * (expert + 1)
         wanted[expert] = inner[first * 16 : first * 16 + count].abs().max() if count else 0
-    pieces = constants(RowGroups, BLOCK_M=16, ROWS=8, BLOCK=next_power_of_2(INTERMEDIATE))
+    groups = RowGroups(BLOCK_M=16, ROWS=8, BLOCK=next_power_of_2(INTERMEDIATE))
+    pieces = as_constants(groups, _expert_amax_kernel, "PIECES")
     _expert_amax_kernel[(3,)](Stored(inner, None), rows, tiles, INTERMEDIATE, PIECES=pieces)
     assert_same_bits(tiles.amax.view(torch.float32), wanted, "amax")
 

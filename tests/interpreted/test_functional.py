@@ -180,7 +180,7 @@ def test_one_gemm(form: str, by_kernels: Any) -> None:
     compare(got[written & ~(expected == 0).all(1)], expected[written & ~(expected == 0).all(1)])
 
 
-@pytest.mark.parametrize("form", ["none", "fp8 tensor", "fp8 block", "int8 token"])
+@pytest.mark.parametrize("form", ["none", "fp8 tensor", "fp8 block", "int8 token", "fp8 token tensor"])
 def test_vllm(form: str, by_kernels: Any) -> None:
     """Rows as vLLM has them: scales of a whole expert, or of rows, in its strides."""
     random, height = generator(form), 12
@@ -189,9 +189,11 @@ def test_vllm(form: str, by_kernels: Any) -> None:
         "fp8 tensor": {"use_fp8_w8a8": True},
         "fp8 block": {"use_fp8_w8a8": True, "block_shape": [32, 16]},
         "int8 token": {"use_int8_w8a8": True, "per_act_token_quant": True},
+        "fp8 token tensor": {"use_fp8_w8a8": True, "per_act_token_quant": True},  # weights with a scale each
     }[form]
     experts, counts = BatchedTritonExperts(height, 1, **flags), torch.tensor([3, 0, 12, 1], dtype=torch.int32)
-    scheme = {"fp8 tensor": "fp8_tensor", "fp8 block": "fp8_block_32x16", "int8 token": "int8_token"}.get(form)
+    schemes = {"fp8 tensor": "fp8_tensor", "fp8 block": "fp8_block_32x16", "int8 token": "int8_token"}
+    scheme = (schemes | {"fp8 token tensor": "fp8_tensor"}).get(form)
     weights = [torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random), torch.randn(EXPERTS, HIDDEN, INNER)]
     stored = [StoredMatrix(weight.bfloat16() / 8) for weight in weights]
     if scheme is not None:

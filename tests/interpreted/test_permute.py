@@ -1,13 +1,17 @@
 """Merging, placing, packing and the weighted sum: kernel against torch, bit for bit, including unwritten memory."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from ep_moe.config import Layout
+from ep_moe.kernel_launch.repeated import present
 from ep_moe.layout import Packed, TokenRows, reference, triton
-from ep_moe.quant import QuantScheme, TensorFormat
+from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.routed import RoutedPacking
+from ep_moe.quant import Quantized, QuantScheme, TensorFormat, as_bytes, get_scheme, quantize
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator, random_payload, strided
 
@@ -207,3 +211,113 @@ def test_weighted_sum_writes_to_any_memory() -> None:
     actual = triton.weighted_sum(*(t.to(DEVICE) for t in (y, rows, weights)), shared=shared.to(DEVICE), out=out)
     assert actual is out
     assert_same_bits(out, reference.weighted_sum(y.reshape(2, 3, 32), rows, weights, shared=shared), "sum")
+
+
+def _rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Some rows of a batch's x or scale."""
+    return as_bytes(rows).flatten(0, -2)[index]
+
+
+class Recorder:
+    """Stands for a launch: records addresses, of tensors in first calls, given as such in later ones."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.repeated: list[int] = []
+
+    def __call__(self, tensors: tuple[Any, ...]) -> None:
+        self.first += [tensor.data_ptr() for tensor in present(tensors)]
+
+    def repeat(self, addresses: tuple[int, ...]) -> None:
+        self.repeated += addresses
+
+
+ROUTED = [  # tokens, top-k, experts, scheme, layout, what quantizes
+    pytest.param(9, 3, 5, "none", Layout.COMPACT, "", id="plain"),
+    pytest.param(150, 2, 40, "none", Layout.BATCHED, "", id="several_launches"),
+    pytest.param(64, 8, 6, "none", Layout.COMPACT, "", id="a_whole_block"),
+    pytest.param(1, 33, 300, "none", Layout.COMPACT, "", id="a_block_of_one_token"),
+    pytest.param(11, 3, 5, "fp8_block", Layout.COMPACT, "packing", id="fp8_block"),
+    pytest.param(3, 1, 1, "fp8_token", Layout.BATCHED, "packing", id="fp8_token"),
+    pytest.param(5, 2, 3, "fp8_tensor", Layout.COMPACT, "packing", id="fp8_tensor"),
+    pytest.param(5, 2, 3, "fp8_tensor", Layout.COMPACT, "static", id="static"),
+    pytest.param(7, 4, 9, "mxfp8", Layout.COMPACT, "packing", id="mxfp8"),
+    pytest.param(20, 4, 9, "nvfp4", Layout.BATCHED, "packing", id="nvfp4"),
+    pytest.param(20, 4, 9, "mxfp4_w4a8", Layout.COMPACT, "caller", id="by_the_caller"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "topk", "experts", "name", "layout", "quantizer"), ROUTED)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_routed_tokens(
+    tokens: int, topk: int, experts: int, name: str, layout: Layout, quantizer: str, ids_dtype: torch.dtype
+) -> None:
+    """All bits of merging, quantizing, packing and the sum; then the addresses of later launches."""
+    random, scheme, hidden, first = generator(f"{tokens} {name}"), get_scheme(name), 96, 2
+    x = strided(torch.randn(tokens, hidden, generator=random).bfloat16(), gap=16)
+    ids = torch.randint(-2, experts + 4, (tokens, topk + 1), generator=random, dtype=ids_dtype)[:, :topk]
+    weights = torch.rand(tokens, topk, generator=random)
+    static = torch.tensor([0.02]) if quantizer == "static" else None
+    stored: torch.Tensor | Quantized = x if quantizer == "" else quantize(x, scheme, static_scale=static)
+    merged = reference.merge_repeats(ids, weights, first=first, last=first + experts)
+    expected = reference.pack(
+        TokenRows(
+            x=stored if isinstance(stored, torch.Tensor) else stored.values,
+            scale=None if isinstance(stored, torch.Tensor) else stored.scale,
+            local_topk_ids=merged[0],
+            topk_weights=merged[1],
+        ),
+        layout,
+        scheme=scheme,
+        dtype=x.dtype,
+        num_local_experts=experts,
+        capacity=tokens,
+    )
+    given = stored if quantizer == "caller" else x
+    sizes = PackingSizes(
+        layout=layout,
+        scheme=scheme,
+        dtype=x.dtype,
+        first=first,
+        num_local_experts=experts,
+        capacity=tokens,
+        static=static is not None,
+        expected_rows=expected.batch.expected_rows,
+    )
+    if isinstance(given, Quantized):
+        given = Quantized(values=given.values.to(DEVICE), scale=given.scale.to(DEVICE), scheme=scheme)
+    else:
+        given = strided(given.contiguous(), gap=16).to(DEVICE) if DEVICE == "cpu" else given.to(DEVICE)
+    inputs = given, ids.contiguous().to(DEVICE), weights.to(DEVICE), None if static is None else static.to(DEVICE)
+    packing = RoutedPacking(*inputs[:3], sizes)
+    packing.pack(*inputs)  # on a GPU the next launches skip Triton
+    with poisoned_memory():
+        batch = packing.pack(*inputs)
+    assert batch is not None
+    assert_same_bits(packing.view(batch, "token_to_row"), expected.token_to_row, "token_to_row")
+    assert_same_bits(packing.view(batch, "topk_weights"), merged[1], "weights")
+    written = expected.token_to_row[expected.token_to_row >= 0].long()
+    for field in ("x", "scale", "expert_row_start", "expert_num_tokens"):
+        wanted, actual = getattr(expected.batch, field), getattr(batch, field)
+        assert (wanted is None) == (actual is None)
+        if wanted is not None:
+            assert (actual.shape, actual.stride(), actual.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+            rows = field in ("x", "scale")  # of which others are undefined
+            assert_same_bits(*(_rows(each.cpu(), written) if rows else each for each in (actual, wanted)), field)
+    y = torch.randn(expected.batch.x.shape[:-1].numel(), hidden, generator=random).bfloat16()
+    summed = reference.weighted_sum(y, expected.token_to_row, merged[1])
+    out = torch.full((hidden, tokens), float("nan")).to(DEVICE).t()
+    for _ in range(2):
+        assert_same_bits(packing.weighted_sum(y.to(DEVICE), batch), summed, "sum")
+    assert packing.weighted_sum(y.to(DEVICE), batch, out) is out
+    assert_same_bits(out.bfloat16(), summed, "sum in float32")
+
+    sequence = packing.sequence
+    memory, recorders = sequence.workspace.allocate(), [Recorder() for _ in sequence.launches]
+    sequence.launches = list(zip(recorders, [names for _, names in sequence.launches], strict=True))
+    sequence.workspace.allocate, sequence.loaded = lambda: memory, None
+    if quantizer != "packing" or name != "fp8_tensor":  # whose largest magnitude is a new tensor in each call
+        for _ in range(2):
+            assert packing.pack(*inputs) is not None
+        assert [recorder.repeated for recorder in recorders] == [recorder.first for recorder in recorders]
+        assert all(recorder.first for recorder in recorders)

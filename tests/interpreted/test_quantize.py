@@ -9,7 +9,7 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.experts import ReferenceExperts
 from ep_moe.experts.triton import TritonExperts
-from ep_moe.kernel_launch.constants import constants
+from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
 from ep_moe.layout import Compact
@@ -122,11 +122,13 @@ def test_requantize(intermediate: int, group: int, name: str) -> None:
         Stored(x.to(DEVICE), None),
         Stored(values, scale),
         Rows(row_start=None, num_tokens=num_tokens, row_index=None),
-        TileList(*tiles, amax=None),
+        TileList(*tiles, amax=None, next_tile=None),
         intermediate,
         group,
         64,
-        PIECES=constants(RowGroups, BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64),
+        PIECES=as_constants(
+            RowGroups(BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64), _requantize_kernel, "PIECES"
+        ),
         POWER_OF_TWO=stored.power_of_two,
     )
     finite = expected_scale.isfinite().all(1)
@@ -152,10 +154,12 @@ def test_requantize_to_nvfp4(intermediate: int) -> None:
         Stored(x.to(DEVICE), None),
         Stored(out, found),
         Rows(row_start=None, num_tokens=num_tokens, row_index=None),
-        TileList(*tiles, amax=None),
+        TileList(*tiles, amax=None, next_tile=None),
         intermediate,
         GROUP=16,
-        PIECES=constants(RowGroups, BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128),
+        PIECES=as_constants(
+            RowGroups(BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128), _requantize_nvfp4_kernel, "PIECES"
+        ),
     )
     torch.testing.assert_close(out[:31].cpu().float(), expected[:31], rtol=0, atol=0, equal_nan=True)
     assert not bool(out[31].any())

@@ -94,7 +94,7 @@ class _Fused:
     """A kernel whose launches of both halves have one program, which announces, sends and receives."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self._kernel, self.fn = kernel, kernel.fn
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch_one(*args: Any, **options: Any) -> None:

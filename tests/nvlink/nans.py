@@ -9,7 +9,7 @@ from ep_moe.config import Layout
 from ep_moe.group import EPGroup
 from ep_moe.quant import get_scheme
 from ep_moe.testing import TransportCase, check_round
-from ep_moe.testing.transports import TransportFactory
+from ep_moe.testing.rounds import TransportFactory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

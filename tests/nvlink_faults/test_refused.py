@@ -69,8 +69,8 @@ MISTAKES = {
     "format": (
         fewer_ids,
         False,
-        "ranks disagree on the payload in round {round}: rank 1 not as rank {rank}; scheme and num_topk must",
-        "ranks disagree on the payload in round {round}: {others} not as rank 1; scheme and num_topk must",
+        "ranks disagree on the payload in round {round}: rank 1 not as rank {rank}; scheme, num_topk and ",
+        "ranks disagree on the payload in round {round}: {others} not as rank 1; scheme, num_topk and ",
     ),
 }
 

@@ -16,6 +16,7 @@ class ExpertLoad:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         # the extra column counts ids that are no experts, so that they need no filtering, which would be a host sync
         self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
+        self._rows, self._one = self._counts.unbind(), self._counts.new_ones(1)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -23,15 +24,16 @@ class ExpertLoad:
         return self._counts[:, :-1].clone()
 
     def add(self, layer: int, topk_ids: torch.Tensor) -> None:
-        """Count a layer's ids [T, K], any integer dtype, -1 none. Local, no host sync."""
-        num_experts = self._counts.shape[1] - 1
-        ids = topk_ids.reshape(-1).long()
-        ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
-        self._counts[layer].scatter_add_(0, ids, torch.ones_like(ids))
+        """Count a layer's ids [T, K] int32 or int64; -1 and E are no experts, and other ids the layer refuses.
+
+        Two launches. Local, no host sync.
+        """
+        ids = torch.remainder(topk_ids.reshape(-1), self._counts.shape[1])  # -1 becomes E
+        self._rows[layer].index_add_(0, ids, self._one.expand(ids.shape))
 
     def add_times(self, layer: int, topk_ids: torch.Tensor, times: torch.Tensor) -> None:
         """`add` in one launch, for ids [T, K] that are all in [0, E]; id i counts `times[i]`, [T * K] int64. Local."""
-        self._counts[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
+        self._rows[layer].scatter_add_(0, topk_ids.reshape(-1).long(), times)
 
     def reset(self) -> None:
         """Set the counts to zero. Local, no host sync."""

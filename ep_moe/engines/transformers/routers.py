@@ -28,8 +28,12 @@ _RTOL, _ATOL = 1e-5, 1e-6  # of weights in float32
 
 
 def _logits(router: Router, x: torch.Tensor) -> torch.Tensor:
-    x = x.reshape(-1, router.weight.shape[1]).to(router.weight.dtype)
-    return F.linear(x, router.weight, getattr(router, "bias", None))
+    weight = router.weight
+    if x.dim() != 2:
+        x = x.reshape(-1, weight.shape[1])
+    if x.dtype != weight.dtype:
+        x = x.to(weight.dtype)
+    return F.linear(x, weight, router._parameters.get("bias"))
 
 
 def _float32_logits(router: Router, x: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,11 @@ import torch
 from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind, RoutingConfig, RoutingMethod
+from ep_moe.experts import Experts
 from ep_moe.functional.common import check_like, experts_for, kept_weights
 from ep_moe.functional.fp4 import NVFP4, stored_weight, tokens_of
 from ep_moe.local_moe import local_moe, local_rows
-from ep_moe.quant import QuantScheme, StoredMatrix
+from ep_moe.quant import Quantized, QuantScheme, StoredMatrix
 from ep_moe.routing import Routing, route
 from ep_moe.weights import ExpertWeights, PerExpert
 
@@ -26,21 +27,8 @@ _ACTIVATIONS = {
     7: ActivationKind.IDENTITY,
 }
 _LOGITS = (torch.float32, torch.bfloat16)
-_WEIGHT_FIELDS = (
-    "gemm1_weights",
-    "gemm1_weights_scale",
-    "gemm1_bias",
-    "gemm1_alpha",
-    "gemm1_beta",
-    "gemm1_clamp_limit",
-    "gemm2_weights",
-    "gemm2_weights_scale",
-    "gemm2_bias",
-    "output1_scale_scalar",
-    "output1_scale_gate_scalar",
-    "output2_scale_scalar",
-)
 _SCALED_METHODS = (2, 7)
+_MOST_PLANS = 256  # of the same weights
 _FLOAT = (torch.float32,)
 _OUTPUT = (torch.bfloat16,)
 
@@ -94,6 +82,10 @@ class Fp4Call(NamedTuple):
     def local(self) -> slice:
         """The local experts among all."""
         return slice(self.local_expert_offset, self.local_expert_offset + self.local_num_experts)
+
+
+_WEIGHTS = slice(Fp4Call._fields.index("gemm1_weights"), Fp4Call._fields.index("num_experts"))
+_NUMBERS_STOP = Fp4Call._fields.index("per_token_scale")  # numbers follow the weights
 
 
 def trtllm_fp4_block_scale_moe(
@@ -157,6 +149,9 @@ def trtllm_fp4_block_scale_moe(
     the same kind; an operator under torch.compile.
     """
     del enable_pdl, tune_max_num_tokens
+    if do_finalize and output is None:
+        shape = (hidden_states.shape[0], 2 * gemm1_weights.shape[-1])
+        output = torch.empty(shape, dtype=torch.bfloat16, device=hidden_states.device)
     call = Fp4Call(
         routing_logits=routing_logits,
         routing_bias=routing_bias,
@@ -192,15 +187,12 @@ def trtllm_fp4_block_scale_moe(
     if not do_finalize:
         if output is not None:
             raise ValueError("output is given, but do_finalize=False returns rows of its own")
-        return list(_fp4_rows_op(*call) if torch.compiler.is_compiling() else _fp4_rows(*call))
-    if output is None:
-        shape = (hidden_states.shape[0], call.hidden)
-        output = torch.empty(shape, dtype=torch.bfloat16, device=hidden_states.device)
-        call = call._replace(output=output)
+        return list(_fp4_rows_op(*call) if torch.compiler.is_compiling() else _rows(call))
+    assert output is not None
     if torch.compiler.is_compiling():
         _fp4_moe_op(*call)
     else:
-        _fp4_moe(*call)
+        _write_output(call)
     return [output]
 
 
@@ -239,20 +231,18 @@ def _routing_of(
     )
 
 
-def _route(call: Fp4Call) -> Routing:
+def _routing_config(call: Fp4Call) -> RoutingConfig:
+    """The routing of a call, checked."""
     check_like(call.routing_logits, "routing_logits", (call.hidden_states.shape[0], call.num_experts), _LOGITS)
     if call.routing_bias is not None:
         check_like(call.routing_bias, "routing_bias", (call.num_experts,), _LOGITS)
-    config = _routing_of(
+    return _routing_of(
         call.routing_method_type,
         call.top_k,
         call.n_group,
         call.topk_group,
         call.routed_scaling_factor,
         call.norm_topk_prob,
-    )
-    return route(
-        call.routing_logits, config, routing_bias=call.routing_bias, routing_replay_out=call.routing_replay_out
     )
 
 
@@ -338,6 +328,7 @@ class _Weights:
     def __init__(self, kind: str, w13: StoredMatrix, w2: StoredMatrix, numbers: _Numbers) -> None:
         self.kind, self._w13, self._w2, self._numbers = kind, w13, w2, numbers
         self._made: dict[str, ExpertWeights] = {}
+        self.plans: dict[object, _Plan] = {}  # of calls with these weights, by `_kind_of`
 
     @classmethod
     def of(cls, call: Fp4Call, gated: bool) -> "_Weights":
@@ -367,65 +358,106 @@ class _Weights:
         return self._made[scheme.name]
 
 
-class _Prepared(NamedTuple):
-    """What `local_moe` and `local_rows` take."""
+class _Plan(NamedTuple):
+    """What calls share whose tensors differ in their values alone, once their arguments are checked."""
 
-    positional: tuple[Any, ...]
-    options: dict[str, Any]
+    routing: RoutingConfig
+    weights: ExpertWeights
+    experts: Experts
+    in_place: bool  # hidden_states are the tokens
+    options: dict[str, Any]  # of `local_moe` and `local_rows`
 
 
-def _prepare(call: Fp4Call) -> _Prepared:
-    """Check everything, then route."""
-    activation, hidden, intermediate = call.activation, call.hidden, call.intermediate_size
+def _kind_of(call: Fp4Call) -> tuple[object, ...]:
+    """All that a plan and its checks depend on besides the weights."""
+    tensors: list[torch.Tensor | None] = [call.routing_logits, call.routing_bias, call.hidden_states]
+    tensors += [call.hidden_states_scale, call.per_token_scale, call.output]
+    kinds = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    return *kinds, *call[_WEIGHTS.stop : _NUMBERS_STOP], call.norm_topk_prob
+
+
+def _weights_of(call: Fp4Call) -> _Weights:
+    """The weights of a call, kept for later ones unless they are copies."""
+    gated = call.activation.kind.gated
+    if _has_copies(call, gated):
+        return _Weights.of(call, gated)
+    key = call.num_experts, call.local_expert_offset, call.local_num_experts, call.intermediate_size, gated
+    kept = kept_weights(trtllm_fp4_block_scale_moe.__name__, threading.get_ident())
+    tensors: Any = call[_WEIGHTS]
+    return kept.get(tensors, key, functools.partial(_Weights.of, call, gated))
+
+
+def _make_plan(call: Fp4Call, made: _Weights) -> _Plan:
+    """Check everything, and find what computes the call."""
+    activation, hidden = call.activation, call.hidden
+    if activation.kind not in (ActivationKind.SILU, ActivationKind.SWIGLU):
+        for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
+            if getattr(call, name) is not None:
+                raise ValueError(f"{name} is given, it belongs to activation_type 3, not to {call.activation_type}")
+    x, scheme = _tokens_of(call, made)
+    if call.output is not None:
+        check_like(call.output, "output", (call.hidden_states.shape[0], hidden), _OUTPUT)
+    return _Plan(
+        routing=_routing_config(call),
+        weights=made.in_scheme(scheme, up_first=activation.kind.gated),
+        experts=experts_for(activation, scheme, call.hidden_states.device),
+        in_place=x is call.hidden_states,
+        options={
+            "local_expert_offset": call.local_expert_offset,
+            "num_local_experts": call.local_num_experts,
+            "num_experts": call.num_experts,
+            "dtype": torch.bfloat16,
+        },
+    )
+
+
+def _tokens_of(call: Fp4Call, made: _Weights) -> tuple[torch.Tensor | Quantized, QuantScheme]:
+    return tokens_of(
+        call.hidden_states,
+        call.hidden_states_scale,
+        hidden=call.hidden,
+        weights=made.kind,
+        per_token_scale=call.per_token_scale,
+    )
+
+
+def _prepare(call: Fp4Call) -> tuple[tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts], dict[str, Any]]:
+    """What `local_moe` and `local_rows` take, once everything is checked and the tokens are routed."""
     if not 0 <= call.local_expert_offset <= call.num_experts - call.local_num_experts or call.local_num_experts < 1:
         raise ValueError(
             f"local experts [{call.local.start}, {call.local.stop}), by local_expert_offset and local_num_experts, are "
             f"not in [0, num_experts ({call.num_experts}))"
         )
-    if activation.kind not in (ActivationKind.SILU, ActivationKind.SWIGLU):
-        for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
-            if getattr(call, name) is not None:
-                raise ValueError(f"{name} is given, it belongs to activation_type 3, not to {call.activation_type}")
-    tensors = [getattr(call, name) for name in _WEIGHT_FIELDS]
-    make = functools.partial(_Weights.of, call, activation.kind.gated)
-    if _has_copies(call, activation.kind.gated):
-        made = make()
-    else:
-        key = call.num_experts, intermediate, call.local, activation.kind
-        made = kept_weights(trtllm_fp4_block_scale_moe.__name__, threading.get_ident()).get(tensors, key, make)
-    x, scheme = tokens_of(
-        call.hidden_states,
-        call.hidden_states_scale,
-        hidden=hidden,
-        weights=made.kind,
-        per_token_scale=call.per_token_scale,
-    )
-    if call.output is not None:
-        check_like(call.output, "output", (call.hidden_states.shape[0], hidden), _OUTPUT)
-    weights = made.in_scheme(scheme, up_first=activation.kind.gated)
-    experts = experts_for(activation, scheme, call.hidden_states.device)
-    options = {
-        "local_expert_offset": call.local_expert_offset,
-        "num_local_experts": call.local_num_experts,
-        "num_experts": call.num_experts,
-        "dtype": torch.bfloat16,
-    }
-    return _Prepared((x, _route(call), weights, experts), options)
+    made, kind = _weights_of(call), _kind_of(call)
+    plan = made.plans.get(kind)
+    if plan is None:
+        if len(made.plans) >= _MOST_PLANS:
+            made.plans.clear()
+        plan = made.plans[kind] = _make_plan(call, made)
+    x = call.hidden_states if plan.in_place else _tokens_of(call, made)[0]
+    bias, replay = call.routing_bias, call.routing_replay_out
+    routing = route(call.routing_logits, plan.routing, routing_bias=bias, routing_replay_out=replay)
+    return (x, routing, plan.weights, plan.experts), plan.options
+
+
+def _write_output(call: Fp4Call) -> None:
+    tokens, options = _prepare(call)
+    local_moe(*tokens, **options, out=call.output)
+
+
+def _rows(call: Fp4Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `do_finalize=False` returns."""
+    tokens, options = _prepare(call)
+    rows = local_rows(*tokens, **options)
+    return rows.y, tokens[1].topk_weights.bfloat16(), rows.token_to_row.reshape(-1)
 
 
 def _fp4_moe(*arguments: Any) -> None:
-    """Write `output`."""
-    call = Fp4Call(*arguments)
-    prepared = _prepare(call)
-    local_moe(*prepared.positional, **prepared.options, out=call.output)
+    _write_output(Fp4Call(*arguments))
 
 
 def _fp4_rows(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `do_finalize=False` returns."""
-    prepared = _prepare(Fp4Call(*arguments))
-    rows = local_rows(*prepared.positional, **prepared.options)
-    routing: Routing = prepared.positional[1]
-    return rows.y, routing.topk_weights.bfloat16(), rows.token_to_row.reshape(-1)
+    return _rows(Fp4Call(*arguments))
 
 
 def _schema(output: str, returns: str) -> str:

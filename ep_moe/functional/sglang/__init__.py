@@ -1,4 +1,4 @@
-"""SGLang's fused experts, on any GPU and on a CPU.
+"""SGLang's fused experts, the calls beneath them and the layer above, on any GPU and on a CPU.
 
 Names, order and defaults of the parameters are SGLang's; docs/functional.md says for each what it does here.
 """
@@ -24,6 +24,9 @@ from ep_moe.functional.sglang.configs import (
     try_get_optimal_moe_config,
 )
 from ep_moe.functional.sglang.gemm import invoke_fused_moe_kernel
+from ep_moe.functional.sglang.layer import FusedMoE, MoeParallel
+from ep_moe.functional.sglang.layer_flashinfer import FlashInferFP4MoE, FlashInferFusedMoE, get_fused_moe_impl_class
+from ep_moe.functional.sglang.layer_routing import BypassedTopKOutput, TopKConfig
 from ep_moe.functional.sglang.pieces import (
     moe_align_block_size,
     moe_sum_reduce_torch_compile,
@@ -48,13 +51,19 @@ from ep_moe.functional.sglang.routing_data import (
 )
 
 __all__ = [
+    "BypassedTopKOutput",
+    "FlashInferFP4MoE",
+    "FlashInferFusedMoE",
+    "FusedMoE",
     "GatherIndx",
     "InFlexData",
     "MicroscalingCtx",
+    "MoeParallel",
     "MoeRunnerConfig",
     "RoutingData",
     "ScatterIndx",
     "StandardTopKOutput",
+    "TopKConfig",
     "TritonKernelTopKOutput",
     "fused_experts",
     "fused_experts_impl",
@@ -63,6 +72,7 @@ __all__ = [
     "get_config_dtype_str",
     "get_config_file_name",
     "get_default_config",
+    "get_fused_moe_impl_class",
     "get_moe_configs",
     "inplace_fused_experts",
     "inplace_fused_experts_fake",

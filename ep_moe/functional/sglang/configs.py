@@ -24,7 +24,7 @@ from ep_moe.config import sglang_configs_dir, tiles_dir
 from ep_moe.experts.tile_tables import default_table, find_table
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.fields import shown
-from ep_moe.functional.sglang.formats import Flags
+from ep_moe.functional.formats import Flags
 from ep_moe.quant import QuantScheme
 
 Config = Mapping[str, Any]

@@ -12,8 +12,8 @@ import torch
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
 from ep_moe.functional.common import check_like, experts_for, kept_weights
+from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
 from ep_moe.functional.sglang.configs import found_tiles
-from ep_moe.functional.sglang.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
 from ep_moe.routing import Routing, apply_weights_to_input

@@ -12,8 +12,8 @@ from torch.library import custom_op
 from ep_moe.config import DTYPES
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.functional.common import check_like, operator_arguments
+from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scheme_of
 from ep_moe.functional.sglang.configs import tiles_of
-from ep_moe.functional.sglang.formats import Flags, GivenWeight, matrix_of, scheme_of
 from ep_moe.quant import Quantized, quantize
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -223,7 +223,7 @@ def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists
     zeros = None
     if call.filter_expert:
         zeros = torch.zeros(num_rows + 1, dtype=torch.bool, device=device)
-        zeros[torch.where(valid & ~named, target, num_rows)] = True
+        zeros.index_fill_(0, torch.where(valid & ~named, target, num_rows), True)
         zeros = zeros[:-1]
     return RowLists(
         expert_row_start=starts[:-1].int(),

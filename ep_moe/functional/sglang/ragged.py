@@ -13,6 +13,7 @@ from torch.library import custom_op
 
 from ep_moe.config import DTYPES
 from ep_moe.functional.common import check_like, experts_for, operator_arguments
+from ep_moe.functional.formats import scheme_of
 from ep_moe.functional.sglang.configs import found_tiles
 from ep_moe.functional.sglang.experts import (
     ExpertsCall,
@@ -23,7 +24,6 @@ from ep_moe.functional.sglang.experts import (
     run_routed,
     swiglu,
 )
-from ep_moe.functional.sglang.formats import scheme_of
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
@@ -98,37 +98,60 @@ class _Call(NamedTuple):
         )
 
 
-def _pairs(call: _Call) -> tuple[Routing, torch.Tensor]:
+class _ByExpert(NamedTuple):
+    """Routing data by expert."""
+
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    num_topk: int
+
+
+def _pairs(data: _ByExpert, num_tokens: int, expert_map: torch.Tensor | None) -> tuple[Routing, torch.Tensor]:
     """The routing [T, K] that the data by expert say, and the pair that each pair's row is read of."""
-    num_tokens, num_topk = call.hidden_states.shape[0], call.num_topk
-    num_pairs, device = num_tokens * num_topk, call.hidden_states.device
+    num_topk = data.num_topk
+    num_pairs, device = num_tokens * num_topk, data.gate_scal.device
     for name in ("gate_scal", "source", "target"):
-        tensor = getattr(call, name)
+        tensor = getattr(data, name)
         if tuple(tensor.shape) != (num_pairs,):
             argument = {"source": "gather_indx.src_indx", "target": "scatter_indx.dst_indx"}.get(name, name)
             raise ValueError(
                 f"{argument} is {tuple(tensor.shape)}; ({num_pairs},) needed for {num_tokens} tokens and "
                 f"n_expts_act {num_topk}"
             )
-    ends, place = call.expt_hist.long().cumsum(0), torch.arange(num_pairs, device=device)
+    ends, place = data.expt_hist.long().cumsum(0), torch.arange(num_pairs, device=device)
     expert = torch.searchsorted(ends, place, right=True)
-    valid = (place < ends[-1]) & (call.target >= 0) & (call.source >= 0)
-    if call.expert_map is not None:
-        expert = call.expert_map.long()[expert.clamp(max=call.expert_map.shape[0] - 1)]
-    target = torch.where(valid, call.target.long(), num_pairs)
+    valid = (place < ends[-1]) & (data.target >= 0) & (data.source >= 0)
+    if expert_map is not None:
+        expert = expert_map.long()[expert.clamp(max=expert_map.shape[0] - 1)]
+    target = torch.where(valid, data.target.long(), num_pairs)
     ids = torch.full((num_pairs + 1,), -1, device=device).scatter_(0, target, expert)
-    weights = torch.zeros(num_pairs + 1, device=device).scatter_(0, target, call.gate_scal.float())
-    source = torch.zeros(num_pairs + 1, dtype=torch.int64, device=device).scatter_(0, target, call.source.long())
+    weights = torch.zeros(num_pairs + 1, device=device).scatter_(0, target, data.gate_scal.float())
+    source = torch.zeros(num_pairs + 1, dtype=torch.int64, device=device).scatter_(0, target, data.source.long())
     routing = Routing(
         topk_ids=ids[:-1].view(num_tokens, num_topk).int(), topk_weights=weights[:-1].view(num_tokens, num_topk)
     )
     return routing, source[:-1]
 
 
+def routed_pairs(num_tokens: int, routing_data: Any, gather_indx: Any, scatter_indx: Any) -> Routing:
+    """The routing [T, K] of pairs whose rows are those of their tokens.
+
+    Errors: ValueError for other shapes, and indices that are not the same tensor, so that rows might be others.
+    """
+    source, target = gather_indx.src_indx, scatter_indx.dst_indx
+    if source.data_ptr() != target.data_ptr():
+        raise ValueError("gather_indx.src_indx and scatter_indx.dst_indx are not the same tensor")
+    data = _ByExpert(routing_data.gate_scal, routing_data.expt_hist, source, target, routing_data.n_expts_act)
+    return _pairs(data, num_tokens, None)[0]
+
+
 def _compute(*arguments: Any) -> torch.Tensor:
     call = _Call(*arguments)
     _check(call)
-    routing, source = _pairs(call)
+    data = _ByExpert(call.gate_scal, call.expt_hist, call.source, call.target, call.num_topk)
+    routing, source = _pairs(data, call.hidden_states.shape[0], call.expert_map)
     scheme, weights = _weights(call, routing)
     x, num_topk = call.hidden_states, call.num_topk
     alpha = call.gemm1_alpha

@@ -14,10 +14,10 @@ from torch.library import custom_op
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts, ReferenceExperts
-from ep_moe.functional.common import experts_for, kept_weights
-from ep_moe.functional.matrices import GivenMatrix, stored_matrix
+from ep_moe.functional.common import experts_for, kept_weights, operator_arguments
+from ep_moe.functional.formats import is_view, matrix_of
 from ep_moe.functional.vllm.config import FusedMoEActivationFormat, FusedMoEQuantConfig, used_flag
-from ep_moe.functional.vllm.formats import RowFormat, row_scales, scheme_of
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
 from ep_moe.layout import Batched
 from ep_moe.quant import QuantScheme, TensorFormat
 from ep_moe.weights import ExpertWeights
@@ -45,10 +45,6 @@ class BatchedCall(NamedTuple):
     block_shape: list[int] | None
     naive: bool
     expected_rows: int
-
-    def given(self, name: str) -> GivenMatrix:
-        """The weight w1 or w2."""
-        return GivenMatrix(name, getattr(self, name), getattr(self, f"{name}_scale"), getattr(self, f"{name}_zp"))
 
 
 class _BatchedExperts:
@@ -316,19 +312,13 @@ def _static(call: BatchedCall, rows: RowFormat, experts: int) -> torch.Tensor | 
 def weights_of(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertWeights:
     """The weights of a call, checked. Errors: ValueError. Local."""
     experts, hidden = call.w1.shape[0], call.output.shape[2]
-    w13 = stored_matrix(call.given("w1"), scheme, (None, None, hidden), call.output.dtype)
     intermediate, odd = divmod(call.w1.shape[1], 2)
-    if odd:
-        raise ValueError(f"w1 is {tuple(call.w1.shape)}; an even number of rows needed, a gate and an up half")
-    w2 = stored_matrix(call.given("w2"), scheme, (experts, hidden, intermediate), call.output.dtype)
+    if odd or call.w1.dim() != 3:
+        raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, 2 * intermediate, hidden] needed")
+    shapes = {"w1": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    flags, dtype = flags_of(call.flag, call.block_shape), call.output.dtype
+    w13, w2 = (matrix_of(given_weight(call, name), scheme, flags, shape, dtype) for name, shape in shapes.items())
     return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w2_input_scale=_static(call, rows, experts))
-
-
-def _is_view(call: BatchedCall, scheme: QuantScheme) -> bool:
-    """Whether `weights_of` makes views alone, which see later writes to the caller's tensors."""
-    scales = [scale for scale in (call.w1_scale, call.w2_scale) if scale is not None]
-    kept = all(scale.dtype == scheme.weight.scale_dtype and scale.is_contiguous() for scale in scales)
-    return kept and call.a2_scale is None and not scheme.weight.zero_point
 
 
 def compute(call: BatchedCall) -> None:
@@ -355,10 +345,11 @@ def compute(call: BatchedCall) -> None:
     elif call.a1q_scale is not None:
         raise ValueError(f"a1q_scale is given, {call.flag or 'no use_* flag'} takes none")
     activation = _activation(call.activation)
-    scheme = scheme_of(call.flag, rows, call.block_shape, call.given("w1"), call.given("w2"))
+    weights_given = given_weight(call, "w1"), given_weight(call, "w2")
+    scheme = scheme_of(call.flag, rows, call.block_shape, *weights_given)
     scheme = _unrounded(scheme) if call.naive else scheme
     make = functools.partial(weights_of, call, rows, scheme)
-    if _is_view(call, scheme):
+    if call.a2_scale is None and all(is_view(given, scheme) for given in weights_given):
         tensors = call.w1, call.w1_scale, call.w2, call.w2_scale
         key = scheme.name, output.shape[2], output.dtype
         weights = kept_weights("vllm", threading.get_ident()).get(tensors, key, make)
@@ -392,20 +383,10 @@ def _experts_fake(*arguments: Any) -> None:
     del arguments
 
 
-_KINDS: dict[Any, str] = {
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
-    bool: "bool",
-    str: "str",
-    str | None: "str?",
-    int: "SymInt",
-    list[int] | None: "int[]?",
-}
-_ARGUMENTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in BatchedCall.__annotations__.items())
 _experts_op = custom_op(
     "ep_moe::batched_experts",
     _experts,
     mutates_args=("output",),
-    schema=f"({_ARGUMENTS.replace('Tensor', 'Tensor(a!)', 1)}) -> ()",
+    schema=f"({operator_arguments(BatchedCall, 'output')}) -> ()",
 )
 _experts_op.register_fake(_experts_fake)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ep_moe.functional.matrices import GivenMatrix, columns_of_group, integer_scheme
+from ep_moe.functional.formats import Flags, GivenWeight
+from ep_moe.functional.formats import scheme_of as scheme_of_weights
 from ep_moe.quant import SCHEMES, QuantScheme, TensorFormat, get_scheme
 from ep_moe.quant.base import Granularity
 
@@ -78,27 +79,37 @@ def _scaled_scheme(kind: str, rows: Granularity, weight: Granularity, block: tup
     return next(named, QuantScheme(name=f"{kind}_{rows}_{weight}", **parts))
 
 
-def scheme_of(flag: str | None, rows: RowFormat, block_shape: list[int] | None, *weights: GivenMatrix) -> QuantScheme:
+def given_weight(call: Any, name: str) -> GivenWeight:
+    """A weight of a call, with its fields `name`, `name`_scale and `name`_zp. Local."""
+    scale, zero = f"{name}_scale", f"{name}_zp"
+    return GivenWeight(name, getattr(call, name), scale, getattr(call, scale), zero, getattr(call, zero), "", None)
+
+
+def flags_of(flag: str | None, block_shape: list[int] | None) -> Flags:
+    """The flags of a call with this use_* flag. Local."""
+    return Flags(block_shape=block_shape, **({} if flag is None else {flag: True}))
+
+
+def scheme_of(flag: str | None, rows: RowFormat, block_shape: list[int] | None, *weights: GivenWeight) -> QuantScheme:
     """The scheme of a call's weights and of its activations.
 
     Args: flag: the use_* flag that is set. weights: the one or two of the call.
     Errors: ValueError for scales that the flag lacks, or does not take. Local.
     """
-    alone = flag in ("use_int8_w8a16", "use_int4_w4a16")
-    for given in weights:
-        if flag is not None and given.scale is None:
-            raise ValueError(f"{given.name}_scale is missing, {flag} needs it")
-        for part, refused in (("scale", flag is None), ("zp", not alone)):
-            if refused and (given.scale if part == "scale" else given.zero) is not None:
-                raise ValueError(f"{given.name}_{part} is given, {flag or 'no use_* flag'} takes none")
-    first = weights[0]
-    if alone:
-        bits = 4 if flag == "use_int4_w4a16" else 8
-        return integer_scheme(first, weights[-1], bits, columns_of_group(block_shape))
+    flags, first = flags_of(flag, block_shape), weights[0]
     if rows.dtype is None:
-        if block_shape is not None:
-            raise ValueError(f"block_shape ({block_shape}) is given, no use_* flag takes none")
-        return get_scheme("none")
+        found = scheme_of_weights(flags, weights)
+        if flag == "use_int8_w8a16" and flags.group and first.values.dtype == torch.int8:  # around zero
+            for given in weights:
+                if given.zero is not None:
+                    raise ValueError(f"{given.zero_name} is given, int8 values have none; uint8 values have")
+            return get_scheme(f"int8_w8a16_g{flags.group}")
+        return found
+    for given in weights:
+        if given.scale is None:
+            raise ValueError(f"{given.scale_name} is missing, {flag} needs it")
+        if given.zero is not None:
+            raise ValueError(f"{given.zero_name} is given, {flag} takes none")
     assert first.scale is not None
     return rows.scheme("tensor" if first.scale.numel() == first.values.shape[0] else "channel")
 

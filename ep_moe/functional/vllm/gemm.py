@@ -11,9 +11,11 @@ from torch.library import custom_op
 
 from ep_moe.config import DTYPES
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
-from ep_moe.functional.matrices import GivenMatrix, stored_matrix
+from ep_moe.functional.common import operator_arguments
+from ep_moe.functional.formats import matrix_of
+from ep_moe.functional.sglang.configs import tiles_of
 from ep_moe.functional.vllm.config import used_flag
-from ep_moe.functional.vllm.formats import RowFormat, row_scales, scheme_of
+from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
 from ep_moe.functional.vllm.quantize import no_token
 from ep_moe.quant import Quantized
 
@@ -34,7 +36,8 @@ class GemmCall(NamedTuple):
     flag: str | None
     per_act_token_quant: bool
     block_shape: list[int] | None
-    expected_rows: int
+    keys: str
+    sizes: list[int]
 
 
 def invoke_moe_batched_triton_kernel(
@@ -65,7 +68,8 @@ def invoke_moe_batched_triton_kernel(
         B_scale: [E], [E, N, 1], or [E, N / n, K / k]. For weights alone [E, N, 1], or with `block_shape` [0, k]
             [E, N, K / k], of unsigned integers around `B_zp`, else 128 and 8, or of int8.
         B_zp: zero points of weights alone in groups; of 4 bits those of two rows in a byte.
-        config: BLOCK_SIZE_M is taken as the rows that an expert is expected to have; tiles come from tables.
+        config: sizes of the kernels' tiles, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K and others that vLLM's files have;
+            steps and stages are cut to what the scales and the GPU take.
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
     operator under torch.compile.
@@ -78,7 +82,6 @@ def invoke_moe_batched_triton_kernel(
     dtype = _TRITON_NAMES.get(str(compute_type), compute_type)
     if dtype not in DTYPES.values():
         raise ValueError(f"compute_type ({compute_type}) is not one of {', '.join(DTYPES)}")
-    expected_rows = max(int(config.get("BLOCK_SIZE_M", 64)), 1)
     scales = A_scale, B_scale, B_zp
     call = GemmCall(
         A,
@@ -90,7 +93,8 @@ def invoke_moe_batched_triton_kernel(
         used_flag(flags),
         per_act_token_quant,
         block_shape,
-        expected_rows,
+        " ".join(config),
+        [int(size) for size in config.values()],
     )
     if torch.compiler.is_compiling():
         _gemm_op(*call)
@@ -115,7 +119,7 @@ def compute(call: GemmCall) -> None:
     flag = "use_int8_w8a8" if scaled and call.flag is None else call.flag
     kind = (torch.int8 if flag == "use_int8_w8a8" else torch.float8_e4m3fn) if scaled else None
     rows = RowFormat.of(kind, call.per_act_token_quant and scaled, call.block_shape)
-    given = GivenMatrix("B", B, call.B_scale, call.B_zp)
+    given = given_weight(call, "B")
     scheme = scheme_of(flag, rows, call.block_shape, given)
     needed = rows.dtype or call.dtype
     if A.dtype != needed:
@@ -123,7 +127,9 @@ def compute(call: GemmCall) -> None:
         raise ValueError(f"A is {A.dtype}; {needed} needed {what}")
     if not scaled and call.A_scale is not None:
         raise ValueError(f"A_scale is given, {flag or 'no use_* flag'} takes none")
-    matrix = stored_matrix(given, scheme, (experts, None, width), call.dtype)
+    matrix = matrix_of(given, scheme, flags_of(flag, call.block_shape), (experts, B.shape[1], width), call.dtype)
+    config = {"GROUP_SIZE_M": 1} | dict(zip(call.keys.split(), call.sizes, strict=True))
+    tiles = tiles_of(config, scheme, call.dtype, A.device, gated=False)
     values = A.reshape(-1, width)
     x: torch.Tensor | Quantized = values
     if scaled:
@@ -135,7 +141,7 @@ def compute(call: GemmCall) -> None:
         expert_num_tokens=call.expert_num_tokens[:experts].to(torch.int32),
         source=place,
         target=place,
-        expected_rows=min(call.expected_rows, max(height, 1)),
+        expected_rows=max(height, 1),
     )
     direct = C.is_contiguous() and C.dtype == call.dtype
     out = (
@@ -143,7 +149,7 @@ def compute(call: GemmCall) -> None:
         if direct
         else torch.empty(values.shape[0], C.shape[2], dtype=call.dtype, device=C.device)
     )
-    gemm_rows(x, lists, matrix, scheme, out=out)
+    gemm_rows(x, lists, matrix, scheme, out=out, tiles=tiles)
     if not direct:
         empty = no_token(call.expert_num_tokens, experts, height).unsqueeze(2)
         C.copy_(torch.where(empty, C, out.view(C.shape).to(C.dtype)))
@@ -162,8 +168,6 @@ _gemm_op = custom_op(
     "ep_moe::batched_gemm",
     _gemm,
     mutates_args=("C",),
-    schema="(Tensor A, Tensor B, Tensor(a!) C, Tensor expert_num_tokens, ScalarType dtype, Tensor? A_scale, "
-    "Tensor? B_scale, Tensor? B_zp, str? flag, bool per_act_token_quant, int[]? block_shape, SymInt expected_rows) "
-    "-> ()",
+    schema=f"({operator_arguments(GemmCall, 'C')}) -> ()",
 )
 _gemm_op.register_fake(_gemm_fake)

@@ -9,7 +9,7 @@ import torch
 from torch.library import custom_op
 
 from ep_moe.config import DTYPES, Layout
-from ep_moe.functional.common import check_like
+from ep_moe.functional.common import check_like, operator_arguments
 from ep_moe.functional.vllm.config import FusedMoEActivationFormat
 from ep_moe.functional.vllm.formats import RowFormat
 from ep_moe.functional.vllm.quantize import divided, no_token, quantize_batched
@@ -331,9 +331,7 @@ _prepare_op = custom_op(
     "ep_moe::batched_prepare",
     _prepare,
     mutates_args=(),
-    schema="(Tensor a1, Tensor? a1_scale, Tensor topk_weights, Tensor topk_ids, SymInt num_experts, "
-    "Tensor? expert_map, bool weights_on_input, ScalarType? dtype, bool per_token, int[]? block_shape, "
-    "SymInt max_num_tokens, SymInt num_local_experts, SymInt first) -> (Tensor, Tensor, Tensor)",
+    schema=f"({operator_arguments(PrepareCall)}) -> (Tensor, Tensor, Tensor)",
 )
 _prepare_op.register_fake(_prepare_fake)
 _finalize_op = custom_op(

@@ -18,7 +18,7 @@ class Operands(NamedTuple):
     """The tensors that a GEMM reads."""
 
     x: Any  # rows, K each
-    x_scale: Any  # of the rows, float32, or uint8 if x is decoded; [L] if it is one for each expert
+    x_scale: Any  # of the rows, float32, or uint8 if x will be decoded; [L] if it is one for each expert
     w: Any  # [L, W, V], V stored values of a row of K elements
     w_scale: Any
     w_zero: Any  # as w_scale: zero points of integers
@@ -64,6 +64,7 @@ class TileList(NamedTuple):
     first_tile: Any  # [L] int32
     num_tiles: Any  # [1] int32, Q
     amax: Any  # [L] int32, zeros at first: the bits of the largest magnitude of each expert's rows; or None
+    next_tile: Any  # [2] int32, zeros at first: tiles that programs of each GEMM have drawn; or None
 
 
 class TileShape(NamedTuple):
@@ -71,11 +72,11 @@ class TileShape(NamedTuple):
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
-    BLOCK_K: tl.constexpr
+    BLOCK_K: tl.constexpr  # of a product
     GROUP_M: tl.constexpr  # row tiles that cover all columns before the next ones
     SWAP: tl.constexpr  # the weights are the left operand
     EVEN_N: tl.constexpr  # BLOCK_N divides N
-    EVEN_K: tl.constexpr  # BLOCK_K divides K
+    EVEN_K: tl.constexpr  # a step of BLOCK_K columns, or of several times as many, divides K
 
 
 class Scales(NamedTuple):
@@ -84,7 +85,7 @@ class Scales(NamedTuple):
     "tensor" and "channel" multiply the sums over K, "block" the sums of each step over K, "fold" the decoded weights.
     """
 
-    X: tl.constexpr  # "none", "row" or "group": one for each row, or each GROUP_K columns of it; "fold": these, a byte
+    X: tl.constexpr  # "none", "row" or "group": one for each row, or each GROUP_K columns of it
     WEIGHT: tl.constexpr  # "none", "tensor", "channel", "block" or "fold"
     VECTOR: tl.constexpr  # blocks of a tile differ by row of the weight
     GROUP_N: tl.constexpr  # rows of the weight in a block, and in one of zero points
@@ -101,6 +102,10 @@ class Codes(NamedTuple):
     ZERO: tl.constexpr  # zero points are stored
     GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
     SHUFFLED: tl.constexpr  # x and weights are multiplied in another order of columns
+    READY: (
+        tl.constexpr
+    )  # rows of x are in the order of the tile list, decoded and, if SHUFFLED, ordered; zeros beyond K
+    PARTS: tl.constexpr  # products of BLOCK_K columns in a step
     DIVIDE: tl.constexpr  # by the global scale, if there is one
 
 
@@ -112,6 +117,7 @@ class Epilogue(NamedTuple):
     LIMITED: tl.constexpr  # the activation clamps its input
     REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
     POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
+    ORDER: tl.constexpr  # columns are stored as SHUFFLED weights of this PACKED are summed; 0: as they are
 
 
 class RowGroups(NamedTuple):

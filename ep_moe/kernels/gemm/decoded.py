@@ -12,29 +12,20 @@ thread's weights are 16 neighboring bytes.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.gemm.pairs import decode_int8, decode_pairs, decode_words, scale_pairs, zero_pairs
-from ep_moe.kernels.gemm.small_integers import decode_small_integers
-from ep_moe.kernels.gemm.tokens import decode_rows, load_byte_scales, load_rows
+from ep_moe.kernels.gemm.pairs import (
+    decode_int8,
+    decode_int8_words,
+    decode_pairs,
+    decode_words,
+    scale_pairs,
+    zero_pairs,
+)
+from ep_moe.kernels.gemm.tokens import load_rows, order_columns
 from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values
 from ep_moe.kernels.numerics import INTERPRET
 
-
-@triton.jit
-def _order(x, TILE, CODES):
-    """Order columns of x, or of decoded weights, [rows, BLOCK_K], as a SHUFFLED step sums them.
-
-    Of each 64 stored bytes, a thread of the four that share a row of a fragment has 16: pairs of 8-bit weights that are
-    neighbors, or of 4-bit weights that are four apart.
-    Example of 8-bit weights: 0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, ...
-    """
-    rows: tl.constexpr = x.shape[0]
-    if CODES.SHUFFLED and CODES.PACKED == 1:
-        blocks = tl.reshape(x, [rows, TILE.BLOCK_K // 64, 4, 8, 2])
-        x = tl.reshape(tl.permute(blocks, 0, 1, 3, 2, 4), [rows, TILE.BLOCK_K])
-    elif CODES.SHUFFLED:
-        blocks = tl.reshape(x, [rows, TILE.BLOCK_K // 128, 4, 4, 2, 2, 2])  # thread, word, code: 3 bits
-        x = tl.reshape(tl.permute(blocks, 0, 1, 3, 6, 5, 2, 4), [rows, TILE.BLOCK_K])
-    return x
+_SECTOR = tl.constexpr(32)  # bytes
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -48,6 +39,16 @@ def _load_group(ptr, offsets, k, K, row_mask, SCALES, CODES):
         groups = group + tl.arange(0, CODES.GROUPS)[None, :]
         mask = row_mask[:, None] & (groups < groups_k)
         return tl.load(ptr + offsets[:, None] + groups, mask=mask, other=0.0)
+
+
+@triton.jit
+def _prefetch(ptr, offsets, K, row_mask, SCALES):
+    """Bring the scales, or zero points, of rows of weights into the L2 cache: each step reads a few bytes of them."""
+    groups_k = tl.cdiv(K, SCALES.GROUP_K)
+    first = ptr + tl.where(row_mask, offsets, 0)
+    for group in range(0, groups_k, _SECTOR // (ptr.dtype.element_ty.primitive_bitwidth // 8)):
+        address = (first + group).to(tl.int64)
+        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -86,9 +87,13 @@ def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Weights [R, BLOCK_K] in `dtype`, in the order of `_order`."""
-    if CODES.PAIRS and CODES.KIND == "int8":
-        return _order(decode_int8(stored, dtype), TILE, CODES)
+    """Weights [R, BLOCK_K] in `dtype`, in the order of `order_columns` if SHUFFLED."""
+    if CODES.PAIRS and CODES.KIND == "int8" and CODES.SHUFFLED:  # words
+        numbers = decode_int8_words(stored, dtype)
+        blocks = tl.reshape(numbers, [stored.shape[0], TILE.BLOCK_K // 64, 4, 4, 2, 2])  # thread, word, byte: bits 0, 1
+        return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 2, 4), [stored.shape[0], TILE.BLOCK_K])
+    elif CODES.PAIRS and CODES.KIND == "int8":
+        return decode_int8(stored, dtype)
     elif CODES.PAIRS:
         width: tl.constexpr = stored.shape[1]
         if SCALES.WEIGHT == "fold":
@@ -105,12 +110,9 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
         else:
             low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
             return tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K])
-    elif dtype == tl.float8e4nv:
-        if CODES.ZERO:
-            zero = _spread(zero, TILE.BLOCK_K // 2, CODES.GROUPS)
-        return decode_small_integers(stored, zero, CODES.ZERO)
     else:
-        return _order(decode(stored, scale, zero, dtype, SCALES, CODES), TILE, CODES)
+        w = decode(stored, scale, zero, dtype, SCALES, CODES)
+        return order_columns(w, CODES.PACKED) if CODES.SHUFFLED else w
 
 
 @triton.jit
@@ -132,9 +134,6 @@ def _add_product(acc, x, w, TILE):
     if INTERPRET and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    if x.dtype == tl.float8e4nv and TILE.BLOCK_K < 32:  # too narrow; float16 represents all these numbers
-        x = x.to(tl.float16)
-        w = w.to(tl.float16)
     if TILE.SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     else:
@@ -145,10 +144,9 @@ def _add_product(acc, x, w, TILE):
 def _accumulate(
     operands,
     x_ptrs,
-    x_scale_ptrs,
-    x_scale_stride_group,
     row_mask,
     w_ptrs,
+    w_stride,  # of these pointers
     offsets,
     column_mask,
     K,
@@ -158,57 +156,60 @@ def _accumulate(
     CODES,
 ):
     """Sum over K: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
-    STORED_X: tl.constexpr = SCALES.X == "fold"
-    X_PACKED: tl.constexpr = 2 if STORED_X and operands.x.dtype.element_ty == tl.uint8 else 1
-    dtype: tl.constexpr = tl.bfloat16 if STORED_X else operands.x.dtype.element_ty
+    dtype: tl.constexpr = operands.x.dtype.element_ty
     # read early, a step's groups are there when it begins: they are too small for asynchronous copies
     EARLY: tl.constexpr = not CODES.SHUFFLED and (SCALES.WEIGHT == "fold" or CODES.ZERO)
     if TILE.SWAP:
         acc = tl.zeros([ROWS, TILE.BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
-    if STORED_X:
-        x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, 0, K, TILE, SCALES)
-    x_ptrs += tl.arange(0, TILE.BLOCK_K // X_PACKED)[None, :]
-    IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.PACKED == 2 and CODES.SHUFFLED else 1
-    STEP: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
-    places = tl.arange(0, STEP)[None, :]
+    x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
+    IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.SHUFFLED else 1
+    PLACES: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
+    places = tl.arange(0, PLACES)[None, :]
     w_ptrs += places
     if EARLY:
         groups = _load_groups(operands, offsets, 0, K, column_mask, dtype, SCALES, CODES)
-    for k in range(0, K, TILE.BLOCK_K):
-        x = load_rows(x_ptrs, row_mask, (K - k) // X_PACKED, TILE, X_PACKED)
-        if STORED_X:  # their scales are read a step early, too
-            x = decode_rows(x, x_scale, TILE, SCALES)
-            x_scale = load_byte_scales(x_scale_ptrs, x_scale_stride_group, row_mask, k + TILE.BLOCK_K, K, TILE, SCALES)
-        x = _order(x, TILE, CODES)
-        stored = _load_stored(w_ptrs, column_mask, places < (K - k) // (CODES.PACKED * IN_WORD), TILE)
-        if EARLY:
-            scale, zero = groups
-            groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
-        else:
-            scale, zero = _load_groups(operands, offsets, k, K, column_mask, dtype, SCALES, CODES)
-        w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
-        if SCALES.WEIGHT == "block":
-            step = _add_product(tl.zeros_like(acc), x, w, TILE)
-            scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
-            w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask, other=0.0))
-            acc += step * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
-        elif dtype == tl.float8e4nv:  # tensor cores sum fp8 in 14 bits: promoted after each step
-            acc += _add_product(tl.zeros_like(acc), x, w, TILE)
-        else:
-            acc = _add_product(acc, x, w, TILE)
-        x_ptrs += TILE.BLOCK_K // X_PACKED
-        w_ptrs += STEP
+    if CODES.SHUFFLED and not INTERPRET:
+        if SCALES.WEIGHT == "fold" or SCALES.WEIGHT == "block":
+            _prefetch(operands.w_scale, offsets, K, column_mask, SCALES)
+        if CODES.ZERO:
+            _prefetch(operands.w_zero, offsets, K, column_mask, SCALES)
+    for step in range(0, K, CODES.PARTS * TILE.BLOCK_K):
+        for part in tl.static_range(CODES.PARTS):
+            k = step + part * TILE.BLOCK_K
+            if CODES.READY:
+                x = tl.load(x_ptrs)
+            else:
+                x = load_rows(x_ptrs, row_mask, K - k, TILE)
+                if CODES.SHUFFLED:
+                    x = order_columns(x, CODES.PACKED)
+            stored = _load_stored(w_ptrs, column_mask, places < w_stride - k // (CODES.PACKED * IN_WORD), TILE)
+            if EARLY:
+                scale, zero = groups
+                groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
+            else:
+                scale, zero = _load_groups(operands, offsets, k, K, column_mask, dtype, SCALES, CODES)
+            w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
+            if SCALES.WEIGHT == "block":
+                product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
+                w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask & (k < K), other=0.0))
+                acc += product * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
+            elif CODES.SHUFFLED:  # else Triton synchronizes each instruction of a product, as for a sum of both
+                product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                acc = tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
+            else:
+                acc = _add_product(acc, x, w, TILE)
+            x_ptrs += TILE.BLOCK_K
+            w_ptrs += PLACES
     return acc
 
 
 @triton.jit
 def accumulate_decoded(
-    operands,  # Operands; x has no scales of groups, or scales of one byte
+    operands,  # Operands; x has no scales of groups
     x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
-    x_scale_ptrs,  # [BLOCK_M]
-    x_scale_stride_group,
     row_mask,  # [BLOCK_M]
     expert,
     first_column,
@@ -235,17 +236,16 @@ def accumulate_decoded(
         columns = first_column + row
         row = columns
     w_ptr = operands.w
-    if CODES.PAIRS and CODES.PACKED == 2 and CODES.SHUFFLED:  # words of eight codes
+    if CODES.PAIRS and CODES.SHUFFLED:  # words of four or eight codes
         w_ptr = tl.multiple_of(w_ptr.to(tl.pointer_type(tl.int32)), 16)
         w_stride = w_stride // 4
     offsets = scale_offsets(expert, first_column, row, halves * N, K, SCALES)
     acc = _accumulate(
         operands,
         x_ptrs,
-        x_scale_ptrs,
-        x_scale_stride_group,
         row_mask,
         w_ptr + (expert.to(tl.int64) * halves * N + row[:, None]) * w_stride,
+        w_stride,
         offsets,
         columns < N,
         K,

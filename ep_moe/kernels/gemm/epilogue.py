@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.pairs import missing_factor
-from ep_moe.kernels.gemm.small_integers import UNIT
+from ep_moe.kernels.gemm.tokens import ordered_place
 from ep_moe.kernels.numerics import (
     E4M3_MAX_EXPONENT,
     absmax,
@@ -36,8 +36,6 @@ def scale_sums(
     CODES,
 ):
     """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
-    if CODES.KIND == "uint4" and operands.x.dtype.element_ty == tl.float8e4nv:
-        acc *= UNIT
     if SCALES.X == "row":
         acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
     if SCALES.WEIGHT == "channel":
@@ -75,19 +73,24 @@ def of_expert(ptr, expert, shared):
 
 @triton.jit
 def store_tile(
-    sums, out, scalars, expert, row, row_mask, columns, column_mask, N, scale_stride, TILE, SCALES, EPILOGUE
+    sums, out, scalars, expert, row, row_mask, columns, column_mask, N, stride, scale_stride, TILE, SCALES, EPILOGUE
 ):
     """Round or requantize a tile [BLOCK_M, BLOCK_N] float32 and store it at these rows [BLOCK_M].
 
     "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. "mxfp8": the same in MXFP8, whose numbers
     bfloat16 represents: they are stored so. A `row_mask` of None stores all rows: those of the intermediate beyond the
-    expert's tokens are never read.
+    expert's tokens are never read. If ordered, zeros follow the N columns up to the stride.
     """
     DTYPE: tl.constexpr = out.data.dtype.element_ty
+    places = columns
+    if EPILOGUE.ORDER != 0:
+        places = ordered_place(columns, EPILOGUE.ORDER)
+        sums = tl.where(column_mask[None, :], sums, 0.0)
+        column_mask = columns < stride
     mask = column_mask[None, :]
     if row_mask is not None:
         mask = row_mask[:, None] & mask
-    ptrs = out.data + row.to(tl.int64)[:, None] * N + columns[None, :]
+    ptrs = out.data + row.to(tl.int64)[:, None] * stride + places[None, :]
     if EPILOGUE.REQUANTIZE == "group":
         GROUPS: tl.constexpr = TILE.BLOCK_N // SCALES.GROUP_K
         grouped = tl.reshape(sums, [TILE.BLOCK_M, GROUPS, SCALES.GROUP_K])

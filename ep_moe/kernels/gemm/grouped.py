@@ -94,7 +94,7 @@ def _accumulate(
     x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     w_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     for k in range(0, K, TILE.BLOCK_K):
-        x = load_rows(x_ptrs, row_mask, K - k, TILE, 1)
+        x = load_rows(x_ptrs, row_mask, K - k, TILE)
         if SCALES.X == "group":
             x_scale = tl.load(x_scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group, mask=row_mask, other=0.0)
         else:
@@ -151,8 +151,6 @@ def _compute_tile(
         gate, up = accumulate_decoded(
             operands,
             x_ptrs,
-            x_scale_ptrs,
-            x_scale_stride_group,
             row_mask,
             expert,
             first_column,
@@ -234,8 +232,8 @@ def _compute_tile(
 
 @triton.jit(do_not_specialize=["x_scale_height", "x_scale_stride_block", "x_scale_stride_group", "inner_scale_stride"])
 def _first_gemm_kernel(
-    operands,  # Operands: the batch's pool of rows, w13 and its bias
-    inner,  # Stored: [Q * BLOCK_M, N] and [ceil(N / GROUP_K), inner_scale_stride]
+    operands,  # Operands: the batch's pool of rows, or the prepared ones if READY; w13 and its bias
+    inner,  # Stored: [Q * BLOCK_M, inner_stride] and [ceil(N / GROUP_K), inner_scale_stride]
     scalars,
     rows,
     tiles,
@@ -248,6 +246,7 @@ def _first_gemm_kernel(
     x_scale_stride_row,
     x_scale_stride_group,
     inner_scale_stride,
+    inner_stride,  # N, or more if columns are ordered
     alpha,  # of all experts, unless `scalars` has one for each
     beta,
     limit,
@@ -257,7 +256,7 @@ def _first_gemm_kernel(
     EPILOGUE,
 ):
     """inner = requantize(activation(w13 @ x + bias)), tile by tile."""
-    num_columns = tl.cdiv(N, TILE.BLOCK_N)
+    num_columns = tl.cdiv(inner_stride if EPILOGUE.ORDER != 0 else N, TILE.BLOCK_N)
     total = tl.load(tiles.num_tiles) * num_columns
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
         expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, num_columns, rows, tiles, TILE)
@@ -265,7 +264,9 @@ def _first_gemm_kernel(
         row_mask = token < num_tokens
         listed = tl.load(rows.row_start + expert) + token
         row = listed
-        if rows.row_index is not None:
+        if CODES.READY:
+            row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
+        elif rows.row_index is not None:
             row = tl.load(rows.row_index + listed, mask=row_mask, other=0)
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
@@ -312,6 +313,7 @@ def _first_gemm_kernel(
             columns,
             column_mask,
             N,
+            inner_stride,
             inner_scale_stride,
             TILE,
             SCALES,
@@ -321,7 +323,7 @@ def _first_gemm_kernel(
 
 @triton.jit(do_not_specialize=["inner_scale_stride"])
 def _second_gemm_kernel(
-    operands,  # Operands: the intermediate [Q * BLOCK_M, K], w2 and its bias; its scales [G, inner_scale_stride]
+    operands,  # Operands: the intermediate [Q * BLOCK_M, inner_stride], w2, its bias; scales [G, inner_scale_stride]
     y,  # Stored: [rows, N], without scales
     scalars,
     rows,
@@ -330,6 +332,7 @@ def _second_gemm_kernel(
     N,
     w_stride,  # V
     inner_scale_stride,
+    inner_stride,
     TILE,
     SCALES,
     CODES,
@@ -354,7 +357,7 @@ def _second_gemm_kernel(
         sums, _ = _compute_tile(
             operands,
             scalars,
-            operands.x + inner_row.to(tl.int64)[:, None] * K,
+            operands.x + inner_row.to(tl.int64)[:, None] * inner_stride,
             x_scale_ptrs,
             row_mask,
             expert,
@@ -379,6 +382,7 @@ def _second_gemm_kernel(
             row_mask,
             columns,
             column_mask,
+            N,
             N,
             inner_scale_stride,
             TILE,

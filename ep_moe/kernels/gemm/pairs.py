@@ -75,7 +75,10 @@ def _twice(x):
 @triton.jit
 def scale_pairs(scale, real, CODES):
     """Stored scales as the decoding multiplies by them; real: the same as float32."""
-    if CODES.KIND == "e2m1":
+    if CODES.KIND == "e2m1" and scale.dtype == tl.uint8:  # 2^(b - 127) times 2^62; NaN for 255
+        byte = scale.to(tl.int32)
+        return (tl.minimum(byte + 62, 255) << 7 | (byte + 1 >> 2 & 64)) * 0x10001
+    elif CODES.KIND == "e2m1":
         power: tl.constexpr = 2.0**126 / missing_factor(scale.dtype, CODES)
         return _twice((real * power).to(tl.bfloat16))
     else:
@@ -137,48 +140,73 @@ def decode_pairs(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
         )
 
 
-# int8, two bytes of $2 at a time, the others in another register. In bfloat16 the low 7 bits of a byte are added to
-# 128.0, from which 128 is subtracted, or 256 if the byte is negative; in float16 the byte plus 128 to 1024.0.
-_INT8_BF16 = tl.constexpr(
-    """
+# int8: the low 7 bits of a byte are added to 128.0 (bfloat16), from which 128 is subtracted, or 256 if the byte is
+# negative; in float16 the byte plus 128 is added to 1024.0.
+_INT8_BF16 = """
     {
-    .reg .b32 v, w, c;
+    .reg .b32 v, w, c, m, n;
     mov.b32 c, 0x3F803F80;
-    prmt.b32 v, $2, 0, 0x4140;
-    and.b32 w, v, 0x00800080;
-    lop3.b32 v, v, 0x007F007F, 0x43004300, 0xEA;
-    or.b32 w, w, 0xC300C300;
-    fma.rn.bf16x2 $0, v, c, w;
-    prmt.b32 v, $2, 0, 0x4342;
-    and.b32 w, v, 0x00800080;
-    lop3.b32 v, v, 0x007F007F, 0x43004300, 0xEA;
-    or.b32 w, w, 0xC300C300;
-    fma.rn.bf16x2 $1, v, c, w;
+    mov.b32 m, 0x43004300;
+    mov.b32 n, 0xC300C300;
+    prmt.b32 v, BYTES, 0, 0x4140;
+    lop3.b32 w, v, 0x00800080, n, 0xEA;
+    lop3.b32 v, v, 0x007F007F, m, 0xEA;
+    fma.rn.bf16x2 v, v, c, w;
+    mov.b32 LOW, v;
+    prmt.b32 v, BYTES, 0, 0x4342;
+    lop3.b32 w, v, 0x00800080, n, 0xEA;
+    lop3.b32 v, v, 0x007F007F, m, 0xEA;
+    fma.rn.bf16x2 v, v, c, w;
+    mov.b32 HIGH, v;
     }
-    """
-)
-_INT8_F16 = tl.constexpr(
-    """
+"""
+_INT8_F16 = """
     {
     .reg .b32 v, w, c;
     mov.b32 c, 0xE480E480;
-    xor.b32 w, $2, 0x80808080;
+    xor.b32 w, BYTES, 0x80808080;
     prmt.b32 v, w, 0x64646464, 0x4140;
-    add.rn.f16x2 $0, v, c;
+    add.rn.f16x2 v, v, c;
+    mov.b32 LOW, v;
     prmt.b32 v, w, 0x64646464, 0x4342;
-    add.rn.f16x2 $1, v, c;
+    add.rn.f16x2 v, v, c;
+    mov.b32 HIGH, v;
     }
-    """
-)
+"""
+
+
+def _int8(ptx: str, *, words: bool) -> tl.constexpr:
+    """PTX for the bytes of a word, to four numbers, or for four bytes in a register, to two pairs."""
+    names = ("$4", "{$0, $1}", "{$2, $3}") if words else ("$2", "$0", "$1")
+    for name, register in zip(("BYTES", "LOW", "HIGH"), names, strict=True):
+        ptx = ptx.replace(name, register)
+    return tl.constexpr(ptx)
+
+
+_INT8_BF16_BYTES, _INT8_F16_BYTES = _int8(_INT8_BF16, words=False), _int8(_INT8_F16, words=False)
+_INT8_BF16_WORDS, _INT8_F16_WORDS = _int8(_INT8_BF16, words=True), _int8(_INT8_F16, words=True)
+_FOUR = tl.constexpr("=h,=h,=h,=h,r")
 
 
 @triton.jit
 def decode_int8(stored, dtype: tl.constexpr):
     """Signed bytes as numbers in `dtype`, four at a time; exact."""
     if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_INT8_BF16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_INT8_BF16_BYTES, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        return tl.inline_asm_elementwise(_INT8_F16, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_INT8_F16_BYTES, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def decode_int8_words(words, dtype: tl.constexpr):
+    """The numbers of the four signed bytes in each of words [R, W]: [R, W, 2, 2], by bits 0, 1 of the byte; exact."""
+    bf16: tl.constexpr = (tl.bfloat16,) * 4
+    f16: tl.constexpr = (tl.float16,) * 4
+    if dtype == tl.bfloat16:
+        a, b, c, d = tl.inline_asm_elementwise(_INT8_BF16_WORDS, _FOUR, [words], dtype=bf16, is_pure=True, pack=1)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(_INT8_F16_WORDS, _FOUR, [words], dtype=f16, is_pure=True, pack=1)
+    return tl.join(tl.join(a, b), tl.join(c, d))
 
 
 def _words(constants: str, codes: str, finish: str) -> tl.constexpr:
@@ -195,12 +223,12 @@ def _uint4_words(magic: str) -> str:
 
 
 def _e2m1_words() -> str:
-    codes = []
+    """Codes masked and multiplied: one copy has the sign at bit 15, another the magnitude at bits 6 to 8."""
+    codes = ["shr.u32 w, $8, 8;"]
     for j in range(4):
-        magnitude, sign = 6 - 4 * j, 12 - 4 * j  # bits to the left, to where bfloat16 has them
-        move = f"shl.b32 v{j}, $8, {magnitude};" if magnitude > 0 else f"shr.u32 v{j}, $8, {-magnitude};"
-        codes.append(f"{move}\nand.b32 v{j}, v{j}, 0x01C001C0;\nshl.b32 w, $8, {sign};")
-        codes.append(f"lop3.b32 v{j}, w, 0x80008000, v{j}, 0xEA;")
+        mask, factor = ("0x000F000F", "0x1040") if j % 2 == 0 else ("0x00F000F0", "0x0104")
+        codes.append(f"and.b32 v{j}, {'$8' if j < 2 else 'w'}, {mask};\nmul.lo.u32 v{j}, v{j}, {factor};")
+        codes.append(f"and.b32 v{j}, v{j}, 0x81C081C0;")
     return "\n".join(codes)
 
 

@@ -20,6 +20,7 @@ from ep_moe.kernels.numerics import (
     quantize_to,
     round_to,
     scale_for,
+    to_bf16,
 )
 
 
@@ -46,7 +47,7 @@ def _expert_amax_kernel(
 @triton.jit(do_not_specialize=["scale_stride"])
 def _requantize_kernel(
     inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] e4m3 or int8 and [ceil(I / group_width), scale_stride]
+    out,  # Stored: [Q * BLOCK_M, I] e4m3, also in bfloat16, or int8; and [ceil(I / group_width), scale_stride]
     rows,
     tiles,  # amax: None unless all rows of an expert share a scale
     intermediate,
@@ -56,7 +57,8 @@ def _requantize_kernel(
     POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
 ):
     """Requantize all columns of ROWS rows, one scale group after the other."""
-    DTYPE: tl.constexpr = out.data.dtype.element_ty
+    OUT: tl.constexpr = out.data.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float8e4nv if tl.bfloat16 == OUT else OUT
     for piece in range(
         tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
     ):
@@ -72,7 +74,10 @@ def _requantize_kernel(
             else:
                 scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
             tl.store(out.scale + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
-            tl.store(out.data + offset + column[None, :], quantize_to(x, scale[:, None], DTYPE), mask=mask)
+            values = quantize_to(x, scale[:, None], DTYPE)
+            if tl.bfloat16 == OUT:
+                values = to_bf16(e4m3_value(values))
+            tl.store(out.data + offset + column[None, :], values, mask=mask)
 
 
 @triton.jit

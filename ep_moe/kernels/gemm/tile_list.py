@@ -32,6 +32,8 @@ def _tile_list_kernel(
         tl.store(tiles.num_tiles, tl.sum(num_tiles, 0))
         if tiles.amax is not None:
             tl.store(tiles.amax + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
+        if tiles.next_tile is not None:
+            tl.store(tiles.next_tile + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
     tl.store(tiles.tile_expert + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)

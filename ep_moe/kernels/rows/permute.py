@@ -43,6 +43,43 @@ class ScaleGroups(NamedTuple):
     GROUPS: tl.constexpr  # G rounded up to a power of two
 
 
+@triton.jit
+def _merge_repeats(
+    ids_ptr,
+    weights_ptr,
+    local_ids_ptr,
+    local_weights_ptr,
+    token,  # [TOKENS] int64
+    num_tokens,
+    first,
+    last,
+    ids_stride,
+    weights_stride,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store the local ids and merged weights of some tokens, as `_merge_repeats_kernel`; return the ids."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    is_token = token < num_tokens
+    inside = is_token[:, None] & (column < K)
+    ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
+    weights = tl.load(weights_ptr + token[:, None] * weights_stride + column, mask=inside, other=0.0)
+    here = (ids >= 0) & (ids >= first) & (ids < last)
+    repeated = tl.zeros(ids.shape, tl.int32)
+    for k in range(K):
+        other_id = tl.load(ids_ptr + token * ids_stride + k, mask=is_token, other=-1)[:, None]
+        other_weight = tl.load(weights_ptr + token * weights_stride + k, mask=is_token, other=0.0)[:, None]
+        same = ids == other_id
+        weights = tl.where(column < k, weights + tl.where(same, other_weight, 0.0), weights)
+        repeated += (same & (column > k)).to(tl.int32)
+    keep = here & (repeated == 0)
+    local_ids = tl.where(keep, ids - first, -1).to(tl.int32)
+    place = token[:, None] * K + column
+    tl.store(local_ids_ptr + place, local_ids, mask=inside)
+    tl.store(local_weights_ptr + place, tl.where(keep, weights, 0.0), mask=inside)
+    return local_ids
+
+
 @triton.jit(do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride"])
 def _merge_repeats_kernel(
     ids_ptr,  # [N, K] int32 or int64, rows `ids_stride` apart
@@ -64,23 +101,20 @@ def _merge_repeats_kernel(
     same order, as `ep_moe.layout.reference.merge_repeats`.
     """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    column = tl.arange(0, COLUMNS)[None, :]
-    is_token = token < num_tokens
-    inside = is_token[:, None] & (column < K)
-    ids = tl.load(ids_ptr + token[:, None] * ids_stride + column, mask=inside, other=-1)
-    weights = tl.load(weights_ptr + token[:, None] * weights_stride + column, mask=inside, other=0.0)
-    here = (ids >= 0) & (ids >= first) & (ids < last)
-    repeated = tl.zeros([TOKENS, COLUMNS], tl.int32)
-    for k in range(K):
-        other_id = tl.load(ids_ptr + token * ids_stride + k, mask=is_token, other=-1)[:, None]
-        other_weight = tl.load(weights_ptr + token * weights_stride + k, mask=is_token, other=0.0)[:, None]
-        same = ids == other_id
-        weights = tl.where(column < k, weights + tl.where(same, other_weight, 0.0), weights)
-        repeated += (same & (column > k)).to(tl.int32)
-    keep = here & (repeated == 0)
-    place = token[:, None] * K + column
-    tl.store(local_ids_ptr + place, tl.where(keep, ids - first, -1).to(tl.int32), mask=inside)
-    tl.store(local_weights_ptr + place, tl.where(keep, weights, 0.0), mask=inside)
+    _merge_repeats(
+        ids_ptr,
+        weights_ptr,
+        local_ids_ptr,
+        local_weights_ptr,
+        token,
+        num_tokens,
+        first,
+        last,
+        ids_stride,
+        weights_stride,
+        K,
+        COLUMNS,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -125,6 +159,62 @@ def _sum_counts_kernel(
         counts = tl.load(pointers, mask=inside, other=0)
         tl.store(pointers, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
         total += tl.sum(counts, 0)
+    if BATCHED:
+        row_start = expert * capacity
+    else:
+        aligned = (total + alignment - 1) // alignment * alignment
+        row_start = tl.cumsum(aligned, 0) - aligned
+    tl.store(expert_num_tokens_ptr + expert, total, mask=is_expert)
+    tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride", "capacity", "alignment"],
+)
+def _merge_and_place_kernel(
+    ids_ptr,  # [N, K] int32 or int64, rows `ids_stride` apart
+    weights_ptr,  # [N, K] float32, rows `weights_stride` apart
+    local_ids_ptr,  # [N, K] int32, out
+    local_weights_ptr,  # [N, K] float32, out
+    before_ptr,  # [1, L] int32, out: zeros, the rows of each expert in earlier blocks
+    expert_num_tokens_ptr,  # [L] int32, out
+    expert_row_start_ptr,  # [L] int32, out
+    num_tokens,
+    first,
+    last,
+    ids_stride,
+    weights_stride,
+    capacity,  # rows of an expert if BATCHED
+    alignment,  # of starts if not BATCHED
+    IDS,  # Ids
+    EXPERTS: tl.constexpr,  # L + 1 rounded up to a power of two
+    BATCHED: tl.constexpr,
+):
+    """What the three kernels above store, for tokens of one block: one program, in one launch.
+
+    Example: L = 3 and local ids [[0, 2], [-1, 0]] are the bins 0, 2, 3, 0 of a histogram: counts [2, 0, 1].
+    """
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < IDS.L
+    ids = _merge_repeats(
+        ids_ptr,
+        weights_ptr,
+        local_ids_ptr,
+        local_weights_ptr,
+        tl.arange(0, IDS.TOKENS).to(tl.int64),
+        num_tokens,
+        first,
+        last,
+        ids_stride,
+        weights_stride,
+        IDS.K,
+        IDS.COLUMNS,
+    )
+    nowhere = tl.zeros(ids.shape, tl.int32) + IDS.L
+    counted = tl.where((ids >= 0) & (tl.arange(0, IDS.COLUMNS) < IDS.K)[None, :], ids, nowhere)
+    count = tl.histogram(tl.reshape(counted, [IDS.TOKENS * IDS.COLUMNS]), EXPERTS)
+    total = tl.where(is_expert, count, 0)
+    tl.store(before_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
     if BATCHED:
         row_start = expert * capacity
     else:

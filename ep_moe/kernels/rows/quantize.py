@@ -79,6 +79,7 @@ class MicroTile(NamedTuple):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantize_micro_rows_kernel(
     x_ptr,  # [T, H] float32, bfloat16 or float16, rows `x_stride` apart
+    given_ptr,  # None, as the other kernel takes a number
     values_ptr,  # out: [T, H] e4m3, or [T, H / 2] uint8, two codes of e2m1 in each
     scale_ptr,  # [G, T] uint8, out: e8m0 beside e4m3, e4m3 beside e2m1
     num_tokens,

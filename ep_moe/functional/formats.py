@@ -1,4 +1,4 @@
-"""The number formats that SGLang's flags, block shapes and dtypes of scales describe.
+"""The number formats that flags, block shapes and dtypes of scales describe in SGLang's and vLLM's calls.
 
 Letters: E experts, N and C rows and columns of a weight, n and k those of a block.
 """

@@ -1,0 +1,249 @@
+"""The grouped GEMMs in Gluon, for Hopper.
+
+Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts, W rows of an expert's
+weights.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
+from ep_moe.experts.hopper.gather import prepare_gather
+from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, is_hopper, obstacle, say_once
+from ep_moe.experts.launching import num_programs
+from ep_moe.experts.serves import SERVES
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
+from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
+from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
+from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
+
+_GROUP_M = 8
+_STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
+_SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
+_MAXNREG = 168  # times 12 warps fill the register file; the warp groups take 232 of a thread, the loading warp 40
+_GLUON_TYPES = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+_NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
+_TILES = GemmTiles(block_n=HALF_N.value, block_k=_STEP_BYTES, num_warps=4, num_stages=4, programs_per_sm=1)
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A TMA descriptor of a matrix in boxes of rows x columns."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[tensor.dtype])
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., K] as a matrix of rows."""
+    return tensor.flatten(0, -2)
+
+
+class _HopperGemm:
+    """One of the GEMMs for calls of one shape; a `GroupedGemm`."""
+
+    def __init__(
+        self,
+        shape: CallShape,
+        constants_of: Mapping[str, Any],
+        *,
+        column_tiles: int,
+        settings: tuple[int, ...],
+    ) -> None:
+        pipeline = constants_of["PIPE"]
+        self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
+        self._block_k = pipeline.BLOCK_K
+        self._launch = RepeatedLaunch(
+            _hopper_gemm_kernel,
+            num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
+            settings=settings,
+            constants=dict(constants_of),
+            options={"num_warps": 4, "maxnreg": _MAXNREG},
+            device=shape.device,
+        )
+        self.repeat: Repeat | None = None
+
+    def _arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+        """The kernel's arguments from those of a `GroupedGemm`; `describe` makes descriptors."""
+        operands, out, scalars, rows, tiles = tensors
+        scales = None if self._tma_scales else operands.x_scale
+        return (
+            describe("x", operands.x),
+            describe("w", operands.w),
+            describe("x_scale", operands.x_scale) if self._tma_scales else None,
+            describe("out", out.data),
+            operands._replace(x=None, w=None, x_scale=scales, w_zero=None),
+            out,
+            scalars,
+            rows._replace(row_index=None),
+            tiles,
+        )
+
+    def _describe(self, name: str, tensor: torch.Tensor) -> TensorDescriptor:
+        if name == "x_scale":  # [G, rows]
+            return _descriptor(tensor, 1, BLOCK_M.value)
+        if name == "out":
+            return _descriptor(_rows_of(tensor), HALF_M.value, HALF_N.value)
+        return _descriptor(_rows_of(tensor), (HALF_M if name == "x" else HALF_N).value, self._block_k)
+
+    def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
+        """Launch; tensors that are not aligned to 16 bytes are copied. Local, no host sync."""
+        given = present(tensors)
+        if any(each.data_ptr() % 16 for each in given):
+            operands, out, *others = tensors
+            aligned = _nested(tensors, iter([_aligned(each) for each in given]))
+            self(aligned)
+            if aligned[1].data is not out.data:
+                out.data.copy_(aligned[1].data)
+            return
+        self._launch(self._arranged(tensors, self._describe))
+        inner = self._launch.repeat
+        if inner is not None and self.repeat is None:
+            places = _nested(tensors, iter(range(len(given))))
+            pick = operator.itemgetter(*present(self._arranged(places, lambda name, place: place)))
+
+            def repeat(addresses: Sequence[int]) -> None:
+                inner(pick(addresses))
+
+            self.repeat = repeat
+
+
+def _nested(tensors: Any, values: Any) -> Any:
+    """Values in place of the tensors that are there, in the same tuples."""
+    if isinstance(tensors, tuple):
+        found = [_nested(each, values) for each in tensors]
+        return type(tensors)(*found) if hasattr(tensors, "_fields") else tuple(found)
+    return None if tensors is None else next(values)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+class HopperGemms:
+    """Both GEMMs in Gluon, on Hopper; a `Backend` that takes some calls.
+
+    Args:
+        least_rows: expected of an expert, below which the calls are left to others.
+        anywhere: take calls whatever the device is, to compile their kernels.
+    """
+
+    serves = SERVES["hopper"]
+
+    def __init__(self, *, least_rows: int = LEAST_ROWS, anywhere: bool = False) -> None:
+        self._least_rows, self._anywhere = least_rows, anywhere
+
+    def tiles(self, shape: CallShape) -> ExpertTiles | None:
+        """The tiles of calls that this backend takes; None for others, the reason of which is logged once. Local."""
+        if shape.expected_rows < self._least_rows:
+            return None
+        reason = obstacle(shape)
+        if not self._anywhere and not is_hopper(shape.device):
+            reason = f"{shape.device} has not compute capability {CAPABILITY}"
+        if reason is not None:
+            say_once(reason)
+            return None
+        return ExpertTiles(block_m=BLOCK_M.value, first=_TILES, second=_TILES, group_m=_GROUP_M)
+
+    def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """A counter of drawn tiles for each GEMM, and room for gathered rows. Local."""
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"next_tile": ((2,), torch.int32)}
+        if shape.gathered:
+            rows, payload = shape.max_tiles(tiles.block_m) * tiles.block_m, shape.scheme.payload
+            pieces["packed"] = (rows, shape.hidden), shape.row_dtype
+            if payload.quantized:
+                pieces["packed_scale"] = (payload.num_groups(shape.hidden), rows), torch.float32
+        return pieces
+
+    def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
+        """The kernel that gathers rows into the order of the tile list; None if they are neighbors. Local."""
+        return prepare_gather(shape, tiles.block_m) if shape.gathered else None
+
+    def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
+        """`_hopper_gemm_kernel` for w13 @ x. Local."""
+        activation = shape.activation
+        epilogue = Epilogue(
+            ACTIVATION=shape.activation_name,
+            GATED=activation.kind.gated,
+            LIMITED=shape.limited,
+            REQUANTIZE=between.value if between.fused else "none",
+            POWER_OF_TWO=shape.scheme.activation.power_of_two,
+            ORDER=0,
+        )
+        stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
+        return _prepare(shape, between, epilogue, stored, second=False)
+
+    def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
+        """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
+        epilogue = Epilogue(
+            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
+        )
+        return _prepare(shape, between, epilogue, shape.dtype, second=True)
+
+
+def _prepare(
+    shape: CallShape, between: Between, epilogue: Epilogue, stored: torch.dtype, *, second: bool
+) -> _HopperGemm:
+    """Prepare one of the GEMMs, whose result is stored in `stored`."""
+    sums, columns = shape.hidden, shape.intermediate
+    if second:
+        sums, columns = columns, sums
+    gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
+    item_bytes, activation = shape.row_dtype.itemsize, shape.activation
+    block_k, halves = _STEP_BYTES // item_bytes, 1 if gated else 2
+    grouped = payload.granularity == "group"
+    column_tiles = triton.cdiv(columns, HALF_N.value * halves)
+    half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
+    stage_bytes = _STEP_BYTES * (BLOCK_M.value + 2 * HALF_N.value) + 4 * BLOCK_M.value * grouped
+    buffers = halves if 2 * halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
+    stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
+    rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
+    pipeline = Pipeline(
+        N=columns,
+        W=columns * (2 if gated else 1),
+        BLOCK_K=block_k,
+        STEPS=triton.cdiv(sums, block_k),
+        COLUMN_TILES=column_tiles,
+        W_BLOCKS=triton.cdiv(columns * (2 if gated else 1), BLOCK),
+        BLOCK_M=BLOCK_M.value,
+        GROUP_M=_GROUP_M,
+        FIRST=not second,
+        PACKED=second or shape.gathered,
+        COPIED_SCALES=grouped and not (second or shape.gathered),
+        SCALE_ROWS=payload.num_groups(sums) if grouped and shape.rows_apart and not second else 0,
+        STAGES=stages,
+        OUT_BUFFERS=buffers,
+        ALPHA=float(activation.alpha),
+        BETA=float(activation.beta),
+        LIMIT=math.inf if activation.limit is None else float(activation.limit),
+    )
+    scales = Scales(
+        X="none" if not payload.quantized else "group" if grouped else "row",
+        WEIGHT=weight.granularity,
+        VECTOR=False,
+        GROUP_N=BLOCK,
+        GROUP_K=BLOCK,
+        STATIC=between is Between.STATIC and second,
+    )
+    return _HopperGemm(
+        shape,
+        {
+            "PIPE": pipeline,
+            "SCALES": scales,
+            "CODES": _NO_CODES,
+            "EPILOGUE": epilogue,
+        },
+        column_tiles=column_tiles,
+        settings=(rows if second or shape.gathered else shape.scale_strides[2], rows),
+    )

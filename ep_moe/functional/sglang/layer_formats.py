@@ -1,0 +1,284 @@
+"""The parameters of `FusedMoE` in each number format: their names, shapes, and what they become.
+
+Letters: E experts, L local experts, H hidden, I intermediate of this rank, n and k rows and columns of a block of
+scales, V stored values of a row.
+"""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ep_moe.functional.formats import Flags
+from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, with_block
+from ep_moe.weights import ExpertWeights
+from ep_moe.weights.methods import method_of
+
+_FIELDS = ("w13", "w2")
+_IGNORED = ("ignored_layers", "modules_to_not_convert", "exclude_modules", "ignore")  # keys of skipped modules
+_READ = "fp8, w8a8_fp8, w8a8_int8, modelopt, modelopt_fp4, mxfp4 and compressed-tensors that are not packed in int32"
+_ONE_FOR_CHANNELS = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFormat:
+    """How a layer's weights are stored.
+
+    Args:
+        scheme: of tokens and weights. stored: of the weights in the checkpoint.
+        names: what follows "w13_" and "w2_" in the names of the parameters, by part of a `StoredMatrix`.
+        static: there are static scales of tokens. unread: names of scales that are loaded, and not used.
+        on_load: weights are loaded unquantized, and quantized then.
+    """
+
+    scheme: QuantScheme = SCHEMES["none"]
+    stored: TensorFormat = TensorFormat()
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"values": "weight"})
+    static: bool = False
+    unread: tuple[str, ...] = ()
+    on_load: bool = False
+
+    @property
+    def flags(self) -> Flags | None:
+        """The flags of `fused_experts` that say the same, by which files of configs are named; None without any."""
+        name = self.scheme.name
+        block = list(self.stored.block) if self.stored.granularity == "block" else None
+        if name.startswith("fp8_") and self.scheme.payload.quantized:
+            return Flags(use_fp8_w8a8=True, per_channel_quant=block is None, block_shape=block)
+        if name.startswith("int8_") and self.scheme.payload.quantized:
+            return Flags(use_int8_w8a8=True, per_channel_quant=block is None, block_shape=block)
+        return Flags() if name == "none" else None
+
+
+def as_mapping(quant_config: Any) -> Mapping[str, Any]:
+    """The `quantization_config` that an object stands for, such as SGLang's; a mapping is one already.
+
+    Errors: ValueError for others.
+    """
+    if isinstance(quant_config, Mapping):
+        return quant_config
+    get_name = getattr(quant_config, "get_name", None)
+    name = get_name() if callable(get_name) else None
+    ignored = {key: list(found) for key in _IGNORED if (found := getattr(quant_config, key, None))}
+    if name == "fp8":
+        keys = ("activation_scheme", "weight_block_size", "is_checkpoint_fp8_serialized")
+        return {"quant_method": name, **{key: getattr(quant_config, key, None) for key in keys}, **ignored}
+    if name in ("w8a8_fp8", "w8a8_int8", "mxfp4"):
+        return {"quant_method": name, **ignored}
+    if name in ("modelopt_fp4", "modelopt", "modelopt_fp8"):
+        algorithm = "NVFP4" if name == "modelopt_fp4" else "FP8"
+        return {"quant_method": "modelopt", "quant_algo": algorithm, **ignored}
+    raise ValueError(f"quant_config ({type(quant_config).__name__}, {name!r}) is not one of {_READ}")
+
+
+def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
+    """The format of a layer of this name. Errors: ValueError for a config that is not read. Local."""
+    if quant_config is None:
+        return LayerFormat()
+    config = as_mapping(quant_config)
+    skipped = [name for key in _IGNORED for name in config.get(key) or ()]
+    if prefix and any(
+        prefix == name or prefix.startswith(f"{name}.") or fnmatch.fnmatch(prefix, name) for name in skipped
+    ):
+        return LayerFormat()
+    kind = config.get("quant_method")
+    if kind in ("w8a8_fp8", "w8a8_int8"):
+        scheme = SCHEMES["fp8_token" if kind == "w8a8_fp8" else "int8_token"]
+        return LayerFormat(scheme=scheme, stored=scheme.weight, names={"values": "weight", "scale": "weight_scale"})
+    if kind == "fp8" and config.get("weight_block_size") is None:
+        return _per_tensor(config)
+    method = method_of({"quantization_config": config}, "quant_config")
+    if method is None or method.packing != "plain":
+        raise ValueError(f"quant_config: {kind!r} packs weights in int32; read are {_READ}")
+    if method.values == "_blocks":
+        names = {"values": "weight", "scale": "weight_scale"}
+    else:
+        suffixes = {"values": method.values, **method.parts}
+        names = {part: suffix[1:] if suffix[:1] == "." else f"weight{suffix}" for part, suffix in suffixes.items()}
+    unread = tuple(suffix[1:] for suffix in method.dropped if suffix in (".input_scale", ".input_global_scale"))
+    return LayerFormat(
+        scheme=method.scheme,
+        stored=method.stored,
+        names=names,
+        static=method.input_scale is not None,
+        unread=unread,
+    )
+
+
+def _per_tensor(config: Mapping[str, Any]) -> LayerFormat:
+    """fp8 with one scale for each matrix, or weights that become so after they were loaded."""
+    activation = config.get("activation_scheme") or "dynamic"
+    if activation not in ("static", "dynamic"):
+        raise ValueError(f"quant_config: activation_scheme ({activation!r}) is not static or dynamic")
+    scheme, on_load = SCHEMES["fp8_tensor"], config.get("is_checkpoint_fp8_serialized") is False
+    if on_load and activation == "static":
+        raise ValueError("quant_config: activation_scheme ('static') needs scales, a checkpoint without fp8 has none")
+    if on_load:
+        return LayerFormat(scheme=scheme, on_load=True)
+    names = {"values": "weight", "scale": "weight_scale"}
+    return LayerFormat(scheme=scheme, stored=scheme.weight, names=names, static=activation == "static")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A parameter.
+
+    Args:
+        name: of the parameter. field: "w13" or "w2". what: a part of `StoredMatrix`, "bias", "input_scale" or "unread".
+        shape, dtype: of the parameter, the first dimension experts.
+        all_experts: it has those of other ranks, too.
+        shard: the dimension of an expert's tensor that ranks of tensor parallelism share, None if it is whole.
+        halves: rows of w13, the gate's and the up half's; if it has two numbers, one of each.
+    """
+
+    name: str
+    field: Literal["w13", "w2"]
+    what: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    all_experts: bool = False
+    shard: int | None = None
+    halves: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """One number for a matrix."""
+        return not self.shape[1:] or (self.field == "w13" and self.shape[1:] == (2,))
+
+
+def parts_of(
+    form: LayerFormat,
+    *,
+    num_experts: int,
+    num_local_experts: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+) -> Iterator[Part]:
+    """The parameters of a layer. Errors: ValueError for sizes that the format does not hold."""
+    stored = form.stored
+    for field in _FIELDS:
+        first = field == "w13"
+        rows, columns = (2 * intermediate, hidden) if first else (hidden, intermediate)
+        if stored.granularity == "group" and columns % stored.block[1]:
+            raise ValueError(f"{field} has {columns} columns, groups of {stored.block[1]} do not divide them")
+        name, shard = f"{field}_{{}}".format, 0 if first else 1
+        both = (2,) if first else ()
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype, int | None]] = {
+            "values": ((rows, stored.row_values(columns)), stored.dtype or dtype, shard)
+        }
+        if "scale" in form.names:
+            kind = torch.uint8 if stored.scale_dtype == torch.float8_e8m0fnu else stored.scale_dtype
+            shapes["scale"] = (*_scale_shape(stored, rows, columns, first), kind, shard)
+            if stored.granularity == "tensor" or (stored.granularity == "channel" and not first):
+                shapes["scale"] = (*shapes["scale"][:2], None)
+        if "global_scale" in form.names:
+            shapes["global_scale"] = (both, torch.float32, None)
+        for what, (shape, kind, axis) in shapes.items():
+            yield Part(
+                name=name(form.names[what]),
+                field=field,  # type: ignore[arg-type]
+                what=what,
+                shape=(num_local_experts, *shape),
+                dtype=kind,
+                shard=axis,
+                halves=first,
+            )
+        if with_bias:
+            yield Part(
+                name=name("weight_bias"),
+                field=field,  # type: ignore[arg-type]
+                what="bias",
+                shape=(num_local_experts, rows),
+                dtype=dtype,
+                shard=0 if first else None,
+                halves=first,
+            )
+        others = {"input_scale": ()} if form.static else dict.fromkeys(form.unread, both)
+        for suffix, shape in others.items():
+            yield Part(
+                name=name(suffix),
+                field=field,  # type: ignore[arg-type]
+                what="input_scale" if form.static else "unread",
+                shape=(num_experts, *shape),
+                dtype=torch.float32,
+                all_experts=True,
+                halves=first,
+            )
+
+
+def _scale_shape(stored: TensorFormat, rows: int, columns: int, first: bool) -> tuple[tuple[int, ...]]:
+    """The scales of a matrix; blocks of the gate's and the up half's rows are apart."""
+    if stored.granularity == "tensor":
+        return ((2,) if first else (),)
+    if stored.granularity == "channel":
+        return ((rows, 1),)
+    n, k = stored.block
+    count = 2 * math.ceil(rows // 2 / n) if first else math.ceil(rows / n)
+    return ((count, math.ceil(columns / k)),)
+
+
+def as_expert_weights(
+    form: LayerFormat, tensors: Mapping[str, torch.Tensor], local: slice, *, up_first: bool
+) -> ExpertWeights:
+    """The parameters as the runtime's weights: views, but for scales that have another form there.
+
+    Scales for a tensor become those of its channels. Blocks become shorter if the last one of the gate's rows is short.
+    Args: local: this rank's experts among all.
+    Errors: ValueError for global scales of gate and up that differ. Local; a host sync for these.
+    """
+    scheme, fields = form.scheme, dict[str, Any]()
+    intermediate = tensors["w13_bias"].shape[1] // 2 if "w13_bias" in tensors else tensors["w13_values"].shape[1] // 2
+    if form.stored.granularity == "tensor" and not form.on_load:
+        scheme = SCHEMES[_ONE_FOR_CHANNELS.get(scheme.name, scheme.name)]
+    if form.stored.granularity == "block":
+        scheme = _shorter(scheme, intermediate)
+    for field in _FIELDS:
+        values, scale = tensors[f"{field}_values"], tensors.get(f"{field}_scale")
+        if scale is not None:
+            scale = _scales(form.stored, scheme.weight, scale, values.shape[1], field == "w13")
+        shared = tensors.get(f"{field}_global_scale")
+        if shared is not None and shared.dim() == 2:
+            if not torch.equal(shared[:, 0], shared[:, 1]):
+                raise ValueError(
+                    f"{field}_{form.names['global_scale']} of gate and up differ: {shared.tolist()}; one for both"
+                )
+            shared = shared[:, 0].contiguous()
+        fields[field] = StoredMatrix(values, scale=scale, global_scale=shared)
+    first, second = (tensors.get(f"{field}_input_scale") for field in _FIELDS)
+    return ExpertWeights(
+        **fields,
+        scheme=scheme,
+        w13_bias=tensors.get("w13_bias"),
+        w2_bias=tensors.get("w2_bias"),
+        w13_input_scale=None if first is None else first.amax().reshape(1),
+        w2_input_scale=None if second is None else second[local].contiguous(),
+        up_first=up_first,
+    )
+
+
+def _shorter(scheme: QuantScheme, intermediate: int) -> QuantScheme:
+    rows, columns = scheme.weight.block
+    found = math.gcd(rows, intermediate)
+    return scheme if found == rows else with_block(scheme, found, columns)
+
+
+def _scales(stored: TensorFormat, wanted: TensorFormat, scale: torch.Tensor, rows: int, first: bool) -> torch.Tensor:
+    """Scales as a layer has them, in the form of `wanted`."""
+    if wanted.scale_dtype == torch.float8_e8m0fnu:
+        return scale.view(torch.float8_e8m0fnu)
+    if stored.granularity == "channel":
+        return scale[..., 0]
+    if stored.granularity == "tensor":
+        halves = scale if first else scale[:, None]
+        return halves.repeat_interleave(rows // halves.shape[1], dim=1)
+    repeat = stored.block[0] // wanted.block[0]
+    if stored.granularity != "block" or repeat == 1:
+        return scale
+    count = math.ceil(rows / wanted.block[0])
+    apart = scale.chunk(2, 1) if first else (scale,)
+    return torch.cat([half.repeat_interleave(repeat, dim=1)[:, : count // len(apart)] for half in apart], dim=1)

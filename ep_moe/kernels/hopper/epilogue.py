@@ -1,0 +1,87 @@
+"""What follows the sums of a tile: scales, bias, activation, rounding or requantization, store.
+
+Letters: L local experts, K columns that a GEMM reduces over, N columns of its result, W rows of its weights.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ep_moe.kernels.gemm.activation import activate
+from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums
+from ep_moe.kernels.hopper.arguments import HALF_M, HALF_N
+from ep_moe.kernels.numerics import absmax, divide_rows, quantize_to, round_to, scale_for, to_e4m3
+
+# As numerics.tile_scale does it; written so, the loop over K does not spill (Triton 3.6.0 and 3.7.1).
+_UP_TO_POWER_OF_TWO = gl.constexpr("""{
+    .reg .u32 bits, rounded;
+    .reg .pred finite;
+    mov.b32 bits, $1;
+    add.u32 rounded, bits, 0x7FFFFF;
+    and.b32 rounded, rounded, 0x7F800000;
+    setp.lt.u32 finite, bits, 0x7F800000;
+    selp.b32 rounded, rounded, bits, finite;
+    mov.b32 $0, rounded;
+}""")
+
+
+@gluon.jit
+def finish_sums(
+    sums, operands, x_scale_ptrs, output_scale_ptr, expert, W, columns, row_mask, column_mask, SCALES, CODES
+):
+    """Scales that do not vary along K, and the bias, of columns [128] of w's W rows."""
+    sums = scale_sums(
+        sums, operands, x_scale_ptrs, output_scale_ptr, expert, W, columns, row_mask, column_mask, SCALES, CODES
+    )
+    if operands.bias is not None:
+        sums = add_bias(sums, operands.bias + expert.to(gl.int64) * W + columns, column_mask)
+    return sums
+
+
+@gluon.jit
+def activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE):
+    """The activation, with the expert's own numbers if there are any."""
+    alpha = of_expert(scalars.alpha, expert, PIPE.ALPHA)
+    beta = of_expert(scalars.beta, expert, PIPE.BETA)
+    limit = of_expert(scalars.limit, expert, PIPE.LIMIT)
+    return activate(sums, other_sums, EPILOGUE.ACTIVATION, alpha, beta, limit, EPILOGUE.LIMITED)
+
+
+@gluon.jit
+def requantize(values, out, scalars, expert, row, column, scale_stride, PIPE, EPILOGUE):
+    """Round half a tile [64, 128] to the dtype of `out.data`; a group of 128 columns stores its scales [64]."""
+    DTYPE: gl.constexpr = out.data.dtype.element_ty
+    if EPILOGUE.REQUANTIZE == "group":
+        if PIPE.N % HALF_N != 0:
+            columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, values.type.layout))
+            values = gl.where((columns < PIPE.N)[None, :], values, 0.0)
+        scale = scale_for(absmax(values, 1), DTYPE)
+        if EPILOGUE.POWER_OF_TWO:
+            scale = gl.inline_asm_elementwise(_UP_TO_POWER_OF_TWO, "=f,f", [scale], gl.float32, is_pure=True, pack=1)
+        rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, values.type.layout))
+        if column < PIPE.N:
+            gl.store(out.scale + (column // HALF_N).to(gl.int64) * scale_stride + rows, scale)
+        return to_e4m3(divide_rows(values, scale))
+    elif EPILOGUE.REQUANTIZE == "static":
+        return quantize_to(values, gl.load(scalars.static_scale + expert), DTYPE)
+    else:
+        return round_to(values, DTYPE)
+
+
+@gluon.jit
+def store_half(values, buffer, out_desc, out, row, column, left, PIPE):
+    """Store half a tile: by TMA, or, if not all of its rows may be written, the first `left` by pointers."""
+    buffer.store(values)
+    if PIPE.FIRST:  # noqa: SIM114 - known when compiling, the next condition at run time
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+    elif left >= HALF_M:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+    else:
+        VEC: gl.constexpr = 128 // out_desc.dtype.primitive_bitwidth
+        layout: gl.constexpr = gl.BlockedLayout([1, VEC], [VEC // 4, 128 // VEC], [4, 1], [1, 0])
+        rows = gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, layout))
+        ptrs = out.data + row.to(gl.int64) * PIPE.N + rows[:, None] * PIPE.N + columns[None, :]
+        gl.store(ptrs, buffer.load(layout), mask=(rows < left)[:, None] & (columns < PIPE.N)[None, :])

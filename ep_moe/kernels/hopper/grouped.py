@@ -1,0 +1,254 @@
+"""The two GEMMs of all experts of a rank on Hopper, as persistent kernels over the tile list.
+
+Letters: L local experts, K columns that a GEMM reduces over, N columns of its result, W rows of its weights, G scale
+groups, Q row tiles of all experts.
+
+A program has three partitions: a warp that loads by TMA, and two warp groups with 64 rows of a tile each. A tile has
+128 rows and two halves of 128 columns: the gate and the up half of the same columns, or neighbors.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Buffers
+from ep_moe.kernels.hopper.epilogue import activate_sums, finish_sums, requantize, store_half
+from ep_moe.kernels.hopper.load import load_operands
+from ep_moe.kernels.hopper.multiply import (
+    multiply_chained,
+    multiply_float8,
+    multiply_scaled,
+    skip_steps,
+    sums_layout,
+)
+from ep_moe.kernels.hopper.tiles import allocate_tiles, next_tile
+
+
+@gluon.jit
+def _block_scales(operands, expert, first_row, PIPE):
+    """Where the scales of the block with this row of w are, one for each step over K."""
+    block = gl.minimum(first_row // HALF_N, PIPE.W_BLOCKS - 1)  # of a half tile beyond N: any
+    return operands.w_scale + (expert * PIPE.W_BLOCKS + block) * PIPE.STEPS
+
+
+@gluon.jit
+def _accumulate(
+    group: gl.constexpr,
+    step,
+    buffers,
+    operands,
+    expert,
+    column,
+    other_column,
+    PIPE,
+    SCALES,
+    LAYOUT: gl.constexpr,
+):
+    """Multiply a tile over K: both halves, of columns from `column` and from `other_column` of w on."""
+    if SCALES.WEIGHT == "block":
+        scale_ptr = _block_scales(operands, expert, column, PIPE)
+        other_scale_ptr = _block_scales(operands, expert, other_column, PIPE)
+        return multiply_scaled(
+            group,
+            step,
+            buffers,
+            scale_ptr,
+            other_scale_ptr,
+            PIPE,
+            LAYOUT,
+        )
+    elif buffers.w.dtype.primitive_bitwidth == 8:
+        return multiply_float8(group, step, buffers, PIPE, LAYOUT)
+    else:
+        return multiply_chained(group, step, buffers, PIPE, LAYOUT)
+
+
+@gluon.jit
+def compute_tiles(
+    group: gl.constexpr,
+    out_desc,
+    operands,
+    out,
+    scalars,
+    scale_stride,
+    buffers,
+    staging,  # [2 * OUT_BUFFERS, 64, 128]
+    drawn,
+    PIPE,
+    SCALES,
+    CODES,
+    EPILOGUE,
+):
+    """Warp group `group`: rows from 64 * group on of every tile that the loading warp draws."""
+    LAYOUT: gl.constexpr = sums_layout(buffers.w.dtype.primitive_bitwidth)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    WIDTH: gl.constexpr = HALF_N if EPILOGUE.GATED else 2 * HALF_N
+    TO_OTHER: gl.constexpr = PIPE.N if EPILOGUE.GATED else HALF_N
+    step = 0
+    number = 0
+    expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
+    while left > 0:
+        left -= group * HALF_M
+        column = column_tile * WIDTH
+        if left > 0:
+            sums, other_sums, step = _accumulate(
+                group,
+                step,
+                buffers,
+                operands,
+                expert,
+                column,
+                column + TO_OTHER,
+                PIPE,
+                SCALES,
+                LAYOUT,
+            )
+            row = gl.arange(0, HALF_M, BY_ROW)
+            row_mask = row < left
+            x_scale_ptrs = operands.x_scale
+            if SCALES.X == "row":
+                if SCALES.STATIC:
+                    x_scale_ptrs += expert + gl.zeros([HALF_M], gl.int32, BY_ROW)
+                else:
+                    x_scale_ptrs += in_row + group * HALF_M + row
+            columns = column + gl.arange(0, HALF_N, BY_COLUMN)
+            GATE_SCALE: gl.constexpr = EPILOGUE.GATED
+            if GATE_SCALE:
+                scale_ptr = scalars.gate_output_scale
+            else:
+                scale_ptr = scalars.output_scale
+            mask = columns < PIPE.N
+            sums = finish_sums(
+                sums, operands, x_scale_ptrs, scale_ptr, expert, PIPE.W, columns, row_mask, mask, SCALES, CODES
+            )
+            other = columns + TO_OTHER
+            other_mask = mask if EPILOGUE.GATED else other < PIPE.N
+            other_sums = finish_sums(
+                other_sums,
+                operands,
+                x_scale_ptrs,
+                scalars.output_scale,
+                expert,
+                PIPE.W,
+                other,
+                row_mask,
+                other_mask,
+                SCALES,
+                CODES,
+            )
+            out_row += group * HALF_M
+            tma.store_wait(0)  # the tile before has left the staging buffers
+            sums = activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE)
+            values = requantize(sums, out, scalars, expert, out_row, column, scale_stride, PIPE, EPILOGUE)
+            store_half(values, staging.index(PIPE.OUT_BUFFERS * group), out_desc, out, out_row, column, left, PIPE)
+            if not EPILOGUE.GATED:
+                if PIPE.OUT_BUFFERS == 1:
+                    tma.store_wait(0)
+                other_sums = activate_sums(other_sums, other_sums, scalars, expert, PIPE, EPILOGUE)
+                column += HALF_N
+                values = requantize(other_sums, out, scalars, expert, out_row, column, scale_stride, PIPE, EPILOGUE)
+                buffer = staging.index(PIPE.OUT_BUFFERS * group + PIPE.OUT_BUFFERS - 1)
+                store_half(values, buffer, out_desc, out, out_row, column, left, PIPE)
+        else:
+            step = skip_steps(step, buffers, PIPE)
+        number += 1
+        expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _hopper_gemm_kernel(
+    x_desc,  # rows of the batch, or of the intermediate: [rows, K] in boxes of 64 x BLOCK_K
+    w_desc,  # [L * W, K] in boxes of 128 x BLOCK_K
+    x_scale_desc,  # [G or L * G, rows] float32 in boxes of 1 x 128 if groups of 128 columns have scales, else None
+    out_desc,  # [rows, N] in boxes of 64 x 128
+    operands,  # Operands, of which x, w and w_zero are None
+    out,  # Stored
+    scalars,
+    rows,
+    tiles,
+    x_scale_stride,  # between groups
+    scale_stride,  # of out.scale
+    PIPE,
+    SCALES,
+    CODES,
+    EPILOGUE,
+):
+    """out = epilogue(w @ x), tile by tile."""
+    x = gl.allocate_shared_memory(x_desc.dtype, [2 * PIPE.STAGES, HALF_M, PIPE.BLOCK_K], x_desc.layout)
+    w = gl.allocate_shared_memory(w_desc.dtype, [2 * PIPE.STAGES, HALF_N, PIPE.BLOCK_K], w_desc.layout)
+    if x_scale_desc is not None:
+        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, 1, BLOCK_M], x_scale_desc.layout)
+    elif PIPE.COPIED_SCALES:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, BLOCK_M], flat)
+    else:
+        x_scale = None
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * PIPE.OUT_BUFFERS, HALF_M, HALF_N], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [PIPE.STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PIPE.STAGES):
+        mbarrier.init(full.index(i), count=33 if PIPE.COPIED_SCALES else 1)  # the threads of the loading warp
+        mbarrier.init(empty.index(i), count=2)  # one arrival of each warp group
+    drawn = allocate_tiles()
+    fence_async_shared()
+    buffers = Buffers(x, w, x_scale, full, empty)
+    gl.warp_specialize(
+        [
+            (
+                compute_tiles,
+                (
+                    0,
+                    out_desc,
+                    operands,
+                    out,
+                    scalars,
+                    scale_stride,
+                    buffers,
+                    staging,
+                    drawn,
+                    PIPE,
+                    SCALES,
+                    CODES,
+                    EPILOGUE,
+                ),
+            ),
+            (
+                compute_tiles,
+                (
+                    1,
+                    out_desc,
+                    operands,
+                    out,
+                    scalars,
+                    scale_stride,
+                    buffers,
+                    staging,
+                    drawn,
+                    PIPE,
+                    SCALES,
+                    CODES,
+                    EPILOGUE,
+                ),
+            ),
+            (
+                load_operands,
+                (
+                    x_desc,
+                    w_desc,
+                    x_scale_desc,
+                    operands.x_scale,
+                    x_scale_stride,
+                    rows,
+                    tiles,
+                    buffers,
+                    drawn,
+                    PIPE,
+                    EPILOGUE,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],  # registers of the second and third partition; the first gets what is left of 168 * 384, 232
+    )

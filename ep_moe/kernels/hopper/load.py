@@ -1,0 +1,66 @@
+"""The loading warp: it draws tiles and fills the operands' buffers by TMA, step by step over all of its tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from ep_moe.kernels.gemm.tile_list import find_tile
+from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
+from ep_moe.kernels.hopper.tiles import put_tile
+
+
+@gluon.jit
+def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
+    """Load the operands of every tile that this program draws, until none is left.
+
+    Every partition counts steps alike, so that all agree on stages and phases. What a step expects of a barrier is said
+    beside the copies: another number of bytes would hang the program.
+    """
+    X_BYTES: gl.constexpr = HALF_M * PIPE.BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
+    W_BYTES: gl.constexpr = 2 * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
+    BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    total = gl.load(tiles.num_tiles) * PIPE.COLUMN_TILES
+    t = gl.program_id(0)
+    step = 0
+    number = 0
+    while t < total:
+        following = gl.atomic_add(tiles.next_tile + (0 if PIPE.FIRST else 1), 1) + gl.num_programs(0)
+        expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, PIPE.COLUMN_TILES, rows, tiles, PIPE)
+        left = num_tokens - row_tile * BLOCK_M
+        listed_row = (first_tile + row_tile) * BLOCK_M
+        batch_row = gl.load(rows.row_start + expert) + row_tile * BLOCK_M
+        row = listed_row if PIPE.PACKED else batch_row
+        put_tile(drawn, number, expert, left, row, listed_row if PIPE.FIRST else batch_row, column_tile)
+        number += 1
+        if PIPE.COPIED_SCALES:
+            scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
+            if PIPE.SCALE_ROWS:  # the experts' matrices of scales lie x_scale_stride * G apart
+                scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
+            scale_mask = gl.arange(0, BLOCK_M, BY_LANE) < left
+        both = left > HALF_M  # else nobody reads the lower 64 rows
+        w_row = expert * PIPE.W + column_tile * (HALF_N if EPILOGUE.GATED else 2 * HALF_N)
+        other_w_row = w_row + (PIPE.N if EPILOGUE.GATED else HALF_N)
+        for k in range(PIPE.STEPS):
+            stage = step % PIPE.STAGES
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), ((step // PIPE.STAGES) & 1) ^ 1)
+            if both:
+                mbarrier.expect(full, 2 * X_BYTES + W_BYTES + SCALE_BYTES)
+            else:
+                mbarrier.expect(full, X_BYTES + W_BYTES + SCALE_BYTES)
+            column = k * PIPE.BLOCK_K
+            tma.async_copy_global_to_shared(x_desc, [row, column], full, buffers.x.index(2 * stage))
+            tma.async_copy_global_to_shared(w_desc, [w_row, column], full, buffers.w.index(2 * stage))
+            if x_scale_desc is not None:
+                tma.async_copy_global_to_shared(x_scale_desc, [k, row], full, buffers.x_scale.index(stage))
+            elif PIPE.COPIED_SCALES:
+                async_copy.async_copy_global_to_shared(buffers.x_scale.index(stage), scale_ptrs, mask=scale_mask)
+                async_copy.mbarrier_arrive(full, increment_count=False)  # each thread arrives, once its copies have
+                scale_ptrs += x_scale_stride
+            x_other = buffers.x.index(2 * stage + 1)
+            tma.async_copy_global_to_shared(x_desc, [row + HALF_M, column], full, x_other, pred=both)
+            tma.async_copy_global_to_shared(w_desc, [other_w_row, column], full, buffers.w.index(2 * stage + 1))
+            step += 1
+        t = following
+    put_tile(drawn, number, 0, 0, 0, 0, 0)

@@ -1,0 +1,192 @@
+"""`pack_routed` as repeated launches into one allocation, with quantization before it and the weighted sum behind it.
+
+Letters: N tokens, K top-k, H hidden, V stored values of a row, G scale groups, L local experts.
+"""
+
+import torch
+import triton
+
+from ep_moe.config import Layout
+from ep_moe.kernel_launch.allocation import allocator
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.sequence import LaunchSequence
+from ep_moe.layout.base import Batched, BatchTemplate, Compact, ExpertBatch, PackingSizes, TokenRows, packable
+from ep_moe.layout.frame import Frame, make_frame
+from ep_moe.layout.triton import (
+    CopyShape,
+    block_tokens,
+    copy_launch,
+    count_launches,
+    merge_launch,
+    prepare_merge_and_place,
+    prepare_weighted_sum,
+    weighted_sum,
+)
+from ep_moe.quant import Quantized
+from ep_moe.quant.triton import largest_or_scale, quantize_launch
+
+
+class RoutedPacking:
+    """Packs the tokens of this rank for inputs of one kind: their shapes, strides and dtypes are those of a first one.
+
+    Args:
+        x: [N, H], or `Quantized`. topk_ids, topk_weights: [N, K]. Nothing is kept of them but their kind.
+
+    Attributes:
+        template: of the batches, whose memory also has what the sum of their results needs.
+        sequence: the launches.
+    Errors: ValueError unless `packable`. Local; nothing is launched.
+    """
+
+    def __init__(
+        self, x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
+    ) -> None:
+        if not packable(x, topk_ids, topk_weights, sizes):
+            raise ValueError(f"tokens for layout {sizes.layout.value} are empty, or their rows have gaps")
+        (num_tokens, num_topk), self._device = topk_ids.shape, topk_ids.device
+        self._sizes, self._summed = sizes, topk_ids.shape
+        values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+        self._hidden = x.hidden if isinstance(x, Quantized) else x.shape[1]
+        self._quantizes = scale is None and sizes.scheme.payload.quantized
+        whole = sizes.static or sizes.scheme.payload.granularity == "tensor"
+        self._number = self._quantizes and whole  # quantization takes a number, `largest_or_scale`
+        self._pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._launches: list[tuple[RepeatedLaunch, tuple[str | None, ...]]] = []
+        source = "tokens"
+        if self._quantizes:
+            source = "values"
+            values, scale = self._quantize(values)
+        rows = TokenRows(
+            x=_shape_of(values),
+            scale=None if scale is None else _shape_of(scale),
+            local_topk_ids=torch.empty(num_tokens, num_topk, dtype=torch.int32, device="meta"),
+            topk_weights=torch.empty(num_tokens, num_topk, device="meta"),
+        )
+        frame = make_frame(
+            rows,
+            sizes.layout,
+            num_local_experts=sizes.num_local_experts,
+            capacity=sizes.capacity,
+            alignment=1,
+            max_rows=None,
+        )
+        self._place(frame, topk_ids, topk_weights)
+        self._copy(frame, rows, source)
+        aliases = {f"{name}:words": (name, torch.int32) for name in (source, "x")}
+        if scale is not None:  # Triton has no e8m0
+            kept = torch.uint8 if scale.dtype.itemsize == 1 else scale.dtype
+            aliases |= {f"{name}:bytes": (name, kept) for name in (f"{source}_scale", "scale")}
+        given = ["tokens", "tokens_scale", "ids", "weights", "number"]
+        absent = {
+            name for name, there in (("tokens_scale", isinstance(x, Quantized)), ("number", self._number)) if not there
+        }
+        self._given = tuple(name for name in given if name not in absent)
+        self.sequence = LaunchSequence(self._launches, self._given, self._pieces, self._device, aliases=aliases)
+        fields = {
+            "scheme": sizes.scheme,
+            "dtype": sizes.dtype,
+            "row_index": None,
+            "expected_rows": sizes.expected_rows,
+            **({} if "scale" in self._pieces else {"scale": None}),
+        }
+        kind = Batched if sizes.layout is Layout.BATCHED else Compact
+        self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace)
+        self._new_result = allocator((num_tokens, self._hidden), (self._hidden, 1), sizes.dtype, self._device)
+        self._sums: dict[object, RepeatedLaunch] = {}
+
+    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the launch that quantizes; returns the values and scales as meta tensors."""
+        stored, (num_tokens, hidden) = self._sizes.scheme.payload, x.shape
+        assert stored.dtype is not None
+        self._pieces["values"] = (num_tokens, stored.row_values(hidden)), stored.dtype
+        self._pieces["values_scale"] = (stored.num_groups(hidden), num_tokens), stored.scale_dtype
+        launch = quantize_launch(stored, num_tokens, hidden, x.stride(0), self._sizes.static, x.dtype, self._device)
+        self._launches.append((launch, ("tokens", "number", "values", "values_scale:bytes")))
+        values, scale = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in self._pieces.values())
+        return values, scale.t()
+
+    def _place(self, frame: Frame, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Add the launches that merge repeats and find where rows go."""
+        (num_tokens, num_topk), experts = topk_ids.shape, frame.num_local_experts
+        for name, kind in (("local_ids", torch.int32), ("topk_weights", torch.float32), ("token_to_row", torch.int32)):
+            self._pieces[name] = (num_tokens, num_topk), kind
+        self._pieces["before"] = (triton.cdiv(num_tokens, block_tokens(num_topk)), experts), torch.int32
+        counts = "expert_num_tokens", "expert_row_start"
+        self._pieces |= dict.fromkeys(counts, ((experts,), torch.int32))
+        own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
+        routing, local = ("ids", "weights"), ("local_ids", "topk_weights")
+        if num_tokens <= block_tokens(num_topk):
+            launch = prepare_merge_and_place(topk_ids.shape, own, strides, frame, self._device)
+            self._launches.append((launch, (*routing, *local, "before", *counts)))
+            return
+        merge = merge_launch(num_tokens, num_topk, own, strides, topk_ids.dtype, self._device)
+        count, add = count_launches(num_tokens, num_topk, frame, self._device)
+        self._launches += [(merge, (*routing, *local)), (count, ("local_ids", "before")), (add, ("before", *counts))]
+
+    def _copy(self, frame: Frame, rows: TokenRows, source: str) -> None:
+        """Add the launch that fills the batch from tensors of these names."""
+        lead = 0 if frame.layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
+        self._pieces["x"] = frame.x.shape[lead:], frame.x.dtype
+        if frame.scale is not None:
+            self._pieces["scale"] = frame.scale.mT.shape[lead:], frame.scale.dtype
+        launch = copy_launch(CopyShape.of(rows, frame), None if rows.scale is None else rows.scale.dtype, self._device)
+        places = "local_ids", "before", "expert_row_start"
+        copied = f"{source}:words", f"{source}_scale:bytes"
+        self._launches.append((launch, (*places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
+
+    def pack(
+        self,
+        x: torch.Tensor | Quantized,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        static_scale: torch.Tensor | None = None,
+    ) -> ExpertBatch | None:
+        """Pack inputs of this kind; None if one is not aligned to 16 bytes. Local, no host sync."""
+        tensors = [x] if isinstance(x, torch.Tensor) else [x.values, x.scale]
+        tensors += [topk_ids, topk_weights]
+        if self._number:
+            number = largest_or_scale(tensors[0], self._sizes.scheme.payload, static_scale)
+            assert number is not None
+            tensors.append(number)
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        memory = self.sequence.repeat(addresses)
+        if memory is None:
+            if any(address % 16 for address in addresses):
+                return None
+            memory = self.sequence.run(dict(zip(self._given, tensors, strict=True)))
+        return self.template.batch(memory)
+
+    def view(self, batch: ExpertBatch, name: str) -> torch.Tensor:
+        """`token_to_row` or `topk_weights` of a batch, [N, K]. Local."""
+        assert batch.memory is not None
+        return self.sequence.workspace.view(batch.memory, name)
+
+    def weighted_sum(self, y: torch.Tensor, batch: ExpertBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`ep_moe.layout.weighted_sum` of the experts' output for a batch. Local, no host sync."""
+        target = out
+        kind: tuple[object, ...] = y.dtype, y.is_contiguous()
+        if target is None:
+            target = self._new_result()
+        else:
+            kind += target.shape, target.stride(), target.dtype, target.device
+        launch, memory = self._sums.get(kind), batch.memory
+        assert memory is not None
+        offset_of, y_address, address = self.sequence.workspace.offset_of, y.data_ptr(), target.data_ptr()
+        if launch is not None and launch.repeat is not None and not (y_address | address) & 15:
+            base = memory.data_ptr()
+            launch.repeat((y_address, base + offset_of("token_to_row"), base + offset_of("topk_weights"), address))
+            return target
+        rows, weights = self.view(batch, "token_to_row"), self.view(batch, "topk_weights")
+        fits = target.shape == (self._summed[0], self._hidden) and target.device == self._device
+        if not fits or not y.is_contiguous() or target.stride(1) != 1:
+            return weighted_sum(y, rows, weights, out=target)
+        if launch is None:
+            launch = prepare_weighted_sum(self._summed, self._hidden, self._device, out_stride=target.stride(0))
+            self._sums[kind] = launch
+        launch((y.view(-1, self._hidden), rows, weights, None, target))
+        return target
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the same shape, strides and dtype."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
