@@ -218,12 +218,38 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     save_reference(model, folder)
 
 
+def write_mxfp4(folder: Path, plain: Path, model: Any) -> None:
+    """gpt-oss as it is published: experts in MXFP4, and what the same model computes with their dequantized weights."""
+    folder.mkdir()
+    scheme = get_scheme("mxfp4_w4a16")
+    tensors = load_file(plain / "model.safetensors")
+    experts = {name: module for name, module in model.named_modules() if name.endswith("mlp.experts")}
+    for name, module in experts.items():
+        for part in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, part)
+            stored = quantize_weight(weight.data.transpose(1, 2).contiguous(), scheme)
+            assert stored.scale is not None
+            weight.data = dequantize_weight(stored, scheme).transpose(1, 2).contiguous()
+            del tensors[f"{name}.{part}"]
+            tensors[f"{name}.{part}_blocks"] = stored.values.unflatten(-1, (-1, 16)).contiguous()
+            tensors[f"{name}.{part}_scales"] = stored.scale.view(torch.uint8)
+            rounded = getattr(module, f"{part}_bias").data.bfloat16()  # as engines keep biases beside MXFP4
+            getattr(module, f"{part}_bias").data, tensors[f"{name}.{part}_bias"] = rounded.float(), rounded
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_reference(model, folder)
+
+
 def main(folder: Path) -> None:
     """Write all checkpoints to a folder."""
     for family in FAMILIES:
         write(family, folder / family)
     for form in QUANTIZED:
         write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
+    write_mxfp4(folder / "gpt_oss_mxfp4", folder / "gpt_oss", make("gpt_oss")[0])
 
 
 if __name__ == "__main__":

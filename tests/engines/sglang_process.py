@@ -50,7 +50,7 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
-LAYERS = {"qwen3_moe_even": 2, "deepseek_v3": 1, "gpt_oss": 2} | dict.fromkeys(QUANTIZED, 2)
+LAYERS = {"qwen3_moe_even": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(QUANTIZED, 2)
 
 
 @dataclasses.dataclass
@@ -159,7 +159,7 @@ def arguments(name: str, a2a: str, *more: str) -> ServerArgs:
         "--dtype": "float32",
         "--tp-size": str(WORLD),
         "--ep-size": str(WORLD),
-        "--attention-backend": "triton" if name == "gpt_oss" else "torch_native",
+        "--attention-backend": "triton" if "gpt_oss" in name else "torch_native",
         "--moe-a2a-backend": a2a,
         "--chunked-prefill-size": str(MAX_TOKENS),
         "--max-running-requests": "8",
@@ -185,6 +185,7 @@ def engine(name: str, a2a: str, *more: str) -> Iterator[Engine]:
     args = arguments(name, a2a, *more)
     publish(args)
     config = ModelConfig.from_server_args(args)
+    config.dtype = torch.float32  # SGLang runs MXFP4 in bfloat16 alone
     parallel_state.init_distributed_environment(
         world_size=WORLD,
         rank=RANK,
@@ -299,6 +300,7 @@ CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe_equal_rows": equal_rows,
     **{name: functools.partial(plain, name, "deepep") for name in QUANTIZED},
     "deepseek_v3": functools.partial(plain, "deepseek_v3", "deepep"),
+    "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4", "none"),
     "deepseek_v3_equal_rows": functools.partial(plain, "deepseek_v3", "none"),
 }
 if WORLD == 1:  # SGLang does not load unquantized gpt-oss on several expert-parallel ranks

@@ -77,10 +77,13 @@ def install() -> None:
 def install_twins() -> None:
     """Replace what has no CPU code; call it before a model is made."""
     import torch
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
     from sglang.srt.layers.rotary_embedding import factory
 
-    for config in (Fp8Config, CompressedTensorsConfig):
+    QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config  # listed on GPUs alone
+    for config in (Fp8Config, CompressedTensorsConfig, Mxfp4Config):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     factory.get_rope_cpu = lambda *_, **__: torch.nn.Identity()  # of DeepSeek's attention, which is not called

@@ -36,7 +36,7 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
-LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2} | dict.fromkeys(QUANTIZED, 2)
+LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(QUANTIZED, 2)
 
 
 @dataclasses.dataclass
@@ -230,6 +230,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{name: functools.partial(plain, name) for name in QUANTIZED},
     "deepseek_v3": deepseek_v3,
     "gpt_oss": functools.partial(plain, "gpt_oss"),
+    "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4"),
 }
 if WORLD > 1:
     CASES |= {"deepseek_v3_tp": functools.partial(deepseek_v3, tp=WORLD), "dead_rank": dead_rank}

@@ -74,6 +74,7 @@ def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.quantization import mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
@@ -90,7 +91,8 @@ def install() -> None:
         return registry._ModelInfo.from_model_cls(self.load_model_cls())
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls  # vLLM starts a process, which imports again
-    for config in (Fp8Config, CompressedTensorsConfig):
+    mxfp4.select_mxfp4_moe_backend = lambda *_: (None, None)  # it finds no kernel of its own on a CPU and raises
+    for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init
     Attention.forward = attention

@@ -52,8 +52,9 @@ def check_sizes(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
 def check_kind(kind: LayerKind, dtype: torch.dtype) -> None:
     """Raise ValueError unless we compute a kind of layer on the device that the model is made on. Local."""
     scheme, device = kind.scheme, torch.empty(0).device
-    if kind.loaded.interleaved and scheme.weight.quantized:
-        raise ValueError(f"scales of interleaved rows in scheme '{scheme.name}' are not read here")
+    rows_share = scheme.weight.granularity == "tensor" or scheme.weight.block[0] > 1
+    if kind.loaded.interleaved and rows_share:
+        raise ValueError(f"its gate and up rows stand in turns, and share scales in scheme '{scheme.name}'")
     if device.type != "cuda":
         return  # CPUs do all
     backend = next((serves for serves in SERVES.values() if serves.computes(scheme)), None)

@@ -72,14 +72,17 @@ def _bias(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
 
 
 def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
-    """The scales of a matrix as `StoredMatrix` has them: [L] per tensor, [L, N] per channel, or in blocks; a view."""
+    """The scales of a matrix as `StoredMatrix` has them: [L] per tensor, [L, N] per channel, or in groups or blocks; a
+    view."""
     if not loaded.scale_name:
         return None
     scale: torch.Tensor = getattr(layer, f"{name}_{loaded.scale_name}").data
-    per = loaded.scheme.weight.granularity
-    if per == "tensor":
+    stored = loaded.scheme.weight
+    if stored.scale_dtype.itemsize == 1:
+        scale = scale.view(stored.scale_dtype)
+    if stored.granularity == "tensor":
         return scale[:, 0] if scale.dim() == 2 else scale
-    return scale.squeeze(-1) if per == "channel" else scale
+    return scale.squeeze(-1) if stored.granularity == "channel" else scale
 
 
 def share_scale(layer: Any) -> None:
@@ -109,15 +112,18 @@ class RowOrder:
     separated: torch.Tensor | None = None
 
     def separate(self, layer: Any, loaded: LoadedFormat) -> None:
-        """Reorder w13 and its bias to [gate; up] in place, unless they are as this has left them.
+        """Reorder w13, its scales and its bias to [gate; up] in place, unless they are as this has left them.
 
         Engines process weights again after a reload, which writes the checkpoint's order, and after a sleep, which may
         write nothing. Local, host sync.
         """
-        w13, bias = layer.w13_weight.data, _bias(layer, "w13", loaded)
+        w13 = layer.w13_weight.data
         if self.separated is not None and torch.equal(self.separated, w13[:, :, 0]):
             return
-        for tensor in [w13] if bias is None else [w13, bias]:
-            for expert in range(tensor.shape[0]):  # one at a time: a copy of all would double the memory
-                tensor[expert : expert + 1].copy_(gate_above_up(tensor[expert : expert + 1]))
+        scale = getattr(layer, f"w13_{loaded.scale_name}").data if loaded.scale_name else None
+        found: list[torch.Tensor | None] = [w13, scale, _bias(layer, "w13", loaded)]
+        for tensor in found:
+            experts = () if tensor is None else tensor.split(1)  # one at a time: a copy of all would double the memory
+            for expert in experts:
+                expert.copy_(gate_above_up(expert))
         self.separated = w13[:, :, 0].clone()

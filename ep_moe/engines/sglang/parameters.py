@@ -43,6 +43,8 @@ def format_of(layer: Any, method: Any) -> LoadedFormat:
     common: dict[str, Any] = {"bias_name": BIAS, "interleaved": interleaved}
     if name == "UnquantizedFusedMoEMethod":
         return LoadedFormat(scheme=get_scheme("none"), **common)
+    if name == "Mxfp4MoEMethod":
+        return _mxfp4(layer, common)
     if name == "Fp8MoEMethod":
         return _fp8(method, common)
     if name == "CompressedTensorsFusedMoEMethod":
@@ -66,3 +68,14 @@ def _fp8(method: Any, common: dict[str, Any]) -> LoadedFormat:
         return LoadedFormat(scheme=fp8_blocks(method.weight_block_size), scale_name="weight_scale_inv", **common)
     static = method.quant_config.activation_scheme == "static"
     return LoadedFormat(scheme=get_scheme("fp8_tensor"), scale_name="weight_scale", static=static, **common)
+
+
+def _mxfp4(layer: Any, common: dict[str, Any]) -> LoadedFormat:
+    """The format of SGLang's Mxfp4MoEMethod, which some backends make larger than the checkpoint."""
+    scheme, runner = get_scheme("mxfp4_w4a16"), layer.moe_runner_config
+    rows = 2 * layer.intermediate_size_per_partition
+    needed = (layer.num_local_experts, rows, scheme.weight.row_values(runner.hidden_size))
+    found = tuple(layer.w13_weight.shape)
+    if found != needed:
+        raise ValueError(f"its MXFP4 weights are padded: w13_weight is {found}, the checkpoint has {needed}")
+    return LoadedFormat(scheme=scheme, scale_name="weight_scale", **common)

@@ -38,6 +38,10 @@ def format_of(method: Any, *, interleaved: bool) -> LoadedFormat:
     name = type(method).__name__
     if name == "UnquantizedFusedMoEMethod":
         return LoadedFormat(scheme=get_scheme("none"), interleaved=interleaved)
+    if name == "GptOssMxfp4MoEMethod":
+        return LoadedFormat(scheme=get_scheme("mxfp4_w4a16"), scale_name="weight_scale", interleaved=interleaved)
+    if interleaved:
+        raise ValueError(f"weights of {name} with gate and up rows in turns are not read here")
     if name == "Fp8MoEMethod":
         if getattr(method, "weight_scale_refine", None) is not None:
             raise ValueError("its fp8 blocks are refined for tensor parallelism")
