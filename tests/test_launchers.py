@@ -38,6 +38,7 @@ pytestmark = pytest.mark.launchers
 
 CONFIG = GroupConfig(timeout_secs=4.0, heartbeat_secs=0.2)
 MARK = "EP_MOE_TEST_MARK"
+CLUSTER = f"cluster.{os.getpid()}"  # the mark of the cluster that tests share
 JOB = ["--json", "--device", "cpu", "--config"]
 LONG = ["generate", "Blessed", "--max-new-tokens", "900", "--device", "cpu", "--timeout-secs", "5"]
 FAKE_SLURM = {
@@ -187,7 +188,8 @@ def test_slurm_names_what_is_missing(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A Ray cluster of 2 nodes with 2 CPUs each; this process is connected to it."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": environ()["PYTHONPATH"]}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}  # a loaded machine starts late
+    os.environ |= variables | {"PYTHONPATH": environ()["PYTHONPATH"], MARK: CLUSTER}
     import ray
     from ray.cluster_utils import Cluster
 
@@ -323,16 +325,9 @@ def test_an_address_where_nobody_listens_is_told(tmp_path: Path) -> None:
 
 
 def rank_pids() -> list[int]:
-    """The processes that are ranks, by the title that Ray gives them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                title = (entry / "cmdline").read_bytes()
-            except OSError:  # it has ended meanwhile
-                continue
-            found += [int(entry.name)] if title.startswith(b"ray::_Rank") else []
-    return sorted(found)
+    """The processes of the shared cluster that are ranks, by the title that Ray gives them."""
+    titles = {process: Path(f"/proc/{process}/cmdline") for process in processes_with(f"{MARK}={CLUSTER}")}
+    return [process for process, title in titles.items() if title.read_bytes().startswith(b"ray::_Rank")]
 
 
 @pytest.mark.usefixtures("cluster")
