@@ -9,8 +9,8 @@ kernels are compiled with the alignments and options of real runs. The rules and
     case         a kernel that no case launches, any other jit function that no launched kernel calls, a module that
                  does not import, a launcher or a compilation that fails
     spill        registers that spill to local memory
-    loop_spill   the same within a loop over products, or more than 16 outside of it, in a kernel of Gluon, whose
-                 registers are divided among partitions by hand
+    loop_spill   the same within a loop over products, in a kernel of Gluon, whose partitions divide the registers
+    many_spills  more than 16 stores to local memory, in such a kernel
     shared       more shared memory than a block may have
     tensor_core  a product of fp8 operands, or of operands widened from fp8, without the tensor core's fp8 instructions;
                  a product of 16-bit operands without a tensor core, or without the instructions of a warp group where

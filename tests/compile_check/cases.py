@@ -100,7 +100,7 @@ NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
     "int4_w4a8_g32_zp": FEW_SCALES,
 }
 FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs the registers"
-MORE_OUTSIDE = "23 words of a thread, between tiles: scales and biases of 128 columns, which differ, twice"
+MORE_OUTSIDE = "20 to 23 words of a thread, between tiles: scales and biases of columns, or gelu on Triton 3.7.1"
 TARGETS_OF = {"ep_moe.kernels.hopper": (90,)}  # device code of some targets
 NO_EXCUSES: Mapping[tuple[str, Rule], str] = MappingProxyType({})
 
@@ -275,7 +275,7 @@ def _listed_cases() -> list[Case]:
 def _hopper_cases() -> list[Case]:
     """What the kernels in Gluon compute: every format, layout and activation."""
     few: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "spill"): FEW_OUTSIDE}
-    more: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "loop_spill"): MORE_OUTSIDE}
+    more: dict[tuple[str, Rule], str] = {("_hopper_gemm_kernel", "many_spills"): MORE_OUTSIDE}
 
     def case(name: str, *args: Any, **options: Any) -> Case:
         return _experts(f"hopper {name}", *args, expected_rows=128, hopper=True, **options)
@@ -300,7 +300,7 @@ def _hopper_cases() -> list[Case]:
         activation = ActivationConfig(kind=kind)
         cases += [
             case(f"bf16 {kind.value}", "none", activation=activation),
-            case(f"fp8_block {kind.value}", activation=activation, excuses=few),
+            case(f"fp8_block {kind.value}", activation=activation, excuses={**few, **more}),
         ]
     return cases
 

@@ -40,7 +40,7 @@ def report(results: dict[int, dict[str, Any]]) -> int:
     idle = [
         f"excuse: case {key[0]!r} excuses {key[1]} from {key[2]!r} for nothing"
         for key in excuses
-        if key not in used and key[2] not in ("spill", "loop_spill")  # which kernels spill depends on Triton's release
+        if key not in used and key[2] not in ("spill", "many_spills")  # which kernels spill depends on Triton's release
     ]
     for line in excused:
         print(f"excused {line}")
