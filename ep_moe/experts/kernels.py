@@ -150,7 +150,13 @@ class KernelExperts:
             tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
         elif shape.decodes:
             scaled = stored.group_width > 0 and not shape.folds
-            table = default_table(shape.row_dtype, gated=gated, weight_bits=shape.weight_bits, scaled_sums=scaled)
+            table = default_table(
+                shape.row_dtype,
+                gated=gated,
+                weight_bits=shape.weight_bits,
+                scaled_sums=scaled,
+                fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
+            )
             tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
         else:
             table = default_table(
