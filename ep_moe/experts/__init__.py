@@ -59,7 +59,7 @@ def create_experts(
     with such weights raises.
 
     "hopper", which "auto" takes for "triton" on a GPU of compute capability 9.0, has faster kernels for 64 rows of an
-    expert and more. "triton" serves the calls that these do not take; the log says once why.
+    expert and more, in 16 bits from 96. "triton" serves the calls that these do not take; the log says once why.
 
     Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
     (`ep_moe.experts.tile_tables`).

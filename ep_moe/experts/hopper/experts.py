@@ -10,7 +10,8 @@ from ep_moe.experts.tuning import ExpertTiles
 
 
 class HopperExperts(KernelExperts):
-    """`KernelExperts` whose GEMMs are Gluon's from 64 expected rows of an expert on, if they take the call.
+    """`KernelExperts` whose GEMMs are Gluon's from 64 expected rows of an expert on, in 16 bits from 96, if they take
+    the call.
 
     Args: `gemms`: in place of the default; `tiles`: of Triton's GEMMs.
     """

@@ -135,18 +135,21 @@ class HopperGemms:
     """Both GEMMs in Gluon, on Hopper; a `Backend` that takes some calls.
 
     Args:
-        least_rows: expected of an expert, below which the calls are left to others.
+        least_rows: expected of an expert, below which the calls are left to others; None: those of `LEAST_ROWS`.
         anywhere: take calls whatever the device is, to compile their kernels.
     """
 
     serves = SERVES["hopper"]
 
-    def __init__(self, *, least_rows: int = LEAST_ROWS, anywhere: bool = False) -> None:
+    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False) -> None:
         self._least_rows, self._anywhere = least_rows, anywhere
 
     def tiles(self, shape: CallShape) -> ExpertTiles | None:
         """The tiles of calls that this backend takes; None for others, the reason of which is logged once. Local."""
-        if shape.expected_rows < self._least_rows:
+        least = self._least_rows
+        if least is None:
+            least = LEAST_ROWS.get(shape.row_dtype.itemsize, 0)  # of other dtypes none, for another reason
+        if shape.expected_rows < least:
             return None
         reason = obstacle(shape)
         if not self._anywhere and not is_hopper(shape.device):

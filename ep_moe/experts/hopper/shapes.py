@@ -9,7 +9,8 @@ import torch
 from ep_moe.experts.grouped_gemm import CallShape
 
 CAPABILITY = (9, 0)
-LEAST_ROWS = 64  # expected of an expert: with fewer, Triton's kernels read the weights as fast
+# expected of an expert, by bytes of an element: with fewer, Triton's kernels read the weights as fast
+LEAST_ROWS = {1: 64, 2: 96}
 BLOCK = 128  # rows and columns of a weight that share a scale, and columns of a row
 _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MOST_ROWS = 2**31 - 2**16  # TMA's coordinates are int32
