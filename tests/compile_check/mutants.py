@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         name="results loaded plainly",
-        module="combine",
+        module="combine_receive",
         old="volatile=True",
         new="volatile=False",
         found="loads of results: a plain load of what peers write",
@@ -137,9 +137,9 @@ MUTANTS = (
     ),
     Mutant(
         name="an unknown store",
-        module="combine",
-        old="put_rows(to, column, _clean(total, dtype), inside)",
-        new="tl.store(to + column, total, mask=inside)",
+        module="combine_send",
+        old="put_rows(to, column, _clean(total, dtype), column < H)",
+        new="tl.store(to + column, total, mask=column < H)",
         found="stores of a combine: a store to memory of the group that no rule knows",
         kernel="combine",
         beside=True,
