@@ -579,7 +579,8 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
     """The table of this shape in the folder is used, by rows; steps that cross a scale are an error that names it."""
     case = make_case("fp8_block", torch.bfloat16)
     device = "cpu" if DEVICE.type == "cpu" else torch.cuda.get_device_name(DEVICE)
-    path = tmp_path / table_name(INTERMEDIATE, HIDDEN, device, "fp8_block")
+    path = tmp_path / device.replace(" ", "_") / table_name(INTERMEDIATE, HIDDEN, device, "fp8_block")
+    path.parent.mkdir()
     gemm = {"BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "SWAP_AB": True, "num_warps": 2, "num_stages": 2}
     few = {"BLOCK_SIZE_M": 32, "GROUP_SIZE_M": 1, "first": {**gemm, "PROGRAMS_PER_SM": 1}}
     few["second"] = {**gemm, "PROGRAMS_PER_SM": 2}
@@ -595,8 +596,8 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
     assert default == default_table(torch.float8_e4m3fn, gated=True, group_k=128, whole_blocks=False).choose(5)
     few["second"]["BLOCK_SIZE_K"] = 256
     other = tmp_path / "other"
-    other.mkdir()
-    (other / path.name).write_text(json.dumps({"4": few}))
+    (other / path.parent.name).mkdir(parents=True)
+    (other / path.parent.name / path.name).write_text(json.dumps({"4": few}))
     with pytest.raises(
         ValueError, match=r"fp8_block\.json: block_k \(256\) of the second GEMM does not divide the 128"
     ):

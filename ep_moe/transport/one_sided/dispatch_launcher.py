@@ -70,7 +70,6 @@ class DispatchLauncher:
         self._unscaled = torch.zeros(4, device=device)
         self.no_batch = Batch(self.unused, self._unscaled)
         self._unused_address, self._unscaled_address = self.unused.data_ptr(), self._unscaled.data_ptr()
-        self._timeout_ns = context.timeout_ns
 
     def send(
         self,
@@ -110,7 +109,7 @@ class DispatchLauncher:
 
     def _numbers(self, inputs: RoundInputs) -> tuple[int, ...]:
         """The kernel's numbers that change from launch to launch."""
-        return *inputs.strides, *inputs.layer, self._timeout_ns
+        return *inputs.strides, *inputs.layer, self._context.timeout_ns
 
     def repeat(
         self,
@@ -151,7 +150,7 @@ class DispatchLauncher:
             values,
             scale,
         )
-        repeat((*inputs, *plan.strides, *layer, self._timeout_ns))
+        repeat((*inputs, *plan.strides, *layer, self._context.timeout_ns))
         return template.batch(memory)
 
     def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
