@@ -82,6 +82,18 @@ FEW_WORDS: dict[tuple[str, Rule], str] = {
         "spill",
     ): "two words of a thread on sm_100, whose tiles are those that were measured on sm_90",
 }
+MEASURED_WORDS: dict[tuple[str, Rule], str] = {
+    ("_first_gemm_kernel", "spill"): "two words of a thread, in tiles that were measured with them",
+}
+LISTED_WORDS: dict[tuple[str, Rule], str] = {
+    (
+        "_first_gemm_kernel",
+        "spill",
+    ): "eight words of a thread: lists of rows take registers beside those of tiles",
+}
+WIDE_ROWS: dict[tuple[str, Rule], str] = {
+    ("_requantize_kernel", "spill"): "two words of a thread, in tiles of 128 rows",
+}
 BYTE_ROW_SCALES: dict[tuple[str, Rule], str] = {
     ("_prepare_rows_kernel", "narrow"): BYTE_SCALES["_quantize_micro_rows_kernel", "narrow"],
 }
@@ -94,7 +106,7 @@ NARROW_TOKENS: dict[str, Mapping[tuple[str, Rule], str]] = {
         **BYTE_ROW_SCALES,
         ("_first_gemm_kernel", "tensor_core"): WIDENED[GEMMS[0], "tensor_core"],
     },
-    "nvfp4": {**FEW_SCALES, **BYTE_ROW_SCALES, **WIDENED},
+    "nvfp4": {**FEW_SCALES, **BYTE_ROW_SCALES, **WIDENED, **MEASURED_WORDS},
     "int4_w4a8": {},
     "int4_w4a8_g128": {},
     "int4_w4a8_g32_zp": FEW_SCALES,
@@ -266,8 +278,13 @@ def _listed(name: str, scheme_name: str, *, expected_rows: int, excuses: Mapping
 
 def _listed_cases() -> list[Case]:
     return [
-        _listed(f"{name} by lists, {rows} rows", name, expected_rows=rows, excuses=DECODED.get(name, NO_EXCUSES))
-        for name in ("none", "fp8_block", "int8_token", "int4_w4a16_g128")
+        _listed(f"{name} by lists, {rows} rows", name, expected_rows=rows, excuses=excuses)
+        for name, excuses in (
+            ("none", NO_EXCUSES),
+            ("fp8_block", NO_EXCUSES),
+            ("int8_token", NO_EXCUSES),
+            ("int4_w4a16_g128", LISTED_WORDS),
+        )
         for rows in (8, 256)
     ]
 
@@ -287,7 +304,7 @@ def _hopper_cases() -> list[Case]:
         case("fp8_block, one expert", experts=1, excuses=few),
         case("fp8_block gpt-oss", **(GPT_OSS | {"intermediate": 3072}), excuses=few),
         case("fp8_tensor static", "fp8_tensor", static=True),
-        case("fp8_token gpt-oss", "fp8_token", **GPT_OSS, excuses={**few, **more}),
+        case("fp8_token gpt-oss", "fp8_token", **GPT_OSS, excuses={**few, **more, **WIDE_ROWS}),
         case("fp8_block_ue8m0", "fp8_block_ue8m0", excuses=few),
         case("bf16 batched", "none", layout="batched"),
         case("bf16 indexed", "none", layout="indexed"),

@@ -141,5 +141,6 @@ def exchange_cases() -> list[Case]:
         _round("bf16 flat in halves, 8 tokens", "none", flat, tokens=8, halves=True),
         _round("int8_token, 8 tokens, 1 expert", "int8_token", compact, tokens=8, experts=1),
         _round("fp8_block gpt-oss, 8 tokens", "fp8_block", batched, **gpt_oss, tokens=8),
+        _round("bf16 top 10", "none", compact, topk=10),
         _round("float16 top 1 of 1 rank", "none", batched, dtype=torch.float16, topk=1, ranks=1),
     ]

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from compile_check.case import Finding
 
-ENGINES = ("vllm",)  # serving engines, which need not be installed: their plug-ins have no kernels
+ENGINES = ("vllm", "sglang")  # serving engines, which need not be installed: their plug-ins have no kernels
 
 
 def import_all(package: str) -> list[Finding]:
