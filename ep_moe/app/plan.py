@@ -23,6 +23,7 @@ from ep_moe.report.records import read_records
 ROUTINGS = ("uniform", "recorded")
 RECORDED = Path(__file__).parent / "model" / "training.json"  # with the load of every expert of the shipped model
 SHOWN = 12  # candidates of a table
+LEAST_WIDTH = 108  # of the table, in characters
 MOST_RANKS = 2048  # of a plot
 COLORS = {"dispatch_us": "#9aa5b1", "experts_us": "#2f6fb0", "combine_us": "#d98324", "rest_us": "#c9c9c9"}
 
@@ -133,6 +134,8 @@ def _compared(comparison: Comparison) -> dict[str, Any]:
 def show_plan(report: dict[str, Any]) -> None:
     """Print the report as tables."""
     console = Console()
+    if console.width < LEAST_WIDTH:  # no figure is cut off: a narrower terminal, or a pipe, gets longer lines
+        console = Console(width=LEAST_WIDTH)
     if "constants" in report:
         for name, value in report["constants"].items():
             console.print(Text(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:g}"))
@@ -151,19 +154,18 @@ def _show_candidates(console: Console, report: dict[str, Any]) -> None:
             style="bold",
         )
     )
-    names = ("EP", "copies", "transport", "layout", "dispatch us", "experts us", "combine us", "layer us", "pass ms")
-    table = Table(*names, "tokens/s GPU", "weights GiB", "buffers GiB", "load", "fits", box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
+    names = ("EP", "copies", "transport", "layout", "us: dispatch\n+ experts + combine")
+    for name in (*names, "pass\nms", "tokens/s\nper GPU", "GiB: weights\n+ buffers", "fits"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("transport", "layout", "fits") else "right")
     for row in report["candidates"][:SHOWN]:
-        times = [f"{row[name]:.1f}" for name in ("dispatch_us", "experts_us", "combine_us", "layer_us")]
-        sizes = [f"{row[name]:,.1f}" for name in ("weights_gib", "buffers_gib")]
         why_not = "" if row["fits_target"] else "too slow"
         table.add_row(
             *(str(row[name]) for name in ("ep_size", "redundant", "transport", "layout")),
-            *times,
-            f"{row['pass_ms']:.2f}",
+            " + ".join(f"{row[name]:.0f}" for name in ("dispatch_us", "experts_us", "combine_us")),
+            f"{row['pass_ms']:.1f}",
             f"{row['tokens_per_sec']:,.0f}",
-            *sizes,
-            f"{row['imbalance']:.2f}",
+            f"{row['weights_gib']:,.1f} + {row['buffers_gib']:,.1f}",
             "yes" if row["fits"] else "no memory" if not row["fits_memory"] else why_not,
         )
     console.print(table)
