@@ -18,7 +18,7 @@ from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig, Layout
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
-from ep_moe.engines.transformers.decoding import Decoder, decoder, decoder_of, why_no_graphs, why_not_fixed
+from ep_moe.engines.transformers.decoding import Decoder, decoder, decoder_of, loop, why_no_graphs, why_not_fixed
 from ep_moe.engines.transformers.decoding.attention import attend
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.sampling import sample, uniform
@@ -137,7 +137,7 @@ def by_passes(
 
 def by_transformers(model: PreTrainedModel, ids: torch.Tensor, mask: Any = None, **options: Any) -> torch.Tensor:
     """Tokens of transformers' loop with its dynamic cache."""
-    return generate(model, ids, GenerationOptions(**options), attention_mask=mask, decode_graphs=False)
+    return loop.by_transformers(model, ids, mask, GenerationOptions(**options), lambda count: None)
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 17, 40])
@@ -348,10 +348,21 @@ def test_why_there_are_no_graphs(shipped: PreTrainedModel, caplog: pytest.LogCap
     assert why_not_fixed(shipped) == ""
     assert why_no_graphs(shipped) == "ranks are on cpu"
     model = make_model("qwen3_moe")
-    assert decoder_of(model, True) is None
-    assert decoder_of(model, True) is None
+    for wanted in (False, True, None, True):
+        passes = decoder_of(model, wanted)
+        assert passes is not None
+        assert not passes.graphs
     told = [record.getMessage() for record in caplog.records]
     assert told == ["decoding runs without CUDA graphs: ranks are on cpu"]
+    model.ep_moe.decoder = None
+    caplog.clear()
+    with mock.patch.object(type(model), "_can_compile_fullgraph", False):
+        assert decoder_of(model, True) is None
+        ids = torch.ones(2, 3, dtype=torch.int64)
+        assert generate(model, ids, GenerationOptions(max_new_tokens=2)).shape == (2, 2)
+    told = [record.getMessage() for record in caplog.records]
+    reason = f"transformers does not declare that {type(model).__name__} runs without host decisions"
+    assert told == [f"decoding runs by transformers' own loop: {reason}"]
     reasons = {
         "sliding_window": ({"layer_types": ["linear_attention"] * 3}, "layers of type 'linear_attention'"),
         "attention": ({"_attn_implementation_internal": "flex"}, "attention 'flex' takes no mask"),
@@ -408,7 +419,7 @@ def test_a_capture_with_an_open_slot_is_refused() -> None:
     routing = Routing(topk_ids=torch.zeros(1, 2, dtype=torch.int64), topk_weights=torch.ones(1, 2))
     transport.dispatch_send(tokens, routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
     assert transport.open_slots == (0,)
-    passes._graphs_wanted = True
+    passes.graphs = True
     with pytest.raises(RuntimeError, match="slot 0 has an open round: a decode pass is captured when all rounds"):
         by_passes(model, ids, max_new_tokens=2)
     transport.abandon()
@@ -457,7 +468,7 @@ def on_rank(group: EPGroup) -> dict[str, Any]:
             except ValueError as error:
                 errors.append(str(error))
     found["after errors"] = by_passes(model, ids, mask, max_new_tokens=3)
-    model.ep_moe.decoder._graphs_wanted = True
+    model.ep_moe.decoder.graphs = True
     with captured_on_a_cpu():
         one = ids[:1], None if mask is None else mask[:1]
         for turn in range(3):  # both ranks capture, then rank 0 alone, then none

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
-from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate
-from ep_moe.engines.transformers.decoding import RowDecoder
+from ep_moe.engines.transformers import GenerationOptions, from_pretrained
+from ep_moe.engines.transformers.decoding import RowDecoder, by_transformers
 from ep_moe.engines.transformers.decoding.passes import pass_shape
 from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.group import EPGroup
@@ -213,7 +213,7 @@ def test_rows_say_the_same_as_sequences_alone(name: str, one_thread: None) -> No
             tokens, made[index] = made[index], mixed
         else:
             options = GenerationOptions(max_new_tokens=len(made[index]))
-            tokens = generate(model, torch.tensor([each.prompt]), options, decode_graphs=False)[0].tolist()
+            tokens = by_transformers(model, torch.tensor([each.prompt]), None, options, lambda count: None)[0].tolist()
         assert made[index][: len(tokens)] == tokens, index
 
 

@@ -12,8 +12,8 @@ from ep_moe.fields import Field, check_fields
 class GenerateConfig:
     """Prompts and sampling of `ep-moe generate`.
 
-    Rank r of R ranks takes prompts r, r + R, ..., several at a time with decode graphs, else one by one. A sequence
-    ends early at the model's end-of-text token. Above temperature 0 tokens are sampled from logits / temperature;
+    Rank r of R ranks takes prompts r, r + R, ..., up to 64 at a time, one by one for a model that generates by
+    transformers' own loop. A sequence ends early at the model's end-of-text token. Above temperature 0 tokens are sampled from logits / temperature;
     prompt i samples with seed + i on any rank.
     """
 

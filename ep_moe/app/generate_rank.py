@@ -11,7 +11,7 @@ from ep_moe.engines.transformers import GenerationOptions, generate
 from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
 from ep_moe.group import EPGroup
 
-MOST_ROWS = 64  # prompts in one batch of a rank with decode graphs; without graphs a batch is one prompt
+MOST_ROWS = 64  # prompts in one batch of a rank; by transformers' own loop a batch is one prompt
 
 
 def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateConfig) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
             "generate_secs": generate_secs,
             "tokens_per_sec": new_tokens / generate_secs,
         },
-        "decode_graphs": decoder is not None,
+        "decode_graphs": decoder is not None and decoder.graphs,
         "memory": {} if memory is None else {"peer_bytes": memory.peer_bytes, "cache_bytes": memory.cache_bytes},
     }
 

@@ -102,7 +102,7 @@ class _ModelBench:
                 "seed": config.seed,
                 "nodes": harness.num_nodes(group),
                 **field_values(config, "hook", "repeats"),
-                "graph": decoder_of(systems[OURS].model, self._config.decode_graphs) is not None,
+                "graph": bool(getattr(decoder_of(systems[OURS].model, config.decode_graphs), "graphs", False)),
             },
             check=lambda: self._check(systems),
             time=lambda name: (

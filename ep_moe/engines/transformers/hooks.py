@@ -138,7 +138,7 @@ class Session:
             zeros; for a rank that has finished while others still generate.
         experts: name of the layers' experts implementation.
         decoder: the `Decoder` of `ep_moe.engines.transformers.decoding`, None until it is needed.
-        why_no_graphs: the reason why there is no decoder, "" until one is needed.
+        told: messages about decoding that have been logged.
         why_own_routers: the reason why the model keeps its own routers, "" if ours route.
         decode_experts: a function that experts modules call in place of their layers, set by `decoding`.
     """
@@ -153,7 +153,7 @@ class Session:
         self.load = ExpertLoad(len(layers), transport.placement.num_experts, group.device)
         self.experts = experts
         self.decoder: Any = None
-        self.why_no_graphs = ""
+        self.told: set[str] = set()
         self.why_own_routers = ""
         self.decode_experts: DecodeExperts | None = None
 

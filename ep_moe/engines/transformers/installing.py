@@ -19,6 +19,7 @@ from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.architectures import keep_in_step, num_topk_of
 from ep_moe.engines.transformers.experts import LOCAL, SHARDED, ExpertsModule, drop_parameters
 from ep_moe.engines.transformers.hooks import NAME, Session, ShardedExperts
+from ep_moe.engines.transformers.norms import replace_norms
 from ep_moe.engines.transformers.routers import replace_routers
 from ep_moe.engines.transformers.saving import save_pretrained
 from ep_moe.group import EPGroup
@@ -57,8 +58,8 @@ class Options:
 def install(
     model: PreTrainedModel, group: EPGroup, parts: Mapping[str, Part], options: Options, config: TransportConfig
 ) -> PreTrainedModel:
-    """Replace each experts module by a layer, and the routers if ours mean the same. Until the first layer is made, an
-    error leaves the model unchanged.
+    """Replace each experts module by a layer, the routers if ours mean the same, and RMS norms by torch's. Until the
+    first layer is made, an error leaves the model unchanged.
 
     Layers are made one by one: each frees its module's parameters before the next needs memory. Collective.
     """
@@ -80,6 +81,7 @@ def install(
     session.why_own_routers = replace_routers(model, parts)
     if session.why_own_routers and group.rank == 0:
         _log.info("%s keeps its own routers: %s", type(model).__name__, session.why_own_routers)
+    replace_norms(model)
     setattr(model, NAME, session)
     vars(model)["_has_unfinished_sequences"] = functools.partial(_any_rank_unfinished, group)
     for name, module in model.named_modules():

@@ -1,20 +1,18 @@
-"""Text generation with a model whose experts are spread over ranks: by CUDA graphs if decode passes can be captured,
-else by transformers' own loop."""
+"""Text generation with a model whose experts are spread over ranks: by passes of fixed shapes, captured as CUDA graphs
+where that is possible; models that have no such pass generate by transformers' own loop."""
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ep_moe.engines.common.agreement import Agreement
 from ep_moe.engines.transformers.architectures import KEPT_IN_STEP
 from ep_moe.engines.transformers.decoding.decoder import Decoder
 from ep_moe.engines.transformers.decoding.fixed_cache import windows_of
-from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts, end_ids_of
+from ep_moe.engines.transformers.decoding.loop import FinishRows, by_transformers
+from ep_moe.engines.transformers.decoding.options import GenerationOptions, end_ids_of
 from ep_moe.engines.transformers.decoding.rows import RowDecoder
-from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.engines.transformers.hooks import Session
 
 _log = logging.getLogger(__name__)
@@ -38,10 +36,12 @@ def generate(
         ids = tokenizer(texts, padding_side="left", padding=True, return_tensors="pt").to(model.device)
         new = generate(model, ids.input_ids, GenerationOptions(max_new_tokens=64), attention_mask=ids.attention_mask)
 
-    With decode graphs the prefill runs eagerly; each decode pass is one replay of a CUDA graph, captured at its first
-    use for a bucket of rows and capacity. The host waits for the first token, and then for every 16th. Sampling
-    depends on seed, position and logits alone. The graphs read the parameters that the model had when they were
-    captured: call `model.ep_moe.decoder.drop_graphs()` after replacing parameters.
+    The prefill runs eagerly. A decode pass has a fixed shape, of a bucket of rows and of positions. With decode graphs
+    each shape is captured once, and a pass is one replay; without, its operations run eagerly and give the same tokens.
+    The host waits for the first token, and then for every 16th. Sampling depends on seed, position and logits alone.
+    The graphs read the parameters that the model had when they were captured: call
+    `model.ep_moe.decoder.drop_graphs()` after replacing parameters. A model that has no pass of fixed shapes generates
+    by transformers' own loop, which samples other tokens; a log line gives the reason.
 
     Args:
         model: of `from_pretrained` or `shard_experts`.
@@ -49,8 +49,8 @@ def generate(
             rank; more rows than fit into it are prefilled in several passes.
         options: of the generation; `end_ids_of(model)` returns the end tokens that the model itself declares.
         attention_mask: [B, P], 0 for padding, which is on the left.
-        decode_graphs: None for CUDA graphs on GPUs with transport "nvlink"; True also logs a warning if it falls back
-            to transformers' own loop; False for that loop, which samples other tokens. The same on all ranks.
+        decode_graphs: None for CUDA graphs on GPUs with transport "nvlink"; True also logs a warning if there are none;
+            False for eager passes. The same on all ranks.
         on_step: called after one or more passes with the number of new tokens per row.
     Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
     Errors: ValueError for bad prompts, on every rank; PeerLostError if a rank is lost, before any of its NaN becomes a
@@ -59,29 +59,38 @@ def generate(
     decoder = decoder_of(model, decode_graphs)
     step = on_step or (lambda count: None)
     if decoder is None:
-        return _by_transformers(model, prompts, attention_mask, options, step)
+        return by_transformers(model, prompts, attention_mask, options, step)
     return decoder.generate(model, prompts, attention_mask, options, step)
 
 
 def decoder_of(model: Model, decode_graphs: bool | None) -> Decoder | None:
-    """The decoder that `generate` uses, created on first use; None for transformers' own loop. Local."""
+    """The decoder that `generate` uses, created on first use and set to use graphs or not; None for transformers' own
+    loop. What is not as wanted is logged once. Local."""
     session: Session = model.ep_moe
-    if decode_graphs is False:
+    reason = why_not_fixed(model) if session.decoder is None else ""
+    if reason:
+        _tell(session, decode_graphs, f"decoding runs by transformers' own loop: {reason}")
         return None
-    if session.decoder is None and not session.why_no_graphs:
-        session.why_no_graphs = why_no_graphs(model)
-        if session.why_no_graphs:
-            wanted = decode_graphs or session.group.device.type == "cuda"
-            if session.group.rank == 0:
-                level = logging.WARNING if wanted else logging.INFO
-                _log.log(level, "decoding runs without CUDA graphs: %s", session.why_no_graphs)
-        else:
-            session.decoder = Decoder(model, graphs=True)
-    return session.decoder
+    if session.decoder is None:
+        session.decoder = Decoder(model, graphs=False)
+    reason = why_no_graphs(model)
+    if reason and decode_graphs is not False:
+        _tell(session, decode_graphs, f"decoding runs without CUDA graphs: {reason}")
+    decoder: Decoder = session.decoder
+    decoder.graphs = decode_graphs is not False and not reason
+    return decoder
+
+
+def _tell(session: Session, decode_graphs: bool | None, message: str) -> None:
+    """Log a message once, a warning where graphs are wanted or usual."""
+    if message not in session.told and session.group.rank == 0:
+        wanted = decode_graphs or (decode_graphs is None and session.group.device.type == "cuda")
+        _log.log(logging.WARNING if wanted else logging.INFO, message)
+    session.told.add(message)
 
 
 def why_no_graphs(model: Model) -> str:
-    """The reason why decode passes of a model cannot be captured, "" if they can. Local."""
+    """The reason why decode passes of fixed shapes cannot be captured, "" if they can. Local."""
     session: Session = model.ep_moe
     if session.group.device.type != "cuda":
         return f"ranks are on {session.group.device.type}"
@@ -89,7 +98,7 @@ def why_no_graphs(model: Model) -> str:
 
     if not isinstance(session.transport, NvlinkTransport):
         return f"{type(session.transport).__name__} waits on the host"
-    return why_not_fixed(model)
+    return ""
 
 
 def why_not_fixed(model: Model) -> str:
@@ -112,75 +121,12 @@ def why_not_fixed(model: Model) -> str:
     return ""
 
 
-class FinishRows(StoppingCriteria):
-    """Ends a rank's rows at `options.max_new_tokens` or an end token; once all have ended, the rank sends no tokens.
-
-    Args:
-        num_columns: prompt tokens of each row. on_step: called with 1 after each token.
-    """
-
-    def __init__(
-        self, session: Session, options: GenerationOptions, num_columns: int, on_step: Callable[[int], None]
-    ) -> None:
-        self._session, self._options, self._num_columns, self._on_step = session, options, num_columns, on_step
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Called by transformers after each token. Host sync."""
-        del scores, kwargs
-        new = input_ids[:, self._num_columns :]
-        done = _is_end(new, self._options.end_ids).any(1) | (new.shape[1] >= self._options.max_new_tokens)
-        if bool(done.all()):
-            self._session.idle = True
-        self._on_step(1)
-        return done
-
-
-def _is_end(tokens: torch.Tensor, end_ids: tuple[int, ...]) -> torch.Tensor:
-    return torch.isin(tokens, torch.tensor(end_ids, dtype=tokens.dtype, device=tokens.device))
-
-
-def _by_transformers(
-    model: Model,
-    prompts: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: GenerationOptions,
-    on_step: Callable[[int], None],
-) -> torch.Tensor:
-    """`generate` by transformers' loop with its dynamic cache; a rank without rows takes part with a dummy row."""
-    session: Session = model.ep_moe
-    with Agreement(session.group, "generate"):
-        check_prompts(prompts, mask, options, session)
-    spare = not prompts.shape[0] or not options.max_new_tokens
-    ids = prompts.new_zeros(1, 1) if spare else prompts
-    sampling: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        torch.manual_seed(options.seeds_of(1)[0])
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-    with torch.inference_mode(), session.sitting_out(spare):
-        sequences = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids) if mask is None or spare else mask,
-            max_new_tokens=1 if spare else options.max_new_tokens,
-            stopping_criteria=StoppingCriteriaList([FinishRows(session, options, ids.shape[1], on_step)]),
-            eos_token_id=list(options.end_ids) or None,
-            pad_token_id=options.end_ids[0] if options.end_ids else 0,
-            synced_gpus=torch.distributed.is_initialized(),
-            **sampling,
-        )
-    new = sequences[: 0 if spare else None, ids.shape[1] :]
-    ended_before = _is_end(new, options.end_ids).long().cumsum(1).roll(1, 1)
-    ended_before[:, :1] = 0
-    new = new.masked_fill(ended_before > 0, NONE)[:, : options.max_new_tokens].cpu()
-    return torch.nn.functional.pad(new, (0, options.max_new_tokens - new.shape[1]), value=NONE).reshape(
-        prompts.shape[0], options.max_new_tokens
-    )
-
-
 __all__ = [
     "Decoder",
     "FinishRows",
     "GenerationOptions",
     "RowDecoder",
+    "by_transformers",
     "decoder_of",
     "end_ids_of",
     "generate",

@@ -91,13 +91,14 @@ class Decoder:
 
     Args:
         model: of `from_pretrained` or `shard_experts`; no reference to it is kept.
-        graphs: capture the passes; else they run eagerly, the same operations in the same order.
+        graphs: capture the passes; else they run eagerly, the same operations in the same order. May be set between
+            generations, to the same on all ranks.
     Errors: ValueError for a model whose cache has no fixed shape. Local.
     """
 
     def __init__(self, model: Model, *, graphs: bool) -> None:
         session: Session = model.ep_moe
-        self._session, self._graphs_wanted = session, graphs
+        self._session, self.graphs = session, graphs
         self._cache = FixedCache(windows_of(model.config))
         self._sequences: Sequences | None = None
         self._replays: dict[Shape, Callable[[], None]] = {}
@@ -198,12 +199,12 @@ class Decoder:
     def _make_ready(self, model: Model, shape: Shape, requests: list[_Request]) -> None:
         """Make the transport and capture the pass, if any rank lacks them. Collective."""
         rebuilt = self.make_transport(model, max(other.rows for other in requests))
-        if self._graphs_wanted and (rebuilt or any(other.cold for other in requests)):
+        if self.graphs and (rebuilt or any(other.cold for other in requests)):
             self.capture_pass(model, shape)
 
     def is_cold(self, shape: Shape) -> bool:
         """Whether a pass of this shape has to be captured first. Local."""
-        return self._graphs_wanted and shape not in self._replays
+        return self.graphs and shape not in self._replays
 
     def prepare(self, num_rows: int, num_positions: int, sampled: bool) -> Shape:
         """Allocate sequences and cache; returns the shape of the decode passes. Local."""
@@ -355,7 +356,7 @@ class Decoder:
 
     def run(self, model: Model, shape: Shape) -> None:
         """One pass, replayed if it is captured. Collective, no host sync."""
-        replay = self._replays.get(shape)
+        replay = self._replays.get(shape) if self.graphs else None
         if replay is None:
             self._step(model, shape)
         else:
