@@ -13,8 +13,8 @@ class GenerateConfig:
     """Prompts and sampling of `ep-moe generate`.
 
     Rank r of R ranks takes prompts r, r + R, ..., up to 64 at a time, one by one for a model that generates by
-    transformers' own loop. A sequence ends early at the model's end-of-text token. Above temperature 0 tokens are sampled from logits / temperature;
-    prompt i samples with seed + i on any rank.
+    transformers' own loop. A sequence ends early at the model's end-of-text token. Above temperature 0 tokens are
+    sampled from logits / temperature; prompt i samples with seed + i on any rank.
     """
 
     prompts: Annotated[tuple[str, ...], Field(help="Texts to continue; - reads one from standard input")]
