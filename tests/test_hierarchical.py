@@ -71,6 +71,14 @@ def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> Non
     assert failures(launch(run_all, per_node, chunk, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_every_case_on_two_gpus(per_node: int) -> None:
+    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach."""
+    env = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} if per_node == 1 else {}
+    assert failures(launch(run_all, per_node, 64, num_ranks=2, config=CONFIG, device="cuda", env=env)) == []
+
+
 def run_some(group: EPGroup, per_node: int) -> dict[str, str]:
     """Some cases, those in which a rank forwards for others while its own experts fail, and random ones."""
     build = functools.partial(make, per_node=per_node, chunk=4)
