@@ -19,10 +19,10 @@ def split_process_group(
     timeout_secs: float,
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, which is one of `parts`; ranks are those of `process_group`. Collective."""
-    timeout = datetime.timedelta(seconds=timeout_secs)
+    timeout = datetime.timedelta(seconds=2 * timeout_secs + 30)  # the last resort: the group's waits end earlier
     world = dist.distributed_c10d._get_default_group()
     if world.bound_device_id is not None:  # NCCL then makes communicators by a split, in which every rank takes part
-        made = dist.split_group(process_group, [list(part) for part in parts], timeout=2 * timeout)
+        made = dist.split_group(process_group, [list(part) for part in parts], timeout=timeout)
     else:
         world_ranks = dist.get_process_group_ranks(process_group)
         members = [world_ranks[rank] for rank in ranks]

@@ -162,7 +162,8 @@ class Watch:
     def explain(self, error: Exception, phase: str, round: int | None) -> PeerLostError | None:  # noqa: A002
         """The lost rank that caused `error`, a connection error or timeout; None if no rank is lost."""
         text = str(error).lower()
-        from_backend = isinstance(error, dist.DistError) or "gloo" in text
+        own_timeout = "timeout caused pair closure" in text  # how gloo ends an operation before our wait for it ends
+        from_backend = isinstance(error, dist.DistError) or "gloo" in text or own_timeout
         if self.failure is None and not from_backend and not any(word in text for word in BROKEN_PEER):
             return None
         # reports of the launcher or of a failing rank arrive at once; without either, heartbeats have to be missed
@@ -177,7 +178,7 @@ class Watch:
             if silent:
                 age = max(self._peers[rank].silent_secs for rank in silent)
                 return self.publish(silent, phase, round, f"stopped answering: no heartbeat for {age:.1f} s, {error}")
-            if from_backend and "timed out" in text:
+            if own_timeout or (from_backend and "timed out" in text):
                 *_, count = self._waits or (phase, round, -1)
                 ranks, reason = self.evidence(phase, count)
                 if ranks:
