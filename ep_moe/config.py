@@ -193,6 +193,8 @@ class TransportConfig:
             their experts, if the transport supports it.
         num_sms: the most SMs that one exchange kernel uses, which leaves the others to other work; 0 chooses the
             fastest. `collective` leaves that to NCCL.
+        ranks_per_node: of `hierarchical`: so many consecutive ranks are a node; 0 takes the launcher's nodes.
+        chunk_rows: of `hierarchical`: the most rows that travel to a node in one message, while others are forwarded.
     """
 
     hidden: Annotated[int, Field(multiple_of=ALIGNMENT)]
@@ -203,6 +205,8 @@ class TransportConfig:
     max_topk: Annotated[int, Field(at_least=1)] = 32
     on_peer_loss: str = "raise"
     num_sms: int = 0
+    ranks_per_node: Annotated[int, Field(at_least=0)] = 0
+    chunk_rows: Annotated[int, Field(at_least=1)] = 1024
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -131,7 +131,7 @@ def test_memory_and_target_decide_what_fits(hw: Hardware) -> None:
     assert not any(c.fits for c in found if c.ep_size <= 4)
     assert found[0].pass_ms == min(c.pass_ms for c in found if c.fits)
     bound = plan(hw, job(target_ms=found[0].pass_ms + 1e-6))
-    assert [c.fits for c in bound].count(True) == 1
+    assert {c.pass_ms for c in bound if c.fits} == {found[0].pass_ms}  # layouts may share a time
     assert not any(c.fits for c in plan(hw, job(target_ms=1.0)))
     wide = plan(hw, job(gpus=320))
     assert max(c.ep_size for c in wide) == 320

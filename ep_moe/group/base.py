@@ -70,6 +70,7 @@ class EPGroup:
         self._owns_world = owns_world
         self._destroyed = False
         self._rounds: dict[str, int] = {}
+        self._parts: dict[tuple[tuple[int, ...], ...], EPGroup] = {}
         self._waits = None if watch is None else Waits(watch, backend=self.backend, device=device, config=config)
         if watch is not None and process_group is not None:
             watch.serve(process_group, abort_on_failure=self.backend == "nccl")
@@ -173,6 +174,27 @@ class EPGroup:
             process_group=process_group,
             watch=watch,
         )
+
+    def split(self, parts: tuple[tuple[int, ...], ...]) -> "EPGroup":
+        """The part of the ranks that this one is in, as a `GroupPart`; made once, destroyed with this group.
+
+        Args:
+            parts: ranks in ascending order; every rank of this group is in one of them.
+        Errors: RuntimeError for a group without a process group; PeerLostError. Collective.
+        """
+        from ep_moe.group.part import GroupPart, split_process_group  # it builds on this module
+
+        self.check()
+        if self.process_group is None:
+            raise RuntimeError("a group of one rank has no parts")
+        if parts not in self._parts:
+            ranks = next(part for part in parts if self.rank in part)
+            with self.guard("split"):
+                process_group = split_process_group(self.process_group, parts, ranks, self.config.timeout_secs)
+            if self._watch is not None:
+                self._watch.abort_too(process_group)
+            self._parts[parts] = GroupPart(self, ranks, process_group)
+        return self._parts[parts]
 
     def wait(self, work: "dist.Work | torch.cuda.Event", *, phase: str, round: int) -> None:  # noqa: A002
         """Wait on the host until an operation that needs the other ranks is complete.
@@ -361,6 +383,8 @@ class EPGroup:
         if self._watch is None:
             return
         self._watch.leave()
+        for part in self._parts.values() if not self._watch.lost() else ():
+            part.destroy()
         if self._owns_world and not self._watch.lost():
             dist.destroy_process_group()  # before the watch ends: a rank may be lost during shutdown too
         self._watch.close()

@@ -54,6 +54,7 @@ class Watch:
         self._progress: dict[str, int] = {}
         self._waits: tuple[str, int | None, int] | None = None
         self._process_group: dist.ProcessGroup | None = None
+        self._others: list[dist.ProcessGroup] = []
         self._abort_thread: threading.Thread | None = None
         self._aborts = False
         self._proposal: PeerLostError | None = None
@@ -75,6 +76,10 @@ class Watch:
         """Watch this process group: publish its count of collectives; on request abort it when the group fails."""
         self._aborts = abort_on_failure
         self._process_group = process_group
+
+    def abort_too(self, process_group: dist.ProcessGroup) -> None:
+        """Abort this process group as well whenever the one of `serve` is aborted."""
+        self._others.append(process_group)
 
     def lost(self) -> bool:
         """Whether the group has failed."""
@@ -157,7 +162,8 @@ class Watch:
     def explain(self, error: Exception, phase: str, round: int | None) -> PeerLostError | None:  # noqa: A002
         """The lost rank that caused `error`, a connection error or timeout; None if no rank is lost."""
         text = str(error).lower()
-        from_backend = isinstance(error, dist.DistError) or "gloo" in text
+        own_timeout = "timeout caused pair closure" in text  # how gloo ends an operation before our wait for it ends
+        from_backend = isinstance(error, dist.DistError) or "gloo" in text or own_timeout
         if self.failure is None and not from_backend and not any(word in text for word in BROKEN_PEER):
             return None
         # reports of the launcher or of a failing rank arrive at once; without either, heartbeats have to be missed
@@ -172,7 +178,7 @@ class Watch:
             if silent:
                 age = max(self._peers[rank].silent_secs for rank in silent)
                 return self.publish(silent, phase, round, f"stopped answering: no heartbeat for {age:.1f} s, {error}")
-            if from_backend and "timed out" in text:
+            if own_timeout or (from_backend and "timed out" in text):
                 *_, count = self._waits or (phase, round, -1)
                 ranks, reason = self.evidence(phase, count)
                 if ranks:
@@ -213,6 +219,7 @@ class Watch:
         if self._abort_thread is not None:
             self._abort_thread.join(STORE_SECS)
         self._process_group = None
+        self._others.clear()
 
     def _take_turn(self) -> bool:
         """Wait until the thread has written and read once more; False if the store does not answer."""
@@ -340,9 +347,9 @@ class Watch:
             return self.failure.copy()
 
     def _abort(self) -> None:
-        process_group = self._process_group
-        try:
-            if process_group is not None:
-                process_group.abort()  # ends NCCL kernels that wait for the lost rank
-        except RuntimeError as error:
-            _log.warning("the process group could not be aborted after a failure: %s", error)
+        for process_group in (self._process_group, *self._others):
+            try:
+                if process_group is not None:
+                    process_group.abort()  # ends NCCL kernels that wait for the lost rank
+            except RuntimeError as error:
+                _log.warning("the process group could not be aborted after a failure: %s", error)

@@ -92,7 +92,8 @@ def collective_us(
     """Dispatch and combine by NCCL's all-to-all, inside nodes and between them, with packing.
 
     Args:
-        per_node: a token crosses the network once for each node, not for each rank.
+        per_node: a token crosses the network once for each node, not for each rank, as by `hierarchical`; what it
+            forwards inside nodes is priced as NCCL's, which one-sided stores undercut.
     """
     remote = load.remote_ranks - load.remote_on_node
     crossing = load.remote_nodes if per_node else remote

@@ -170,7 +170,7 @@ def check_layers(make: TransportFactory, group: EPGroup) -> None:
     config = MoEConfig(hidden=case.hidden, intermediate=32, num_experts=case.num_experts)
     wide = dataclasses.replace(config, intermediate=48)
     other = dataclasses.replace(config, activation=ActivationConfig(kind=ActivationKind.GELU))
-    moved = create_placement("round_robin", case.num_experts, group.num_ranks)
+    moved = create_placement("round_robin", case.num_experts + 1, group.num_ranks)  # also differs if each has one
     usual = LayerTag.of(3, config, transport.placement)
     odd = [
         (LayerTag.of(MOST_LAYERS - 1, config, transport.placement), f"in layer {MOST_LAYERS - 1}"),

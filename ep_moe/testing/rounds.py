@@ -176,25 +176,29 @@ def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
     return y.reshape(*batch.x.shape[:-1], batch.hidden)
 
 
-def expected_output(case: TransportCase, rank: int) -> torch.Tensor:
-    """The expected result of combine on `rank` [T, H]: sums in column order on each expert rank, then in rank order."""
+def expected_output(case: TransportCase, rank: int, ranks_per_sum: int = 1) -> torch.Tensor:
+    """The expected result of combine on `rank` [T, H]: sums in column order on each expert rank, then in rank order.
+
+    Args:
+        ranks_per_sum: the transport's order of sums (`Transport.ranks_per_sum`).
+    """
     inputs, placement = case.inputs(rank), case.make_placement()
     values, scale = _payload(inputs, case)
     real = values.float() if scale is None else dequantize_rows(values, scale, get_scheme(case.scheme))
     total = torch.zeros(case.tokens[rank], case.hidden)
     for token in range(case.tokens[rank]):
         ids = inputs.routing.topk_ids[token].tolist()
-        weights = inputs.routing.topk_weights[token]
-        for owner in range(case.num_ranks):
-            mine = [e for e in dict.fromkeys(ids) if placement.starts[owner] <= e < placement.starts[owner + 1]]
-            if not mine:
-                continue
-            partial = torch.zeros(case.hidden)
-            merged = _merged_weights(ids, weights)
-            for expert in mine:
-                weight = torch.tensor(merged[ids.index(expert)])
-                partial = partial + weight * expert_function(real[token], expert, case.dtype).float()
-            total[token] = total[token] + partial.to(case.dtype).float()
+        merged = _merged_weights(ids, inputs.routing.topk_weights[token])
+        for first in range(0, case.num_ranks, ranks_per_sum):
+            of_ranks = torch.zeros(case.hidden)
+            for owner in range(first, first + ranks_per_sum):
+                partial = torch.zeros(case.hidden)
+                for expert in dict.fromkeys(ids):
+                    if placement.starts[owner] <= expert < placement.starts[owner + 1]:
+                        weight = torch.tensor(merged[ids.index(expert)])
+                        partial = partial + weight * expert_function(real[token], expert, case.dtype).float()
+                of_ranks = of_ranks + partial.to(case.dtype).float()
+            total[token] = total[token] + of_ranks.to(case.dtype).float()
     if inputs.shared is not None:
         total = total + inputs.shared.float()
     return total.to(case.dtype)
@@ -242,5 +246,6 @@ def check_round(
     transport.check()
     assert not wrong, wrong
     assert result.data_ptr() == out.data_ptr(), f"{case.name}: combine did not use out"
-    assert_same_bits(out[:num_tokens], expected_output(case, rank), f"{case.name}, rank {rank}, combined")
+    expected = expected_output(case, rank, transport.ranks_per_sum)
+    assert_same_bits(out[:num_tokens], expected, f"{case.name}, rank {rank}, combined")
     assert bool(out[num_tokens:].isnan().all()), f"{case.name}, rank {rank}: combine wrote rows beyond num_tokens"

@@ -39,11 +39,13 @@ def make_routing(
     return Routing(topk_ids=ids, topk_weights=weights / weights.sum(1, keepdim=True))
 
 
-def expected_output(x: torch.Tensor, routing: Routing, placement: Placement, scheme: QuantScheme) -> torch.Tensor:
+def expected_output(
+    x: torch.Tensor, routing: Routing, placement: Placement, scheme: QuantScheme, ranks_per_sum: int = 1
+) -> torch.Tensor:
     """The expected output on this rank [T, H], without an exchange: sums per expert rank, rounded, then in rank order.
 
     Args:
-        x: [T, H]. routing: of the tokens, without repeats.
+        x: [T, H]. routing: of the tokens, without repeats. ranks_per_sum: the transport's order of sums.
     Local.
     """
     num_tokens, num_topk = routing.topk_ids.shape
@@ -56,7 +58,11 @@ def expected_output(x: torch.Tensor, routing: Routing, placement: Placement, sch
         partial.append(weighted_sum(y, torch.where(here, rows, -1), routing.topk_weights))
         token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
         source.append(torch.where(here.any(1), token + rank * num_tokens, -1))
-    return weighted_sum(torch.cat(partial), torch.stack(source, dim=1), None)
+    rows, index = torch.cat(partial), torch.stack(source, dim=1)
+    sums = [weighted_sum(rows, part, None) for part in index.split(ranks_per_sum, dim=1)]
+    token = torch.arange(num_tokens, dtype=torch.int32, device=x.device).unsqueeze(1)
+    every = torch.cat([token + number * num_tokens for number in range(len(sums))], dim=1)
+    return weighted_sum(torch.cat(sums), every, None)
 
 
 def expert_rows(batch: ExpertBatch) -> dict[str, torch.Tensor]:

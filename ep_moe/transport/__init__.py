@@ -9,6 +9,7 @@ from ep_moe.group.symmetric import why_unreachable
 from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.collective import CollectiveTransport
+from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.local import LocalTransport
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]
     "local": LocalTransport,
     "collective": CollectiveTransport,
     "nvlink": _nvlink_transport,
+    "hierarchical": HierarchicalTransport,
 }
 
 
@@ -72,6 +74,7 @@ __all__ = [
     "CollectiveTransport",
     "Dispatched",
     "Handle",
+    "HierarchicalTransport",
     "LocalTransport",
     "Transport",
     "create_transport",

@@ -71,6 +71,13 @@ class Transport(Protocol):
     num_layers: int = 0
 
     @property
+    def ranks_per_sum(self) -> int:
+        """The order of sums: rows of so many consecutive ranks are summed in float32 and rounded to the config's dtype,
+        then these sums are added in float32, both in order. 1 adds all ranks' rows in rank order. Local.
+        """
+        return 1
+
+    @property
     def open_slots(self) -> tuple[int, ...]:
         """The slots that hold an open round. Local."""
         return ()
@@ -136,7 +143,7 @@ class Transport(Protocol):
     def combine_recv(
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Sum the ranks' rows in rank order in float32, add `shared`, round once.
+        """Sum the ranks' rows in float32, in the order of `ranks_per_sum`, add `shared`, round.
 
         Args:
             shared: [T, H] in the config's dtype or float32, the shared experts' output.

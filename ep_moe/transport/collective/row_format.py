@@ -63,6 +63,11 @@ class RowFormat:
         return self.scales_at + _round_up(self.num_groups * self.scale_dtype.itemsize, WORD_BYTES)
 
     @property
+    def payload_bytes(self) -> int:
+        """Bytes of a row's values and scales."""
+        return self.value_bytes + self.num_groups * self.scale_dtype.itemsize
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a whole row."""
         return _round_up(self.ids_at + 2 * WORD_BYTES * self.num_topk, ROW_ALIGNMENT_BYTES)

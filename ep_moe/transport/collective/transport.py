@@ -23,17 +23,16 @@ from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import (
-    bad_ids_message,
     check_dispatch,
     check_expert_output,
     check_results,
     count_rows,
     first_tokens,
-    too_many_tokens_message,
 )
+from ep_moe.transport.collective.headers import all_to_all, compare_headers, refusal, swap_headers
 from ep_moe.transport.collective.row_format import RowFormat
-from ep_moe.transport.collective.send_plan import HEADER_WORDS, Header, plan_send
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag, other_layer_message
+from ep_moe.transport.collective.send_plan import HEADER_WORDS, plan_send
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.slots import Slots
 
 
@@ -147,15 +146,22 @@ class CollectiveTransport(Transport):
         if scheme.payload.quantized and not isinstance(x, Quantized):
             x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
-        sent, received = self._swap_headers(headers, round_)
-        self._raise_refusals(received, round_)
-        self._compare_layers(received, layer, round_)
-        self._compare_formats(received, row_format, fingerprint, round_)
+        sent, received = swap_headers(self._group, headers, round_)
+        compare_headers(
+            received,
+            rank=self.rank,
+            max_tokens_per_rank=self.config.max_tokens_per_rank,
+            num_physical=self.placement.num_physical,
+            layer=layer,
+            row_format=row_format,
+            fingerprint=fingerprint,
+            round_=round_,
+        )
         send_counts, recv_counts = (tuple(header.rows for header in side) for side in (sent, received))
         with self._reporting():
             outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
             incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
-        work = self._all_to_all(incoming, outgoing, recv_counts, send_counts)
+        work = all_to_all(self._group, incoming, outgoing, recv_counts, send_counts)
         state = _Round(
             round=round_,
             num_rows=num_rows,
@@ -213,7 +219,7 @@ class CollectiveTransport(Transport):
         flat = isinstance(dispatched.batch, Flat)
         outgoing = (y if flat else weighted_sum(y, handle.token_to_row, handle.topk_weights)).contiguous()
         incoming = torch.empty(sum(state.send_counts), self.config.hidden, dtype=self.config.dtype, device=y.device)
-        work = self._all_to_all(incoming, outgoing, state.send_counts, handle.recv_counts)
+        work = all_to_all(self._group, incoming, outgoing, state.send_counts, handle.recv_counts)
         returning = dataclasses.replace(state, buffer=incoming, work=work, keep=outgoing)
         self._slots.advance(handle.slot, "combine_send", returning)
 
@@ -245,9 +251,7 @@ class CollectiveTransport(Transport):
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
         round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
-        words = Header(*[0] * HEADER_WORDS)._replace(num_tokens=num_tokens, refused=1)
-        headers = torch.tensor(words, dtype=torch.int64, device=self.device).repeat(2, self.num_ranks, 1)
-        self._swap_headers(headers, round_)
+        swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
         raise error
 
     def abandon(self, *, slot: int = 0) -> None:
@@ -265,7 +269,7 @@ class CollectiveTransport(Transport):
             with self._reporting():
                 outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
                 incoming = torch.empty((sum(state.send_counts), *shape), **like)
-            work = self._all_to_all(incoming, outgoing, state.send_counts, state.recv_counts)
+            work = all_to_all(self._group, incoming, outgoing, state.send_counts, state.recv_counts)
             self._wait(work, "abandoned round", state.round)
         self._slots.close(slot)
 
@@ -286,60 +290,6 @@ class CollectiveTransport(Transport):
         except Exception as error:
             self._group.report_failure(error)
             raise
-
-    def _swap_headers(self, headers: torch.Tensor, round_: int) -> list[list[Header]]:
-        """Send headers[0], receive into headers[1]; return both as lists, by rank. One host sync."""
-        ones = (1,) * self.num_ranks
-        self._wait(self._all_to_all(headers[1], headers[0], ones, ones), "dispatch", round_)
-        return [[Header(*words) for words in by_rank] for by_rank in headers.tolist()]
-
-    def _raise_refusals(self, received: list[Header], round_: int) -> None:
-        """Raise the error of a refused round on every rank: this rank's own first, then another's with its rank."""
-        for rank, header in sorted(enumerate(received), key=lambda entry: entry[0] != self.rank):
-            if header.num_tokens > self.config.max_tokens_per_rank:
-                raise ValueError(too_many_tokens_message(header.num_tokens, self.config.max_tokens_per_rank, rank))
-            if header.bad_ids:
-                raise ValueError(bad_ids_message(header.bad_ids, header.bad_id, self.placement.num_physical, rank))
-            if header.refused:
-                raise ValueError(f"rank {rank} refused its input in round {round_}; its own error says why")
-
-    def _compare_layers(self, received: list[Header], own: LayerTag, round_: int) -> None:
-        """Raise on every rank if ranks are in different layers, or created a layer with different settings."""
-        for rank, header in enumerate(received):
-            if (header.layer, header.settings) != own.words:
-                theirs = LayerTag.from_words(header.layer, header.settings)
-                raise ValueError(other_layer_message(own, self.rank, theirs, rank, round_))
-
-    def _compare_formats(self, received: list[Header], row_format: RowFormat, fingerprint: int, round_: int) -> None:
-        """Raise on every rank if ranks send different formats, or have sized the round differently."""
-        odd = [rank for rank, header in enumerate(received) if header.fingerprint != fingerprint]
-        if odd:
-            raise ValueError(
-                f"ranks disagree on the payload in round {round_}: rank {self.rank} sends {row_format}, not as rank "
-                f"{' and rank '.join(map(str, odd))}; scheme, num_topk and max_num_tokens must be the same on all ranks"
-            )
-
-    def _all_to_all(
-        self,
-        incoming: torch.Tensor,
-        outgoing: torch.Tensor,
-        recv_counts: tuple[int, ...],
-        send_counts: tuple[int, ...],
-    ) -> dist.Work | None:
-        self._group.check()
-        if self._group.process_group is None:
-            incoming.copy_(outgoing)
-            return None
-        group = self._group.process_group
-        try:
-            return dist.all_to_all_single(
-                incoming, outgoing, list(recv_counts), list(send_counts), group=group, async_op=True
-            )
-        except RuntimeError as error:  # if the connection is already broken, the call fails and not the wait
-            cause = self._group.explain(error)
-            if cause is error:
-                raise
-            raise cause from error
 
     def _wait(self, work: dist.Work | None, phase: str, round_: int) -> None:
         if work is not None:

@@ -1,0 +1,5 @@
+"""Exchange over several nodes: a token crosses the network once for each node, then spreads inside it."""
+
+from ep_moe.transport.hierarchical.transport import HierarchicalTransport
+
+__all__ = ["HierarchicalTransport"]

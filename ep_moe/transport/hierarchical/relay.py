@@ -1,0 +1,283 @@
+"""Forwarding inside a node: rows that arrived for the node are one more round of a transport between its ranks.
+
+Letters: N nodes, G ranks of a node, K top-k, H hidden, L local experts, M max_tokens_per_rank.
+
+All rows that a node gets from one other node in one chunk are a round of the inner transport: its source rank g is the
+relay that got them, in the order of source tokens. Rounds of (node, chunk) and blocks of g together say which row is
+which, so that rows can be put into the order of source ranks and tokens without more metadata.
+"""
+
+import dataclasses
+import logging
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.group.part import GroupPart
+from ep_moe.group.symmetric import why_unreachable
+from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.routing import Routing
+from ep_moe.transport.base import Dispatched, Transport
+from ep_moe.transport.collective import CollectiveTransport
+from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.collective.transport import CollectiveHandle
+from ep_moe.transport.hierarchical.nodes import NodeGrid
+from ep_moe.transport.round_kind import RoundKind
+
+MOST_ONE_SIDED_SLOTS = 64  # they share the programs that may wait on a GPU, 400 on an H200
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Forwarded:
+    """A round inside the node: the rows of one source node and one chunk.
+
+    `counts`: by relay, the rows that it has. `blocks`: by relay, where those for this rank begin in the received rows,
+    and how many there may be. `places`: by relay, where they begin among the rows of all rounds.
+    """
+
+    node: int
+    slot: int
+    rows: slice  # of the source node's rows to this relay
+    counts: tuple[int, ...]
+    dispatched: Dispatched | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+    places: tuple[int, ...] = ()
+
+    @property
+    def batch(self) -> Flat:
+        """The received rows."""
+        assert self.dispatched is not None
+        assert isinstance(self.dispatched.batch, Flat)
+        return self.dispatched.batch
+
+
+class Relay:
+    """The rounds inside this rank's node, on the one-sided transport if ranks reach each other's memory.
+
+    Args:
+        group: of all ranks. At least 2 ranks on each node.
+        config: of the whole transport. inside: "nvlink", "collective", or "auto".
+    Collective.
+    """
+
+    def __init__(
+        self, group: EPGroup, grid: NodeGrid, placement: Placement, config: TransportConfig, inside: str
+    ) -> None:
+        part = group.split(grid.nodes)
+        assert isinstance(part, GroupPart)
+        self._part, self._grid = part, grid
+        self.first, self.last = grid.experts(placement)[grid.node]
+        self._chunk_rows = min(config.chunk_rows, config.max_tokens_per_rank)
+        self._chunks = -(-config.max_tokens_per_rank // self._chunk_rows)
+        self._inner: Transport | None = None
+        own = placement.starts[grid.rank - grid.local_rank :][: grid.ranks_per_node + 1]
+        slots = config.num_slots * grid.num_nodes * self._chunks
+        inner = dataclasses.replace(
+            config, max_tokens_per_rank=self._chunk_rows, num_slots=slots, row_alignment=1, ranks_per_node=0
+        )
+        one_sided = _reaches(part, inside, slots)
+        self.waits_on_host = not one_sided or group.device.type != "cuda"
+        if self.last == self.first:
+            return  # no token comes to a node without experts
+        local = Placement(tuple(range(self.last - self.first)), tuple(start - self.first for start in own))
+        if one_sided:
+            from ep_moe.transport.one_sided import NvlinkTransport  # it needs Triton
+
+            self._inner = NvlinkTransport(part, local, inner)
+        else:
+            self._inner = CollectiveTransport(part, local, inner)
+
+    def enter(self, phase: str, round_: int) -> None:
+        """From now on waits inside the node belong to this phase and round of the whole transport. Local."""
+        self._part.place = (phase, round_)
+
+    def plan(self, slot: int, counts: tuple[tuple[int, ...], ...]) -> list[Forwarded]:
+        """The rounds inside the node that one round of the whole transport needs, the same on all ranks of the node.
+
+        They are in the order in which they run: those of this node first, which need no network, then chunk by chunk.
+
+        Args:
+            counts: [N][G], the rows that each relay of this node gets from each node. Local.
+        """
+        step, base, own = self._chunk_rows, slot * self._grid.num_nodes * self._chunks, self._grid.node
+        found = [
+            Forwarded(
+                node=node,
+                slot=base + node * self._chunks + chunk,
+                rows=slice(chunk * step, min((chunk + 1) * step, by_relay[self._grid.local_rank])),
+                counts=tuple(min(max(count - chunk * step, 0), step) for count in by_relay),
+            )
+            for node, by_relay in enumerate(counts)
+            for chunk in range(-(-max(by_relay) // step))
+        ]
+        return sorted(found, key=lambda rows: (rows.node != own, rows.rows.start, rows.node))
+
+    def send(self, forwarded: Forwarded, rows: torch.Tensor, row_format: RowFormat, scheme: QuantScheme) -> None:
+        """Send the rows of a round to the ranks of the node that need them.
+
+        Args:
+            rows: [n, row_bytes] uint8, all that this relay has of the round's source node.
+        Collective in the node; no wait on GPUs with one-sided stores.
+        """
+        assert self._inner is not None
+        values, scale, routing = row_format.read(rows[forwarded.rows])
+        ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights, first=self.first, last=self.last)
+        self._inner.dispatch_send(
+            values if scale is None else Quantized(values=values, scale=scale, scheme=scheme),
+            Routing(topk_ids=ids, topk_weights=weights),
+            layout=Layout.FLAT,
+            scheme=scheme,
+            slot=forwarded.slot,
+            max_num_tokens=max(forwarded.counts),
+        )
+
+    def receive(self, rounds: list[Forwarded]) -> None:
+        """Receive the rows of all rounds, and find their places in the order of source ranks and tokens.
+
+        Collective in the node.
+        """
+        for forwarded in rounds:
+            assert self._inner is not None
+            forwarded.dispatched = self._inner.dispatch_recv(slot=forwarded.slot)
+            forwarded.blocks = _blocks(forwarded, self._grid.ranks_per_node)
+        places: dict[int, list[int]] = {id(forwarded): [] for forwarded in rounds}
+        place = 0
+        for _, relay, _, forwarded in self._in_order(rounds):
+            places[id(forwarded)].append(place)
+            place += forwarded.blocks[relay][1]
+        for forwarded in rounds:
+            forwarded.places = tuple(places[id(forwarded)])
+
+    def _in_order(self, rounds: list[Forwarded]) -> list[tuple[int, int, int, Forwarded]]:
+        """(node, relay, chunk's first row, round) of every block, in the order of source ranks and tokens."""
+        blocks = [
+            (forwarded.node, relay, forwarded.slot, forwarded)
+            for forwarded in rounds
+            for relay in range(self._grid.ranks_per_node)
+        ]
+        return sorted(blocks, key=lambda block: block[:3])
+
+    def gather(self, rounds: list[Forwarded], empty: TokenRows) -> TokenRows:
+        """The received rows of all rounds, by source rank and token; rows without an expert here may lie between them.
+
+        Args:
+            empty: no rows, with the dtypes and widths of these.
+        Local, a copy of the rows.
+        """
+        parts = [
+            (rows.batch, slice(at, at + n)) for _, g, _, rows in self._in_order(rounds) for at, n in [rows.blocks[g]]
+        ]
+        if not parts:
+            return empty
+
+        def joined(name: str) -> torch.Tensor:
+            tensors = [getattr(batch, name)[piece] for batch, piece in parts]
+            if tensors[0].element_size() > 1:
+                return torch.cat(tensors)
+            return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+        return TokenRows(
+            x=joined("x"),
+            scale=None if empty.scale is None else joined("scale"),
+            local_topk_ids=joined("local_topk_ids"),
+            topk_weights=joined("topk_weights"),
+        )
+
+    def send_back(
+        self,
+        forwarded: Forwarded,
+        y: torch.Tensor | None,
+        maps: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Send this rank's sums of a round's rows to their relays.
+
+        Args:
+            y: the experts' output for the batch of all rounds; None sends NaN.
+            maps: token_to_row and topk_weights [rows of all rounds, K], in the order of `gather`; None if y has a
+                weighted sum for each of these rows already.
+        Collective in the node, no wait.
+        """
+        assert self._inner is not None
+        assert forwarded.dispatched is not None
+        pool, like = forwarded.batch, self._inner.config
+        num_rows = pool.x.shape[0]
+        places = [
+            (slice(at, at + count), slice(place, place + count))
+            for (at, count), place in zip(forwarded.blocks, forwarded.places, strict=True)
+        ]
+        if y is None:
+            rows = torch.full((num_rows, like.hidden), float("nan"), dtype=like.dtype, device=pool.x.device)
+        elif maps is None:
+            rows = torch.empty(num_rows, like.hidden, dtype=like.dtype, device=y.device)
+            for here, there in places:
+                rows[here] = y[there]
+        else:
+            index = torch.full((num_rows, maps[0].shape[1]), -1, dtype=torch.int32, device=y.device)
+            weights = torch.zeros(index.shape, device=y.device)
+            for here, there in places:
+                index[here], weights[here] = maps[0][there], maps[1][there]
+            rows = weighted_sum(y, index, weights)
+        self._inner.combine_send(rows, forwarded.dispatched)
+
+    def sum(self, forwarded: Forwarded, out: torch.Tensor) -> None:
+        """Sum the node's rows of a round, in rank order in float32, rounded once.
+
+        Args:
+            out: [n, H] in the model's dtype, written: a row for each that this relay had sent.
+        Collective in the node.
+        """
+        assert self._inner is not None
+        assert forwarded.dispatched is not None
+        self._inner.combine_recv(forwarded.dispatched, out=out)
+
+    def warmup(self, kinds: list[RoundKind]) -> None:
+        """See `Transport.warmup`: rounds inside a node are FLAT and run in halves. Collective."""
+        changes = {"layout": Layout.FLAT, "ids_dtype": torch.int32, "counted": False, "shared_dtype": None}
+        halves = {"split_dispatch": True, "split_combine": True}
+        inner = [dataclasses.replace(kind, **changes, **halves) for kind in kinds]  # type: ignore[arg-type]
+        if self._inner is None:
+            self._part.wait_for_all("compile")
+        else:
+            self._inner.warmup(list(dict.fromkeys(inner)))
+
+    def check(self) -> None:
+        """See `Transport.check`. Host sync."""
+        if self._inner is not None:
+            self._inner.check()
+
+    def destroy(self) -> None:
+        """See `Transport.destroy`. Local."""
+        if self._inner is not None:
+            self._inner.destroy()
+
+
+def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[int, int], ...]:
+    """By relay, the first row of those received from it, and how many there may be."""
+    assert forwarded.dispatched is not None
+    handle = forwarded.dispatched.handle
+    if isinstance(handle, CollectiveHandle):  # packed
+        starts = [sum(handle.recv_counts[:relay]) for relay in range(num_relays)]
+        return tuple(zip(starts, handle.recv_counts, strict=True))
+    room = forwarded.batch.x.shape[0] // num_relays  # a region for each
+    return tuple((relay * room, count) for relay, count in enumerate(forwarded.counts))
+
+
+def _reaches(part: GroupPart, inside: str, slots: int) -> bool:
+    """Whether rounds inside the node are one-sided; the same on all ranks of the node. Collective."""
+    if inside not in ("auto", "nvlink", "collective"):
+        raise ValueError(f"inside ({inside!r}) is not one of auto, nvlink, collective")
+    if inside != "auto":
+        return inside == "nvlink"
+    if part.device.type != "cuda":
+        return False
+    reason = why_unreachable(part)
+    if not reason and slots > MOST_ONE_SIDED_SLOTS:
+        reason = f"{slots} rounds may be open, the most is {MOST_ONE_SIDED_SLOTS}: raise chunk_rows"
+    if part.whole.rank == 0:
+        _log.info("transport 'hierarchical' is %s inside nodes", f"'collective': {reason}" if reason else "'nvlink'")
+    return not reason

@@ -1,0 +1,448 @@
+"""The transport for several nodes: a token crosses the network once for each node, and its results come back summed.
+
+Letters: T tokens on this rank, K top-k, H hidden, R ranks, N nodes, G ranks of a node, P physical experts.
+
+1. Headers: every rank tells every other how many rows it has for that rank's node, or that it refuses.
+2. Rows: a token is sent once to every node that needs it, to the rank that has this rank's number there (its relay), in
+   chunks. The relay forwards each chunk inside the node while the next one travels.
+3. Results: each rank sums a token's local experts and returns a row to the relay, which sums the rows of its node in
+   rank order in float32, rounds to the model's dtype and sends one row back. The source rank adds the nodes' rows in
+   node order in float32.
+All that needs other ranks is sent by dispatch_send and combine_send: no rank waits for another's receiving half.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+
+from ep_moe.config import Layout, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
+from ep_moe.placement import Placement
+from ep_moe.quant import Quantized, QuantScheme, quantize
+from ep_moe.routing import Routing
+from ep_moe.transport.agreement import compare_ranks
+from ep_moe.transport.base import Dispatched, Handle, Transport
+from ep_moe.transport.checks import check_dispatch, check_expert_output, check_results, count_rows, first_tokens
+from ep_moe.transport.collective.headers import compare_headers, refusal, swap_headers
+from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.collective.send_plan import HEADER_WORDS, plan_send
+from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic
+from ep_moe.transport.hierarchical.nodes import NodeGrid, find_nodes
+from ep_moe.transport.hierarchical.relay import Forwarded, Relay
+from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.round_kind import RoundKind
+from ep_moe.transport.slots import Slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HierarchicalHandle(Handle):
+    """The maps by which a combine sums each received row."""
+
+    token_to_row: torch.Tensor  # [rows received, K] int32
+    topk_weights: torch.Tensor  # [rows received, K] float32, repeats merged
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Round:
+    """An open round. Its tensors live until it ends, since other streams and the backend use them."""
+
+    round: int
+    num_rows: int  # rows of x, of which the first `num_tokens` are tokens
+    num_tokens: int
+    layout: Layout
+    scheme: QuantScheme
+    row_format: RowFormat
+    most: int  # tokens of any rank
+    chunks: int  # messages to the other nodes in either direction, the same on all ranks
+    token_to_row: torch.Tensor  # [T, N] int32: a token's row in the send buffer, and in the results' buffer, -1 none
+    send_counts: tuple[int, ...]  # rows sent to each node
+    recv_counts: tuple[int, ...]  # rows received from each node
+    recv_pairs: int  # at most so many received (token, local expert) pairs
+    sent: torch.Tensor  # [rows sent, row_bytes] uint8
+    pool: torch.Tensor  # [rows received, row_bytes] uint8, without rounds inside the node
+    received: list[torch.Tensor]  # by node, [rows, row_bytes] uint8
+    forwarded: list[Forwarded]  # rounds inside the node
+    messages: list[Message]
+    results: torch.Tensor  # [rows sent, H], the nodes' sums
+    kept: tuple[torch.Tensor | None, ...] = ()
+
+
+class HierarchicalTransport(Transport):
+    """Exchange between nodes by NCCL or gloo, each token once per node; inside a node one-sided or by collectives.
+
+    Args:
+        group: the ranks, numbered node by node, as many on each node.
+        placement: which physical experts each rank owns.
+        config: sizes and dtype, the same on all ranks; `ranks_per_node` may declare nodes, `chunk_rows` is the size of
+            messages between them, which changes no result.
+        inside: the transport inside nodes: "nvlink", "collective", or "auto": the first if ranks of a node reach each
+            other's memory. On a CPU "nvlink" needs TRITON_INTERPRET=1.
+
+    The constructor is collective: it compares the configs of all ranks. A dispatch reads the headers back to the host,
+    so it cannot be captured in a CUDA graph. On GPUs forwarding runs on a stream of its own.
+    """
+
+    def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, *, inside: str = "auto") -> None:
+        compare_ranks(group, placement, config)
+        if config.on_peer_loss != "raise":
+            raise ValueError(
+                f"on_peer_loss ({config.on_peer_loss!r}) needs transport 'nvlink': a collective waits for all"
+            )
+        self.config, self.placement = config, placement
+        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
+        self.num_rounds = 0
+        self.nodes: NodeGrid = find_nodes(group, config.ranks_per_node)
+        self._group = group
+        self._network = Network(group, self.nodes)
+        self._relay = Relay(group, self.nodes, placement, config, inside) if self.nodes.ranks_per_node > 1 else None
+        spans = self.nodes.experts(placement)
+        self._owner = torch.repeat_interleave(
+            torch.arange(len(spans), dtype=torch.int32), torch.tensor([last - first for first, last in spans])
+        ).to(group.device)  # [P] int32, physical expert -> node
+        on_gpu = group.device.type == "cuda" and self._relay is not None
+        self._stream = torch.cuda.Stream(group.device) if on_gpu else None
+        self._slots: Slots[_Round] = Slots(config.num_slots)
+
+    @property
+    def ranks_per_sum(self) -> int:
+        """See `Transport.ranks_per_sum`: the ranks of a node. Local."""
+        return self.nodes.ranks_per_node
+
+    @property
+    def traffic(self) -> NetworkTraffic:
+        """What this rank has sent to other nodes. Local."""
+        return self._network.traffic
+
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        """See `Transport.open_slots`. Local."""
+        return self._slots.open
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor | Quantized,
+        routing: Routing,
+        *,
+        layout: Layout,
+        scheme: QuantScheme,
+        slot: int = 0,
+        num_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+        layer: LayerTag = NO_LAYER,
+    ) -> None:
+        """See `Transport.dispatch_send`. Waits for the headers of all ranks, and where rounds inside a node are
+        collective, for the rows that this rank forwards."""
+        self._group.check()
+        self._slots.expect(slot, "dispatch_send")
+        try:
+            check_dispatch(
+                x,
+                routing,
+                layout=layout,
+                scheme=scheme,
+                config=self.config,
+                rank=self.rank,
+                device=self.device,
+                num_tokens=num_tokens,
+                max_num_tokens=max_num_tokens,
+                layer=layer,
+            )
+        except ValueError as error:
+            self.refuse(error, slot=slot, num_tokens=count_rows(x))
+        num_rows = routing.topk_ids.shape[0]
+        if num_tokens is not None:
+            try:
+                x, routing = first_tokens(x, routing, num_tokens, rank=self.rank)
+            except ValueError as error:
+                self.refuse(error, slot=slot)
+        row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
+        most = self.config.max_tokens_per_rank if max_num_tokens is None else max_num_tokens
+        fingerprint, (num_nodes, size) = row_format.fingerprint(most), (self.nodes.num_nodes, self.nodes.ranks_per_node)
+        to_nodes = torch.empty(num_nodes, HEADER_WORDS, dtype=torch.int64, device=self.device)
+        plan = plan_send(routing.topk_ids, self._owner, fingerprint=fingerprint, layer=layer.words, header=to_nodes)
+        headers = torch.stack([to_nodes.repeat_interleave(size, dim=0)] * 2)
+        if scheme.payload.quantized and not isinstance(x, Quantized):
+            x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
+        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
+        sent, received = swap_headers(self._group, headers, round_)
+        self._count_headers()
+        compare_headers(
+            received,
+            rank=self.rank,
+            max_tokens_per_rank=self.config.max_tokens_per_rank,
+            num_physical=self.placement.num_physical,
+            layer=layer,
+            row_format=row_format,
+            fingerprint=fingerprint,
+            round_=round_,
+        )
+        send_counts = tuple(header.rows for header in sent[::size])
+        by_relay = tuple(tuple(header.rows for header in received[n * size : (n + 1) * size]) for n in range(num_nodes))
+        with self._reporting():
+            outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
+            state = _Round(
+                round=round_,
+                num_rows=num_rows,
+                num_tokens=routing.topk_ids.shape[0],
+                layout=layout,
+                scheme=scheme,
+                row_format=row_format,
+                most=most,
+                chunks=-(-max(header.num_tokens for header in received) // self.config.chunk_rows),
+                token_to_row=token_to_row,
+                send_counts=send_counts,
+                recv_counts=tuple(counts[self.nodes.local_rank] for counts in by_relay),
+                recv_pairs=sum(header.pairs for header in received),
+                sent=outgoing,
+                pool=outgoing[:0],
+                received=[],
+                forwarded=[] if self._relay is None else self._relay.plan(slot, by_relay),
+                messages=[],
+                results=torch.empty(sum(send_counts), self.config.hidden, dtype=self.config.dtype, device=self.device),
+            )
+            self._send_rows(state)
+        self._slots.advance(slot, "dispatch_send", state)
+
+    def _count_headers(self) -> None:
+        elsewhere = self.num_ranks - self.nodes.ranks_per_node
+        self.traffic.metadata_bytes += elsewhere * HEADER_WORDS * torch.int64.itemsize
+
+    def _send_rows(self, state: _Round) -> None:
+        """Begin to send rows to the other nodes, and forward inside this node what is here or arrives."""
+        own, outgoing = self.nodes.node, list(state.sent.split(state.send_counts))
+        if self._relay is None:  # the rows are the batch's pool, in one piece
+            state.pool = state.sent.new_empty(sum(state.recv_counts), state.sent.shape[1])
+            state.received = list(state.pool.split(state.recv_counts))
+            state.received[own].copy_(outgoing[own])
+        else:
+            sizes = [(count, state.sent.shape[1]) for count in state.recv_counts]
+            state.received = [outgoing[own] if n == own else state.sent.new_empty(s) for n, s in enumerate(sizes)]
+        for chunk in range(state.chunks):
+            self._exchange(state, chunk, state.received, outgoing, dispatch=True)
+        relay, messages = self._relay, list(state.messages)
+        if relay is None:
+            return
+        with self._relaying("dispatch", state.round):
+            arrived = 0
+            for forwarded in state.forwarded:
+                chunk = forwarded.rows.start // self.config.chunk_rows
+                while forwarded.node != own and arrived <= chunk:
+                    if relay.waits_on_host:
+                        self._network.wait(messages[arrived : arrived + 1], "dispatch", state.round)
+                    else:
+                        messages[arrived].work.wait()  # orders the stream; `dispatch_recv` waits with a deadline
+                    arrived += 1
+                relay.send(forwarded, state.received[forwarded.node], state.row_format, state.scheme)
+
+    def _exchange(
+        self,
+        state: _Round,
+        chunk: int,
+        incoming: Sequence[torch.Tensor],
+        outgoing: Sequence[torch.Tensor],
+        *,
+        dispatch: bool,
+    ) -> None:
+        """Begin to exchange one chunk with the other nodes, and count what leaves this one."""
+        if self.nodes.num_nodes == 1:
+            return
+        rows = slice(chunk * self.config.chunk_rows, (chunk + 1) * self.config.chunk_rows)
+        sends = [tensor[rows] for tensor in outgoing]
+        state.messages.append(self._network.exchange([tensor[rows] for tensor in incoming], sends))
+        crossing = [tensor for node, tensor in enumerate(sends) if node != self.nodes.node]
+        count, num_bytes = sum(map(len, crossing)), sum(tensor.numel() * tensor.element_size() for tensor in crossing)
+        traffic = self.traffic
+        if dispatch:
+            payload = count * state.row_format.payload_bytes
+            traffic.dispatch_rows += count
+            traffic.dispatch_bytes += payload
+            traffic.metadata_bytes += num_bytes - payload
+        else:
+            traffic.combine_rows += count
+            traffic.combine_bytes += num_bytes
+
+    def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
+        """See `Transport.dispatch_recv`."""
+        self._group.check_open()
+        state = self._slots.expect(slot, "dispatch_recv")
+        assert state is not None
+        first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
+        rows = self._receive(state, first, last)
+        num_rows, columns = rows.local_topk_ids.shape
+        packed = pack(
+            rows,
+            state.layout,
+            scheme=state.scheme,
+            dtype=self.config.dtype,
+            num_local_experts=last - first,
+            capacity=self.num_ranks * state.most,
+            alignment=self.config.row_alignment,
+            max_rows=min(state.recv_pairs, num_rows * min(columns, last - first)),
+        )
+        handle = HierarchicalHandle(
+            slot=slot, round=state.round, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights
+        )
+        self._slots.advance(slot, "dispatch_recv", state)
+        return Dispatched(batch=packed.batch, handle=handle)
+
+    def _receive(self, state: _Round, first: int, last: int) -> TokenRows:
+        """Wait for this rank's rows, of experts [first, last), ordered by source rank and token."""
+        self._network.wait(state.messages, "dispatch", state.round)
+        relay = self._relay
+        values, scale, routing = state.row_format.read(state.pool)
+        ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights, first=first, last=last)
+        rows = TokenRows(x=values, scale=scale, local_topk_ids=ids, topk_weights=weights)
+        if relay is not None:
+            self._join()
+            relay.enter("dispatch", state.round)
+            relay.receive(state.forwarded)
+            rows = relay.gather(state.forwarded, rows)
+        state.messages.clear()
+        return rows
+
+    def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
+        """See `Transport.combine_send`. Where rounds inside a node are collective, it waits for the node's ranks."""
+        self._group.check()
+        handle = dispatched.handle
+        assert isinstance(handle, HierarchicalHandle)
+        state = self._slots.expect(handle.slot, "combine_send", handle.round)
+        assert state is not None
+        check_expert_output(y, dispatched.batch)
+        with self._reporting():
+            self._send_results(state, y, dispatched)
+        self._slots.advance(handle.slot, "combine_send", state)
+
+    def _send_results(self, state: _Round, y: torch.Tensor | None, dispatched: Dispatched | None) -> None:
+        """Sum this rank's rows, then its node's, and begin to send the sums back. y: None sends NaN for this rank's."""
+        own, relay = self.nodes.node, self._relay
+        handle = None if dispatched is None else dispatched.handle
+        assert handle is None or isinstance(handle, HierarchicalHandle)
+        flat = dispatched is not None and isinstance(dispatched.batch, Flat)
+        incoming = list(state.results.split(state.send_counts))
+        shape = (sum(state.recv_counts), self.config.hidden)
+        if relay is None:
+            if y is None or handle is None:
+                sums = state.results.new_full(shape, float("nan"))
+            else:
+                sums = (y if flat else weighted_sum(y, handle.token_to_row, handle.topk_weights)).contiguous()
+            outgoing = list(sums.split(state.recv_counts))
+            incoming[own].copy_(outgoing[own])
+            for chunk in range(state.chunks):
+                self._exchange(state, chunk, incoming, outgoing, dispatch=False)
+            state.kept = (sums,)
+            return
+        sums = state.results.new_empty(shape)
+        outgoing = [incoming[n] if n == own else rows for n, rows in enumerate(sums.split(state.recv_counts))]
+        state.kept = (y, sums)
+        maps = None if flat or handle is None else (handle.token_to_row, handle.topk_weights)
+        with self._relaying("combine", state.round):
+            for forwarded in state.forwarded:
+                relay.send_back(forwarded, y, maps)
+            remote = [forwarded for forwarded in state.forwarded if forwarded.node != own]
+            for chunk in range(state.chunks):
+                for forwarded in remote:
+                    if forwarded.rows.start == chunk * self.config.chunk_rows:
+                        relay.sum(forwarded, outgoing[forwarded.node][forwarded.rows])
+                self._exchange(state, chunk, incoming, outgoing, dispatch=False)
+            for forwarded in state.forwarded:
+                if forwarded.node == own:  # last, while the others' sums travel
+                    relay.sum(forwarded, outgoing[own][forwarded.rows])
+
+    def combine_recv(
+        self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Transport.combine_recv`."""
+        self._group.check_open()
+        handle = dispatched.handle
+        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
+        assert state is not None
+        shape = (state.num_rows, self.config.hidden)
+        check_results(shape, self.config, self.device, shared=shared, out=out)
+        self._network.wait(state.messages, "combine", state.round)
+        self._join()
+        result, tokens = state.results.new_empty(shape) if out is None else out, slice(state.num_tokens)
+        # a token has at most one row per node, and nodes are the columns: summed in node order
+        weighted_sum(
+            state.results,
+            state.token_to_row,
+            None,
+            shared=None if shared is None else shared[tokens],
+            out=result[tokens],
+        )
+        self._slots.advance(handle.slot, "combine_recv", None)
+        return result
+
+    def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
+        """See `Transport.refuse`. `num_tokens`: this rank's token count in the header."""
+        self._group.check()
+        self._slots.expect(slot, "dispatch_send")
+        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
+        swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
+        self._count_headers()
+        raise error
+
+    def abandon(self, *, slot: int = 0) -> None:
+        """See `Transport.abandon`. What this rank forwards for others still reaches them."""
+        self._group.check_open()
+        call, state = self._slots.stage(slot)
+        if state is None:
+            return
+        self._group.check()
+        with self._reporting():
+            if call == "dispatch_recv":
+                first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
+                self._receive(state, first, last)
+            if call != "combine_recv":
+                self._send_results(state, None, None)
+        self._network.wait(state.messages, "abandoned round", state.round)
+        self._join()
+        self._slots.close(slot)
+
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """See `Transport.warmup`. Rounds of quantized payloads inside a node compile on first use."""
+        self._slots.check_open()
+        if self._relay is not None:
+            self._relay.warmup([kind for kind in kinds if kind.scheme == "none"])
+
+    def check(self) -> None:
+        """See `Transport.check`. A round's errors are raised by its own calls; this raises those of lost ranks."""
+        self._slots.check_open()
+        self._group.check()
+        if self._relay is not None:
+            self._relay.check()
+
+    def destroy(self) -> None:
+        """See `Transport.destroy`. Open rounds are dropped; the group stays."""
+        self._slots.destroy()
+        if self._relay is not None:
+            self._relay.destroy()
+
+    @contextlib.contextmanager
+    def _relaying(self, phase: str, round_: int) -> Iterator[None]:
+        """Forward in this block, on a GPU on the stream for it, behind what the current stream has been given."""
+        assert self._relay is not None
+        self._relay.enter(phase, round_)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _join(self) -> None:
+        """Order the current stream behind all forwarding so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report an error inside to the other ranks: they wait for rows that this rank announced and cannot send."""
+        try:
+            yield
+        except Exception as error:
+            self._group.report_failure(error)
+            raise

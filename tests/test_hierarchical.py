@@ -1,0 +1,280 @@
+"""The hierarchical transport on CPU ranks that are 2 x 2, 2 x 3 and 4 x 2 nodes."""
+
+import dataclasses
+import functools
+import os
+import pickle
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import GroupConfig, Layout, TransportConfig
+from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.launch import RankFailedError, launch
+from ep_moe.placement import Placement
+from ep_moe.quant import SCHEMES, get_scheme
+from ep_moe.routing import Routing
+from ep_moe.testing import TransportCase, assert_same_bits, check_round, check_transport, transport_cases
+from ep_moe.testing.cases import ROUTINGS
+from ep_moe.testing.rounds import compute_experts
+from ep_moe.testing.transports import check_abandon, check_sit_out
+from ep_moe.transport import HierarchicalTransport, create_transport
+from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.hierarchical.nodes import find_nodes
+
+CONFIG = GroupConfig(timeout_secs=60)
+FEW = (
+    "mixed-layouts",
+    "batched-fewer-experts-than-ranks",
+    "flat-mxfp8-of-more-rows",
+    "compact-one_rank",
+    "round-robin",
+)
+LOST_ROUND = 3
+
+
+def make(
+    group: EPGroup, placement: Placement, config: TransportConfig, *, per_node: int, chunk: int
+) -> HierarchicalTransport:
+    """The transport with nodes of so many ranks and messages of so many rows."""
+    return HierarchicalTransport(
+        group, placement, dataclasses.replace(config, ranks_per_node=per_node, chunk_rows=chunk)
+    )
+
+
+def run_all(group: EPGroup, per_node: int, chunk: int) -> dict[str, str]:
+    return check_transport(functools.partial(make, per_node=per_node, chunk=chunk), group)
+
+
+def failures(ranks: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    return [(rank, name, text) for rank, found in enumerate(ranks) for name, text in found.items() if text]
+
+
+def test_every_case_on_two_nodes_of_two() -> None:
+    ranks = launch(run_all, 2, 7, num_ranks=4, config=CONFIG, device="cpu")
+    assert failures(ranks) == []
+    assert set(ranks[0]) >= {case.name for case in transport_cases(4)}
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "chunk"), [(2, 3, 1000), (4, 2, 9), (2, 1, 1), (3, 1, 4), (1, 3, 7), (1, 1, 1), (2, 2, 1)]
+)
+def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> None:
+    assert failures(launch(run_all, per_node, chunk, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_every_case_on_two_gpus(per_node: int) -> None:
+    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach."""
+    env = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} if per_node == 1 else {}
+    assert failures(launch(run_all, per_node, 64, num_ranks=2, config=CONFIG, device="cuda", env=env)) == []
+
+
+def run_some(group: EPGroup, per_node: int) -> dict[str, str]:
+    """Some cases, those in which a rank forwards for others while its own experts fail, and random ones."""
+    build = functools.partial(make, per_node=per_node, chunk=4)
+    rng, outcomes = random.Random(group.num_ranks), {}
+    cases = [case for case in transport_cases(group.num_ranks) if case.name in FEW]
+    cases += [random_case(rng, group.num_ranks, number) for number in range(5)]
+    for case in cases:
+        transport = make(group, case.make_placement(), case.config, per_node=per_node, chunk=rng.choice((1, 2, 5, 64)))
+        try:
+            for slot in range(2):
+                check_round(transport, case, group.device, slot, halves=(slot > 0, slot > 0))
+            outcomes[case.name] = ""
+        except AssertionError as error:
+            outcomes[case.name] = str(error)
+        transport.destroy()
+        group.barrier()
+    for check in (check_sit_out, check_abandon):
+        try:
+            check(build, group)
+            outcomes[check.__name__] = ""
+        except AssertionError as error:
+            outcomes[check.__name__] = str(error)
+        group.barrier()
+    return outcomes
+
+
+def random_case(rng: random.Random, num_ranks: int, number: int) -> TransportCase:
+    """A round of any size, format and routing, the same on every rank."""
+    scheme = rng.choice(sorted(name for name in SCHEMES))
+    num_topk = rng.choice((1, 2, 3, 6, 8))
+    return TransportCase(
+        name=f"random-{number}-{scheme}",
+        tokens=tuple(rng.choice((0, 1, 3, 8, 19)) for _ in range(num_ranks)),
+        hidden=rng.choice((32, 64, 96, 176)),
+        num_topk=num_topk,
+        num_experts=rng.choice((1, 5, num_ranks, 16, 23)),
+        layout=rng.choice(list(Layout)),
+        scheme=scheme,
+        routing=rng.choice([name for name in ROUTINGS if num_topk > 1 or name != "one_expert"]),
+        placement=rng.choice(("linear", "round_robin")),
+        shared=rng.random() < 0.5,
+        mixed_layouts=rng.random() < 0.3,
+        quantized_input=get_scheme(scheme).payload.quantized and rng.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 3), (4, 2)])
+def test_cases_on_more_nodes(nodes: int, per_node: int) -> None:
+    assert failures(launch(run_some, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
+
+
+def send_counted(group: EPGroup, per_node: int) -> list[tuple[Any, ...]]:
+    """Results and traffic of the same round with messages of several sizes, and the same counted from the ids."""
+    num_experts, hidden, num_topk = 12, 48, 3
+    generator = torch.Generator().manual_seed(group.rank)
+    num_tokens = (0, 23, 40, 9, 17, 31, 2, 28)[group.rank]
+    x = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+    ids = torch.randint(-1, num_experts, (num_tokens, num_topk), generator=generator, dtype=torch.int32)
+    routing = Routing(topk_ids=ids, topk_weights=torch.rand(num_tokens, num_topk, generator=generator))
+    placement = Placement.linear(num_experts, group.num_ranks)
+    config = TransportConfig(hidden=hidden, max_tokens_per_rank=64)
+    node = group.rank // per_node
+    found: list[tuple[Any, ...]] = []
+    for name in ("none", "mxfp8"):
+        results = []
+        for chunk in (1, 6, 1000):
+            transport = make(group, placement, config, per_node=per_node, chunk=chunk)
+            dispatched = transport.dispatch(x, routing, layout=Layout.COMPACT, scheme=get_scheme(name))
+            rows = dispatched.batch.x.view(torch.uint8)[: int(dispatched.batch.expert_num_tokens[:1].sum())].clone()
+            results.append(
+                (rows, transport.combine(compute_experts(dispatched.batch, placement.starts[group.rank]), dispatched))
+            )
+            sent = transport.traffic
+            found.append(dataclasses.astuple(sent))
+            transport.destroy()
+        for rows, result in results[1:]:
+            assert_same_bits(rows, results[0][0], "rows")
+            assert_same_bits(result, results[0][1], "result")
+        # counted by loops: a token crosses once for each other node that owns one of its experts
+        owners = [next(r for r in range(group.num_ranks) if e < placement.starts[r + 1]) for e in range(num_experts)]
+        went = [{owners[e] // per_node for e in row if e >= 0} - {node} for row in ids.tolist()]
+        everywhere = group.all_gather_object([sorted(nodes) for nodes in went])
+        crossing = sum(map(len, went))
+        peers = [rank for rank in range(group.num_ranks) if rank % per_node == group.rank % per_node]
+        back = sum(nodes.count(node) for rank in peers if rank // per_node != node for nodes in everywhere[rank])
+        payload = {"none": 2 * hidden, "mxfp8": hidden + -(-hidden // 32)}[name]
+        row_bytes = RowFormat.of(get_scheme(name), torch.bfloat16, hidden, num_topk).row_bytes
+        headers = (group.num_ranks - per_node) * 9 * 8
+        metadata = crossing * (row_bytes - payload) + headers
+        expected = (crossing, crossing * payload, back, back * 2 * hidden, metadata)
+        assert found[-3:] == [expected] * 3, f"rank {group.rank}, {name}: {found[-3:]}, expected {expected}"
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 2)])
+def test_traffic_is_a_row_for_each_token_and_node(nodes: int, per_node: int) -> None:
+    ranks = launch(send_counted, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")
+    assert sum(found[0][0] for found in ranks) == sum(found[0][2] for found in ranks) > 0
+
+
+def be_lost(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stuck":
+        time.sleep(1000)
+    raise ArithmeticError("7 is too many")
+
+
+def lose_a_rank(group: EPGroup, folder: str, victim: int, how: str, where: str) -> None:
+    """Run rounds until a rank is lost before its dispatch or its combine; record the error and its time."""
+    case = TransportCase(name="loss", tokens=(5,) * group.num_ranks, num_topk=8)
+    transport = make(group, case.make_placement(), case.config, per_node=2, chunk=2)
+    inputs, first = case.inputs(group.rank), case.make_placement().starts[group.rank]
+    assert isinstance(inputs.x, torch.Tensor)
+    for round_ in range(LOST_ROUND + 1):
+        start = time.monotonic()
+        for call in ("dispatch", "combine"):
+            if (group.rank, round_, call) == (victim, LOST_ROUND, where):
+                be_lost(how)
+            try:
+                if call == "dispatch":
+                    dispatched = transport.dispatch(
+                        inputs.x, inputs.routing, layout=Layout.COMPACT, scheme=get_scheme("none")
+                    )
+                else:
+                    transport.combine(compute_experts(dispatched.batch, first), dispatched)
+            except PeerLostError as error:
+                outcome = error.ranks, str(error), time.monotonic() - start
+                Path(folder, str(group.rank)).write_bytes(pickle.dumps(outcome))
+                raise
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "where", "within_secs"),
+    [
+        ("killed", 3, "dispatch", 2.0),
+        ("killed", 0, "combine", 2.0),
+        ("raises", 1, "combine", 2.0),
+        ("stuck", 2, "dispatch", 5.0),
+        ("stuck", 1, "combine", 5.0),
+    ],
+)
+def test_survivors_on_all_nodes_name_the_lost_rank(
+    tmp_path: Path, how: str, victim: int, where: str, within_secs: float
+) -> None:
+    config = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.2)
+    with pytest.raises(RankFailedError) as caught:
+        launch(lose_a_rank, str(tmp_path), victim, how, where, num_ranks=4, config=config, device="cpu")
+    assert caught.value.rank == victim
+    outcomes = {int(path.name): pickle.loads(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert set(outcomes) == {0, 1, 2, 3} - {victim}
+    for ranks, text, secs in outcomes.values():
+        assert ranks == (victim,), text
+        assert f"rank {victim}" in text
+        assert secs < within_secs, text
+
+
+def refuse_bad_nodes(group: EPGroup) -> list[str]:
+    """The error of each setting that no node can have, by name; the group serves the next transport."""
+    placement, said = Placement.linear(6, group.num_ranks), []
+    config = TransportConfig(hidden=16, max_tokens_per_rank=4)
+    for changes in ({"ranks_per_node": 2}, {"ranks_per_node": 4}, {"on_peer_loss": "mask"}):
+        try:
+            create_transport("hierarchical", group, placement, dataclasses.replace(config, **changes))
+        except ValueError as error:
+            said.append(str(error))
+    case = TransportCase(name="one node", tokens=(2,) * group.num_ranks)
+    transport = create_transport("hierarchical", group, case.make_placement(), case.config)
+    check_round(transport, case, group.device)
+    assert transport.ranks_per_sum == group.num_ranks  # the launcher has made one node
+    return said
+
+
+def test_bad_nodes_are_refused_on_every_rank() -> None:
+    expected = [
+        "ranks_per_node (2) does not divide num_ranks (3)",
+        "ranks_per_node (4) does not divide num_ranks (3)",
+        "on_peer_loss ('mask') needs transport 'nvlink': a collective waits for all",
+    ]
+    assert launch(refuse_bad_nodes, num_ranks=3, config=CONFIG, device="cpu") == [expected] * 3
+    with pytest.raises(ValueError, match=re.escape("chunk_rows (0) must be at least 1")):
+        TransportConfig(hidden=16, max_tokens_per_rank=4, chunk_rows=0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ((0, 0, 1), r"nodes have different numbers of ranks \(2 on node 0, 1 on node 1\)"),
+        ((0, 1, 0, 1), r"ranks 0 to 3 are on nodes \[0, 1, 0, 1\].* node by node"),
+    ],
+)
+def test_nodes_of_the_launcher(nodes: tuple[int, ...], said: str) -> None:
+    group: Any = SimpleNamespace(rank=1, num_ranks=len(nodes), node=nodes[1], all_gather_object=lambda _: list(nodes))
+    with pytest.raises(ValueError, match=said):
+        find_nodes(group, 0)
+    group.all_gather_object = lambda _: sorted(nodes[:2] * 2)
+    group.num_ranks = 4
+    grid = find_nodes(group, 0)
+    assert (grid.num_nodes, grid.ranks_per_node) == (len(set(nodes[:2])), 4 // len(set(nodes[:2])))
