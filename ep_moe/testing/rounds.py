@@ -4,6 +4,7 @@ Letters: T tokens on a rank, K top-k, H hidden, L local experts.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,25 +177,91 @@ def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
     return y.reshape(*batch.x.shape[:-1], batch.hidden)
 
 
-def expected_output(case: TransportCase, rank: int) -> torch.Tensor:
-    """The expected result of combine on `rank` [T, H]: sums in column order on each expert rank, then in rank order."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What one expert adds to a token; a token's parts are in the order of their experts' first columns."""
+
+    owner: int  # rank
+    weight: torch.Tensor  # [] float32, repeats merged
+    row: torch.Tensor  # [H] float32, the expert's output
+
+
+def _rank_rows(case: TransportCase, parts: list[_Part]) -> dict[int, torch.Tensor]:
+    """For each rank, by its last column, the weighted sum of its experts in column order, rounded: [H] float32."""
+    rows: dict[int, torch.Tensor] = {}
+    for part in parts:
+        so_far = rows.pop(part.owner, torch.zeros(case.hidden))
+        rows[part.owner] = so_far + part.weight * part.row
+    return {owner: row.to(case.dtype).float() for owner, row in rows.items()}
+
+
+def _by_rank(case: TransportCase, parts: list[_Part]) -> torch.Tensor:
+    """Each rank's sum, added in rank order."""
+    rows, total = _rank_rows(case, parts), torch.zeros(case.hidden)
+    for owner in sorted(rows):
+        total = total + rows[owner]
+    return total
+
+
+def _by_last_column(case: TransportCase, parts: list[_Part]) -> torch.Tensor:
+    """Each rank's sum, added in the order of the ranks' last columns."""
+    total = torch.zeros(case.hidden)
+    for row in _rank_rows(case, parts).values():
+        total = total + row
+    return total
+
+
+def _by_column(case: TransportCase, parts: list[_Part]) -> torch.Tensor:
+    """Each expert's row times its weight, with fused multiply-add, in column order; a FLAT rank's sum is one row."""
+    rows, total = _rank_rows(case, parts), torch.zeros(case.hidden)
+    done = set()
+    for part in parts:
+        if case.layout_of(part.owner) is not Layout.FLAT:
+            total = (total.double() + part.weight.double() * part.row.double()).float()
+        elif part.owner not in done:
+            total = total + rows[part.owner]
+        done.add(part.owner)
+    return total
+
+
+# by the name in a transport's `sum_order`: the sum, and whether it is rounded before `shared` is added
+SUM_ORDERS: dict[str, tuple[Callable[[TransportCase, list[_Part]], torch.Tensor], bool]] = {
+    "ranks": (_by_rank, False),
+    "ranks-rounded": (_by_rank, True),
+    "last-columns-rounded": (_by_last_column, True),
+    "columns": (_by_column, True),
+}
+
+
+def declared_order(transport: Transport) -> str:
+    """The name of the transport's order of sums, its attribute `sum_order`; "ranks", as of `Transport`, if none."""
+    return getattr(transport, "sum_order", "ranks")
+
+
+def expected_output(case: TransportCase, rank: int, order: str = "ranks") -> torch.Tensor:
+    """The expected result of combine on `rank` [T, H]. order: one of SUM_ORDERS, by default that of `Transport`: sums
+    in column order on each expert rank, then in rank order."""
     inputs, placement = case.inputs(rank), case.make_placement()
     values, scale = _payload(inputs, case)
     real = values.float() if scale is None else dequantize_rows(values, scale, get_scheme(case.scheme))
     total = torch.zeros(case.tokens[rank], case.hidden)
+    add, rounded = SUM_ORDERS[order]
+    owners = [owner for owner in range(case.num_ranks) for _ in range(placement.num_local_experts(owner))]
     for token in range(case.tokens[rank]):
         ids = inputs.routing.topk_ids[token].tolist()
-        weights = inputs.routing.topk_weights[token]
-        for owner in range(case.num_ranks):
-            mine = [e for e in dict.fromkeys(ids) if placement.starts[owner] <= e < placement.starts[owner + 1]]
-            if not mine:
-                continue
-            partial = torch.zeros(case.hidden)
-            merged = _merged_weights(ids, weights)
-            for expert in mine:
-                weight = torch.tensor(merged[ids.index(expert)])
-                partial = partial + weight * expert_function(real[token], expert, case.dtype).float()
-            total[token] = total[token] + partial.to(case.dtype).float()
+        merged = _merged_weights(ids, inputs.routing.topk_weights[token])
+        parts = [
+            _Part(
+                owner=owners[expert],
+                weight=torch.tensor(merged[ids.index(expert)]),
+                row=expert_function(real[token], expert, case.dtype).float(),
+            )
+            for expert in dict.fromkeys(ids)
+            if expert >= 0
+        ]
+        total[token] = add(case, parts)
+    if rounded:
+        total = total.to(case.dtype).float()
     if inputs.shared is not None:
         total = total + inputs.shared.float()
     return total.to(case.dtype)
@@ -242,5 +309,7 @@ def check_round(
     transport.check()
     assert not wrong, wrong
     assert result.data_ptr() == out.data_ptr(), f"{case.name}: combine did not use out"
-    assert_same_bits(out[:num_tokens], expected_output(case, rank), f"{case.name}, rank {rank}, combined")
+    assert_same_bits(
+        out[:num_tokens], expected_output(case, rank, declared_order(transport)), f"{case.name}, rank {rank}, combined"
+    )
     assert bool(out[num_tokens:].isnan().all()), f"{case.name}, rank {rank}: combine wrote rows beyond num_tokens"

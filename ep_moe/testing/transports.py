@@ -16,7 +16,13 @@ from ep_moe.quant import get_scheme
 from ep_moe.testing.cases import TransportCase, transport_cases
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.testing.refusals import Arguments, check_layers, check_refusals, refused_round
-from ep_moe.testing.rounds import TransportFactory, check_round, compute_experts, expected_output
+from ep_moe.testing.rounds import (
+    TransportFactory,
+    check_round,
+    compute_experts,
+    declared_order,
+    expected_output,
+)
 
 
 def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
@@ -38,7 +44,11 @@ def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
         result = transport.combine(y, dispatched, out=out)
         lost = (inputs.routing.topk_ids >= starts[last]).any(1)
         assert bool(lost.any()), "no token went to the rank that sits out"
-        wanted = expected_output(case, group.rank).to(group.device).masked_fill(lost.unsqueeze(1), float("nan"))
+        wanted = (
+            expected_output(case, group.rank, declared_order(transport))
+            .to(group.device)
+            .masked_fill(lost.unsqueeze(1), float("nan"))
+        )
         assert_same_bits(result[~lost], wanted[~lost], f"{case.name}, rank {group.rank}")
         assert bool(result[lost].isnan().all()), f"rank {group.rank} got numbers from a rank that sat out"
     assert transport.num_rounds == before + 1, "the round was not counted"
@@ -124,7 +134,11 @@ def check_bounds(make: TransportFactory, group: EPGroup) -> None:
         transport.combine_send(compute_experts(dispatched.batch, first[group.rank]), dispatched)
         opened.append(dispatched)
     for dispatched in opened:
-        assert_same_bits(transport.combine_recv(dispatched), expected_output(whole, group.rank), "open bounds")
+        assert_same_bits(
+            transport.combine_recv(dispatched),
+            expected_output(whole, group.rank, declared_order(transport)),
+            "open bounds",
+        )
     last = group.num_ranks - 1
     for bound in (None, 40) if group.num_ranks > 1 else ():
         mine = dataclasses.replace(arguments, max_num_tokens=bound if group.rank == last else 5)
@@ -172,7 +186,9 @@ def check_slots(make: TransportFactory, group: EPGroup) -> None:
         transport.combine_send(compute_experts(dispatched.batch, first), dispatched)
     for case, dispatched in zip(cases, opened, strict=True):
         result = transport.combine_recv(dispatched)
-        assert_same_bits(result, expected_output(case, group.rank), f"{case.name}, rank {group.rank}")
+        assert_same_bits(
+            result, expected_output(case, group.rank, declared_order(transport)), f"{case.name}, rank {group.rank}"
+        )
     transport.check()
     transport.destroy()
 
@@ -197,7 +213,11 @@ def check_abandon(make: TransportFactory, group: EPGroup) -> None:
             transport.abandon()
         elif stage == "combine_recv":
             result = transport.combine_recv(dispatched)
-            assert_same_bits(result, expected_output(case, group.rank), f"{case.name}, {stage}, rank {group.rank}")
+            assert_same_bits(
+                result,
+                expected_output(case, group.rank, declared_order(transport)),
+                f"{case.name}, {stage}, rank {group.rank}",
+            )
         else:
             ones = torch.ones(case.tokens[group.rank], case.hidden, dtype=case.dtype, device=group.device)
             result = transport.combine_recv(dispatched, out=ones)

@@ -1,5 +1,6 @@
 """Token exchange. `base` is the interface; `TRANSPORTS` holds the implementations by name."""
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -29,10 +30,19 @@ def _nvlink_transport(group: EPGroup, placement: Placement, config: TransportCon
     return NvlinkTransport(group, placement, config)
 
 
+def _deepep_transport(group: EPGroup, placement: Placement, config: TransportConfig, mode: str = "auto") -> Transport:
+    """Build a transport over an installed DeepEP, in one of its modes."""
+    from ep_moe.transport.deepep import DeepEPTransport
+
+    return DeepEPTransport(group, placement, config, mode=mode)
+
+
 TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]] = {
     "local": LocalTransport,
     "collective": CollectiveTransport,
     "nvlink": _nvlink_transport,
+    "deepep": _deepep_transport,
+    **{f"deepep_{mode}": functools.partial(_deepep_transport, mode=mode) for mode in ("low_latency", "normal", "v2")},
 }
 
 
