@@ -133,7 +133,11 @@ def _take(rows: torch.Tensor, *parts: tuple[tuple[int, ...], torch.dtype]) -> li
     found, place = [], 0
     for shape, dtype in parts:
         size = torch.Size(shape).numel() * dtype.itemsize
-        piece = rows[:, place : place + size].contiguous() if len(rows) else torch.empty(0, size, dtype=torch.uint8)
+        piece = (
+            rows[:, place : place + size].clone(memory_format=torch.contiguous_format)
+            if len(rows)
+            else torch.empty(0, size, dtype=torch.uint8)
+        )
         found.append(piece.reshape(-1).view(dtype).reshape(len(rows), *shape))
         place += size
     return found

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
 from ep_moe.quant import Quantized
 from ep_moe.transport.deepep.payload import PayloadFormat
 from ep_moe.transport.deepep.round_header import RoundHeader
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, all_gather
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
 
@@ -190,7 +189,7 @@ class LowLatency:
         mine[:num_tokens, :num_topk] = ids.int()
         mine[:num_tokens, num_topk:] = weights.contiguous().view(torch.int32)
         everyone = torch.empty(self._num_ranks, *mine.shape, dtype=torch.int32, device=ids.device)
-        dist.all_gather_into_tensor(everyone.view(-1, 2 * num_topk), mine, group=self._group)
+        all_gather(everyone.view(-1, 2 * num_topk), mine, group=self._group)
         return everyone
 
     def _row_of(self, round_: _Round) -> torch.Tensor:

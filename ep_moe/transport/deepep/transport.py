@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
@@ -26,7 +25,7 @@ from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import check_dispatch, check_expert_output, check_results, count_rows, first_tokens
 from ep_moe.transport.deepep import elastic, low_latency, normal
-from ep_moe.transport.deepep.exchange import Exchange, Outgoing, Sizes, check_common, without_fill
+from ep_moe.transport.deepep.exchange import Exchange, Outgoing, Sizes, all_gather, check_common, without_fill
 from ep_moe.transport.deepep.library import Library, find_library
 from ep_moe.transport.deepep.payload import PayloadFormat
 from ep_moe.transport.deepep.round_header import RoundHeader, compare_headers, fingerprint, write_header
@@ -304,7 +303,7 @@ class DeepEPTransport(Transport):
         """The headers of all ranks. One host sync."""
         everyone = mine.new_empty(self.num_ranks, mine.shape[0])
         try:
-            work = dist.all_gather_into_tensor(everyone.view(-1), mine, group=self._group.process_group, async_op=True)
+            work = all_gather(everyone.view(-1), mine, group=self._group.process_group, async_op=True)
         except RuntimeError as error:  # if the connection is already broken, the call fails and not the wait
             cause = self._group.explain(error)
             if cause is error:
@@ -320,7 +319,7 @@ class DeepEPTransport(Transport):
         try:
             with self._group.waiting(phase, round_), without_fill():
                 yield
-        except PeerLostError:
+        except (PeerLostError, ValueError):  # a ValueError is of sizes, which are the same on all ranks
             raise
         except Exception as error:
             cause = self._group.explain(error)
