@@ -10,6 +10,7 @@ Letters: T tokens on this rank, N received rows, K top-k, H hidden, R ranks, E e
 """
 
 import concurrent.futures
+import math
 import zlib
 from typing import Any
 
@@ -551,6 +552,7 @@ class ElasticBuffer:
         require(num_experts % self.num_ranks == 0, "num_experts % num_ranks == 0")
         _check_ids(topk_idx, num_experts, self.num_topk or 32)
         _check_once(topk_idx)
+        assert num_sms or math.comb(num_experts, topk_idx.shape[1]), "the estimate of SMs divides by zero"
         _matrix(topk_weights, torch.float32, "topk_weights")
         require(scales is None or (scales.dim() == 2 and scales.element_size() == 4), "sf is 2-D, of 4 bytes")
         num_topk, num_local = topk_idx.shape[1], num_experts // self.num_ranks

@@ -21,6 +21,7 @@ from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
 
 MOST_TOPK = 32  # one lane of a warp each
 MOST_EXPERTS, MOST_LOCAL_EXPERTS = 2048, 256
+SMS_WITHOUT_ESTIMATE = 24
 WIDTH_MULTIPLE = 256  # the combine gives each lane of a warp 16 bytes
 
 
@@ -71,7 +72,7 @@ class Elastic:
             topk_weights=outgoing.topk_weights.contiguous(),
             num_experts=self._num_experts,
             num_max_tokens_per_rank=self._sizes.max_tokens,
-            num_sms=self._sizes.num_sms,
+            num_sms=self._num_sms(outgoing.topk_ids.shape[1]),
             do_cpu_sync=True,
         )
         return _Round(format=outgoing.format, handle=handle, received=received, topk_ids=ids, topk_weights=weights)
@@ -81,9 +82,13 @@ class Elastic:
         num_pairs = sum(round_.handle.num_recv_tokens_per_expert_list)
         return arrived(round_.format, round_.received, round_.topk_ids, round_.topk_weights, num_pairs)
 
+    def count(self, round_: _Round) -> int:
+        """See `Exchange.count`. Local."""
+        return round_.topk_ids.shape[0]
+
     def send_back(self, round_: _Round, rows: torch.Tensor) -> None:
         """See `Exchange.send_back`."""
-        round_.keep = padded(rows, self._width)
+        round_.keep, round_.received = padded(rows, self._width), None
         round_.combined, _, round_.event = self._buffer.combine(
             x=round_.keep, handle=round_.handle, async_with_compute_stream=True
         )
@@ -98,3 +103,7 @@ class Elastic:
     def destroy(self) -> None:
         """See `Exchange.destroy`."""
         self._buffer.destroy()
+
+    def _num_sms(self, num_topk: int) -> int:
+        """SMs of a round, 0 for DeepEP's estimate, which divides by the ways to choose K of all experts."""
+        return self._sizes.num_sms or (SMS_WITHOUT_ESTIMATE if num_topk > self._num_experts else 0)

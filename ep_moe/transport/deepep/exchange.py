@@ -73,6 +73,10 @@ class Exchange(Protocol):
         """Wait, on the device or on the host, for the rows of all ranks. Collective."""
         ...
 
+    def count(self, round_: Any) -> int:
+        """N of a round, for which it is received if it has not been. Collective if so."""
+        ...
+
     def send_back(self, round_: Any, rows: torch.Tensor) -> None:
         """Return [N, H] bfloat16, a row for each of `Arrived.rows`. Collective."""
         ...

@@ -127,9 +127,16 @@ class LowLatency:
             scale = scales[place // height, place % height][:, : round_.format.num_groups]
         else:
             x, scale = round_.format.read_words(round_.received.view(-1, self.width)[place])
-        round_.place, round_.received, round_.keep = place, None, None
+        round_.place, round_.keep = place, None
         rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights)
         return Arrived(rows=rows, num_pairs=ids.shape[0] * min(ids.shape[1], self._sizes.num_local_experts))
+
+    def count(self, round_: _Round) -> int:
+        """See `Exchange.count`."""
+        if round_.place is None:
+            self.receive(round_)
+        assert round_.place is not None
+        return round_.place.shape[0]
 
     def send_back(self, round_: _Round, rows: torch.Tensor) -> None:
         """See `Exchange.send_back`. Rows of no token are not sent, and stay as they are."""
@@ -151,7 +158,7 @@ class LowLatency:
             return_recv_hook=True,
         )
         self._in_flight = round_.hook
-        round_.keep = x
+        round_.keep, round_.received = x, None
 
     def receive_back(self, round_: _Round) -> torch.Tensor:
         """See `Exchange.receive_back`. No host sync."""

@@ -101,9 +101,13 @@ class Normal:
         """See `Exchange.receive`. Local."""
         return arrived(round_.format, round_.received, round_.topk_ids, round_.topk_weights, round_.num_pairs)
 
+    def count(self, round_: _Round) -> int:
+        """See `Exchange.count`. Local."""
+        return round_.topk_ids.shape[0]
+
     def send_back(self, round_: _Round, rows: torch.Tensor) -> None:
         """See `Exchange.send_back`."""
-        round_.keep = padded(rows, self._width)
+        round_.keep, round_.received = padded(rows, self._width), None
         round_.combined, _, round_.event = self._buffer.combine(x=round_.keep, handle=round_.handle, async_finish=True)
 
     def receive_back(self, round_: _Round) -> torch.Tensor:

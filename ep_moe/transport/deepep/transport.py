@@ -53,7 +53,6 @@ class _Round:
     scheme: QuantScheme
     most: int  # tokens of any rank
     work: Any  # the mode's own state
-    num_received: int = 0  # N
 
 
 class DeepEPTransport(Transport):
@@ -95,7 +94,7 @@ class DeepEPTransport(Transport):
             raise ValueError(f"cast: DeepEP casts in mode 'low_latency' alone, the mode is {library.mode!r}")
         self.config, self.placement, self.mode = config, placement, library.mode
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
-        self.num_rounds = 0
+        self.num_rounds, self._destroyed = 0, False
         self._group, self._slots = group, Slots[_Round](config.num_slots)
         counts = [placement.num_local_experts(rank) for rank in range(group.num_ranks)]
         sizes = Sizes(
@@ -209,8 +208,7 @@ class DeepEPTransport(Transport):
         handle = DeepEPHandle(
             slot=slot, round=state.round, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights
         )
-        received = dataclasses.replace(state, num_received=arrived.rows.x.shape[0])
-        self._slots.advance(slot, "dispatch_recv", received)
+        self._slots.advance(slot, "dispatch_recv", state)
         return Dispatched(batch=packed.batch, handle=handle)
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
@@ -260,11 +258,8 @@ class DeepEPTransport(Transport):
         if state is None:
             return
         with self._calling("abandoned round", state.round):
-            count = state.num_received
-            if call == "dispatch_recv":
-                count = self._exchange.receive(state.work).rows.x.shape[0]
             if call != "combine_recv":
-                shape = (count, self.config.hidden)
+                shape = (self._exchange.count(state.work), self.config.hidden)
                 nothing = torch.full(shape, float("nan"), dtype=self.config.dtype, device=self.device)
                 self._exchange.send_back(state.work, nothing)
             self._exchange.receive_back(state.work)
@@ -280,10 +275,13 @@ class DeepEPTransport(Transport):
             self._group.wait(done, phase="combine", round=max(self.num_rounds - 1, 0))
 
     def destroy(self) -> None:
-        """See `Transport.destroy`. Open rounds are dropped; the group stays."""
-        with contextlib.suppress(RuntimeError):
-            self._slots.check_open()
+        """See `Transport.destroy`. Open rounds are dropped; the group stays.
+
+        DeepEP waits here for the other ranks' `destroy`. Once a rank is lost its buffers are left to the process's end.
+        """
+        if not self._destroyed and self._group.failure is None:
             self._exchange.destroy()
+        self._destroyed = True
         self._slots.destroy()
 
     def _check_topk(self, routing: Routing) -> None:
