@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ep_moe.group import EPGroup
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.normal import arrived
 from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
@@ -66,15 +66,16 @@ class Elastic:
 
     def send(self, outgoing: Outgoing) -> _Round:
         """See `Exchange.send`. Host wait for the counts of all ranks, bounded by the group's timeout."""
-        received, ids, weights, handle, _ = self._buffer.dispatch(
-            x=outgoing.format.pair(outgoing.x, self._width),
-            topk_idx=outgoing.topk_ids,
-            topk_weights=outgoing.topk_weights.contiguous(),
-            num_experts=self._num_experts,
-            num_max_tokens_per_rank=self._sizes.max_tokens,
-            num_sms=self._num_sms(outgoing.topk_ids.shape[1]),
-            do_cpu_sync=True,
-        )
+        with without_fill():
+            received, ids, weights, handle, _ = self._buffer.dispatch(
+                x=outgoing.format.pair(outgoing.x, self._width),
+                topk_idx=outgoing.topk_ids,
+                topk_weights=outgoing.topk_weights.contiguous(),
+                num_experts=self._num_experts,
+                num_max_tokens_per_rank=self._sizes.max_tokens,
+                num_sms=self._num_sms(outgoing.topk_ids.shape[1]),
+                do_cpu_sync=True,
+            )
         return _Round(format=outgoing.format, handle=handle, received=received, topk_ids=ids, topk_weights=weights)
 
     def receive(self, round_: _Round) -> Arrived:
@@ -89,9 +90,10 @@ class Elastic:
     def send_back(self, round_: _Round, rows: torch.Tensor) -> None:
         """See `Exchange.send_back`."""
         round_.keep, round_.received = padded(rows, self._width), None
-        round_.combined, _, round_.event = self._buffer.combine(
-            x=round_.keep, handle=round_.handle, async_with_compute_stream=True
-        )
+        with without_fill():
+            round_.combined, _, round_.event = self._buffer.combine(
+                x=round_.keep, handle=round_.handle, async_with_compute_stream=True
+            )
 
     def receive_back(self, round_: _Round) -> torch.Tensor:
         """See `Exchange.receive_back`. No host sync."""

@@ -23,7 +23,7 @@ import torch
 
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, all_gather
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, all_gather, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
 
@@ -93,14 +93,15 @@ class LowLatency:
         ids, weights = outgoing.topk_ids, outgoing.topk_weights
         cast = isinstance(outgoing.x, torch.Tensor) and outgoing.format.num_groups > 0
         rows = outgoing.format.words(outgoing.x, self.width)
-        received, _, handle, _, hook = self._buffer.low_latency_dispatch(
-            x=rows,
-            topk_idx=ids,
-            num_max_dispatch_tokens_per_rank=self._max_tokens,
-            num_experts=self._num_experts,
-            use_fp8=cast,
-            return_recv_hook=True,
-        )
+        with without_fill():
+            received, _, handle, _, hook = self._buffer.low_latency_dispatch(
+                x=rows,
+                topk_idx=ids,
+                num_max_dispatch_tokens_per_rank=self._max_tokens,
+                num_experts=self._num_experts,
+                use_fp8=cast,
+                return_recv_hook=True,
+            )
         self._in_flight = hook
         flat = [bool(header.flat) for header in outgoing.headers]
         lists = self._gather_lists(outgoing) if any(flat) else None
@@ -150,13 +151,14 @@ class LowLatency:
         if round_.zeros is not None:
             flat[round_.zeros] = 0
         flat[round_.place] = padded(rows, self.width)
-        round_.combined, _, round_.hook = self._buffer.low_latency_combine(
-            x=x,
-            topk_idx=round_.topk_ids,
-            topk_weights=round_.topk_weights,
-            handle=round_.handle,
-            return_recv_hook=True,
-        )
+        with without_fill():
+            round_.combined, _, round_.hook = self._buffer.low_latency_combine(
+                x=x,
+                topk_idx=round_.topk_ids,
+                topk_weights=round_.topk_weights,
+                handle=round_.handle,
+                return_recv_hook=True,
+            )
         self._in_flight = round_.hook
         round_.keep, round_.received = x, None
 

@@ -13,7 +13,7 @@ import torch
 
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
 
@@ -79,15 +79,16 @@ class Normal:
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
             topk_idx=ids, num_experts=self._num_experts
         )
-        received, local_ids, local_weights, counts, handle, _ = self._buffer.dispatch(
-            x=outgoing.format.pair(outgoing.x, self._width),
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=ids,
-            topk_weights=weights,
-        )
+        with without_fill():
+            received, local_ids, local_weights, counts, handle, _ = self._buffer.dispatch(
+                x=outgoing.format.pair(outgoing.x, self._width),
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=ids,
+                topk_weights=weights,
+            )
         return _Round(
             format=outgoing.format,
             handle=handle,
@@ -108,7 +109,10 @@ class Normal:
     def send_back(self, round_: _Round, rows: torch.Tensor) -> None:
         """See `Exchange.send_back`."""
         round_.keep, round_.received = padded(rows, self._width), None
-        round_.combined, _, round_.event = self._buffer.combine(x=round_.keep, handle=round_.handle, async_finish=True)
+        with without_fill():
+            round_.combined, _, round_.event = self._buffer.combine(
+                x=round_.keep, handle=round_.handle, async_finish=True
+            )
 
     def receive_back(self, round_: _Round) -> torch.Tensor:
         """See `Exchange.receive_back`. No host sync."""

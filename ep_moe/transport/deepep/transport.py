@@ -25,7 +25,7 @@ from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.checks import check_dispatch, check_expert_output, check_results, count_rows, first_tokens
 from ep_moe.transport.deepep import elastic, low_latency, normal
-from ep_moe.transport.deepep.exchange import Exchange, Outgoing, Sizes, all_gather, check_common, without_fill
+from ep_moe.transport.deepep.exchange import Exchange, Outgoing, Sizes, all_gather, check_common
 from ep_moe.transport.deepep.library import Library, find_library
 from ep_moe.transport.deepep.payload import PayloadFormat
 from ep_moe.transport.deepep.round_header import RoundHeader, compare_headers, fingerprint, write_header
@@ -315,7 +315,7 @@ class DeepEPTransport(Transport):
         """Call DeepEP: name the rank that is lost if it fails for that, else tell the others of an error here."""
         self._group.check()
         try:
-            with self._group.waiting(phase, round_), without_fill():
+            with self._group.waiting(phase, round_):
                 yield
         except (PeerLostError, ValueError):  # a ValueError is of sizes, which are the same on all ranks
             raise
