@@ -615,3 +615,50 @@ class ElasticBuffer:
             return combined, None, EventOverlap(fill)
         fill()
         return combined, None, EventOverlap()
+
+
+class _OnDevice:
+    """Calls a buffer of this file, whose tensors are on the CPU, with tensors on a GPU, and returns such.
+
+    Tensors that an operation fills later are copied when its hook or event is waited for.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._buffer, name)
+        if name not in ("get_dispatch_layout", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine"):
+            return found
+
+        def call(**options: Any) -> Any:
+            results = found(**_each(options, torch.Tensor.cpu))
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def mirror(tensor: torch.Tensor) -> torch.Tensor:
+                pairs.append((tensor.cuda(), tensor))
+                return pairs[-1][0]
+
+            def complete(wait: Any) -> None:
+                wait()
+                for mine, filled in pairs:
+                    mine.copy_(filled)
+
+            *tensors, last = _each(results, mirror)
+            if callable(last):
+                return (*tensors, lambda: complete(last))
+            if isinstance(last, EventOverlap) and last.event is not None:
+                event = last.event
+                last = EventOverlap(lambda: complete(event))
+            return (*tensors, last)
+
+        return call
+
+
+def _each(value: Any, change: Any) -> Any:
+    """The same tuple or dict with its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _each(part, change) for name, part in value.items()}
+    return tuple(_each(part, change) for part in value) if isinstance(value, tuple) else value
