@@ -160,6 +160,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {  # scheme, quantizatio
     "fp8_tensor": ("fp8_tensor", TENSORS, "ignored_layers"),
     "fp8_token": ("fp8_token", CHANNELS, "ignore"),
 }
+INT4 = {"int4_group": "int4_w4a16_g32_f32", "int4_channel": "int4_w4a16_f32"}  # scheme by form
 INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
 
@@ -218,6 +219,31 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     save_reference(model, folder)
 
 
+def write_int4(folder: Path, plain: Path, model: Any, scheme_name: str) -> None:
+    """The same model with its experts in packed int4, and what it computes with their dequantized weights."""
+    folder.mkdir()
+    scheme = get_scheme(scheme_name)
+    tensors = load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        weight = tensors.pop(name)
+        stored = quantize_weight(weight, scheme)
+        assert stored.scale is not None
+        tensors[name + "_packed"] = stored.values.contiguous().view(torch.int32)
+        tensors[name + "_scale"] = stored.scale.reshape(weight.shape[0], -1).clone()
+        tensors[name + "_shape"] = torch.tensor(weight.shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = quantization_config(scheme, gpt_oss=False, ignored=ignored)
+    (folder / "config.json").write_text(json.dumps(config))
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
+            for part in (module.gate_up_proj, module.down_proj):
+                part.data = dequantize_weight(quantize_weight(part.data, scheme), scheme)
+    save_reference(model, folder)
+
+
 def write_mxfp4(folder: Path, plain: Path, model: Any) -> None:
     """gpt-oss as it is published: experts in MXFP4, and what the same model computes with their dequantized weights."""
     folder.mkdir()
@@ -249,6 +275,8 @@ def main(folder: Path) -> None:
         write(family, folder / family)
     for form in QUANTIZED:
         write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
+    for form, scheme in INT4.items():
+        write_int4(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], scheme)
     write_mxfp4(folder / "gpt_oss_mxfp4", folder / "gpt_oss", make("gpt_oss")[0])
 
 

@@ -36,7 +36,8 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
-LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(QUANTIZED, 2)
+INT4 = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel")
+LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys((*QUANTIZED, *INT4), 2)
 
 
 @dataclasses.dataclass
@@ -227,7 +228,7 @@ def dead_rank() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
-    **{name: functools.partial(plain, name) for name in QUANTIZED},
+    **{name: functools.partial(plain, name) for name in (*QUANTIZED, *INT4)},
     "deepseek_v3": deepseek_v3,
     "gpt_oss": functools.partial(plain, "gpt_oss"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4"),

@@ -76,6 +76,9 @@ def install() -> None:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.quantization import mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as packed,
+    )
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -92,6 +95,9 @@ def install() -> None:
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls  # vLLM starts a process, which imports again
     mxfp4.select_mxfp4_moe_backend = lambda *_: (None, None)  # it finds no kernel of its own on a CPU and raises
+    if hasattr(packed, "select_wna16_moe_backend"):  # in 0.33; the same
+        packed.select_wna16_moe_backend = lambda **_: (packed.WNA16MoEBackend.MARLIN, None)
+        packed.check_moe_marlin_supports_config = lambda *_, **__: True
     for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init

@@ -2,17 +2,19 @@
 
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.engines.common.formats import LoadedFormat, fp8_blocks
-from ep_moe.quant import get_scheme
+from ep_moe.quant import QuantScheme, get_scheme
 
 _PLAIN = {
     MoEActivation.SILU: ActivationKind.SILU,
     MoEActivation.GELU: ActivationKind.GELU,
     MoEActivation.RELU2_NO_MUL: ActivationKind.RELU2,
 }
+_SUFFIXES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # of schemes, for dtypes of scales
 _OAI_ALPHA, _OAI_BETA, _OAI_LIMIT = 1.702, 1.0, 7.0  # of gpt-oss' model card
 
 
@@ -54,4 +56,26 @@ def format_of(method: Any, *, interleaved: bool) -> LoadedFormat:
             return LoadedFormat(scheme=fp8_blocks(method.weight_block_size), scale_name="weight_scale")
         scheme = get_scheme("fp8_tensor" if method.weight_quant.strategy == "tensor" else "fp8_token")
         return LoadedFormat(scheme=scheme, scale_name="weight_scale", static=method.static_input_scales)
+    if name in ("CompressedTensorsWNA16MoEMethod", "CompressedTensorsWNA16MarlinMoEMethod"):
+        return LoadedFormat(
+            scheme=_four_bits(method),
+            scale_name="weight_scale",
+            values_name="weight_packed",
+            columns_first=getattr(method, "is_transposed", True),  # always so before 0.33, which has the attribute
+        )
     raise ValueError(f"weights of {name} are not read here")
+
+
+def _four_bits(method: Any) -> QuantScheme:
+    """The scheme of int4 weights of compressed-tensors. Errors: ValueError for what it cannot say. Local."""
+    weights, dtype = method.weight_quant, method.moe.in_dtype
+    strategy, order = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
+    if weights.num_bits != 4:
+        raise ValueError(f"packed weights of {weights.num_bits} bits are not read here")
+    if not weights.symmetric:
+        raise ValueError("packed weights with zero points are not read here")
+    if order not in (None, "weight", "static"):
+        raise ValueError(f"packed weights with actorder '{order}' are not read here")
+    if strategy not in ("channel", "group") or dtype not in _SUFFIXES:
+        raise ValueError(f"packed weights of strategy '{strategy}' with scales in {dtype} are not read here")
+    return get_scheme(f"int4_w4a16{f'_g{weights.group_size}' if strategy == 'group' else ''}{_SUFFIXES[dtype]}")
