@@ -3,6 +3,8 @@
 Only what is beside the experts: the layers of experts and their routers run vLLM's own code.
 """
 
+import importlib
+import importlib.util
 import types
 from typing import Any
 
@@ -70,15 +72,20 @@ def _twins() -> dict[str, tuple[str, Any]]:
     }
 
 
+def packed_modules() -> list[Any]:
+    """The modules of compressed-tensors' packed integers that select kernels, which differ between versions."""
+    folder = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+    names = [f"{folder}.compressed_tensors_moe_wna16{end}" for end in ("", "_marlin")]
+    found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    return [module for module in found if hasattr(module, "select_wna16_moe_backend")]
+
+
 def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.quantization import mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_wna16 as packed,
-    )
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -95,9 +102,10 @@ def install() -> None:
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls  # vLLM starts a process, which imports again
     mxfp4.select_mxfp4_moe_backend = lambda *_: (None, None)  # it finds no kernel of its own on a CPU and raises
-    if hasattr(packed, "select_wna16_moe_backend"):  # in 0.33; the same
-        packed.select_wna16_moe_backend = lambda **_: (packed.WNA16MoEBackend.MARLIN, None)
-        packed.check_moe_marlin_supports_config = lambda *_, **__: True
+    for module in packed_modules():
+        marlin = module.WNA16MoEBackend.MARLIN
+        module.select_wna16_moe_backend = lambda marlin=marlin, **_: (marlin, None)  # the same
+        module.check_moe_marlin_supports_config = lambda *_, **__: True
     for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init

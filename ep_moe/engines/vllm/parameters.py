@@ -57,11 +57,13 @@ def format_of(method: Any, *, interleaved: bool) -> LoadedFormat:
         scheme = get_scheme("fp8_tensor" if method.weight_quant.strategy == "tensor" else "fp8_token")
         return LoadedFormat(scheme=scheme, scale_name="weight_scale", static=method.static_input_scales)
     if name in ("CompressedTensorsWNA16MoEMethod", "CompressedTensorsWNA16MarlinMoEMethod"):
+        backend = getattr(getattr(method, "wna16_backend", None), "name", "")
         return LoadedFormat(
             scheme=_four_bits(method),
             scale_name="weight_scale",
             values_name="weight_packed",
-            columns_first=getattr(method, "is_transposed", True),  # always so before 0.33, which has the attribute
+            # 0.33 has the attribute; 0.26 loads columns first for all backends but this
+            columns_first=getattr(method, "is_transposed", backend != "FLASHINFER_TRTLLM"),
         )
     raise ValueError(f"weights of {name} are not read here")
 
