@@ -16,7 +16,7 @@ from prompts import VOCABULARY, prompts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
-from ep_moe.quant import dequantize_weight, get_scheme, quantize_weight, round_trip
+from ep_moe.quant import StoredMatrix, dequantize_weight, get_scheme, quantize_weight, round_trip
 from ep_moe.weights.writing import quantization_config
 
 HIDDEN, INTERMEDIATE = 256, 128
@@ -159,8 +159,10 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {  # scheme, quantizatio
     "fp8_block": ("fp8_block", BLOCKS, "modules_to_not_convert"),
     "fp8_tensor": ("fp8_tensor", TENSORS, "ignored_layers"),
     "fp8_token": ("fp8_token", CHANNELS, "ignore"),
+    "int8_token": ("int8_token", quantization_config(get_scheme("int8_token"), gpt_oss=False, ignored=[]), "ignore"),
 }
-INT4 = {"int4_group": "int4_w4a16_g32_f32", "int4_channel": "int4_w4a16_f32"}  # scheme by form
+INT4 = {"int4_group": "int4_w4a16_g32_f32", "int4_channel": "int4_w4a16_f32", "gptq": "int4_w4a16_g32_f32"}  # schemes
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
 INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
 
@@ -179,7 +181,7 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     for weight in [weight for weight in tensors if ".experts." in weight]:
         stored = quantize_weight(tensors[weight], scheme)
         assert stored.scale is not None
-        scale = stored.scale.unsqueeze(-1) if form == "fp8_token" else stored.scale
+        scale = stored.scale.unsqueeze(-1) if form.endswith("_token") else stored.scale
         tensors[weight], tensors[weight + suffix] = stored.values, scale.clone()
         if static:
             second = "down_proj" in weight
@@ -219,23 +221,36 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     save_reference(model, folder)
 
 
-def write_int4(folder: Path, plain: Path, model: Any, scheme_name: str) -> None:
+def packed_int4(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
+    """The tensors of a weight [N, K] in packed int4, by the end of their names; "weight" is cut off before."""
+    assert stored.scale is not None
+    values, scale = stored.values.contiguous().view(torch.int32), stored.scale.reshape(stored.values.shape[0], -1)
+    if form != "gptq":
+        shape = torch.tensor([values.shape[0], 8 * values.shape[1]])
+        return {"weight_packed": values, "weight_scale": scale.clone(), "weight_shape": shape}
+    groups = scale.shape[1]
+    return {
+        "qweight": values.t().contiguous(),
+        "scales": scale.t().contiguous(),
+        "qzeros": torch.full((groups, values.shape[0] // 8), 0x77777777, dtype=torch.int32),  # 8 - 1, as v1 stores it
+        "g_idx": (torch.arange(8 * values.shape[1]) // (8 * values.shape[1] // groups)).int(),
+    }
+
+
+def write_int4(folder: Path, plain: Path, model: Any, form: str) -> None:
     """The same model with its experts in packed int4, and what it computes with their dequantized weights."""
     folder.mkdir()
-    scheme = get_scheme(scheme_name)
+    scheme = get_scheme(INT4[form])
     tensors = load_file(plain / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
-        weight = tensors.pop(name)
-        stored = quantize_weight(weight, scheme)
-        assert stored.scale is not None
-        tensors[name + "_packed"] = stored.values.contiguous().view(torch.int32)
-        tensors[name + "_scale"] = stored.scale.reshape(weight.shape[0], -1).clone()
-        tensors[name + "_shape"] = torch.tensor(weight.shape)
+        stored = quantize_weight(tensors.pop(name), scheme)
+        tensors |= {name.removesuffix("weight") + end: part for end, part in packed_int4(stored, form).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = quantization_config(scheme, gpt_oss=False, ignored=ignored)
+    settings = quantization_config(scheme, gpt_oss=False, ignored=ignored)
+    config["quantization_config"] = GPTQ if form == "gptq" else settings
     (folder / "config.json").write_text(json.dumps(config))
     for module in model.modules():
         if hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
@@ -275,8 +290,8 @@ def main(folder: Path) -> None:
         write(family, folder / family)
     for form in QUANTIZED:
         write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
-    for form, scheme in INT4.items():
-        write_int4(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], scheme)
+    for form in INT4:
+        write_int4(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
     write_mxfp4(folder / "gpt_oss_mxfp4", folder / "gpt_oss", make("gpt_oss")[0])
 
 

@@ -35,8 +35,8 @@ CHECKPOINTS = Path(sys.argv[4])
 MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
-QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
-INT4 = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel")
+QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token", "qwen3_moe_int8_token")
+INT4 = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel", "qwen3_moe_gptq")
 LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys((*QUANTIZED, *INT4), 2)
 
 

@@ -84,8 +84,11 @@ def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.quantization import mxfp4
+    from vllm.model_executor.layers.quantization import auto_gptq, mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_int8,
+    )
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -104,9 +107,12 @@ def install() -> None:
     mxfp4.select_mxfp4_moe_backend = lambda *_: (None, None)  # it finds no kernel of its own on a CPU and raises
     for module in packed_modules():
         marlin = module.WNA16MoEBackend.MARLIN
-        module.select_wna16_moe_backend = lambda marlin=marlin, **_: (marlin, None)  # the same
+        module.select_wna16_moe_backend = lambda *_, marlin=marlin, **__: (marlin, None)  # the same
         module.check_moe_marlin_supports_config = lambda *_, **__: True
-    for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config):
+    auto_gptq.check_moe_marlin_supports_layer = lambda *_, **__: True
+    auto_gptq.select_wna16_moe_backend = lambda *_, **__: (None, None)
+    compressed_tensors_moe_w8a8_int8.select_int8_moe_backend = lambda *_, **__: (None, None)
+    for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config, auto_gptq.AutoGPTQConfig):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init
     Attention.forward = attention

@@ -65,11 +65,27 @@ def format_of(method: Any, *, interleaved: bool) -> LoadedFormat:
             # 0.33 has the attribute; 0.26 loads columns first for all backends but this
             columns_first=getattr(method, "is_transposed", backend != "FLASHINFER_TRTLLM"),
         )
+    if name == "AutoGPTQMoEMethod":
+        return LoadedFormat(scheme=_gptq(method), scale_name="scales", values_name="qweight", columns_first=True)
+    if name == "CompressedTensorsW8A8Int8MoEMethod":
+        return LoadedFormat(scheme=get_scheme("int8_token"), scale_name="weight_scale")
     raise ValueError(f"weights of {name} are not read here")
 
 
+def _gptq(method: Any) -> QuantScheme:
+    """The scheme of symmetric int4 weights of GPTQ. Errors: ValueError for others. Local."""
+    config, dtype = method.quant_config, method.moe.in_dtype
+    if (config.weight_bits, config.is_sym, config.desc_act) != (4, True, False) or dtype not in _SUFFIXES:
+        raise ValueError(
+            f"GPTQ weights with bits {config.weight_bits}, sym {config.is_sym}, desc_act {config.desc_act} and scales "
+            f"in {dtype} are not read here"
+        )
+    group = "" if config.group_size == -1 else f"_g{config.group_size}"
+    return get_scheme(f"int4_w4a16{group}{_SUFFIXES[dtype]}")
+
+
 def _four_bits(method: Any) -> QuantScheme:
-    """The scheme of int4 weights of compressed-tensors. Errors: ValueError for what it cannot say. Local."""
+    """The scheme of int4 weights of compressed-tensors. Errors: ValueError for others. Local."""
     weights, dtype = method.weight_quant, method.moe.in_dtype
     strategy, order = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
     if weights.num_bits != 4:
