@@ -161,7 +161,12 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {  # scheme, quantizatio
     "fp8_token": ("fp8_token", CHANNELS, "ignore"),
     "int8_token": ("int8_token", quantization_config(get_scheme("int8_token"), gpt_oss=False, ignored=[]), "ignore"),
 }
-INT4 = {"int4_group": "int4_w4a16_g32_f32", "int4_channel": "int4_w4a16_f32", "gptq": "int4_w4a16_g32_f32"}  # schemes
+FOUR_BITS = {  # schemes of weights beside tokens that are not quantized
+    "int4_group": "int4_w4a16_g32_f32",
+    "int4_channel": "int4_w4a16_f32",
+    "gptq": "int4_w4a16_g32_f32",
+    "nvfp4_w4a16": "nvfp4_w4a16_divisor",
+}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
 INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
@@ -221,9 +226,13 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     save_reference(model, folder)
 
 
-def packed_int4(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
-    """The tensors of a weight [N, K] in packed int4, by the end of their names; "weight" is cut off before."""
+def packed_parts(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
+    """The tensors of a weight [N, K] in 4 bits, by the end of their names; "weight" is cut off before."""
     assert stored.scale is not None
+    if "nvfp4" in form:
+        assert stored.global_scale is not None
+        scales = {"weight_scale": stored.scale, "weight_global_scale": stored.global_scale.reshape(1)}
+        return {"weight_packed": stored.values, **scales}
     values, scale = stored.values.contiguous().view(torch.int32), stored.scale.reshape(stored.values.shape[0], -1)
     if form != "gptq":
         shape = torch.tensor([values.shape[0], 8 * values.shape[1]])
@@ -237,14 +246,26 @@ def packed_int4(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
     }
 
 
-def write_int4(folder: Path, plain: Path, model: Any, form: str) -> None:
-    """The same model with its experts in packed int4, and what it computes with their dequantized weights."""
+def write_four_bits(folder: Path, plain: Path, model: Any, form: str) -> None:
+    """The same model with its experts in 4 bits, and what it computes with their dequantized weights."""
     folder.mkdir()
-    scheme = get_scheme(INT4[form])
+    scheme = get_scheme(FOUR_BITS[form])
     tensors = load_file(plain / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
-        stored = quantize_weight(tensors.pop(name), scheme)
-        tensors |= {name.removesuffix("weight") + end: part for end, part in packed_int4(stored, form).items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name, module in model.named_modules():
+        if not name.endswith("mlp.experts"):
+            continue
+        for weight, halves in ((module.gate_up_proj, ("gate_proj", "up_proj")), (module.down_proj, ("down_proj",))):
+            for expert, matrix in enumerate(weight.data):  # both halves at once: they share NVFP4's second scale
+                stored = quantize_weight(matrix, scheme)
+                weight.data[expert] = dequantize_weight(stored, scheme)
+                rows = matrix.shape[0] // len(halves)
+                for index, half in enumerate(halves):
+                    part = stored.map(
+                        lambda t, i=index, n=rows: t[i * n : (i + 1) * n].clone() if t.dim() else t.clone()
+                    )
+                    parts = packed_parts(part, form)
+                    tensors |= {f"{name}.{expert}.{half}.{end}": tensor for end, tensor in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
@@ -252,10 +273,6 @@ def write_int4(folder: Path, plain: Path, model: Any, form: str) -> None:
     settings = quantization_config(scheme, gpt_oss=False, ignored=ignored)
     config["quantization_config"] = GPTQ if form == "gptq" else settings
     (folder / "config.json").write_text(json.dumps(config))
-    for module in model.modules():
-        if hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
-            for part in (module.gate_up_proj, module.down_proj):
-                part.data = dequantize_weight(quantize_weight(part.data, scheme), scheme)
     save_reference(model, folder)
 
 
@@ -290,8 +307,8 @@ def main(folder: Path) -> None:
         write(family, folder / family)
     for form in QUANTIZED:
         write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
-    for form in INT4:
-        write_int4(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
+    for form in FOUR_BITS:
+        write_four_bits(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
     write_mxfp4(folder / "gpt_oss_mxfp4", folder / "gpt_oss", make("gpt_oss")[0])
 
 

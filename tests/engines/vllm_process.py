@@ -36,8 +36,10 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token", "qwen3_moe_int8_token")
-INT4 = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel", "qwen3_moe_gptq")
-LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys((*QUANTIZED, *INT4), 2)
+FOUR_BITS = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel", "qwen3_moe_gptq", "qwen3_moe_nvfp4_w4a16")
+LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(
+    (*QUANTIZED, *FOUR_BITS), 2
+)
 
 
 @dataclasses.dataclass
@@ -228,7 +230,7 @@ def dead_rank() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
-    **{name: functools.partial(plain, name) for name in (*QUANTIZED, *INT4)},
+    **{name: functools.partial(plain, name) for name in (*QUANTIZED, *FOUR_BITS)},
     "deepseek_v3": deepseek_v3,
     "gpt_oss": functools.partial(plain, "gpt_oss"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4"),

@@ -26,6 +26,7 @@ class LoadedFormat:
         static: there are scales of activations, w13_input_scale and w2_input_scale.
         interleaved: rows of w13 are loaded as [gate 0, up 0, gate 1, ...].
         values_name: of the parameters with the values, as `scale_name`.
+        global_name: of the parameters with a second scale of each matrix, "" if there are none.
         columns_first: values [L, K, N] and scales [L, G, N] are loaded transposed; `RowOrder.transpose` turns them.
     """
 
@@ -35,6 +36,7 @@ class LoadedFormat:
     static: bool = False
     interleaved: bool = False
     values_name: str = "weight"
+    global_name: str = ""
     columns_first: bool = False
 
 
@@ -65,8 +67,8 @@ def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
     if not scheme.weight.quantized and w13.dtype not in DTYPES.values():
         raise ValueError(f"{names[0]} is {w13.dtype}, not one of {', '.join(DTYPES)}")
     return ExpertWeights(
-        w13=StoredMatrix(w13, scale=_scale(layer, "w13", loaded)),
-        w2=StoredMatrix(w2, scale=_scale(layer, "w2", loaded)),
+        w13=StoredMatrix(w13, scale=_scale(layer, "w13", loaded), global_scale=_global_scale(layer, "w13", loaded)),
+        w2=StoredMatrix(w2, scale=_scale(layer, "w2", loaded), global_scale=_global_scale(layer, "w2", loaded)),
         scheme=scheme,
         w13_bias=_bias(layer, "w13", loaded),
         w2_bias=_bias(layer, "w2", loaded),
@@ -97,6 +99,22 @@ def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
     if stored.granularity == "tensor":
         return scale[:, 0] if scale.dim() == 2 else scale
     return scale.squeeze(-1) if stored.granularity == "channel" else scale
+
+
+def _global_scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
+    """The second scale of each matrix [L], a view; engines have one for each half of w13, [L, 2]. Host sync.
+
+    Errors: ValueError for halves with different ones.
+    """
+    if not loaded.global_name:
+        return None
+    scale: torch.Tensor = getattr(layer, f"{name}_{loaded.global_name}").data
+    if scale.dim() < 2:
+        return scale
+    different = int((scale != scale[:, :1]).any(1).sum())
+    if different:
+        raise ValueError(f"gate and up of {different} experts have different {name}_{loaded.global_name}")
+    return scale[:, 0]
 
 
 def share_scale(layer: Any) -> None:

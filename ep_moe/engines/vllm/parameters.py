@@ -67,9 +67,25 @@ def format_of(method: Any, *, interleaved: bool) -> LoadedFormat:
         )
     if name == "AutoGPTQMoEMethod":
         return LoadedFormat(scheme=_gptq(method), scale_name="scales", values_name="qweight", columns_first=True)
+    if name in ("CompressedTensorsW4A4Nvfp4MoEMethod", "ModelOptNvFp4FusedMoE"):
+        return _nvfp4(method, divides=name.startswith("CompressedTensors"))
     if name == "CompressedTensorsW8A8Int8MoEMethod":
         return LoadedFormat(scheme=get_scheme("int8_token"), scale_name="weight_scale")
     raise ValueError(f"weights of {name} are not read here")
+
+
+def _nvfp4(method: Any, *, divides: bool) -> LoadedFormat:
+    """NVFP4 of compressed-tensors, whose second scale divides, or of modelopt. Errors: ValueError for others. Local."""
+    if not hasattr(method, "use_a16"):
+        raise ValueError("this release does not tell NVFP4 tokens from those in 16 bits")
+    if getattr(method, "per_token_activation", False):
+        raise ValueError("NVFP4 tokens with a second scale for each token are not computed here")
+    scheme = get_scheme(f"nvfp4{'_w4a16' if method.use_a16 else ''}{'_divisor' if divides else ''}")
+    if divides:
+        return LoadedFormat(
+            scheme=scheme, scale_name="weight_scale", values_name="weight_packed", global_name="weight_global_scale"
+        )
+    return LoadedFormat(scheme=scheme, scale_name="weight_scale", global_name="weight_scale_2")
 
 
 def _gptq(method: Any) -> QuantScheme:
