@@ -33,12 +33,13 @@ from ep_moe.config import Layout
 WORLD, RANK, PORT = (int(text) for text in sys.argv[1:4])
 CHECKPOINTS = Path(sys.argv[4])
 MAX_TOKENS = 64
-FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
+FLOAT32_LIMIT, FP8_LIMIT, FOUR_BIT_LIMIT = 1e-5, 1e-2, 3e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token", "qwen3_moe_int8_token")
 FOUR_BITS = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel", "qwen3_moe_gptq", "qwen3_moe_nvfp4_w4a16")
+ROUNDED = ("qwen3_moe_nvfp4", "qwen3_moe_nvfp4_modelopt")  # tokens in 4 bits
 LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(
-    (*QUANTIZED, *FOUR_BITS), 2
+    (*QUANTIZED, *FOUR_BITS, *ROUNDED), 2
 )
 
 
@@ -108,11 +109,12 @@ class Engine:
         worst = 0.0
         for index, found in zip(indices[RANK % self.dp :: self.dp], self.forward(indices, padded), strict=True):
             difference = found - reference[index]
-            if self.name in QUANTIZED:
+            if self.name in (*QUANTIZED, *ROUNDED):
                 worst = max(worst, float((difference.norm(dim=-1) / reference[index].norm(dim=-1)).nan_to_num(9).max()))
             else:
                 worst = max(worst, float(difference.abs().nan_to_num(9).max()))
         limit = FP8_LIMIT if self.name in QUANTIZED else FLOAT32_LIMIT
+        limit = FOUR_BIT_LIMIT if self.name in ROUNDED else limit
         assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
         return worst
 
@@ -230,7 +232,7 @@ def dead_rank() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
-    **{name: functools.partial(plain, name) for name in (*QUANTIZED, *FOUR_BITS)},
+    **{name: functools.partial(plain, name) for name in (*QUANTIZED, *FOUR_BITS, *ROUNDED)},
     "deepseek_v3": deepseek_v3,
     "gpt_oss": functools.partial(plain, "gpt_oss"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4"),

@@ -84,7 +84,7 @@ def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.quantization import auto_gptq, mxfp4
+    from vllm.model_executor.layers.quantization import auto_gptq, modelopt, mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_w4a4_nvfp4,
@@ -112,9 +112,16 @@ def install() -> None:
         module.check_moe_marlin_supports_config = lambda *_, **__: True
     auto_gptq.check_moe_marlin_supports_layer = lambda *_, **__: True
     auto_gptq.select_wna16_moe_backend = lambda *_, **__: (None, None)
+    modelopt.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
     compressed_tensors_moe_w4a4_nvfp4.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
     compressed_tensors_moe_w8a8_int8.select_int8_moe_backend = lambda *_, **__: (None, None)
-    for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config, auto_gptq.AutoGPTQConfig):
+    for config in (
+        Fp8Config,
+        CompressedTensorsConfig,
+        mxfp4.Mxfp4Config,
+        auto_gptq.AutoGPTQConfig,
+        modelopt.ModelOptNvFp4Config,
+    ):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init
     Attention.forward = attention
