@@ -16,6 +16,7 @@ from typing import Any
 
 import fake_deepep
 import pytest
+import test_layer
 import torch
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
@@ -24,7 +25,14 @@ from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
-from ep_moe.testing import TransportCase, check_round, check_transport, transport_cases
+from ep_moe.testing import (
+    ROW_ERROR_LIMITS,
+    TransportCase,
+    check_round,
+    check_transport,
+    transport_cases,
+    worst_row_error,
+)
 from ep_moe.testing.rounds import compute_experts
 from ep_moe.testing.transports import CHECKS
 from ep_moe.transport import TRANSPORTS, create_transport
@@ -131,6 +139,27 @@ def check_on_gpu(group: EPGroup) -> list[str]:
 @pytest.mark.gpu
 def test_carries_a_sample_on_a_gpu() -> None:
     assert launch(check_on_gpu, num_ranks=1, config=GroupConfig(timeout_secs=120), device="cuda") == [[]]
+
+
+def layers_on_rank(group: EPGroup) -> dict[str, float]:
+    """A layer with shared experts over each mode: the worst row's error against the same over `collective`."""
+    outputs = {}
+    for mode in ("collective", *MODES):
+        make = TRANSPORTS[mode] if mode in TRANSPORTS else make_on_fake(mode)
+        test_layer.create_transport = lambda _, *made_of, make=make: make(*made_of)
+        for layout in (Layout.COMPACT, Layout.FLAT):
+            outputs[mode, layout] = test_layer.run_layer(group, "linear", "fp8_block", layout, torch.bfloat16)
+    return {
+        f"{mode} {layout.value}": worst_row_error(outputs[mode, layout], outputs["collective", layout])
+        for mode in MODES
+        for layout in (Layout.COMPACT, Layout.FLAT)
+    }
+
+
+def test_a_layer_runs_over_it() -> None:
+    for errors in launch(layers_on_rank, num_ranks=2, device="cpu"):
+        assert len(errors) == 6
+        assert max(errors.values()) < ROW_ERROR_LIMITS["bfloat16"], errors
 
 
 def message_of(call: Callable[[], Any]) -> str:

@@ -54,7 +54,10 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
 
     "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
-    Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton. Collective.
+    "deepep" and "deepep_<mode>" need an installed DeepEP (docs/exchange.md).
+
+    Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton, for "deepep" without
+    the DeepEP that it needs. Collective.
     """
     if name == "auto":
         name = _choose(group)
