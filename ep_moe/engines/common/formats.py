@@ -15,6 +15,8 @@ from ep_moe.engines.common.weights import gate_above_up
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights import ExpertWeights
 
+_SCALE_SUFFIXES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # of schemes' names
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedFormat:
@@ -44,6 +46,35 @@ def fp8_blocks(block: list[int]) -> QuantScheme:
     """The scheme of fp8 weights with a scale per block of [rows, columns], and tokens in groups. Local."""
     rows, columns = block
     return get_scheme("fp8_block" if (rows, columns) == (128, 128) else f"fp8_block_{rows}x{columns}")
+
+
+def int4_scheme(group: int, dtype: torch.dtype) -> QuantScheme:
+    """The scheme of symmetric int4 weights beside tokens that are not quantized.
+
+    Args: group: columns that share a scale, 0 per channel. dtype: of the scales.
+    Errors: ValueError for another dtype. Local.
+    """
+    if dtype not in _SCALE_SUFFIXES:
+        raise ValueError(f"packed weights with scales in {dtype} are not read here")
+    return get_scheme(f"int4_w4a16{f'_g{group}' if group else ''}{_SCALE_SUFFIXES[dtype]}")
+
+
+def packed_int4(weights: Any, *, symmetric: bool, dtype: torch.dtype) -> QuantScheme:
+    """The scheme of compressed-tensors' `pack-quantized` weights.
+
+    Args: weights: has num_bits, strategy, group_size and actorder. dtype: of the scales.
+    Errors: ValueError for weights that are not symmetric int4 in the order of their groups. Local.
+    """
+    strategy, order = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
+    if weights.num_bits != 4:
+        raise ValueError(f"packed weights of {weights.num_bits} bits are not read here")
+    if not symmetric:
+        raise ValueError("packed weights with zero points are not read here")
+    if order not in (None, "weight", "static"):
+        raise ValueError(f"packed weights with actorder '{order}' are not read here")
+    if strategy not in ("channel", "group"):
+        raise ValueError(f"packed weights of strategy '{strategy}' are not read here")
+    return int4_scheme(weights.group_size if strategy == "group" else 0, dtype)
 
 
 def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from ep_moe.config import ActivationConfig, ActivationKind
-from ep_moe.engines.common.formats import LoadedFormat, fp8_blocks
+from ep_moe.engines.common.formats import LoadedFormat, fp8_blocks, int4_scheme, packed_int4
 from ep_moe.quant import QuantScheme, get_scheme
 
 _PLAIN = {
@@ -14,7 +13,6 @@ _PLAIN = {
     MoEActivation.GELU: ActivationKind.GELU,
     MoEActivation.RELU2_NO_MUL: ActivationKind.RELU2,
 }
-_SUFFIXES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # of schemes, for dtypes of scales
 _OAI_ALPHA, _OAI_BETA, _OAI_LIMIT = 1.702, 1.0, 7.0  # of gpt-oss' model card
 
 
@@ -59,7 +57,7 @@ def format_of(method: Any, *, interleaved: bool) -> LoadedFormat:
     if name in ("CompressedTensorsWNA16MoEMethod", "CompressedTensorsWNA16MarlinMoEMethod"):
         backend = getattr(getattr(method, "wna16_backend", None), "name", "")
         return LoadedFormat(
-            scheme=_four_bits(method),
+            scheme=packed_int4(method.weight_quant, symmetric=method.weight_quant.symmetric, dtype=method.moe.in_dtype),
             scale_name="weight_scale",
             values_name="weight_packed",
             # 0.33 has the attribute; 0.26 loads columns first for all backends but this
@@ -90,26 +88,10 @@ def _nvfp4(method: Any, *, divides: bool) -> LoadedFormat:
 
 def _gptq(method: Any) -> QuantScheme:
     """The scheme of symmetric int4 weights of GPTQ. Errors: ValueError for others. Local."""
-    config, dtype = method.quant_config, method.moe.in_dtype
-    if (config.weight_bits, config.is_sym, config.desc_act) != (4, True, False) or dtype not in _SUFFIXES:
+    config = method.quant_config
+    if (config.weight_bits, config.is_sym, config.desc_act) != (4, True, False):
         raise ValueError(
-            f"GPTQ weights with bits {config.weight_bits}, sym {config.is_sym}, desc_act {config.desc_act} and scales "
-            f"in {dtype} are not read here"
+            f"GPTQ weights with bits {config.weight_bits}, sym {config.is_sym}, desc_act {config.desc_act} "
+            "are not read here"
         )
-    group = "" if config.group_size == -1 else f"_g{config.group_size}"
-    return get_scheme(f"int4_w4a16{group}{_SUFFIXES[dtype]}")
-
-
-def _four_bits(method: Any) -> QuantScheme:
-    """The scheme of int4 weights of compressed-tensors. Errors: ValueError for others. Local."""
-    weights, dtype = method.weight_quant, method.moe.in_dtype
-    strategy, order = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
-    if weights.num_bits != 4:
-        raise ValueError(f"packed weights of {weights.num_bits} bits are not read here")
-    if not weights.symmetric:
-        raise ValueError("packed weights with zero points are not read here")
-    if order not in (None, "weight", "static"):
-        raise ValueError(f"packed weights with actorder '{order}' are not read here")
-    if strategy not in ("channel", "group") or dtype not in _SUFFIXES:
-        raise ValueError(f"packed weights of strategy '{strategy}' with scales in {dtype} are not read here")
-    return get_scheme(f"int4_w4a16{f'_g{weights.group_size}' if strategy == 'group' else ''}{_SUFFIXES[dtype]}")
+    return int4_scheme(0 if config.group_size == -1 else config.group_size, method.moe.in_dtype)
