@@ -443,6 +443,7 @@ class Buffer:
         self._clean, self._pending = sizes, True
         require(hidden in WIDTHS and hidden % 128 == 0, "Unsupported hidden")
         require(num_experts % self.group_size == 0, "num_experts % num_ranks == 0")
+        require(num_experts > 1, "num_sms > 1")
         require(self.num_qps == num_experts // self.group_size, "as many QPs as local experts")
         needed = self.get_low_latency_rdma_size_hint(most, hidden, self.group_size, num_experts)
         require(needed <= self.num_rdma_bytes, "layout.total_bytes <= num_rdma_bytes")

@@ -34,6 +34,7 @@ from ep_moe.transport.slots import Slots
 
 MOST_TOPK = {"low_latency": low_latency.MOST_TOPK, "normal": normal.MOST_TOPK, "v2": elastic.MOST_TOPK}
 CAST_SCHEME = "fp8_block"
+FEWEST_EXPERTS = 2  # of all ranks: a low-latency kernel has an SM for each and traps with one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +98,9 @@ class DeepEPTransport(Transport):
         self.num_rounds, self._destroyed = 0, False
         self._group, self._slots = group, Slots[_Round](config.num_slots)
         counts = [placement.num_local_experts(rank) for rank in range(group.num_ranks)]
+        most = max(*counts, FEWEST_EXPERTS // group.num_ranks)
         sizes = Sizes(
-            num_local_experts=max(counts),
+            num_local_experts=most,
             max_tokens=config.max_tokens_per_rank,
             hidden=config.hidden,
             max_topk=config.max_topk,
@@ -106,7 +108,7 @@ class DeepEPTransport(Transport):
             timeout_secs=group.config.timeout_secs,
             topk_idx_dtype=library.topk_idx_dtype,
         )
-        ids = [rank * max(counts) + local for rank, count in enumerate(counts) for local in range(count)]
+        ids = [rank * most + local for rank, count in enumerate(counts) for local in range(count)]
         self._deepep_ids = torch.tensor([*ids, -1], dtype=library.topk_idx_dtype, device=group.device)  # [P + 1]
         with self._calling("making of DeepEP's buffers", 0):
             self._exchange: Exchange = _make_exchange(library, group, sizes, cast=cast)
