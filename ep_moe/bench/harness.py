@@ -17,6 +17,7 @@ from ep_moe.group import EPGroup
 from ep_moe.report.records import OURS, device_name, versions
 from ep_moe.testing import worst_row_error
 from ep_moe.transport import CollectiveTransport, HierarchicalTransport, LocalTransport, Transport
+from ep_moe.transport.deepep import DeepEPTransport
 
 Row = dict[str, Any]
 Figures = dict[str, dict[str, float]]  # by system (ours, each baseline) and name
@@ -183,7 +184,7 @@ def implementation_name(implementation: object, known: Mapping[str, Any]) -> str
 def waits_on_host(transport: Transport, device: torch.device) -> bool:
     """True if the transport's rounds read back to the host, which no CUDA graph can capture. Local."""
     reads_back = isinstance(transport, LocalTransport) and device.type == "cuda"
-    return reads_back or isinstance(transport, (CollectiveTransport, HierarchicalTransport))
+    return reads_back or isinstance(transport, (CollectiveTransport, HierarchicalTransport, DeepEPTransport))
 
 
 def tell(group: EPGroup, text: str) -> None:

@@ -4,6 +4,8 @@ Letters: T tokens on a rank, K top-k, H hidden, L local experts.
 """
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,29 +178,99 @@ def compute_experts(batch: ExpertBatch, first_expert: int) -> torch.Tensor:
     return y.reshape(*batch.x.shape[:-1], batch.hidden)
 
 
-def expected_output(case: TransportCase, rank: int, ranks_per_sum: int = 1) -> torch.Tensor:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What one expert adds to a token; a token's parts are in the order of their experts' first columns."""
+
+    owner: int  # rank
+    weight: torch.Tensor  # [] float32, repeats merged
+    row: torch.Tensor  # [H] float32, the expert's output
+
+
+def _rank_rows(case: TransportCase, parts: list[_Part]) -> dict[int, torch.Tensor]:
+    """For each rank, by its last column, the weighted sum of its experts in column order, rounded: [H] float32."""
+    rows: dict[int, torch.Tensor] = {}
+    for part in parts:
+        so_far = rows.pop(part.owner, torch.zeros(case.hidden))
+        rows[part.owner] = so_far + part.weight * part.row
+    return {owner: row.to(case.dtype).float() for owner, row in rows.items()}
+
+
+def _by_rank(case: TransportCase, parts: list[_Part], ranks_per_sum: int = 1) -> torch.Tensor:
+    """Each rank's sum, added in rank order; the sums of `ranks_per_sum` ranks are rounded before they are added."""
+    rows, total = _rank_rows(case, parts), torch.zeros(case.hidden)
+    for first in range(0, case.num_ranks, ranks_per_sum):
+        together = torch.zeros(case.hidden)
+        for owner in range(first, first + ranks_per_sum):
+            together = together + rows.get(owner, 0)
+        total = total + together.to(case.dtype).float()
+    return total
+
+
+def _by_last_column(case: TransportCase, parts: list[_Part]) -> torch.Tensor:
+    """Each rank's sum, added in the order of the ranks' last columns."""
+    total = torch.zeros(case.hidden)
+    for row in _rank_rows(case, parts).values():
+        total = total + row
+    return total
+
+
+def _by_column(case: TransportCase, parts: list[_Part]) -> torch.Tensor:
+    """Each expert's row times its weight, with fused multiply-add, in column order; a FLAT rank's sum is one row."""
+    rows, total = _rank_rows(case, parts), torch.zeros(case.hidden)
+    done = set()
+    for part in parts:
+        if case.layout_of(part.owner) is not Layout.FLAT:
+            total = (total.double() + part.weight.double() * part.row.double()).float()
+        elif part.owner not in done:
+            total = total + rows[part.owner]
+        done.add(part.owner)
+    return total
+
+
+# by the name in a transport's `sum_order`: the sum, and whether it is rounded before `shared` is added
+SUM_ORDERS: dict[str, tuple[Callable[[TransportCase, list[_Part]], torch.Tensor], bool]] = {
+    "ranks": (_by_rank, False),
+    "ranks-rounded": (_by_rank, True),
+    "last-columns-rounded": (_by_last_column, True),
+    "columns": (_by_column, True),
+}
+
+
+def declared_order(transport: Transport) -> str:
+    """The name of the transport's order of sums, its attribute `sum_order`; "ranks", as of `Transport`, if none."""
+    return getattr(transport, "sum_order", "ranks")
+
+
+def expected_output(case: TransportCase, rank: int, transport: Transport | None = None) -> torch.Tensor:
     """The expected result of combine on `rank` [T, H]: sums in column order on each expert rank, then in rank order.
 
     Args:
-        ranks_per_sum: the transport's order of sums (`Transport.ranks_per_sum`).
+        transport: its order of sums is used (`sum_order`, `Transport.ranks_per_sum`).
     """
     inputs, placement = case.inputs(rank), case.make_placement()
     values, scale = _payload(inputs, case)
     real = values.float() if scale is None else dequantize_rows(values, scale, get_scheme(case.scheme))
     total = torch.zeros(case.tokens[rank], case.hidden)
+    add, rounded = SUM_ORDERS["ranks" if transport is None else declared_order(transport)]
+    if transport is not None and add is _by_rank:
+        add = functools.partial(_by_rank, ranks_per_sum=transport.ranks_per_sum)
+    owners = [owner for owner in range(case.num_ranks) for _ in range(placement.num_local_experts(owner))]
     for token in range(case.tokens[rank]):
         ids = inputs.routing.topk_ids[token].tolist()
         merged = _merged_weights(ids, inputs.routing.topk_weights[token])
-        for first in range(0, case.num_ranks, ranks_per_sum):
-            of_ranks = torch.zeros(case.hidden)
-            for owner in range(first, first + ranks_per_sum):
-                partial = torch.zeros(case.hidden)
-                for expert in dict.fromkeys(ids):
-                    if placement.starts[owner] <= expert < placement.starts[owner + 1]:
-                        weight = torch.tensor(merged[ids.index(expert)])
-                        partial = partial + weight * expert_function(real[token], expert, case.dtype).float()
-                of_ranks = of_ranks + partial.to(case.dtype).float()
-            total[token] = total[token] + of_ranks.to(case.dtype).float()
+        parts = [
+            _Part(
+                owner=owners[expert],
+                weight=torch.tensor(merged[ids.index(expert)]),
+                row=expert_function(real[token], expert, case.dtype).float(),
+            )
+            for expert in dict.fromkeys(ids)
+            if expert >= 0
+        ]
+        total[token] = add(case, parts)
+    if rounded:
+        total = total.to(case.dtype).float()
     if inputs.shared is not None:
         total = total + inputs.shared.float()
     return total.to(case.dtype)
@@ -246,6 +318,6 @@ def check_round(
     transport.check()
     assert not wrong, wrong
     assert result.data_ptr() == out.data_ptr(), f"{case.name}: combine did not use out"
-    expected = expected_output(case, rank, transport.ranks_per_sum)
+    expected = expected_output(case, rank, transport)
     assert_same_bits(out[:num_tokens], expected, f"{case.name}, rank {rank}, combined")
     assert bool(out[num_tokens:].isnan().all()), f"{case.name}, rank {rank}: combine wrote rows beyond num_tokens"

@@ -16,7 +16,12 @@ from ep_moe.quant import get_scheme
 from ep_moe.testing.cases import TransportCase, transport_cases
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.testing.refusals import Arguments, check_layers, check_refusals, refused_round
-from ep_moe.testing.rounds import TransportFactory, check_round, compute_experts, expected_output
+from ep_moe.testing.rounds import (
+    TransportFactory,
+    check_round,
+    compute_experts,
+    expected_output,
+)
 
 
 def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
@@ -39,9 +44,7 @@ def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
         lost = (inputs.routing.topk_ids >= starts[last]).any(1)
         assert bool(lost.any()), "no token went to the rank that sits out"
         wanted = (
-            expected_output(case, group.rank, transport.ranks_per_sum)
-            .to(group.device)
-            .masked_fill(lost.unsqueeze(1), float("nan"))
+            expected_output(case, group.rank, transport).to(group.device).masked_fill(lost.unsqueeze(1), float("nan"))
         )
         assert_same_bits(result[~lost], wanted[~lost], f"{case.name}, rank {group.rank}")
         assert bool(result[lost].isnan().all()), f"rank {group.rank} got numbers from a rank that sat out"
@@ -128,7 +131,7 @@ def check_bounds(make: TransportFactory, group: EPGroup) -> None:
         transport.combine_send(compute_experts(dispatched.batch, first[group.rank]), dispatched)
         opened.append(dispatched)
     for dispatched in opened:
-        expected = expected_output(whole, group.rank, transport.ranks_per_sum)
+        expected = expected_output(whole, group.rank, transport)
         assert_same_bits(transport.combine_recv(dispatched), expected, "open bounds")
     last = group.num_ranks - 1
     for bound in (None, 40) if group.num_ranks > 1 else ():
@@ -177,7 +180,7 @@ def check_slots(make: TransportFactory, group: EPGroup) -> None:
         transport.combine_send(compute_experts(dispatched.batch, first), dispatched)
     for case, dispatched in zip(cases, opened, strict=True):
         result = transport.combine_recv(dispatched)
-        expected = expected_output(case, group.rank, transport.ranks_per_sum)
+        expected = expected_output(case, group.rank, transport)
         assert_same_bits(result, expected, f"{case.name}, rank {group.rank}")
     transport.check()
     transport.destroy()
@@ -203,7 +206,7 @@ def check_abandon(make: TransportFactory, group: EPGroup) -> None:
             transport.abandon()
         elif stage == "combine_recv":
             result = transport.combine_recv(dispatched)
-            expected = expected_output(case, group.rank, transport.ranks_per_sum)
+            expected = expected_output(case, group.rank, transport)
             assert_same_bits(result, expected, f"{case.name}, {stage}, rank {group.rank}")
         else:
             ones = torch.ones(case.tokens[group.rank], case.hidden, dtype=case.dtype, device=group.device)

@@ -1,5 +1,6 @@
 """Token exchange. `base` is the interface; `TRANSPORTS` holds the implementations by name."""
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -30,11 +31,20 @@ def _nvlink_transport(group: EPGroup, placement: Placement, config: TransportCon
     return NvlinkTransport(group, placement, config)
 
 
+def _deepep_transport(group: EPGroup, placement: Placement, config: TransportConfig, mode: str = "auto") -> Transport:
+    """Build a transport over an installed DeepEP, in one of its modes."""
+    from ep_moe.transport.deepep import DeepEPTransport
+
+    return DeepEPTransport(group, placement, config, mode=mode)
+
+
 TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]] = {
     "local": LocalTransport,
     "collective": CollectiveTransport,
     "nvlink": _nvlink_transport,
     "hierarchical": HierarchicalTransport,
+    "deepep": _deepep_transport,
+    **{f"deepep_{mode}": functools.partial(_deepep_transport, mode=mode) for mode in ("low_latency", "normal", "v2")},
 }
 
 
@@ -46,7 +56,10 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
 
     "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
-    Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton. Collective.
+    "deepep" and "deepep_<mode>" need an installed DeepEP (docs/exchange.md).
+
+    Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton, for "deepep" without
+    the DeepEP that it needs. Collective.
     """
     if name == "auto":
         name = _choose(group)

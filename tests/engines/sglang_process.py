@@ -50,7 +50,10 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
-LAYERS = {"qwen3_moe_even": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(QUANTIZED, 2)
+FOUR_BITS = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel")
+LAYERS = {"qwen3_moe_even": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(
+    (*QUANTIZED, *FOUR_BITS), 2
+)
 
 
 @dataclasses.dataclass
@@ -299,6 +302,7 @@ CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
     "qwen3_moe_equal_rows": equal_rows,
     **{name: functools.partial(plain, name, "deepep") for name in QUANTIZED},
+    **{name: functools.partial(plain, name, "none") for name in FOUR_BITS},  # SGLang itself has no other
     "deepseek_v3": functools.partial(plain, "deepseek_v3", "deepep"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4", "none"),
     "deepseek_v3_equal_rows": functools.partial(plain, "deepseek_v3", "none"),

@@ -3,6 +3,8 @@
 Only what is beside the experts: the layers of experts and their routers run vLLM's own code.
 """
 
+import importlib
+import importlib.util
 import types
 from typing import Any
 
@@ -70,12 +72,24 @@ def _twins() -> dict[str, tuple[str, Any]]:
     }
 
 
+def packed_modules() -> list[Any]:
+    """The modules of compressed-tensors' packed integers that select kernels, which differ between versions."""
+    folder = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+    names = [f"{folder}.compressed_tensors_moe_wna16{end}" for end in ("", "_marlin")]
+    found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    return [module for module in found if hasattr(module, "select_wna16_moe_backend")]
+
+
 def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.quantization import mxfp4
+    from vllm.model_executor.layers.quantization import auto_gptq, modelopt, mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4,
+        compressed_tensors_moe_w8a8_int8,
+    )
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -92,7 +106,22 @@ def install() -> None:
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls  # vLLM starts a process, which imports again
     mxfp4.select_mxfp4_moe_backend = lambda *_: (None, None)  # it finds no kernel of its own on a CPU and raises
-    for config in (Fp8Config, CompressedTensorsConfig, mxfp4.Mxfp4Config):
+    for module in packed_modules():
+        marlin = module.WNA16MoEBackend.MARLIN
+        module.select_wna16_moe_backend = lambda *_, marlin=marlin, **__: (marlin, None)  # the same
+        module.check_moe_marlin_supports_config = lambda *_, **__: True
+    auto_gptq.check_moe_marlin_supports_layer = lambda *_, **__: True
+    auto_gptq.select_wna16_moe_backend = lambda *_, **__: (None, None)
+    modelopt.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
+    compressed_tensors_moe_w4a4_nvfp4.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
+    compressed_tensors_moe_w8a8_int8.select_int8_moe_backend = lambda *_, **__: (None, None)
+    for config in (
+        Fp8Config,
+        CompressedTensorsConfig,
+        mxfp4.Mxfp4Config,
+        auto_gptq.AutoGPTQConfig,
+        modelopt.ModelOptNvFp4Config,
+    ):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init
     Attention.forward = attention

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ep_moe.config import ActivationConfig, ActivationKind
-from ep_moe.engines.common.formats import LoadedFormat, fp8_blocks
+from ep_moe.engines.common.formats import LoadedFormat, fp8_blocks, packed_int4
 from ep_moe.quant import get_scheme
 
 BIAS = "weight_bias"  # of SGLang's parameters, behind "w13_" and "w2_"
@@ -55,6 +55,14 @@ def format_of(layer: Any, method: Any) -> LoadedFormat:
                 return LoadedFormat(scheme=fp8_blocks(scheme.weight_block_size), scale_name="weight_scale", **common)
             ours = get_scheme("fp8_tensor" if scheme.weight_quant.strategy == "tensor" else "fp8_token")
             return LoadedFormat(scheme=ours, scale_name="weight_scale", static=scheme.static_input_scales, **common)
+        if name in ("CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE") and not interleaved:
+            return LoadedFormat(
+                scheme=packed_int4(scheme, symmetric=scheme.sym, dtype=layer.w13_weight_scale.dtype),
+                scale_name="weight_scale",
+                values_name="weight_packed",
+                columns_first=True,
+                **common,
+            )
     raise ValueError(f"weights of {name} are not read here")
 
 

@@ -73,15 +73,15 @@ class LayerMethod(EngineLayer):
         Errors: as of `Transport.dispatch_send`; any other failure of this rank is raised here after its round is ended.
         `PeerLostError` is logged. Collective.
         """
-        x, ids = call["x"], call["topk_ids"]
+        x, ids, values = call["x"], call["topk_ids"], self.kind.loaded.values_name
         kernel = self._kernels[self._layout(x.shape[0])]
         exchange: EpMoePrepareAndFinalize = kernel.prepare_finalize
         exchange.begin()
         try:
             return kernel.apply(
                 hidden_states=x,
-                w1=layer.w13_weight,
-                w2=layer.w2_weight,
+                w1=getattr(layer, f"w13_{values}"),
+                w2=getattr(layer, f"w2_{values}"),
                 topk_weights=call["topk_weights"],
                 topk_ids=ids,
                 activation=layer.activation,
