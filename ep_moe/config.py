@@ -193,6 +193,8 @@ class TransportConfig:
             their experts, if the transport supports it.
         num_sms: the most SMs that one exchange kernel uses, which leaves the others to other work; 0 chooses the
             fastest. `collective` leaves that to NCCL.
+        nvshmem_stores: how `nvshmem` reaches the other ranks: "addresses", for GPUs that map each other's memory;
+            "puts", by NVSHMEM's put-with-signal; "auto", by addresses inside a node and by puts between nodes.
     """
 
     hidden: Annotated[int, Field(multiple_of=ALIGNMENT)]
@@ -203,9 +205,15 @@ class TransportConfig:
     max_topk: Annotated[int, Field(at_least=1)] = 32
     on_peer_loss: str = "raise"
     num_sms: int = 0
+    nvshmem_stores: str = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        stores = ("auto", "addresses", "puts")
+        require(
+            self.nvshmem_stores in stores,
+            f"nvshmem_stores ({self.nvshmem_stores!r}) is not one of {', '.join(stores)}",
+        )
         require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
         require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
         require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
@@ -297,6 +305,32 @@ class EngineConfig:
     def group(self) -> GroupConfig:
         """The deadlines of the ranks."""
         return GroupConfig(timeout_secs=self.timeout_secs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NvshmemEnv:
+    """The limit that NVSHMEM's own environment variables set to its symmetric heap (as in NVSHMEM 3.4.5).
+
+    Args:
+        variable: that sets the limit. heap_bytes: the most bytes of the heap on this rank.
+    """
+
+    variable: str
+    heap_bytes: int
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "NvshmemEnv":
+        """Read them. Errors: ValueError names a variable that is no size, such as 1073741824, 512M or 1.5G."""
+        env = os.environ if environ is None else environ
+        fixed = env.get("NVSHMEM_DISABLE_CUDA_VMM", "0").strip().lower() in ("1", "true", "yes", "y", "on")
+        variable = "NVSHMEM_SYMMETRIC_SIZE" if fixed else "NVSHMEM_MAX_MEMORY_PER_GPU"
+        text = env.get(variable, "1G" if fixed else "128G").strip()
+        unit = {"K": 10, "M": 20, "G": 30, "T": 40}
+        number, shift = (text[:-1], unit[text[-1].upper()]) if text[-1:].upper() in unit else (text, 0)
+        try:
+            return cls(variable=variable, heap_bytes=int(float(number) * 2**shift))
+        except (ValueError, OverflowError):
+            raise ValueError(f"environment variable {variable} ({text!r}) is not a number of bytes") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

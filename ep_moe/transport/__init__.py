@@ -10,6 +10,7 @@ from ep_moe.placement import Placement
 from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.collective import CollectiveTransport
 from ep_moe.transport.local import LocalTransport
+from ep_moe.transport.nvshmem import nvshmem_transport
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]
     "local": LocalTransport,
     "collective": CollectiveTransport,
     "nvlink": _nvlink_transport,
+    "nvshmem": nvshmem_transport,
 }
 
 

@@ -1,7 +1,14 @@
 """Memory of the group, which peers write to: how a rank reaches it, and the only stores to other ranks.
 
-What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `fence`. Here
-every rank's memory is mapped, and these are plain stores and atomics; another kind of memory replaces them.
+What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `order_rows`.
+There are two ways to reach a rank, a constant of the kernel for each (`Ranks.PUTS`):
+- by address: its memory is mapped here, and these are plain stores and atomics;
+- by puts: NVSHMEM's device functions send it what was staged in this rank's outbox, and a flag with the last rows.
+The interpreter copies what a put sends over memory that is mapped.
+
+The outbox has the regions of a slot (`wire_layout`) once more; where ranks are sent different things, its first index
+is the rank that they are sent to. Rule: an outbox is written again only in the next round, when its puts have arrived:
+a rank begins it after a word of every peer that follows what the peer has waited for.
 """
 
 from typing import Any, NamedTuple
@@ -9,17 +16,30 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.exchange.nvshmem_calls import SIGNAL_SET, fence_puts, put_block, put_signal_block, signal_op
 from ep_moe.kernels.numerics import INTERPRET
+
+_COPIED = tl.constexpr(64)  # elements that the interpreter copies at a time
 
 
 class Links(NamedTuple):
     """How a rank reaches the others, for one slot."""
 
-    bases: tuple[int, ...]  # R addresses: where each rank's memory of the slot is mapped here
+    bases: tuple[int, ...]  # R addresses: each rank's memory of the slot as mapped here, this rank's own for puts
     offsets: tuple[int, ...]  # of the regions in it
-    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word
+    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word; 0 if it is not mapped here
     abort_ptr: Any  # [1] int64, this rank's own
     urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
+    outbox: int | None = None  # bytes from this rank's memory of the slot to its outbox, None without puts
+
+
+class Parcel(NamedTuple):
+    """The elements of the outbox that a put sends; none if they go with those of a later put."""
+
+    staged: Any  # pointer, moved as the target's
+    first: Any
+    count: Any
+    rank: Any
 
 
 @triton.jit
@@ -50,31 +70,123 @@ def target(base, links, name: tl.constexpr, first, dtype: tl.constexpr):
 
 
 @triton.jit
-def put_rows(to, index, values, mask):
-    """Store `values` at elements `index` from a `target` on, in its dtype.
+def outbox(links, name: tl.constexpr, first, dtype: tl.constexpr, ranks: tl.constexpr):
+    """Element `first` of a region of this rank's outbox, for `stage`; without puts a pointer that nothing uses."""
+    base = links.bases[ranks.RANK]
+    if ranks.PUTS == 0:
+        staged = region(base, links, name, dtype)
+    else:
+        staged = region(base.to(tl.int64) + links.outbox, links, name, dtype) + first
+    return staged
 
-    Plain stores, announced by a `signal` after a `fence`, or by the sentinel that they overwrite.
+
+@triton.jit
+def stage(staged, index, values, mask, BY_PUT: tl.constexpr):
+    """Write `values` to elements `index` from an `outbox` pointer on, for puts after it."""
+    if BY_PUT:
+        tl.store(staged + index, values, mask=mask)
+
+
+@triton.jit
+def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
+    """Store `values` at elements `index` from a `target` on, in its dtype; by puts, send a parcel that was staged.
+
+    Announced by a `signal` after `order_rows`, or by the sentinel that they overwrite.
     """
-    tl.store(to + index, values, mask=mask)
+    if BY_PUT:
+        _put(links, to, parcel)
+    else:
+        tl.store(to + index, values, mask=mask)
 
 
 @triton.jit
-def put_word(to, index, word, mask):
-    """Store LL words at words `index` from a `target` on, each in one piece."""
-    tl.store(to + index, word, mask=mask)
+def put_word(links, to, index, word, mask, parcel, BY_PUT: tl.constexpr):
+    """Store LL words at words `index` from a `target` on, each in one piece; by puts, send a parcel that was staged."""
+    if BY_PUT:
+        _put(links, to, parcel)
+    else:
+        tl.store(to + index, word, mask=mask)
 
 
 @triton.jit
-def signal(to, word, mask):
-    """Store the flag words of rows that were put before a `fence`."""
-    tl.store(to, word, mask=mask)
+def signal(links, to, word, to_rows, parcel, BY_PUT: tl.constexpr):
+    """Store the flag word of rows that were put before `order_rows`; by puts, with their last parcel."""
+    if BY_PUT:
+        if INTERPRET:
+            _put(links, to_rows, parcel)
+            tl.store(_mapped(links, to, parcel.rank), word)
+        else:
+            put_signal_block(
+                (to_rows + parcel.first).to(tl.int64),
+                (parcel.staged + parcel.first).to(tl.int64),
+                _num_bytes(to_rows, parcel),
+                to.to(tl.int64),
+                word,
+                SIGNAL_SET,
+                parcel.rank + tl.zeros([], tl.int32),
+            )
+    else:
+        tl.store(to, word)
+
+
+@triton.jit
+def _put(links, to, parcel):
+    """Send a parcel to a rank, if it has elements: the same in all warps, which meet here."""
+    if parcel.count > 0:
+        if INTERPRET:
+            there = _mapped(links, to, parcel.rank)
+            for first in range(0, parcel.count, _COPIED):
+                index = first + tl.arange(0, _COPIED)
+                part = tl.load(parcel.staged + parcel.first + index, mask=index < parcel.count)
+                tl.store(there + parcel.first + index, part, mask=index < parcel.count)
+        else:
+            put_block(
+                (to + parcel.first).to(tl.int64),
+                (parcel.staged + parcel.first).to(tl.int64),
+                _num_bytes(to, parcel),
+                parcel.rank + tl.zeros([], tl.int32),
+            )
+
+
+@triton.jit
+def _num_bytes(to, parcel):
+    """Bytes of a parcel, int64."""
+    return (parcel.count + tl.zeros([], tl.int64)) * (to.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _mapped(links, to, rank):
+    """A pointer to a rank's memory, of one to the same place in this rank's; for the interpreter."""
+    shift = tl.load(links.aborts_ptr + rank) - links.abort_ptr.to(tl.int64)
+    return (to.to(tl.int64) + shift).to(to.dtype)
+
+
+@triton.jit
+def order_rows(PUTS: tl.constexpr):
+    """Order all rows that this program has put before the `signal` that follows."""
+    if PUTS != 0 and not INTERPRET:
+        tl.debug_barrier()
+        fence_puts()
+    else:
+        fence()
 
 
 @triton.jit
 def put_abort(links, rank, word):
-    """Set the abort word of a rank unless it is set already. Relaxed: it orders nothing else."""
-    abort_ptr = as_pointer(tl.load(links.aborts_ptr + rank), tl.int64)
-    tl.atomic_cas(abort_ptr, tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
+    """Set the abort word of a rank unless it is set already. Relaxed: it orders nothing else.
+
+    A rank that is not mapped here is sent the word by NVSHMEM, which overwrites an earlier one: a compare-and-swap
+    would wait for an answer of a rank that may be lost.
+    """
+    address = tl.load(links.aborts_ptr + rank)
+    if links.outbox is not None and not INTERPRET:
+        if address == 0:
+            signal_op(links.abort_ptr.to(tl.int64), word, SIGNAL_SET, rank + tl.zeros([], tl.int32))
+        else:
+            tl.atomic_cas(as_pointer(address, tl.int64), tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
+    else:
+        abort_ptr = as_pointer(address, tl.int64)
+        tl.atomic_cas(abort_ptr, tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
 
 
 @triton.jit
