@@ -21,7 +21,8 @@ import triton.language as tl
 
 from ep_moe.kernels.exchange.combine_receive import sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
-from ep_moe.kernels.exchange.peers import Parcel, outbox, put_word, region, stage, target
+from ep_moe.kernels.exchange.peers import outbox, put_word, region, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import (
     ACTIVE,
     BEGUN,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import Parcel, base_of, outbox, put_rows, stage, target
+from ep_moe.kernels.exchange.peers import base_of, outbox, put_rows, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import pick
 from ep_moe.kernels.exchange.wire_layout import RETURNED
 from ep_moe.kernels.numerics import round_to

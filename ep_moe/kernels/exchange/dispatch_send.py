@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.count_ids import planned_id, planned_place
-from ep_moe.kernels.exchange.peers import Parcel, order_rows, outbox, put_rows, put_word, signal, stage, target
+from ep_moe.kernels.exchange.peers import order_rows, outbox, put_rows, put_word, signal, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import is_active
 from ep_moe.kernels.exchange.wire_layout import (
     ENTRIES,
@@ -272,8 +273,12 @@ def send_rows(
             if token < present:
                 dest_rank_mask = tl.zeros([], tl.int32)
                 pool_row = ranks.RANK * rows_per_rank + token
-                if ranks.PUTS != 0:
-                    _stage_row(links, values, scale, pool_row, ranks, row, WORDS)
+                word, scales = tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
+                staged = outbox(links, VALUES, pool_row * row.VALUE_WORDS, tl.int32, ranks)
+                stage(staged, word, values, word < row.VALUE_WORDS, ranks.PUTS != 0)
+                if row.G > 0:
+                    staged_scales = outbox(links, SCALES, pool_row * row.G, scale.dtype, ranks)
+                    stage(staged_scales, scales, scale, scales < row.G, ranks.PUTS != 0)
                 for d in tl.static_range(ranks.R):  # each rank begins with another, so that not all store to one
                     dest_rank_mask = dest_rank_mask | _deliver_row(
                         links,
@@ -298,16 +303,6 @@ def send_rows(
             _signal_group(
                 links, bits, chunk * group, tokens_sent, rows_per_rank, round_, (ranks.RANK + d) % ranks.R, ranks, row
             )
-
-
-@triton.jit
-def _stage_row(links, values, scale, pool_row, ranks: tl.constexpr, row: tl.constexpr, WORDS: tl.constexpr):
-    """Stage what is the same for all ranks that a token is put to."""
-    word, group = tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
-    staged = outbox(links, VALUES, pool_row * row.VALUE_WORDS, tl.int32, ranks)
-    stage(staged, word, values, word < row.VALUE_WORDS, True)
-    if row.G > 0:
-        stage(outbox(links, SCALES, pool_row * row.G, scale.dtype, ranks), group, scale, group < row.G, True)
 
 
 @triton.jit

@@ -6,7 +6,8 @@ Letters: T tokens on this rank, K top-k, R ranks, L the most experts that a rank
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import Parcel, outbox, put_word, stage, target
+from ep_moe.kernels.exchange.peers import outbox, put_word, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import MISMATCH, OTHER_LAYER, OWN_TOKENS, SENT, is_active, pick
 from ep_moe.kernels.exchange.wire_layout import (
     BAD_IDS,

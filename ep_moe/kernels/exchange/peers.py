@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.nvshmem_calls import SIGNAL_SET, fence_puts, put_block, put_signal_block, signal_op
+from ep_moe.kernels.exchange.puts import SIGNAL_SET, order_puts, put_flag, put_parcel, signal_op
 from ep_moe.kernels.numerics import INTERPRET
-
-_COPIED = tl.constexpr(64)  # elements that the interpreter copies at a time
 
 
 class Links(NamedTuple):
@@ -31,15 +29,6 @@ class Links(NamedTuple):
     abort_ptr: Any  # [1] int64, this rank's own
     urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
     outbox: int | None = None  # bytes from this rank's memory of the slot to its outbox, None without puts
-
-
-class Parcel(NamedTuple):
-    """The elements of the outbox that a put sends; none if they go with those of a later put."""
-
-    staged: Any  # pointer, moved as the target's
-    first: Any
-    count: Any
-    rank: Any
 
 
 @triton.jit
@@ -94,7 +83,7 @@ def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
     Announced by a `signal` after `order_rows`, or by the sentinel that they overwrite.
     """
     if BY_PUT:
-        _put(links, to, parcel)
+        put_parcel(links, to, parcel)
     else:
         tl.store(to + index, values, mask=mask)
 
@@ -103,7 +92,7 @@ def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
 def put_word(links, to, index, word, mask, parcel, BY_PUT: tl.constexpr):
     """Store LL words at words `index` from a `target` on, each in one piece; by puts, send a parcel that was staged."""
     if BY_PUT:
-        _put(links, to, parcel)
+        put_parcel(links, to, parcel)
     else:
         tl.store(to + index, word, mask=mask)
 
@@ -112,63 +101,18 @@ def put_word(links, to, index, word, mask, parcel, BY_PUT: tl.constexpr):
 def signal(links, to, word, to_rows, parcel, BY_PUT: tl.constexpr):
     """Store the flag word of rows that were put before `order_rows`; by puts, with their last parcel."""
     if BY_PUT:
-        if INTERPRET:
-            _put(links, to_rows, parcel)
-            tl.store(_mapped(links, to, parcel.rank), word)
-        else:
-            put_signal_block(
-                (to_rows + parcel.first).to(tl.int64),
-                (parcel.staged + parcel.first).to(tl.int64),
-                _num_bytes(to_rows, parcel),
-                to.to(tl.int64),
-                word,
-                SIGNAL_SET,
-                parcel.rank + tl.zeros([], tl.int32),
-            )
+        put_flag(links, to, word, to_rows, parcel)
     else:
         tl.store(to, word)
 
 
 @triton.jit
-def _put(links, to, parcel):
-    """Send a parcel to a rank, if it has elements: the same in all warps, which meet here."""
-    if parcel.count > 0:
-        if INTERPRET:
-            there = _mapped(links, to, parcel.rank)
-            for first in range(0, parcel.count, _COPIED):
-                index = first + tl.arange(0, _COPIED)
-                part = tl.load(parcel.staged + parcel.first + index, mask=index < parcel.count)
-                tl.store(there + parcel.first + index, part, mask=index < parcel.count)
-        else:
-            put_block(
-                (to + parcel.first).to(tl.int64),
-                (parcel.staged + parcel.first).to(tl.int64),
-                _num_bytes(to, parcel),
-                parcel.rank + tl.zeros([], tl.int32),
-            )
-
-
-@triton.jit
-def _num_bytes(to, parcel):
-    """Bytes of a parcel, int64."""
-    return (parcel.count + tl.zeros([], tl.int64)) * (to.dtype.element_ty.primitive_bitwidth // 8)
-
-
-@triton.jit
-def _mapped(links, to, rank):
-    """A pointer to a rank's memory, of one to the same place in this rank's; for the interpreter."""
-    shift = tl.load(links.aborts_ptr + rank) - links.abort_ptr.to(tl.int64)
-    return (to.to(tl.int64) + shift).to(to.dtype)
-
-
-@triton.jit
 def order_rows(PUTS: tl.constexpr):
     """Order all rows that this program has put before the `signal` that follows."""
-    if PUTS != 0 and not INTERPRET:
-        tl.debug_barrier()
-        fence_puts()
-    else:
+    if PUTS == 0:
         fence()
+    else:
+        order_puts()
 
 
 @triton.jit
