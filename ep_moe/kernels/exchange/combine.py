@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ep_moe.kernels.exchange.combine_receive import sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
-from ep_moe.kernels.exchange.peers import outbox, put_word, region, stage, target
+from ep_moe.kernels.exchange.peers import order_rows, outbox, put_word, region, stage, target
 from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import (
     ACTIVE,
@@ -87,6 +87,8 @@ def _combine_kernel(
                 header = make_word(epoch, tl.zeros([], tl.int32))
                 staged = outbox(links, COMBINE_HEADERS, ranks.RANK, tl.int64, ranks)
                 stage(staged, 0, header, None, ranks.PUTS != 0)
+                if ranks.PUTS != 0:
+                    order_rows(ranks.PUTS)  # also rows of a refused round, which nobody waits for, arrive before it
                 for r in tl.static_range(R):
                     if is_active(active, r):
                         to = target(links.bases[r], links, COMBINE_HEADERS, ranks.RANK, tl.int64)
