@@ -7,8 +7,9 @@ There are two ways to reach a rank, a constant of the kernel for each (`Ranks.PU
 The interpreter copies what a put sends over memory that is mapped.
 
 The outbox has the regions of a slot (`wire_layout`) once more; where ranks are sent different things, its first index
-is the rank that they are sent to. Rule: an outbox is written again only in the next round, when its puts have arrived:
-a rank begins it after a word of every peer that follows what the peer has waited for.
+is the rank that they are sent to. Rule: a word of the outbox is written again only after its last put has arrived. What
+a dispatch has put has arrived once all peers' combine headers are here, and what a combine has put once all peers'
+headers of the next dispatch are here; a rank waits for these before it sends the same again.
 """
 
 from typing import Any, NamedTuple
