@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +56,7 @@ class _Started:
 
 
 _started: _Started | None = None
+_prepared: "weakref.WeakSet[Any]" = weakref.WeakSet()  # kernels that have NVSHMEM's state
 
 
 def why_no_nvshmem() -> str:
@@ -118,9 +120,12 @@ class NvshmemBuffer:
     @staticmethod
     def prepare(compiled: Any) -> None:
         """Give a kernel that has been loaded NVSHMEM's state, before its first launch. Local; may wait for the GPU."""
+        if compiled in _prepared:
+            return
         status = _bindings().cumodule_init(compiled.module)
         if status:
             raise RuntimeError(f"NVSHMEM cannot initialize a kernel's module (status {status})")
+        _prepared.add(compiled)
 
     def destroy(self) -> None:
         """Give this part up; memory is freed by the next buffer that is made once every rank has. Local, repeatable."""
