@@ -113,6 +113,8 @@ class NvshmemBuffer:
         bindings = _bindings()
         self.addresses = tuple(int(bindings.ptr(address, rank)) for rank in range(group.num_ranks))
         self.local = torch.as_tensor(_DeviceMemory(address, num_bytes), device=group.device)
+        if self.local.data_ptr() != address:
+            raise RuntimeError(f"torch copied NVSHMEM's memory at {address:#x} to {self.local.data_ptr():#x}")
         self.local.zero_()
         torch.cuda.synchronize(group.device)
         group.barrier()  # no rank stores before all buffers are zero

@@ -1,6 +1,7 @@
 """The transport `nvshmem` by puts: survivors name the lost rank, and go on without it."""
 
 import functools
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ep_moe.launch import RankFailedError
 from nvlink_faults import test_lost
 from nvlink_faults.common import (
     CONFIG,
+    INTERPRETING,
     NUM_RANKS,
     SLACK_SECS,
     be_lost,
@@ -22,6 +24,9 @@ from nvlink_faults.common import (
 )
 from nvlink_faults.test_lost import lose_a_rank
 
+pytestmark = pytest.mark.skipif(
+    not INTERPRETING and importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed"
+)
 by_puts = functools.partial(make_transport, nvshmem_stores="puts")
 
 
