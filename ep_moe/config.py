@@ -195,6 +195,8 @@ class TransportConfig:
             fastest. `collective` leaves that to NCCL.
         ranks_per_node: of `hierarchical`: so many consecutive ranks are a node; 0 takes the launcher's nodes.
         chunk_rows: of `hierarchical`: the most rows that travel to a node in one message, while others are forwarded.
+        nvshmem_stores: how `nvshmem` reaches the other ranks: "addresses", for GPUs that map each other's memory;
+            "puts", by NVSHMEM's put-with-signal; "auto", by addresses inside a node and by puts between nodes.
     """
 
     hidden: Annotated[int, Field(multiple_of=ALIGNMENT)]
@@ -207,9 +209,15 @@ class TransportConfig:
     num_sms: int = 0
     ranks_per_node: Annotated[int, Field(at_least=0)] = 0
     chunk_rows: Annotated[int, Field(at_least=1)] = 1024
+    nvshmem_stores: str = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        stores = ("auto", "addresses", "puts")
+        require(
+            self.nvshmem_stores in stores,
+            f"nvshmem_stores ({self.nvshmem_stores!r}) is not one of {', '.join(stores)}",
+        )
         require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
         require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
         require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
@@ -301,6 +309,32 @@ class EngineConfig:
     def group(self) -> GroupConfig:
         """The deadlines of the ranks."""
         return GroupConfig(timeout_secs=self.timeout_secs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NvshmemEnv:
+    """The limit that NVSHMEM's own environment variables set to its symmetric heap (as in NVSHMEM 3.4.5).
+
+    Args:
+        variable: that sets the limit. heap_bytes: the most bytes of the heap on this rank.
+    """
+
+    variable: str
+    heap_bytes: int
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "NvshmemEnv":
+        """Read them. Errors: ValueError names a variable that is no size, such as 1073741824, 512M or 1.5G."""
+        env = os.environ if environ is None else environ
+        fixed = env.get("NVSHMEM_DISABLE_CUDA_VMM", "0").strip().lower() in ("1", "true", "yes", "y", "on")
+        variable = "NVSHMEM_SYMMETRIC_SIZE" if fixed else "NVSHMEM_MAX_MEMORY_PER_GPU"
+        text = env.get(variable, "1G" if fixed else "128G").strip()
+        unit = {"K": 10, "M": 20, "G": 30, "T": 40}
+        number, shift = (text[:-1], unit[text[-1].upper()]) if text[-1:].upper() in unit else (text, 0)
+        try:
+            return cls(variable=variable, heap_bytes=int(float(number) * 2**shift))
+        except (ValueError, OverflowError):
+            raise ValueError(f"environment variable {variable} ({text!r}) is not a number of bytes") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ def test_faults_in_the_interpreter(name: str) -> None:
 
 
 def test_there_are_files() -> None:
-    assert len(FILES) == 6
+    assert len(FILES) == 7
 
 
 def test_who_can_go_on_without_a_rank() -> None:

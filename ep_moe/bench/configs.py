@@ -166,6 +166,7 @@ class ExchangeSizes:
         ),
     ] = True
     num_sms: Annotated[int, Field(help="Most SMs that a kernel of nvlink takes; 0 sets no limit")] = 0
+    nvshmem_stores: Annotated[str, Field(help="How nvshmem reaches ranks: auto, addresses or puts")] = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +192,7 @@ class TransportPoint(ExchangeSizes):
             dtype=dtype,
             max_topk=self.num_topk,
             num_sms=self.num_sms,
+            nvshmem_stores=self.nvshmem_stores,
         )
 
     def row_bytes(self, dtype: torch.dtype) -> int:

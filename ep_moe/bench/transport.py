@@ -75,7 +75,7 @@ class _TransportBench:
             what=f"{chosen}, {point.tokens} tokens, {point.layout.value}, {point.payload}",
             shapes=field_values(point, "tokens", "hidden", "num_topk", "num_experts"),
             setup={
-                "transport": chosen,
+                "transport": f"{chosen} {point.nvshmem_stores}" if chosen == "nvshmem" else chosen,
                 **field_values(point, "layout", "payload"),
                 "dtype": self._engine.dtype,
                 **field_values(point, "graph", "routing", "num_sms"),

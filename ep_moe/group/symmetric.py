@@ -24,15 +24,22 @@ def _open_private(path: str, flags: int) -> int:
     return descriptor
 
 
-def why_unreachable(group: EPGroup) -> str:
-    """The reason why the ranks of a group cannot map each other's memory; "" if they can. Collective."""
+def why_unreachable(group: EPGroup, *, inside_nodes: bool = False) -> str:
+    """The reason why the ranks of a group cannot map each other's memory; "" if they can. Collective.
+
+    inside_nodes: only ranks of the same node need to.
+    """
     if group.device.type == "cuda":
         mine = str(torch.cuda.get_device_properties(group.device).uuid)
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     else:
         mine, visible = "", {}
     told = group.all_gather_object((group.node, mine))
-    reasons = [_why_not(group, rank, *place, mine=mine, visible=visible) for rank, place in enumerate(told)]
+    reasons = [
+        _why_not(group, rank, *place, mine=mine, visible=visible)
+        for rank, place in enumerate(told)
+        if place[0] == group.node or not inside_nodes
+    ]
     found = group.all_gather_object(next((reason for reason in reasons if reason), ""))
     return next((reason for reason in found if reason), "")
 

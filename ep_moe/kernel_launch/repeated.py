@@ -33,6 +33,7 @@ class RepeatedLaunch:
         grid: programs, along one axis or several. options: of the compiler.
         fixed, settings: arguments that are the same in all launches; the compiler may specialize them.
         constants: of the kernel, by name: plain values, or NamedTuples of them (`as_constants`).
+        prepare: called with the compiled kernel each time that it has been loaded, before its first launch.
         device: of the tensors. On a CPU (the interpreter, or compilation alone) every launch goes through Triton.
 
     Attributes:
@@ -51,6 +52,7 @@ class RepeatedLaunch:
         device: torch.device,
         fixed: tuple[Any, ...] = (),
         settings: tuple[int | float, ...] = (),
+        prepare: Callable[[Any], None] | None = None,
     ) -> None:
         self._kernel, self._fixed, self._settings = kernel, fixed, settings
         along = (grid,) if isinstance(grid, int) else grid
@@ -59,7 +61,7 @@ class RepeatedLaunch:
             name: as_constants(value, kernel, name) if hasattr(value, "_fields") else value
             for name, value in constants.items()
         }
-        self._options, self._device = options, device
+        self._options, self._device, self._prepare = options, device, prepare
         self.repeat: Repeat | None = None
 
     @property
@@ -78,6 +80,8 @@ class RepeatedLaunch:
         compiled = self.compile(tensors, numbers)
         with self._on_device():
             run = compiled[self._grid]  # loads the kernel
+            if self._prepare is not None:
+                self._prepare(compiled)
         start = len(self._fixed)
         current_stream = triton.runtime.driver.active.get_current_stream
         try:
@@ -110,6 +114,8 @@ class RepeatedLaunch:
     def through_triton(self, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
         """Launch through Triton, which compiles anew for what it specializes on, on the current stream. Local."""
         arguments = (*self._fixed, *tensors, *numbers, *self._settings)
+        if self._prepare is not None and self._device.type == "cuda":
+            self.load(tensors, numbers)  # of these arguments, which may be specialized otherwise
         with self._on_device():
             self._kernel[self._grid](*arguments, **self._constants, **self._options)
 

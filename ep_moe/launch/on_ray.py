@@ -27,7 +27,7 @@ RESERVE_SECS = 15.0  # for resources that another job is about to free
 START_SECS = 120.0  # for actors to start: they import torch, perhaps from a slow disk
 END_SECS = 5.0
 # the rest of this process's environment belongs to its machine
-FORWARDED = ("EP_MOE_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_")
+FORWARDED = ("EP_MOE_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.collective import CollectiveTransport
 from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.local import LocalTransport
+from ep_moe.transport.nvshmem import nvshmem_transport
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]
     "hierarchical": HierarchicalTransport,
     "deepep": _deepep_transport,
     **{f"deepep_{mode}": functools.partial(_deepep_transport, mode=mode) for mode in ("low_latency", "normal", "v2")},
+    "nvshmem": nvshmem_transport,
 }
 
 

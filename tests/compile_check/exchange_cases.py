@@ -53,12 +53,18 @@ class Launchers:
     combines: CombineLauncher
 
 
-def make_launchers(config: TransportConfig, placement: Placement) -> Launchers:
-    """The launchers of a transport that has this rank's memory only."""
-    ranks, tuning = ranks_of(placement, 0), Tuning(most_receivers=MOST_PROGRAMS, num_sms=config.num_sms)
+def make_launchers(config: TransportConfig, placement: Placement, device_code: str = "") -> Launchers:
+    """The launchers of a transport that has this rank's memory only.
+
+    device_code: NVSHMEM's, by whose puts all other ranks are reached; else they are by addresses.
+    """
+    puts = (1 << placement.num_ranks) - 2 if device_code else 0
+    ranks, tuning = ranks_of(placement, 0, puts), Tuning(most_receivers=MOST_PROGRAMS, num_sms=config.num_sms)
     group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
     with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
-        peers = memory.PeerMemory(group, regions_of(config, ranks), config.num_slots)
+        peers = memory.PeerMemory(group, regions_of(config, ranks), config.num_slots, puts=puts)
+    if device_code:
+        peers.libraries = {"libnvshmem_device": device_code}
     context = KernelContext(
         config=config,
         ranks=ranks,
@@ -90,6 +96,7 @@ def _round(
     shared: bool = False,
     poisoned: bool = False,
     ids_dtype: torch.dtype = torch.int32,
+    device_code: str = "",
     excuses: Mapping[tuple[str, Rule], str] | None = None,
 ) -> Case:
     """Dispatch and combine of `tokens` tokens per rank, by default of DeepSeek-V3."""
@@ -97,7 +104,7 @@ def _round(
 
     def launch() -> None:
         config = TransportConfig(hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype, num_slots=1, max_topk=topk)
-        launchers = make_launchers(config, Placement.linear(ranks * experts, ranks))
+        launchers = make_launchers(config, Placement.linear(ranks * experts, ranks), device_code)
         dispatches, combines = launchers.dispatches, launchers.combines
         x: Any = torch.empty(tokens, hidden, dtype=dtype)
         if quantized:
@@ -125,9 +132,10 @@ def _round(
     return Case(name=f"nvlink {name}", launch=launch, payload_width_bytes=widths, excuses=excused)
 
 
-def small_round() -> Case:
-    """Rows and words between two ranks: the smallest kernels that still have all parts."""
-    return _round("small", "none", Layout.COMPACT, tokens=24, hidden=256, topk=1, ranks=2, experts=2)
+def small_round(device_code: str = "") -> Case:
+    """Rows and words between two ranks: the smallest kernels that still have all parts. device_code: NVSHMEM's."""
+    sizes = {"tokens": 24, "hidden": 256, "topk": 1, "ranks": 2, "experts": 2}
+    return _round("small", "none", Layout.COMPACT, device_code=device_code, **sizes)  # type: ignore[arg-type]
 
 
 def exchange_cases() -> list[Case]:

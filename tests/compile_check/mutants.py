@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         name="no fence behind rows",
         module="dispatch_send",
-        old="fence()  # release",
+        old="order_rows(ranks.PUTS)  # release",
         new="pass  # release",
         found="rows and their flag: the flag follows its rows without a barrier and then a fence",
     ),
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         name="an unknown store",
         module="combine_send",
-        old="put_rows(to, column, _clean(total, dtype), column < H)",
-        new="tl.store(to + column, total, mask=column < H)",
+        old="put_rows(links, to, column, result, column < H, parcel, False)",
+        new="tl.store(to + column, result, mask=column < H)",
         found="stores of a combine: a store to memory of the group that no rule knows",
         kernel="combine",
         beside=True,

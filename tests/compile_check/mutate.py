@@ -31,6 +31,7 @@ from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher
 # in order of their imports
 MODULES = (
     "wire_layout",
+    "puts",
     "peers",
     "waits",
     "round_state",

@@ -50,12 +50,14 @@ def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
 
 
 def make_transport(group: EPGroup, **options: Any) -> Any:
-    """A transport of float32 with one slot, unless `options` say otherwise."""
+    """A transport of float32 with one slot, unless `options` say otherwise; `nvshmem` if they choose its stores."""
     from ep_moe.transport.one_sided import NvlinkTransport  # imports Triton, which not every machine has
+    from ep_moe.transport.one_sided.nvshmem import NvshmemTransport
 
     placement = Placement.linear(EXPERTS_PER_RANK * group.num_ranks, group.num_ranks)
     sizes = {"hidden": HIDDEN, "max_tokens_per_rank": MAX_TOKENS, "max_topk": NUM_TOPK, "num_slots": 1}
-    return NvlinkTransport(group, placement, TransportConfig(**{**sizes, "dtype": torch.float32, **options}))
+    kind = NvshmemTransport if "nvshmem_stores" in options else NvlinkTransport
+    return kind(group, placement, TransportConfig(**{**sizes, "dtype": torch.float32, **options}))
 
 
 def inputs(rank: int, round_: int, num_ranks: int) -> tuple[torch.Tensor, Routing]:

@@ -68,7 +68,12 @@ class Machine:
 
 
 class Model:
-    """Programs prepared for exploring: words by number, and which programs may run at the same time."""
+    """Programs prepared for exploring: words by number, and which programs may run at the same time.
+
+    Attributes:
+        overtaken: names of words that a rank stored again while it still had a store of them under way. If stores are
+            puts, which read their rank's outbox until they arrive, no word may be among them.
+    """
 
     def __init__(self, programs: list[Program], machine: Machine) -> None:
         self.programs, self.machine = programs, machine
@@ -82,6 +87,7 @@ class Model:
         self.of_rank = [[i for i, program in enumerate(programs) if program.rank == a] for a in self.ranks]
         self.abreast = self.unordered()
         self.contested = self.contested_steps()
+        self.overtaken: set[str] = set()
 
     def unordered(self) -> list[list[int]]:
         """For each program, itself and the programs of its rank that may run at the same time."""
@@ -156,7 +162,9 @@ class Model:
         if step.looped and not bound:
             pass
         elif step.op == "store":
-            name = self.names[word]
+            name, rank = self.names[word], self.programs[i].rank
+            if any(other == word and self.programs[j].rank == rank for j, other, _ in flight):
+                self.overtaken.add(name)
             flight.add((i, word, Value(0 if name in "PY" else epoch, self.programs[i].round, step.count)))
         elif step.op == "poison":
             flight.add((i, word, SENTINEL))

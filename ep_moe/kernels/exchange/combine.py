@@ -21,7 +21,8 @@ import triton.language as tl
 
 from ep_moe.kernels.exchange.combine_receive import sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
-from ep_moe.kernels.exchange.peers import put_word, region, target
+from ep_moe.kernels.exchange.peers import order_rows, outbox, put_word, region, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import (
     ACTIVE,
     BEGUN,
@@ -84,9 +85,14 @@ def _combine_kernel(
             tokens = tl.load(own.state_ptr + SOURCE_TOKENS + source, mask=source < R, other=0)
             if pid == 0:
                 header = make_word(epoch, tl.zeros([], tl.int32))
+                staged = outbox(links, COMBINE_HEADERS, ranks.RANK, tl.int64, ranks)
+                stage(staged, 0, header, None, ranks.PUTS != 0)
+                if ranks.PUTS != 0:
+                    order_rows(ranks.PUTS)  # also rows of a refused round, which nobody waits for, arrive before it
                 for r in tl.static_range(R):
                     if is_active(active, r):
-                        put_word(target(links.bases[r], links, COMBINE_HEADERS, ranks.RANK, tl.int64), 0, header, None)
+                        to = target(links.bases[r], links, COMBINE_HEADERS, ranks.RANK, tl.int64)
+                        put_word(links, to, 0, header, None, Parcel(staged, 0, 1, r), ((ranks.PUTS >> r) & 1) > 0)
             if verdict == FINE:
                 return_rows(results.y_ptr, links, own, tokens, rows_per_rank, pid, senders, ranks, combining)
     if halves.RECEIVE:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import base_of, put_rows, target
+from ep_moe.kernels.exchange.peers import base_of, outbox, put_rows, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import pick
 from ep_moe.kernels.exchange.wire_layout import RETURNED
 from ep_moe.kernels.numerics import round_to
@@ -136,5 +137,15 @@ def return_rows(
         if rows[0] >= 0:
             to_row = (ranks.RANK * rows_per_rank + token) * H
             to = target(base_of(links, source, ranks.R), links, RETURNED, to_row, dtype)
-            put_rows(to, column, _clean(total, dtype), column < H)
+            result = _clean(total, dtype)
+            first = i % BLOCKS * BLOCK
+            staged = outbox(links, RETURNED, (source * rows_per_rank + token) * H, dtype, ranks)
+            parcel = Parcel(staged, first, tl.minimum(H - first, BLOCK), source)
+            if ranks.PUTS == 0:
+                put_rows(links, to, column, result, column < H, parcel, False)
+            elif ((ranks.PUTS >> source) & 1) > 0:
+                stage(staged, column, result, column < H, True)
+                put_rows(links, to, column, result, column < H, parcel, True)
+            else:
+                put_rows(links, to, column, result, column < H, parcel, False)
         source, token, pool_row, rows, weights = next_source, next_token, next_row, next_rows, next_weights

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.count_ids import planned_id, planned_place
-from ep_moe.kernels.exchange.peers import fence, put_rows, put_word, signal, target
+from ep_moe.kernels.exchange.peers import order_rows, outbox, put_rows, put_word, signal, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import is_active
 from ep_moe.kernels.exchange.wire_layout import (
     ENTRIES,
@@ -187,6 +188,7 @@ def _deliver_row(
     values,
     scale,
     pool_row,
+    their_row,  # of the outbox, for what differs between ranks
     round_,
     r: tl.constexpr,
     ranks: tl.constexpr,
@@ -195,17 +197,27 @@ def _deliver_row(
 ):
     """Store a token plainly at rank r if it is needed there; returns the rank's bit, or 0."""
     column, word, group = tl.arange(0, row.COLUMNS), tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
+    BY_PUT: tl.constexpr = ((ranks.PUTS >> r) & 1) > 0
     here, needed = _is_needed(ids, round_.active, r, ranks.STARTS)
     if (needed > 0) & round_.enabled:
         base, mask = links.bases[r], column < row.K
         to_values = target(base, links, VALUES, pool_row * row.VALUE_WORDS, tl.int32)
-        put_rows(to_values, word, values, word < row.VALUE_WORDS)
+        staged = outbox(links, VALUES, pool_row * row.VALUE_WORDS, tl.int32, ranks)
+        parcel = Parcel(staged, 0, row.VALUE_WORDS, r)
+        put_rows(links, to_values, word, values, word < row.VALUE_WORDS, parcel, BY_PUT)
         if row.G > 0:
-            put_rows(target(base, links, SCALES, pool_row * row.G, scale.dtype), group, scale, group < row.G)
+            staged = outbox(links, SCALES, pool_row * row.G, scale.dtype, ranks)
+            to_scales = target(base, links, SCALES, pool_row * row.G, scale.dtype)
+            put_rows(links, to_scales, group, scale, group < row.G, Parcel(staged, 0, row.G, r), BY_PUT)
         to_entry = target(base, links, ENTRIES, pool_row * row.ENTRY, tl.int32)
-        put_rows(to_entry, column, tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1), mask)
+        entry = tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1)
+        staged = outbox(links, ENTRIES, their_row * row.ENTRY, tl.int32, ranks)
+        with_flag = Parcel(staged, 0, 0, r)
+        stage(staged, column, entry, mask, BY_PUT)
+        put_rows(links, to_entry, column, entry, mask, with_flag, BY_PUT)
         weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
-        put_rows(to_entry, row.K + column, weight, mask)
+        stage(staged, row.K + column, weight, mask, BY_PUT)
+        put_rows(links, to_entry, row.K + column, weight, mask, with_flag, BY_PUT)
     return needed << r
 
 
@@ -260,6 +272,13 @@ def send_rows(
                 next_planned, next_weights = _load_plan(tokens, far_token, far_token < present, row)
             if token < present:
                 dest_rank_mask = tl.zeros([], tl.int32)
+                pool_row = ranks.RANK * rows_per_rank + token
+                word, scales = tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
+                staged = outbox(links, VALUES, pool_row * row.VALUE_WORDS, tl.int32, ranks)
+                stage(staged, word, values, word < row.VALUE_WORDS, ranks.PUTS != 0)
+                if row.G > 0:
+                    staged_scales = outbox(links, SCALES, pool_row * row.G, scale.dtype, ranks)
+                    stage(staged_scales, scales, scale, scales < row.G, ranks.PUTS != 0)
                 for d in tl.static_range(ranks.R):  # each rank begins with another, so that not all store to one
                     dest_rank_mask = dest_rank_mask | _deliver_row(
                         links,
@@ -268,7 +287,8 @@ def send_rows(
                         place,
                         values,
                         scale,
-                        ranks.RANK * rows_per_rank + token,
+                        pool_row,
+                        (ranks.RANK + d) % ranks.R * rows_per_rank + token,
                         round_,
                         (ranks.RANK + d) % ranks.R,
                         ranks,
@@ -277,18 +297,35 @@ def send_rows(
                     )
                 tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)
                 bits = tl.where(index == i, dest_rank_mask, bits)
-        fence()  # release: the rows first, everywhere, then the word that says so
-        first = ranks.RANK * rows_per_rank + chunk * group
+        order_rows(ranks.PUTS)  # release: the rows first, everywhere, then the word that says so
+        tokens_sent = tl.minimum(group, present - chunk * group)
         for d in tl.static_range(ranks.R):
-            _signal_group(links, bits, first, round_, (ranks.RANK + d) % ranks.R)
+            _signal_group(
+                links, bits, chunk * group, tokens_sent, rows_per_rank, round_, (ranks.RANK + d) % ranks.R, ranks, row
+            )
 
 
 @triton.jit
-def _signal_group(links, bits, first, round_, r: tl.constexpr):
-    """Set the flag of a group of tokens at rank r. bits: [MOST_FLAGGED], of each token, a bit for each rank."""
+def _signal_group(
+    links,
+    bits,  # [MOST_FLAGGED], of each token of the group, a bit for each rank
+    token,  # the first
+    num_tokens,
+    rows_per_rank,
+    round_,
+    r: tl.constexpr,
+    ranks: tl.constexpr,
+    row: tl.constexpr,
+):
+    """Set the flag of a group of tokens at rank r; by puts, the group's entries go with it."""
     sent = tl.sum(((bits >> r) & 1) << tl.arange(0, MOST_FLAGGED), 0)
     if round_.enabled & is_active(round_.active, r):
-        signal(target(links.bases[r], links, FLAGS, first, tl.int64), make_word(round_.epoch, sent), None)
+        first = ranks.RANK * rows_per_rank + token
+        to = target(links.bases[r], links, FLAGS, first, tl.int64)
+        to_entries = target(links.bases[r], links, ENTRIES, first * row.ENTRY, tl.int32)
+        staged = outbox(links, ENTRIES, (r * rows_per_rank + token) * row.ENTRY, tl.int32, ranks)
+        parcel = Parcel(staged, 0, num_tokens * row.ENTRY, r)
+        signal(links, to, make_word(round_.epoch, sent), to_entries, parcel, ((ranks.PUTS >> r) & 1) > 0)
 
 
 @triton.jit
@@ -309,26 +346,43 @@ def _deliver_ll(
     group,
     scale_mask,
     first,
+    staged,  # the token's row of the outbox
+    first_scale,  # of this block
+    num_scales,
+    token,
     block,
+    word_tokens,
     round_,
     r: tl.constexpr,
     ranks: tl.constexpr,
     row: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Store a block of a token at rank r if it is needed there, and its entry in any case; returns the rank's bit."""
+    BY_PUT: tl.constexpr = ((ranks.PUTS >> r) & 1) > 0
     column = tl.arange(0, row.COLUMNS)
     to = target(links.bases[r], links, LL_ROWS, first, tl.int64)
     here, needed = _is_needed(ids, round_.active, r, ranks.STARTS)
     if (needed > 0) & round_.enabled:
-        put_word(to, row.ll_values + word, values, word < row.VALUE_WORDS)
+        first_word = block * WORDS
+        parcel = Parcel(staged, row.ll_values + first_word, tl.minimum(row.VALUE_WORDS - first_word, WORDS), r)
+        put_word(links, to, row.ll_values + word, values, word < row.VALUE_WORDS, parcel, BY_PUT)
         if row.G > 0:
-            put_word(to, row.ll_scales + group, scales, scale_mask)
+            parcel = Parcel(staged, row.ll_scales + first_scale, num_scales, r)
+            put_word(links, to, row.ll_scales + group, scales, scale_mask, parcel, BY_PUT)
     if (block == 0) & round_.enabled & is_active(round_.active, r):
         entry = tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1)
         epochs = tl.zeros([row.COLUMNS], tl.int32) + round_.epoch
-        put_word(to, column, make_word(epochs, entry), column < row.K)
+        their_row = (r * word_tokens.to(tl.int64) + token) * row.ll_words
+        staged_entry = outbox(links, LL_ROWS, their_row, tl.int64, ranks)
+        entry_words = make_word(epochs, entry)
+        stage(staged_entry, column, entry_words, column < row.K, BY_PUT)
+        put_word(links, to, column, entry_words, column < row.K, Parcel(staged_entry, 0, 0, r), BY_PUT)
         weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
-        put_word(to, row.K + column, make_word(epochs, weight), column < row.K)
+        weight_words = make_word(epochs, weight)
+        stage(staged_entry, row.K + column, weight_words, column < row.K, BY_PUT)
+        both = Parcel(staged_entry, 0, 2 * row.K, r)
+        put_word(links, to, row.K + column, weight_words, column < row.K, both, BY_PUT)
     return needed << r
 
 
@@ -359,11 +413,19 @@ def send_ll(
         values, scale = _make_payload(loaded, tokens, token, strides, GROUPS, WORDS, row.G, sending.QUANTIZE)
         word, group = block * WORDS + tl.arange(0, WORDS), tl.arange(0, GROUPS)
         scale_mask = (group < row.G) & (block == 0)
+        first_scale, num_scales = block * 0, tl.where(block == 0, row.G, 0)
         if sending.QUANTIZE != "":
             group += block * GROUPS
             scale_mask = group < row.G
+            first_scale = block * GROUPS
+            num_scales = tl.minimum(row.G - first_scale, GROUPS)
         scales = make_word(tl.zeros([GROUPS], tl.int32) + round_.epoch, scale.to(tl.int32, bitcast=True))
         first = (ranks.RANK * word_tokens.to(tl.int64) + token) * row.ll_words
+        words = make_word(tl.zeros([WORDS], tl.int32) + round_.epoch, values)
+        staged = outbox(links, LL_ROWS, first, tl.int64, ranks)
+        stage(staged, row.ll_values + word, words, word < row.VALUE_WORDS, ranks.PUTS != 0)
+        if row.G > 0:
+            stage(staged, row.ll_scales + group, scales, scale_mask, ranks.PUTS != 0)
         dest_rank_mask = tl.zeros([], tl.int32)
         for d in tl.static_range(ranks.R):
             dest_rank_mask = dest_rank_mask | _deliver_ll(
@@ -371,17 +433,23 @@ def send_ll(
                 ids,
                 weights,
                 place,
-                make_word(tl.zeros([WORDS], tl.int32) + round_.epoch, values),
+                words,
                 scales,
                 word,
                 group,
                 scale_mask,
                 first,
+                staged,
+                first_scale,
+                num_scales,
+                token,
                 block,
+                word_tokens,
                 round_,
                 (ranks.RANK + d) % ranks.R,
                 ranks,
                 row,
+                WORDS,
             )
         if block == 0:
             tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)

@@ -6,7 +6,8 @@ Letters: T tokens on this rank, K top-k, R ranks, L the most experts that a rank
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import put_word, target
+from ep_moe.kernels.exchange.peers import outbox, put_word, stage, target
+from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import MISMATCH, OTHER_LAYER, OWN_TOKENS, SENT, is_active, pick
 from ep_moe.kernels.exchange.wire_layout import (
     BAD_IDS,
@@ -68,6 +69,7 @@ def announce(
     token = tl.arange(0, sending.TOKENS)
     totals_ptr = tokens.block_counts_ptr + num_blocks.to(tl.int64) * (num_physical + 1)
     header = ranks.RANK * ranks.header_stride
+    staged = outbox(links, HEADERS, 0, tl.int64, ranks)  # the same words for all ranks, each takes those of its experts
     for first in range(announcer * EXPERTS, num_physical, announcers * EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         if sending.IDS_COUNTED:
@@ -79,11 +81,16 @@ def announce(
                 hit = hit | (theirs[:, None] == expert[None, :]).to(tl.int32)
             count = tl.sum(hit, 0)
         word = make_word(tl.zeros([EXPERTS], tl.int32) + round_.epoch, count)
+        stage(staged + HEADER_WORDS, expert, word, expert < num_physical, ranks.PUTS != 0)
         for r in tl.static_range(ranks.R):
             place = expert + (HEADER_WORDS - ranks.STARTS[r])
             theirs = (expert >= ranks.STARTS[r]) & (expert < ranks.STARTS[r + 1])
             mask = theirs & round_.enabled & is_active(round_.active, r)
-            put_word(target(links.bases[r], links, HEADERS, header, tl.int64), place, word, mask)
+            to = target(links.bases[r], links, HEADERS, header, tl.int64)
+            low, high = tl.maximum(first, ranks.STARTS[r]), tl.minimum(first + EXPERTS, ranks.STARTS[r + 1])
+            count = tl.where(round_.enabled & is_active(round_.active, r), high - low, 0)
+            parcel = Parcel(staged + ranks.STARTS[r], low + (HEADER_WORDS - ranks.STARTS[r]), count, r)
+            put_word(links, to, place, word, mask, parcel, ((ranks.PUTS >> r) & 1) > 0)
     if announcer == 0:
         if sending.IDS_COUNTED:
             bad = tl.load(totals_ptr + num_physical)
@@ -100,13 +107,30 @@ def announce(
         fingerprint = round_.fingerprint
         if code == BAD_IDS:  # there is no payload: the format's word carries one of the ids
             fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, row.K, sending.TOKENS)
+        stage(staged, STATUS, status, None, ranks.PUTS != 0)
+        stage(staged, FORMAT, make_word(round_.epoch, fingerprint), None, ranks.PUTS != 0)
+        stage(staged, LAYER, make_word(round_.epoch, round_.layer), None, ranks.PUTS != 0)
+        stage(staged, SETTINGS, make_word(round_.epoch, round_.settings), None, ranks.PUTS != 0)
         for r in tl.static_range(ranks.R):
             if round_.enabled & is_active(round_.active, r):
                 to = target(links.bases[r], links, HEADERS, header, tl.int64)
-                put_word(to, STATUS, status, None)
-                put_word(to, FORMAT, make_word(round_.epoch, fingerprint), None)
-                put_word(to, LAYER, make_word(round_.epoch, round_.layer), None)
-                put_word(to, SETTINGS, make_word(round_.epoch, round_.settings), None)
+                later, all_words = Parcel(staged, 0, 0, r), Parcel(staged, 0, HEADER_WORDS, r)
+                put_word(links, to, STATUS, status, None, later, ((ranks.PUTS >> r) & 1) > 0)
+                put_word(
+                    links, to, FORMAT, make_word(round_.epoch, fingerprint), None, later, ((ranks.PUTS >> r) & 1) > 0
+                )
+                put_word(
+                    links, to, LAYER, make_word(round_.epoch, round_.layer), None, later, ((ranks.PUTS >> r) & 1) > 0
+                )
+                put_word(
+                    links,
+                    to,
+                    SETTINGS,
+                    make_word(round_.epoch, round_.settings),
+                    None,
+                    all_words,
+                    ((ranks.PUTS >> r) & 1) > 0,
+                )
         tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
         tl.store(own.state_ptr + SENT, round_.epoch)  # also if it is skipped: ranks must not resume with this round
 

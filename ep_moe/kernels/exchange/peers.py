@@ -1,7 +1,15 @@
 """Memory of the group, which peers write to: how a rank reaches it, and the only stores to other ranks.
 
-What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `fence`. Here
-every rank's memory is mapped, and these are plain stores and atomics; another kind of memory replaces them.
+What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `order_rows`.
+There are two ways to reach a rank, a constant of the kernel for each (`Ranks.PUTS`):
+- by address: its memory is mapped here, and these are plain stores and atomics;
+- by puts: NVSHMEM's device functions send it what was staged in this rank's outbox, and a flag with the last rows.
+The interpreter copies what a put sends over memory that is mapped.
+
+The outbox has the regions of a slot (`wire_layout`) once more; where ranks are sent different things, its first index
+is the rank that they are sent to. Rule: a word of the outbox is written again only after its last put has arrived. What
+a dispatch has put has arrived once all peers' combine headers are here, and what a combine has put once all peers'
+headers of the next dispatch are here; a rank waits for these before it sends the same again.
 """
 
 from typing import Any, NamedTuple
@@ -9,17 +17,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.exchange.puts import SIGNAL_SET, order_puts, put_flag, put_parcel, signal_op
 from ep_moe.kernels.numerics import INTERPRET
 
 
 class Links(NamedTuple):
     """How a rank reaches the others, for one slot."""
 
-    bases: tuple[int, ...]  # R addresses: where each rank's memory of the slot is mapped here
+    bases: tuple[int, ...]  # R addresses: each rank's memory of the slot as mapped here, this rank's own for puts
     offsets: tuple[int, ...]  # of the regions in it
-    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word
+    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word; 0 if it is not mapped here
     abort_ptr: Any  # [1] int64, this rank's own
     urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
+    outbox: int | None = None  # bytes from this rank's memory of the slot to its outbox, None without puts
 
 
 @triton.jit
@@ -50,31 +60,78 @@ def target(base, links, name: tl.constexpr, first, dtype: tl.constexpr):
 
 
 @triton.jit
-def put_rows(to, index, values, mask):
-    """Store `values` at elements `index` from a `target` on, in its dtype.
+def outbox(links, name: tl.constexpr, first, dtype: tl.constexpr, ranks: tl.constexpr):
+    """Element `first` of a region of this rank's outbox, for `stage`; without puts a pointer that nothing uses."""
+    base = links.bases[ranks.RANK]
+    if ranks.PUTS == 0:
+        staged = region(base, links, name, dtype)
+    else:
+        staged = region(base.to(tl.int64) + links.outbox, links, name, dtype) + first
+    return staged
 
-    Plain stores, announced by a `signal` after a `fence`, or by the sentinel that they overwrite.
+
+@triton.jit
+def stage(staged, index, values, mask, BY_PUT: tl.constexpr):
+    """Write `values` to elements `index` from an `outbox` pointer on, for puts after it."""
+    if BY_PUT:
+        tl.store(staged + index, values, mask=mask)
+
+
+@triton.jit
+def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
+    """Store `values` at elements `index` from a `target` on, in its dtype; by puts, send a parcel that was staged.
+
+    Announced by a `signal` after `order_rows`, or by the sentinel that they overwrite.
     """
-    tl.store(to + index, values, mask=mask)
+    if BY_PUT:
+        put_parcel(links, to, parcel)
+    else:
+        tl.store(to + index, values, mask=mask)
 
 
 @triton.jit
-def put_word(to, index, word, mask):
-    """Store LL words at words `index` from a `target` on, each in one piece."""
-    tl.store(to + index, word, mask=mask)
+def put_word(links, to, index, word, mask, parcel, BY_PUT: tl.constexpr):
+    """Store LL words at words `index` from a `target` on, each in one piece; by puts, send a parcel that was staged."""
+    if BY_PUT:
+        put_parcel(links, to, parcel)
+    else:
+        tl.store(to + index, word, mask=mask)
 
 
 @triton.jit
-def signal(to, word, mask):
-    """Store the flag words of rows that were put before a `fence`."""
-    tl.store(to, word, mask=mask)
+def signal(links, to, word, to_rows, parcel, BY_PUT: tl.constexpr):
+    """Store the flag word of rows that were put before `order_rows`; by puts, with their last parcel."""
+    if BY_PUT:
+        put_flag(links, to, word, to_rows, parcel)
+    else:
+        tl.store(to, word)
+
+
+@triton.jit
+def order_rows(PUTS: tl.constexpr):
+    """Order all rows that this program has put before the `signal` that follows."""
+    if PUTS == 0:
+        fence()
+    else:
+        order_puts()
 
 
 @triton.jit
 def put_abort(links, rank, word):
-    """Set the abort word of a rank unless it is set already. Relaxed: it orders nothing else."""
-    abort_ptr = as_pointer(tl.load(links.aborts_ptr + rank), tl.int64)
-    tl.atomic_cas(abort_ptr, tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
+    """Set the abort word of a rank unless it is set already. Relaxed: it orders nothing else.
+
+    A rank that is not mapped here is sent the word by NVSHMEM, which overwrites an earlier one: a compare-and-swap
+    would wait for an answer of a rank that may be lost.
+    """
+    address = tl.load(links.aborts_ptr + rank)
+    if links.outbox is not None and not INTERPRET:
+        if address == 0:
+            signal_op(links.abort_ptr.to(tl.int64), word, SIGNAL_SET, rank + tl.zeros([], tl.int32))
+        else:
+            tl.atomic_cas(as_pointer(address, tl.int64), tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
+    else:
+        abort_ptr = as_pointer(address, tl.int64)
+        tl.atomic_cas(abort_ptr, tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
 
 
 @triton.jit

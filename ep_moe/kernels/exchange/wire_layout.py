@@ -80,6 +80,7 @@ class Ranks(NamedTuple):
     STARTS: tl.constexpr  # R + 1 numbers, the first physical expert of each rank
     L: tl.constexpr
     EXPERTS: tl.constexpr  # L rounded up
+    PUTS: tl.constexpr = 0  # a bit for each rank that is reached by NVSHMEM's puts, see `peers`
 
     @property
     def header_stride(self) -> int:

@@ -125,5 +125,6 @@ class CombineLauncher:
                 constants={"ranks": context.ranks, "combining": combining, "halves": halves},
                 options={**context.options(programs.num_warps), "enable_fp_fusion": False},
                 device=context.device,
+                prepare=context.memory.prepare,
             )
         return kernel

@@ -285,6 +285,7 @@ class DispatchLauncher:
                 },
                 options=context.options(programs.num_warps),
                 device=context.device,
+                prepare=context.memory.prepare,
             )
         return kernel
 

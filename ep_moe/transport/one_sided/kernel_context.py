@@ -41,4 +41,6 @@ class KernelContext:
     def options(self, num_warps: int) -> dict[str, Any]:
         """Options of the compiler."""
         options: dict[str, Any] = {"num_warps": num_warps, "maxnreg": WIDE_REGISTERS if num_warps > 4 else REGISTERS}
+        if self.memory.libraries:
+            options["extern_libs"] = self.memory.libraries
         return {**options, "launch_pdl": True} if self.early else options

@@ -1,9 +1,10 @@
-"""The memory of the one-sided exchange that peers write to: torch symmetric memory, or files in the interpreter.
+"""The memory of the one-sided exchange that peers write to: torch symmetric memory or NVSHMEM's symmetric heap.
 
-Memory of a slot that no peer sees is in `slot_state`.
+In the interpreter it is files. Memory of a slot that no peer sees is in `slot_state`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,29 +21,47 @@ class PeerMemory:
 
     Args:
         regions: of a slot, the same on all ranks.
+        puts: a bit for each rank that is reached by puts, from an outbox of this rank; 0 by addresses alone.
+        make_buffer: makes the memory from the group and a number of bytes; by default a `SymmetricBuffer`.
     Attributes:
         links: by slot, how kernels reach the ranks' memory.
         num_bytes: of this rank's part.
         abort: [1] int64, this rank's abort word.
+        libraries: of device code that kernels link, name -> file.
+        prepare: called with each kernel that has been loaded, if it needs that.
     Errors: RuntimeError if the machine lacks the memory. Collective.
     """
 
-    def __init__(self, group: EPGroup, regions: Regions, num_slots: int) -> None:
+    def __init__(
+        self,
+        group: EPGroup,
+        regions: Regions,
+        num_slots: int,
+        *,
+        puts: int = 0,
+        make_buffer: Callable[[EPGroup, int], Any] | None = None,
+    ) -> None:
         *offsets, slot_bytes = regions.offsets
         self._regions, self._slot_bytes, self._offsets = regions, slot_bytes, tuple(offsets)
-        self.num_bytes = num_slots * slot_bytes + ABORT_BYTES
-        self._buffer = SymmetricBuffer(group, self.num_bytes)
+        inbox_bytes = num_slots * slot_bytes + ABORT_BYTES
+        self.num_bytes = inbox_bytes + (num_slots * slot_bytes if puts else 0)
+        self._buffer = (make_buffer or SymmetricBuffer)(group, self.num_bytes)
+        self.libraries: dict[str, str] = getattr(self._buffer, "libraries", {}) if puts else {}
+        self.prepare: Callable[[Any], None] | None = getattr(self._buffer, "prepare", None) if puts else None
         addresses, aborts_at = self._buffer.addresses, num_slots * slot_bytes
+        bases = [addresses[group.rank if puts >> rank & 1 else rank] for rank in range(group.num_ranks)]
         self.abort = self._buffer.local[aborts_at:][:8].view(torch.int64)
         self._urgent = torch.zeros(1, dtype=torch.int64, pin_memory=group.device.type == "cuda")
-        aborts = torch.tensor([start + aborts_at for start in addresses], dtype=torch.int64, device=group.device)
+        aborts = [start + aborts_at if start else 0 for start in addresses]
+        aborts_ptr = torch.tensor(aborts, dtype=torch.int64, device=group.device)
         self.links = [
             Links(
-                tuple(start + slot * slot_bytes for start in addresses),
+                tuple(start + slot * slot_bytes for start in bases),
                 self._offsets,
-                aborts,
+                aborts_ptr,
                 self.abort,
                 self._urgent,
+                inbox_bytes if puts else None,
             )
             for slot in range(num_slots)
         ]

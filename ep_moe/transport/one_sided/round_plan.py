@@ -105,8 +105,8 @@ def plan_key(
     )
 
 
-def ranks_of(placement: Placement, rank: int) -> Ranks:
-    """The constants of kernels that depend on the ranks alone."""
+def ranks_of(placement: Placement, rank: int, puts: int = 0) -> Ranks:
+    """The constants of kernels that depend on the ranks alone. puts: a bit for each rank that puts reach."""
     num_ranks = placement.num_ranks
     most = max(*map(placement.num_local_experts, range(num_ranks)), 1)
     return Ranks(
@@ -116,6 +116,7 @@ def ranks_of(placement: Placement, rank: int) -> Ranks:
         STARTS=placement.starts,
         L=most,
         EXPERTS=triton.next_power_of_2(most),
+        PUTS=puts,
     )
 
 

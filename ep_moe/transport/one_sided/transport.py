@@ -14,7 +14,7 @@ import triton
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
-from ep_moe.kernels.exchange.wire_layout import PLACE_BITS
+from ep_moe.kernels.exchange.wire_layout import PLACE_BITS, Ranks
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
@@ -74,6 +74,8 @@ class NvlinkTransport(Transport):
     is valid until `combine_send`: the other ranks may send the next round once they have this round's results.
     """
 
+    name = "nvlink"
+
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
         for name, value, limit in (
@@ -82,16 +84,13 @@ class NvlinkTransport(Transport):
             ("num_local_experts", max(map(placement.num_local_experts, range(group.num_ranks))), MOST_LOCAL_EXPERTS),
         ):
             if value > limit:
-                raise ValueError(f"{name} ({value}) exceeds {limit}, the most that transport 'nvlink' carries")
-        reason = why_unreachable(group)
-        if reason:
-            raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
+                raise ValueError(f"{name} ({value}) exceeds {limit}, the most that transport {self.name!r} carries")
+        ranks, memory = self._connect(group, placement, config)
         self.config, self.placement = config, placement
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
         self.num_rounds = 0
         self._group = group
-        ranks = ranks_of(placement, group.rank)
-        self._memory = PeerMemory(group, regions_of(config, ranks), config.num_slots)
+        self._memory = memory
         self._states = SlotStates(config, group.device, ranks)
         self._faults = Faults(group, placement, config, self._memory, self._states)
         tuning = Tuning(most_receivers=most_receivers(group.device, config.num_slots), num_sms=config.num_sms)
@@ -119,6 +118,14 @@ class NvlinkTransport(Transport):
                 functools.partial(tuning.receivers, num_ranks=group.num_ranks),
                 triton.runtime.driver.active.get_current_stream,
             )
+
+    def _connect(self, group: EPGroup, placement: Placement, config: TransportConfig) -> tuple[Ranks, PeerMemory]:
+        """The kernels' constants of the ranks, and memory that these reach. Errors: RuntimeError. Collective."""
+        reason = why_unreachable(group)
+        if reason:
+            raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
+        ranks = ranks_of(placement, group.rank)
+        return ranks, PeerMemory(group, regions_of(config, ranks), config.num_slots)
 
     @property
     def peer_bytes(self) -> int:
