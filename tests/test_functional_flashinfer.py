@@ -302,6 +302,31 @@ def test_writes_to_weights_are_seen_and_freed_weights_are_not_kept() -> None:
     assert memory() is None
 
 
+@pytest.mark.parametrize("inference", [False, True], ids=["counted", "inference mode"])
+def test_products_of_numbers_follow_writes(inference: bool) -> None:
+    """The clamp limit is multiplied by the gate's scale, `w2_alpha` by the input scale: neither product gets stale."""
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    with torch.inference_mode(inference):
+        given = arguments(
+            layer,
+            *hidden_states("bf16")[:2],
+            gemm1_clamp_limit=numbers(0.5, 1.0, 33),
+            output1_scale_gate_scalar=numbers(0.5, 2.0, 34),
+        )
+        brought = b12x_arguments(layer, fc2_input_scale=torch.tensor([0.5]))
+        for call, changed, name in (
+            (lambda: trtllm_fp4_block_scale_moe(**given)[0], given, "gemm1_clamp_limit"),
+            (lambda: b12x_fused_moe(**brought), brought, "fc2_input_scale"),
+        ):
+            before = call()
+            assert torch.equal(call(), before)
+            changed[name].mul_(0.25)
+            written = call()
+            assert not torch.equal(written, before)
+            changed[name] = changed[name].clone()
+            assert torch.equal(call(), written)
+
+
 def test_no_tokens() -> None:
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     x, scale, _ = hidden_states("nvfp4")

@@ -125,6 +125,36 @@ def test_a_refused_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         run([1, 2, 3, 4])
 
 
+def test_a_sequence_writes_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a sequence read one array, functions among them are called in turn; single launches stay the same."""
+    fake = Driver((*SIZES, *SCRATCH))
+    first, second = (make_launch(monkeypatch, fake, (torch.zeros(3), None, torch.ones(2))) for _ in range(2))
+    called: list[tuple[int, tuple[int, ...]]] = []
+
+    def between(values: Any) -> None:
+        called.append((len(fake.launched), tuple(values)))
+
+    launches = [(first, (0, 1, 3, 4)), (between, (2,)), (second, (2, 1, 3, 3))]
+    run = cuda_driver.DriverSequence(launches, 5)
+    for values in ([4096, 8192, 12288, -2, 5], [16, 32, 48, 7, 8]):
+        fake.launched.clear()
+        called.clear()
+        run(values)
+        assert called == [(1, (values[2],))]
+        assert [arguments[3:7] for *_, arguments in fake.launched] == [
+            [values[0], values[1], values[3], values[4]],
+            [values[2], values[1], values[3], values[3]],
+        ]
+        assert len({stream for *_, stream, _, _ in fake.launched}) == 1  # the stream is asked for once
+    first([1, 2, 3, 4])
+    assert fake.launched[-1][-1][3:7] == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="no launch is the driver's"):
+        cuda_driver.DriverSequence([(between, (0,))], 1)
+    fake.status = 719
+    with pytest.raises(RuntimeError, match="CUresult 719"):
+        run([1, 2, 3, 4, 5])
+
+
 def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that launches while the driver reads another's arguments waits for it."""
     fake, inside, goes_on = Driver((*SIZES, *SCRATCH)), threading.Event(), threading.Event()

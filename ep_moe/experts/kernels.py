@@ -95,6 +95,11 @@ class KernelExperts:
             call = self._new_call(batch, weights, signature)
         return call(batch, out)
 
+    def repeated(self, signature: object, weights: ExpertWeights) -> RepeatedCall | None:
+        """What earlier calls with these weights and batches of this signature are, None if there were none. Local."""
+        known = self._known.get(id(weights))
+        return None if known is None else known.calls.get(signature)
+
     def _new_call(self, batch: ExpertBatch, weights: ExpertWeights, signature: object) -> RepeatedCall:
         """The call of batches with this signature and of these weights, from now on."""
         self.backend.serves.check(

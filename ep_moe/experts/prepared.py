@@ -145,26 +145,33 @@ class RepeatedCall:
 
     Args:
         prepared: the launches. batch, weights: of a first call; of the batch nothing is kept alive but its scheme.
+
+    Attributes:
+        sequence: the launches. weights: the tensors that they read, by the names `held`.
+        y_shape, dtype: of the output.
+        in_place: there are rows, and the launches read all tensors where they are: no copies, no sum of FLAT.
     """
 
     def __init__(self, prepared: PreparedCall, batch: ExpertBatch, weights: ExpertWeights) -> None:
         given, held = batch_tensors(batch), weight_tensors(weights)
-        self._prepared, self._weights, self._held = prepared, list(held.values()), tuple(held)
+        self._prepared, self.sequence, self.dtype = prepared, prepared.sequence, batch.dtype
+        self.weights, self.held = list(held.values()), tuple(held)
         self._scheme = batch.scheme  # a signature has its id
-        shape = batch.output_shape
+        shape = self.y_shape = batch.output_shape
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         self._new_y = allocator(shape, strides, batch.dtype, batch.x.device)
         rows = batch.x if batch.row_index is None else batch.row_index
         self._is_empty = not rows.numel() or not batch.x.numel()
         self._is_flat = isinstance(batch, Flat)
         contiguous = {name: tensor for name, tensor in (given | held).items() if name not in _STRIDED}
-        self._in_place = with_dense_rows(batch) is batch and all(each.is_contiguous() for each in contiguous.values())
+        self._repeats = with_dense_rows(batch) is batch and all(each.is_contiguous() for each in contiguous.values())
+        self.in_place = self._repeats and not self._is_flat and not self._is_empty
 
     def __call__(self, batch: ExpertBatch, out: torch.Tensor | None) -> torch.Tensor:
         """Compute the experts of every row; see `KernelExperts`. Local, no host sync."""
         y = self._new_y() if out is None else out.contiguous()
-        addresses = [*batch.addresses, *map(torch.Tensor.data_ptr, (y, *self._weights))]
-        if not self._in_place or self._prepared.sequence.repeat(addresses) is None:
+        addresses = [*batch.addresses, *map(torch.Tensor.data_ptr, (y, *self.weights))]
+        if not self._repeats or self.sequence.repeat(addresses) is None:
             self._run(batch, y)
         return y if out is None or y is out else out.copy_(y)
 
@@ -174,5 +181,5 @@ class RepeatedCall:
             if isinstance(batch, Flat):
                 weighted_sum(y.new_empty(0, y.shape[1]), batch.token_to_row, batch.topk_weights, out=y)
             return
-        named = batch_tensors(with_dense_rows(batch)) | {"y": y} | dict(zip(self._held, self._weights, strict=True))
+        named = batch_tensors(with_dense_rows(batch)) | {"y": y} | dict(zip(self.held, self.weights, strict=True))
         self._prepared.run({name: each if name in _STRIDED else each.contiguous() for name, each in named.items()})

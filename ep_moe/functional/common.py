@@ -76,12 +76,19 @@ def experts_for(
     return _experts_for(threading.get_ident(), activation, scheme, device, tiles)
 
 
+def tensor_key(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """What checks and launches depend on: all of a tensor but its address and values. Local."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 class KeptWeights:
     """What was made of the weights of earlier calls, as long as the first tensor of each exists.
 
     Experts find their prepared launches by the `ExpertWeights`, so the same tensors should give the same object. What
-    is kept must hold views of the tensors only: copies would miss later writes, a tensor itself would stay alive.
-    Tensors whose memory has moved (`module.to`) are others.
+    is kept must hold no tensor itself, which would stay alive: views, or copies. Tensors whose memory has moved
+    (`module.to`) are others, and if there are copies, so are tensors that torch has written since. Copies are made in
+    each call while a CUDA graph is captured, which is replayed after later writes, and of tensors of inference mode,
+    whose writes torch does not count.
     """
 
     def __init__(self) -> None:
@@ -89,27 +96,50 @@ class KeptWeights:
             int, tuple[list[Callable[[], object]], list[int], object, Any]
         ] = {}  # by the first tensor's id
 
-    def get(self, tensors: Sequence[torch.Tensor | None], key: object, make: Callable[[], Kept]) -> Kept:
-        """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor."""
+    def get(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        key: object,
+        make: Callable[[], Kept],
+        *,
+        copied: bool = False,
+    ) -> Kept:
+        """What `make` returned for the same tensors and an equal key, or returns now; the latest per first tensor.
+
+        Args: copied: it has copies of some of them.
+        """
         first = tensors[0]
+        assert first is not None
+        versions = _versions(tensors) if copied else ()
+        if versions is None:
+            return make()
         kept = self._kept.get(id(first))
         if kept is not None:
             alive, addresses, old_key, made = kept
-            same = old_key == key and all(map(operator.is_, tensors, [tensor() for tensor in alive]))
+            same = old_key == (key, versions) and all(map(operator.is_, tensors, [tensor() for tensor in alive]))
             if same and addresses == _addresses(tensors):
                 return made
         made = make()
-        assert first is not None
         forget = functools.partial(_forget, self._kept, id(first))
         references: list[Callable[[], object]] = [
             _nothing if tensor is None else weakref.ref(tensor) for tensor in tensors[1:]
         ]
-        self._kept[id(first)] = [weakref.ref(first, forget), *references], _addresses(tensors), key, made
+        self._kept[id(first)] = [weakref.ref(first, forget), *references], _addresses(tensors), (key, versions), made
         return made
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def _versions(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:
+    """How often torch has written each tensor; None if that is unknown, or while a CUDA graph is captured."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.is_inference() for tensor in there):
+        return None
+    if there[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return tuple(tensor._version for tensor in there)
 
 
 def _nothing() -> None:

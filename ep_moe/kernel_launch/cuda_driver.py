@@ -6,10 +6,11 @@ host several times as long as a small exchange takes the GPU. Structures and con
 
 import ctypes
 import functools
+import operator
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from ep_moe.kernel_launch.tensor_map import TensorMap, address_of, is_descriptor
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_CONTEXT = 201  # CUresult
 _SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
+_REFUSED = "the CUDA driver did not launch a kernel (CUresult {})"
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4}  # of an argument, by Triton's type name; a pointer has 8
 
 
@@ -153,6 +155,7 @@ class DriverLaunch:
             else:
                 parameters.append(start + 8 * index)
         parameters += range(behind, behind + 8 * _SCRATCH_POINTERS, 8)
+        self._changing = range(first, last)
         self._parameters = (ctypes.c_void_p * len(parameters))(*parameters)
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
         self._config = _Config(
@@ -163,9 +166,22 @@ class DriverLaunch:
             ctypes.pointer(self._attribute),
             int(metadata.launch_pdl),
         )
-        # a prototype without argument types takes c_void_p as they are, in less time
-        addresses = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None
-        self._addresses = tuple(map(ctypes.c_void_p, addresses))
+        self._addresses = self._arguments_of(self._config, self._parameters)
+
+    def _arguments_of(self, config: _Config, parameters: Any) -> tuple[ctypes.c_void_p, ...]:
+        """What the driver takes; a prototype without argument types takes c_void_p as they are, in less time."""
+        given = ctypes.addressof(config), self._compiled.function, ctypes.addressof(parameters), None
+        return tuple(map(ctypes.c_void_p, given))
+
+    def reading(self, places: Sequence[int]) -> "BoundLaunch | None":
+        """The same launch, whose changing arguments lie at these addresses; None if some are descriptors. Local."""
+        if self._maps:
+            return None
+        assert len(places) == len(self._changing), f"{len(places)} places for {len(self._changing)} arguments"
+        parameters, config = type(self._parameters)(*self._parameters), _Config.from_buffer_copy(self._config)
+        for index, place in zip(self._changing, places, strict=True):
+            parameters[index] = place
+        return BoundLaunch(self, config, parameters, self._arguments_of(config, parameters))
 
     def __call__(self, values: Sequence[int], *, again: bool = True) -> None:
         """Launch on the GPU's current stream, with these values of the changing arguments. Local, no host sync.
@@ -186,4 +202,79 @@ class DriverLaunch:
             torch.zeros(1, device=self._device)  # a torch kernel makes the context current
             self(values, again=False)
         elif status:
-            raise RuntimeError(f"the CUDA driver did not launch a kernel (CUresult {status})")
+            raise RuntimeError(_REFUSED.format(status))
+
+
+class BoundLaunch(NamedTuple):
+    """A launch whose changing arguments are read where the caller says."""
+
+    launch: DriverLaunch  # whose other arguments are read where they are
+    config: _Config
+    parameters: Any
+    arguments: tuple[ctypes.c_void_p, ...]
+
+
+class DriverSequence:
+    """Launches one after the other, whose changing arguments lie in one array: written once, read by all of them.
+
+    Several threads may share one. Beside single launches that saves what each does again: the device, the stream, the
+    lock, the choice and the conversion of its arguments.
+
+    Args:
+        launches: each a `DriverLaunch`, or another function of its arguments, with the positions of these among the
+            values of a call. The first one that is a `DriverLaunch` says which GPU; all are of the same.
+        num_values: of a call.
+    Errors: ValueError if none is a `DriverLaunch`. Local.
+    """
+
+    def __init__(
+        self, launches: Sequence[tuple[Callable[[Sequence[int]], None], Sequence[int]]], num_values: int
+    ) -> None:
+        self._cells = (ctypes.c_int64 * num_values)()
+        start = ctypes.addressof(self._cells)
+        self._memory, self._pack = memoryview(self._cells).cast("B"), struct.Struct(f"{num_values}q").pack_into
+        self._bound: list[BoundLaunch] = []
+        self._steps: list[tuple[tuple[ctypes.c_void_p, ...] | None, Any, Any]] = []
+        for launch, positions in launches:
+            bound = (
+                launch.reading([start + 8 * place for place in positions]) if isinstance(launch, DriverLaunch) else None
+            )
+            if bound is not None:
+                self._bound.append(bound)
+            one = slice(positions[0], positions[0] + 1)  # of one position, itemgetter gives no sequence
+            pick = operator.itemgetter(*(positions if len(positions) > 1 else (one,)))
+            self._steps.append((None if bound is None else bound.arguments, launch, pick))
+        if not self._bound:
+            raise ValueError("no launch is the driver's")
+        first = self._bound[0].launch
+        self._launch, self._device, self._index = first._launch, first._device, first._index  # noqa: SLF001
+        self._current_device, self._current_stream = first._current_device, first._current_stream  # noqa: SLF001
+        self._stream: int | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, values: Sequence[int], *, again: bool = True) -> None:
+        """Launch all on the GPU's current stream. Local, no host sync. again: as of `DriverLaunch`."""
+        if self._current_device() != self._index:
+            with torch.cuda.device(self._device):
+                self(values)
+            return
+        launch, status = self._launch, 0
+        with self._lock:
+            self._pack(self._memory, 0, *values)
+            stream = self._current_stream(self._index)
+            if stream != self._stream:
+                for bound in self._bound:
+                    bound.config.stream = stream
+                self._stream = stream
+            for arguments, call, pick in self._steps:
+                if arguments is None:
+                    call(pick(values))
+                    continue
+                status = launch(*arguments)
+                if status:
+                    break
+        if status == _NO_CONTEXT and again:
+            torch.zeros(1, device=self._device)  # a torch kernel makes the context current
+            self(values, again=False)
+        elif status:
+            raise RuntimeError(_REFUSED.format(status))

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from ep_moe.kernel_launch.allocation import Workspace
+from ep_moe.kernel_launch.cuda_driver import DriverLaunch, DriverSequence
 from ep_moe.kernel_launch.repeated import Repeat
+
+Pieces = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of a workspace, name -> shape and dtype
 
 
 class LaunchSequence:
@@ -16,14 +19,16 @@ class LaunchSequence:
 
     Args:
         launches: kernels (a `RepeatedLaunch`, or what is called and repeated as one), with the names of their tensors
-            in groups as they take them. A name that is unknown stands for an absent tensor, as None does.
+            in groups as they take them. A name that is unknown stands for an absent tensor, as None does; integers,
+            which only `load` reads, are numbers that are the same in all calls.
         given: names of the caller's tensors, in the order of their addresses.
-        pieces: of the workspace, name -> shape and dtype.
+        pieces: of the workspace.
         aliases: other names of tensors, name -> the first name and the dtype that a kernel takes.
 
     Attributes:
         workspace: one allocation in each call.
-        loaded: the kernels, and functions that pick their arguments from all addresses; None before a first call.
+        loaded: launches all with the addresses of the caller's tensors and those of the workspace; None before a first
+            call.
     Local; nothing is launched.
     """
 
@@ -31,30 +36,39 @@ class LaunchSequence:
         self,
         launches: Sequence[tuple[Any, tuple[Any, ...]]],
         given: tuple[str, ...],
-        pieces: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        pieces: Pieces,
         device: torch.device,
         *,
         aliases: Mapping[str, tuple[str, torch.dtype]] | None = None,
     ) -> None:
         self.launches = list(launches)
+        self.given, self.pieces, self.aliases = given, dict(pieces), dict(aliases or {})
         self.workspace = Workspace(pieces, device)
-        self.loaded: list[tuple[Repeat, operator.itemgetter[Any]]] | None = None
-        self._names, self._aliases = (*given, *pieces), dict(aliases or {})
+        self.loaded: Callable[[list[int]], None] | None = None
+        self._numbers: list[int] = []
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Launch with these tensors; returns the memory of the workspace. Local, no host sync."""
         memory = self.workspace.allocate()
         there = {**tensors, **self.workspace.views(memory)}
-        positions = {name: position for position, name in enumerate(self._names)}
-        for alias, (name, dtype) in self._aliases.items():
+        for alias, (name, dtype) in self.aliases.items():
             if name in there:
-                there[alias], positions[alias] = there[name].view(dtype), positions[name]
+                there[alias] = there[name].view(dtype)
         for kernel, groups in self.launches:
             kernel(_replaced(groups, there.get))
-        repeats = [(kernel.repeat, operator.itemgetter(*_flat(groups, positions))) for kernel, groups in self.launches]
-        if all(repeat is not None for repeat, _ in repeats):
-            self.loaded = repeats
+        self.load()
         return memory
+
+    def load(self) -> bool:
+        """Make `repeat` work if all kernels are loaded; returns whether they are. Local."""
+        names = [*self.given, *self.pieces]
+        positions = {name: position for position, name in enumerate(names)}
+        positions |= {alias: positions[name] for alias, (name, _) in self.aliases.items() if name in positions}
+        numbers: list[int] = []
+        launches = [(kernel.repeat, _flat(groups, positions, len(names), numbers)) for kernel, groups in self.launches]
+        if all(repeat is not None for repeat, _ in launches):
+            self._numbers, self.loaded = numbers, _in_a_row(launches, len(names) + len(numbers))
+        return self.loaded is not None
 
     def repeat(self, addresses: list[int]) -> torch.Tensor | None:
         """`run` with the addresses of all tensors that are given, if the kernels are loaded for them; else None.
@@ -66,13 +80,52 @@ class LaunchSequence:
             return None
         memory = workspace.allocate()
         base = memory.data_ptr()
-        everything = addresses + [base + offset for offset in workspace.offsets]
-        for repeat, pick in loaded:
-            repeat(pick(everything))
+        loaded([*addresses, *[base + offset for offset in workspace.offsets], *self._numbers])
         return memory
 
 
-def _replaced(names: Any, find: Callable[[str], Any]) -> Any:
+def joined(
+    parts: Sequence[tuple[LaunchSequence, Mapping[str, str]]],
+    launches: Sequence[tuple[Any, tuple[Any, ...]]],
+    given: tuple[str, ...],
+    pieces: Pieces,
+    device: torch.device,
+) -> LaunchSequence:
+    """The launches of several sequences as one, with one workspace for all.
+
+    Args:
+        parts: each with the names that its tensors have in the whole, if they have others there: name -> name. Names
+            that are in no such mapping become "<number of the part>:<name>".
+        launches: behind them. given: names of the caller's tensors. pieces: of the workspace, beside those of the
+            parts.
+    Returns: a sequence for `load` and `repeat`. Local; nothing is launched.
+    """
+    all_launches: list[tuple[Any, tuple[Any, ...]]] = []
+    all_pieces, aliases = dict(pieces), dict[str, tuple[str, torch.dtype]]()
+    for number, (part, names) in enumerate(parts):
+
+        def whole(name: Any, number: int = number, names: Mapping[str, str] = names) -> Any:
+            return names.get(name, f"{number}:{name}") if isinstance(name, str) else name
+
+        all_pieces |= {whole(name): piece for name, piece in part.pieces.items()}
+        aliases |= {whole(alias): (whole(name), dtype) for alias, (name, dtype) in part.aliases.items()}
+        all_launches += [(kernel, _replaced(groups, whole)) for kernel, groups in part.launches]
+    return LaunchSequence([*all_launches, *launches], given, all_pieces, device, aliases=aliases)
+
+
+def _in_a_row(launches: Sequence[tuple[Repeat, Sequence[int]]], num_values: int) -> Callable[[Sequence[int]], None]:
+    """A function that launches all with the values of a call; each launch has the positions of its own."""
+    if any(isinstance(repeat, DriverLaunch) for repeat, _ in launches):
+        return DriverSequence(launches, num_values)
+
+    def one_by_one(values: Sequence[int]) -> None:
+        for repeat, positions in launches:
+            repeat([values[place] for place in positions])
+
+    return one_by_one
+
+
+def _replaced(names: Any, find: Callable[[Any], Any]) -> Any:
     """What stands for names, in the same tuples."""
     if isinstance(names, tuple):
         found = [_replaced(name, find) for name in names]
@@ -80,8 +133,11 @@ def _replaced(names: Any, find: Callable[[str], Any]) -> Any:
     return None if names is None else find(names)
 
 
-def _flat(names: Any, positions: Mapping[str, int]) -> list[int]:
-    """The positions of the names that have one, in the order of nested tuples."""
+def _flat(names: Any, positions: Mapping[str, int], num_names: int, numbers: list[int]) -> list[int]:
+    """The positions of the names that have one, in the order of nested tuples; numbers, which are added, follow."""
     if isinstance(names, tuple):
-        return [position for name in names for position in _flat(name, positions)]
+        return [position for name in names for position in _flat(name, positions, num_names, numbers)]
+    if isinstance(names, int):
+        numbers.append(names)
+        return [num_names + len(numbers) - 1]
     return [positions[names]] if names in positions else []

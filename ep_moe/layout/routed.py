@@ -34,7 +34,9 @@ class RoutedPacking:
 
     Attributes:
         template: of the batches, whose memory also has what the sum of their results needs.
-        sequence: the launches.
+        sequence: the launches, over `inputs`.
+        new_result: allocates what `weighted_sum` returns.
+        device: of all tensors.
     Errors: ValueError unless `packable`. Local; nothing is launched.
     """
 
@@ -43,7 +45,7 @@ class RoutedPacking:
     ) -> None:
         if not packable(x, topk_ids, topk_weights, sizes):
             raise ValueError(f"tokens for layout {sizes.layout.value} are empty, or their rows have gaps")
-        (num_tokens, num_topk), self._device = topk_ids.shape, topk_ids.device
+        (num_tokens, num_topk), self.device = topk_ids.shape, topk_ids.device
         self._sizes, self._summed = sizes, topk_ids.shape
         values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
         self._hidden = x.hidden if isinstance(x, Quantized) else x.shape[1]
@@ -80,8 +82,8 @@ class RoutedPacking:
         absent = {
             name for name, there in (("tokens_scale", isinstance(x, Quantized)), ("number", self._number)) if not there
         }
-        self._given = tuple(name for name in given if name not in absent)
-        self.sequence = LaunchSequence(self._launches, self._given, self._pieces, self._device, aliases=aliases)
+        names = tuple(name for name in given if name not in absent)
+        self.sequence = LaunchSequence(self._launches, names, self._pieces, self.device, aliases=aliases)
         fields = {
             "scheme": sizes.scheme,
             "dtype": sizes.dtype,
@@ -91,7 +93,7 @@ class RoutedPacking:
         }
         kind = Batched if sizes.layout is Layout.BATCHED else Compact
         self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace)
-        self._new_result = allocator((num_tokens, self._hidden), (self._hidden, 1), sizes.dtype, self._device)
+        self.new_result = allocator((num_tokens, self._hidden), (self._hidden, 1), sizes.dtype, self.device)
         self._sums: dict[object, RepeatedLaunch] = {}
 
     def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +102,7 @@ class RoutedPacking:
         assert stored.dtype is not None
         self._pieces["values"] = (num_tokens, stored.row_values(hidden)), stored.dtype
         self._pieces["values_scale"] = (stored.num_groups(hidden), num_tokens), stored.scale_dtype
-        launch = quantize_launch(stored, num_tokens, hidden, x.stride(0), self._sizes.static, x.dtype, self._device)
+        launch = quantize_launch(stored, num_tokens, hidden, x.stride(0), self._sizes.static, x.dtype, self.device)
         self._launches.append((launch, ("tokens", "number", "values", "values_scale:bytes")))
         values, scale = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in self._pieces.values())
         return values, scale.t()
@@ -116,11 +118,11 @@ class RoutedPacking:
         own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
         routing, local = ("ids", "weights"), ("local_ids", "topk_weights")
         if num_tokens <= block_tokens(num_topk):
-            launch = prepare_merge_and_place(topk_ids.shape, own, strides, frame, self._device)
+            launch = prepare_merge_and_place(topk_ids.shape, own, strides, frame, self.device)
             self._launches.append((launch, (*routing, *local, "before", *counts)))
             return
-        merge = merge_launch(num_tokens, num_topk, own, strides, topk_ids.dtype, self._device)
-        count, add = count_launches(num_tokens, num_topk, frame, self._device)
+        merge = merge_launch(num_tokens, num_topk, own, strides, topk_ids.dtype, self.device)
+        count, add = count_launches(num_tokens, num_topk, frame, self.device)
         self._launches += [(merge, (*routing, *local)), (count, ("local_ids", "before")), (add, ("before", *counts))]
 
     def _copy(self, frame: Frame, rows: TokenRows, source: str) -> None:
@@ -129,10 +131,26 @@ class RoutedPacking:
         self._pieces["x"] = frame.x.shape[lead:], frame.x.dtype
         if frame.scale is not None:
             self._pieces["scale"] = frame.scale.mT.shape[lead:], frame.scale.dtype
-        launch = copy_launch(CopyShape.of(rows, frame), None if rows.scale is None else rows.scale.dtype, self._device)
+        launch = copy_launch(CopyShape.of(rows, frame), None if rows.scale is None else rows.scale.dtype, self.device)
         places = "local_ids", "before", "expert_row_start"
         copied = f"{source}:words", f"{source}_scale:bytes"
         self._launches.append((launch, (*places, *copied, "token_to_row", None, "x:words", "scale:bytes")))
+
+    def inputs(
+        self,
+        x: torch.Tensor | Quantized,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        static_scale: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """The tensors that `sequence` is given, in its order. Local, no host sync."""
+        tensors = [x] if isinstance(x, torch.Tensor) else [x.values, x.scale]
+        tensors += [topk_ids, topk_weights]
+        if self._number:
+            number = largest_or_scale(tensors[0], self._sizes.scheme.payload, static_scale)
+            assert number is not None
+            tensors.append(number)
+        return tensors
 
     def pack(
         self,
@@ -142,18 +160,13 @@ class RoutedPacking:
         static_scale: torch.Tensor | None = None,
     ) -> ExpertBatch | None:
         """Pack inputs of this kind; None if one is not aligned to 16 bytes. Local, no host sync."""
-        tensors = [x] if isinstance(x, torch.Tensor) else [x.values, x.scale]
-        tensors += [topk_ids, topk_weights]
-        if self._number:
-            number = largest_or_scale(tensors[0], self._sizes.scheme.payload, static_scale)
-            assert number is not None
-            tensors.append(number)
+        tensors = self.inputs(x, topk_ids, topk_weights, static_scale)
         addresses = [*map(torch.Tensor.data_ptr, tensors)]
         memory = self.sequence.repeat(addresses)
         if memory is None:
             if any(address % 16 for address in addresses):
                 return None
-            memory = self.sequence.run(dict(zip(self._given, tensors, strict=True)))
+            memory = self.sequence.run(dict(zip(self.sequence.given, tensors, strict=True)))
         return self.template.batch(memory)
 
     def view(self, batch: ExpertBatch, name: str) -> torch.Tensor:
@@ -161,15 +174,15 @@ class RoutedPacking:
         assert batch.memory is not None
         return self.sequence.workspace.view(batch.memory, name)
 
+    def sum_launch(self, dtype: torch.dtype, out: torch.Tensor | None) -> RepeatedLaunch | None:
+        """The launch of earlier `weighted_sum`s of contiguous y in this dtype, into outputs like this one. Local."""
+        return self._sums.get(_sum_key(dtype, True, out))
+
     def weighted_sum(self, y: torch.Tensor, batch: ExpertBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """`ep_moe.layout.weighted_sum` of the experts' output for a batch. Local, no host sync."""
-        target = out
-        kind: tuple[object, ...] = y.dtype, y.is_contiguous()
-        if target is None:
-            target = self._new_result()
-        else:
-            kind += target.shape, target.stride(), target.dtype, target.device
-        launch, memory = self._sums.get(kind), batch.memory
+        key = _sum_key(y.dtype, y.is_contiguous(), out)
+        target = self.new_result() if out is None else out
+        launch, memory = self._sums.get(key), batch.memory
         assert memory is not None
         offset_of, y_address, address = self.sequence.workspace.offset_of, y.data_ptr(), target.data_ptr()
         if launch is not None and launch.repeat is not None and not (y_address | address) & 15:
@@ -177,14 +190,20 @@ class RoutedPacking:
             launch.repeat((y_address, base + offset_of("token_to_row"), base + offset_of("topk_weights"), address))
             return target
         rows, weights = self.view(batch, "token_to_row"), self.view(batch, "topk_weights")
-        fits = target.shape == (self._summed[0], self._hidden) and target.device == self._device
+        fits = target.shape == (self._summed[0], self._hidden) and target.device == self.device
         if not fits or not y.is_contiguous() or target.stride(1) != 1:
             return weighted_sum(y, rows, weights, out=target)
         if launch is None:
-            launch = prepare_weighted_sum(self._summed, self._hidden, self._device, out_stride=target.stride(0))
-            self._sums[kind] = launch
+            launch = prepare_weighted_sum(self._summed, self._hidden, self.device, out_stride=target.stride(0))
+            self._sums[key] = launch
         launch((y.view(-1, self._hidden), rows, weights, None, target))
         return target
+
+
+def _sum_key(dtype: torch.dtype, contiguous: bool, out: torch.Tensor | None) -> tuple[object, ...]:
+    """What the launch of a sum depends on."""
+    given = () if out is None else (out.shape, out.stride(), out.dtype, out.device)
+    return dtype, contiguous, *given
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

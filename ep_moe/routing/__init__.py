@@ -8,7 +8,7 @@ Letters: T tokens on this rank, E experts, K top-k, H hidden.
 import dataclasses
 import functools
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized
 from ep_moe.routing import reference
 from ep_moe.routing.base import BIASED_METHODS, MAX_KERNEL_EXPERTS, Routing, check, make_routing
+
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
 
 
 def route(
@@ -67,6 +70,20 @@ def route(
     return reference.route(router_logits, config, **given)
 
 
+def loaded_sequence(
+    router_logits: torch.Tensor, config: RoutingConfig, routing_bias: torch.Tensor | None = None
+) -> "LaunchSequence | None":
+    """The launch of earlier calls of `route` with the same config object and tensors like these, for longer sequences.
+
+    Given are "logits" and, if there is one, "bias"; its workspace has "ids" [T, K] int32 and "weights" [T, K] float32.
+    Returns: None if such calls are not one kernel that reads the tensors in place. Local; nothing is launched.
+    """
+    if not router_logits.is_cuda:
+        return None
+    found: LaunchSequence | None = _kernels().loaded_sequence(router_logits, config, routing_bias)
+    return found
+
+
 @functools.cache
 def _kernels() -> ModuleType:
     """The launchers of kernels. Triton exists only on Linux and is slow to import."""
@@ -112,4 +129,12 @@ def apply_weights_to_input(x: torch.Tensor | Quantized, routing: Routing) -> tup
     return weighted, dataclasses.replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
 
 
-__all__ = ["BIASED_METHODS", "Routing", "apply_weights_to_input", "make_routing", "route", "to_physical"]
+__all__ = [
+    "BIASED_METHODS",
+    "Routing",
+    "apply_weights_to_input",
+    "loaded_sequence",
+    "make_routing",
+    "route",
+    "to_physical",
+]

@@ -13,6 +13,7 @@ import triton
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
+from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.route import Chosen, Scores, _map_ids_kernel, _route_kernel
 from ep_moe.placement import Placement
 from ep_moe.routing.base import BIASED_METHODS, EPSILON, Routing, check, make_routing
@@ -100,6 +101,8 @@ class _Plan:
         starts: what the alignment depends on besides addresses. numbers: of a launch, without a replay tensor.
         signature: of the `Routing`s.
         repeats: launches that are loaded, by the alignment of the logits' rows and the bias.
+        sequence: the launch of aligned tensors by itself, over "logits" and "bias"; None before one, and with a
+            placement.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class _Plan:
         self.signature = torch.Size(shape), torch.int32, logits.device
         self.starts = _VECTOR_BYTES | logits.stride(0) * logits.element_size()
         self.repeats: dict[int, Repeat] = {}
+        self.sequence: LaunchSequence | None = None
 
     def launch(self, logits: torch.Tensor, bias: torch.Tensor | None, chosen: Chosen) -> None:
         """Launch a call's kernel; without a replay tensor, it is kept in `repeats`."""
@@ -150,6 +154,16 @@ class _Plan:
         _launch(launch, (scores, chosen), (self.num_tokens, stride, *chosen.replay_ptr.stride()))
         if launch.repeat is not None and self.in_place and not replay:
             self.repeats[alignment] = launch.repeat
+            if alignment == self.starts & -self.starts and self._physical is None:
+                self.sequence = self._as_sequence(launch, biased=bias is not None)
+
+    def _as_sequence(self, launch: RepeatedLaunch, *, biased: bool) -> LaunchSequence:
+        """A loaded launch, whose workspace has "ids" [T, K] int32 and "weights" [T, K] float32."""
+        shape = self.num_tokens, self._config.num_topk
+        pieces = {"ids": (shape, torch.int32), "weights": (shape, torch.float32)}
+        read = "logits", "bias" if biased else "logits", "logits"
+        given = ("logits", "bias") if biased else ("logits",)
+        return LaunchSequence([(launch, (read, ("ids", "weights", "ids"), self.numbers))], given, pieces, self.device)
 
 
 @functools.cache
@@ -215,6 +229,18 @@ def route(
     if plan.num_tokens:
         plan.launch(router_logits, routing_bias, Chosen(ids, weights, routing_replay_out))
     return make_routing(ids, weights, plan.signature)
+
+
+def loaded_sequence(
+    router_logits: torch.Tensor, config: RoutingConfig, routing_bias: torch.Tensor | None
+) -> LaunchSequence | None:
+    """What earlier calls of `route` with tensors like these launched, if it was one kernel that reads them in place.
+
+    Its workspace has "ids" and "weights", the routing; given are "logits" and, if there is one, "bias". Local.
+    """
+    key = _key_of(router_logits, config, routing_bias, None, None, torch.float32)
+    plan = _plans().get(key)
+    return None if plan is None else plan.sequence
 
 
 def _launch(launch: RepeatedLaunch, tensors: tuple[tuple[torch.Tensor, ...], ...], numbers: tuple[int, ...]) -> None:

@@ -167,11 +167,11 @@ def _prepare(call: B12xCall) -> tuple[Any, ...]:
     routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
     tensors = call.w1_weight, call.w1_weight_sf, call.w2_weight, call.w2_weight_sf, call.w1_alpha, call.w2_alpha
     make = functools.partial(_weights, call, activation.kind.gated, scheme)
-    if call.quant_mode == "nvfp4":  # a copy of w2_alpha is made, which would miss later writes to it
-        return call.x, routing, make(), experts
-    key = num_local, hidden, activation.kind, scheme.name
+    copied = call.quant_mode == "nvfp4"  # w2_alpha is multiplied
+    key = num_local, hidden, activation.kind, scheme.name, call.quant_mode
     kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
-    return call.x, routing, kept.get(tensors, key, make), experts
+    weights = kept.get((*tensors, call.fc2_input_scale if copied else None), key, make, copied=copied)
+    return call.x, routing, weights, experts
 
 
 def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:

@@ -6,7 +6,8 @@ Letters: T tokens, H hidden, K top-k, L local experts, E experts of all ranks.
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +20,12 @@ from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
     from ep_moe.layout.routed import RoutedPacking
+    from ep_moe.local_moe.joined import JoinedCall
 
-_MOST_PACKINGS = 512  # kinds of calls
+_MOST_KINDS = 512  # of calls
+_MOST_CALLS = 512  # of a kind, with different weights
 
 
 def local_moe(
@@ -56,15 +60,50 @@ def local_moe(
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
     chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype
-    packing, sizes = _packing_of(x, routing, weights, chosen)
+    kind = _kind_of(x, routing, weights, chosen)
+    packing = kind.packing
     if packing is not None:
-        batch = packing.pack(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
+        key = _call_key(weights, experts, out)
+        call, ids, factors = kind.calls.get(key), routing.topk_ids, routing.topk_weights
+        if call is not None:
+            result = call(packing.inputs(x, ids, factors, weights.w13_input_scale), out)
+            if result is not None:
+                return result
+        batch = packing.pack(x, ids, factors, weights.w13_input_scale)
         if batch is not None:
-            return packing.weighted_sum(experts(batch, weights), batch, out)
-    packed = _pack(x, routing, weights, sizes)
+            result = packing.weighted_sum(experts(batch, weights), batch, out)
+            if call is None:
+                kind.keep(key, weights, experts, out)
+            return result
+    packed = _pack(x, routing, weights, kind.sizes)
     if isinstance(packed.batch, Flat):
         return experts(packed.batch, weights, out=out)
     return weighted_sum(experts(packed.batch, weights), packed.token_to_row, packed.topk_weights, out=out)
+
+
+def repeated_call(
+    x: torch.Tensor | Quantized,
+    routing: Routing,
+    weights: ExpertWeights,
+    experts: Experts,
+    *,
+    before: "LaunchSequence | None" = None,
+    local_expert_offset: int = 0,
+    num_local_experts: int | None = None,
+    num_experts: int | None = None,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> "JoinedCall | None":
+    """The launches of a call of `local_moe` that has returned, for callers that know which later calls are like it.
+
+    Args:
+        before: launches that come first, in whose workspace "ids" and "weights" are those of the routing.
+        The others: of the call; later ones differ in addresses and values of tensors alone.
+    Returns: None if not all of the call is repeated launches, which it is on GPUs if rows have no gaps.
+    Local; nothing is launched.
+    """
+    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype
+    return _kind_of(x, routing, weights, chosen).joined(weights, experts, out, before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,24 +133,93 @@ def local_rows(
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
     chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype
-    packing, sizes = _packing_of(x, routing, weights, chosen)
+    kind = _kind_of(x, routing, weights, chosen)
+    packing = kind.packing
     if packing is not None:
         batch = packing.pack(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
         if batch is not None:
             token_to_row, topk_weights = (packing.view(batch, name) for name in ("token_to_row", "topk_weights"))
             return ExpertRows(y=experts(batch, weights), token_to_row=token_to_row, topk_weights=topk_weights)
-    packed = _pack(x, routing, weights, sizes)
+    packed = _pack(x, routing, weights, kind.sizes)
     y = experts(packed.batch, weights)
     return ExpertRows(y=y, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights)
 
 
 _Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None]
-_Found = tuple["RoutedPacking | None", PackingSizes]
+
+
+class _Kind:
+    """Calls whose tensors of tokens and routing have the same shapes and dtypes.
+
+    Args:
+        packing: repeated launches that pack, None if they do not compute this kind. sizes: what a call asks for.
+
+    Attributes:
+        calls: whole calls as one sequence, by `_call_key`, as long as their weights and experts exist.
+    """
+
+    def __init__(self, packing: "RoutedPacking | None", sizes: PackingSizes) -> None:
+        self.packing, self.sizes = packing, sizes
+        self.calls: dict[object, JoinedCall] = {}
+        self._sequences: dict[object, tuple[object, LaunchSequence]] = {}  # one for all layers of a model
+        self._alive: dict[object, tuple[weakref.ref[Any], ...]] = {}
+
+    def keep(self, key: object, weights: ExpertWeights, experts: Experts, out: torch.Tensor | None) -> None:
+        """Make one sequence of the launches of a call that has returned, if all of them are loaded."""
+        call = self.joined(weights, experts, out)
+        if call is None:
+            return
+        if len(self.calls) >= _MOST_CALLS:
+            self.calls.clear()
+            self._alive.clear()
+        forget = functools.partial(_forget, self.calls, self._alive, key)
+        self.calls[key] = call
+        self._alive[key] = weakref.ref(weights, forget), weakref.ref(experts, forget)
+
+    def joined(
+        self,
+        weights: ExpertWeights,
+        experts: Experts,
+        out: torch.Tensor | None,
+        routing: "LaunchSequence | None" = None,
+    ) -> "JoinedCall | None":
+        """The call with these weights as one sequence; None if a part is no repeated launch of a loaded kernel."""
+        packing = self.packing
+        if packing is None:
+            return None
+        from ep_moe.local_moe.joined import JoinedCall, join, repeated_experts  # Triton exists only on Linux
+
+        computed = repeated_experts(experts, packing.template.signature, weights)
+        summed = None if computed is None else packing.sum_launch(computed.dtype, out)
+        if computed is None or summed is None:
+            return None
+        key = id(computed.sequence), id(summed), id(routing)
+        found = self._sequences.get(key)
+        if found is None:
+            sequence = join(packing, computed, summed, routing)
+            if sequence is None:
+                return None
+            if len(self._sequences) >= _MOST_CALLS:
+                self._sequences.clear()
+            found = self._sequences[key] = (computed.sequence, summed, routing), sequence  # whose ids are in the key
+        return JoinedCall(found[1], computed, packing)
+
+
+def _forget(calls: dict[object, Any], alive: dict[object, Any], key: object, _: object) -> None:
+    calls.pop(key, None)
+    alive.pop(key, None)
+
+
+def _call_key(weights: ExpertWeights, experts: Experts, out: torch.Tensor | None) -> tuple[object, ...]:
+    """What a whole call depends on beside its kind."""
+    if out is None:
+        return id(weights), id(experts)
+    return id(weights), id(experts), out.shape, out.stride(), out.dtype, out.device
 
 
 @functools.cache
-def _packings() -> dict[object, _Found]:
-    """How calls of this process pack, by `_key_of`."""
+def _kinds() -> dict[object, _Kind]:
+    """The kinds of calls of this process, by `_key_of`."""
     return {}
 
 
@@ -130,16 +238,16 @@ def _key_of(
     return tokens, routed, of_weights, chosen
 
 
-def _packing_of(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> _Found:
-    """How a call packs, found once for all of its kind: by repeated launches if these compute it."""
-    known, key = _packings(), _key_of(x, routing, weights, chosen)
-    found = known.get(key)
-    if found is None:
+def _kind_of(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> _Kind:
+    """The kind of a call, made and checked once for all of its calls."""
+    known, key = _kinds(), _key_of(x, routing, weights, chosen)
+    kind = known.get(key)
+    if kind is None:
         sizes = _check(x, routing, weights, chosen)
-        if len(known) >= _MOST_PACKINGS:
+        if len(known) >= _MOST_KINDS:
             known.clear()
-        found = known[key] = _new_packing(x, routing, sizes), sizes
-    return found
+        kind = known[key] = _Kind(_new_packing(x, routing, sizes), sizes)
+    return kind
 
 
 def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSizes) -> "RoutedPacking | None":

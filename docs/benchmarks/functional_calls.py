@@ -1,0 +1,361 @@
+"""Times of the calls of `ep_moe.functional` on one GPU, beside torch's grouped GEMMs, one JSON line each.
+
+    python docs/benchmarks/functional_calls.py --cases gpt-oss-120b qwen3-30b --tokens 1 16 512 --out rows.jsonl
+
+A result is compared with torch's first. `call_us` and `torch_us`: the median of replays of a captured call with a cold
+L2; torch's way is argsort, two `grouped_mm` in bfloat16, the activation between them and `index_add_`, without routing.
+`host_us`: the median of the calls' time on the host with an idle GPU before each; `row_us`: of calls in a row.
+
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts.
+"""
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import grouped_mm, silu
+
+from ep_moe.bench.presets import LAYER_PRESETS
+from ep_moe.experts import create_experts
+from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
+from ep_moe.functional.sglang import (
+    invoke_fused_moe_kernel,
+    moe_align_block_size,
+    outplace_fused_experts,
+    routing_from_topk,
+    triton_kernel_fused_experts,
+    try_get_optimal_moe_config,
+)
+from ep_moe.local_moe import local_moe
+from ep_moe.quant import StoredMatrix, dequantize_weight, get_scheme
+from ep_moe.routing import Routing, route
+from ep_moe.testing import worst_row_error
+from ep_moe.weights import ExpertWeights
+
+DEVICE = torch.device("cuda", 0)
+LIMITS = {"bfloat16": 2e-2, "fp8": 1e-1, "fp4": 3e-1}  # by the format of tokens
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
+Call = Callable[[], torch.Tensor]
+
+
+class Weights(NamedTuple):
+    """Both weights as they are stored and in bfloat16."""
+
+    w1: torch.Tensor
+    w1_scale: torch.Tensor | None
+    w2: torch.Tensor
+    w2_scale: torch.Tensor | None
+    plain1: torch.Tensor
+    plain2: torch.Tensor
+
+
+def stored(scheme: str, experts: int, rows: int, columns: int) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """A random weight, its scales, and the same in bfloat16."""
+    if scheme == "none":
+        plain = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=DEVICE)
+        return plain.normal_(std=0.03), None, plain
+    chosen = get_scheme(scheme)
+    plain = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    if scheme.startswith("fp8"):
+        values = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=DEVICE)
+        scale = torch.rand(experts, rows // 128, columns // 128, device=DEVICE) * 1e-3 + 1e-3
+        for expert in range(experts):
+            values[expert] = (30 * torch.randn(rows, columns, device=DEVICE)).to(torch.float8_e4m3fn)
+    else:
+        values = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=DEVICE)
+        if scheme.startswith("mxfp4"):
+            shape = (experts, rows, columns // 32)
+            scale = torch.randint(119, 123, shape, dtype=torch.uint8, device=DEVICE).view(torch.float8_e8m0fnu)
+        else:
+            scale = (torch.rand(experts, rows, columns // 16, device=DEVICE) * 0.02 + 0.01).to(torch.float8_e4m3fn)
+    one = torch.ones(experts, device=DEVICE) if scheme.startswith("nvfp4") else None
+    matrix = StoredMatrix(values, scale=scale, global_scale=one)
+    for expert in range(experts):
+        plain[expert] = dequantize_weight(matrix[expert], chosen)
+    return values, scale, plain
+
+
+def weights_of(scheme: str, experts: int, hidden: int, intermediate: int) -> Weights:
+    """Those of a layer with a gate."""
+    w1, scale1, plain1 = stored(scheme, experts, 2 * intermediate, hidden)
+    w2, scale2, plain2 = stored(scheme, experts, hidden, intermediate)
+    return Weights(w1, scale1, w2, scale2, plain1, plain2)
+
+
+def by_torch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    factors: torch.Tensor,
+    weights: Weights,
+    between: Callable[[torch.Tensor], torch.Tensor],
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Two grouped GEMMs of routed tokens, and the weighted sum."""
+    flat, count = ids.reshape(-1), weights.w1.shape[0]
+    order = torch.argsort(flat)
+    token, expert = order // ids.shape[1], flat[order]
+    counts = torch.zeros(count, dtype=torch.int32, device=flat.device)
+    ends = counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int32)).cumsum(0).int()
+    first = grouped_mm(x[token], weights.plain1.transpose(1, 2), offs=ends)
+    if biases is not None:
+        first += biases[0][expert]
+    y = grouped_mm(between(first), weights.plain2.transpose(1, 2), offs=ends)
+    if biases is not None:
+        y += biases[1][expert]
+    y = y * factors.reshape(-1)[order].to(y.dtype)[:, None]
+    return torch.zeros_like(x).index_add_(0, token, y)
+
+
+def swiglu(rows: torch.Tensor, alpha: float, limit: float, up_first: bool) -> torch.Tensor:
+    """gpt-oss's activation."""
+    gate, up = rows.chunk(2, dim=-1)[:: -1 if up_first else 1]
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up + 1)
+
+
+def gated(rows: torch.Tensor, up_first: bool) -> torch.Tensor:
+    """The activation of most models."""
+    gate, up = rows.chunk(2, dim=-1)[:: -1 if up_first else 1]
+    return silu(gate).mul_(up)
+
+
+class Case(NamedTuple):
+    """Calls of one kind that compute the same."""
+
+    call: str
+    limit: float
+    ours: Call
+    torchs: Call | None
+
+
+def trtllm(preset: str, scheme: str, weights: Weights, tokens: int) -> Case:
+    """FlashInfer's FP4 call, with biases and a limit for gpt-oss, scales for DeepSeek-V3."""
+    sizes = LAYER_PRESETS[preset].sizes
+    experts, config = sizes.num_experts, sizes.routing
+    assert config is not None
+    x = torch.randn(tokens, sizes.hidden, device=DEVICE).bfloat16()
+    logits = torch.randn(tokens, experts, device=DEVICE)
+    number, vector = torch.ones(experts, device=DEVICE), None
+    biases, numbers, scales = None, (None, None, None), (None, None, None)
+    deepseek = int(config.method) == 2
+    if deepseek:
+        scales, vector = (0.9 * number, 1.1 * number, 0.8 * number), torch.rand(experts, device=DEVICE)
+    else:
+        biases = tuple(torch.randn(experts, n, device=DEVICE) for n in (2 * sizes.intermediate, sizes.hidden))
+        numbers = 1.702 * number, number, 7 * number
+    groups = (config.num_group, config.topk_group) if deepseek else (None, None)
+    factor = config.routed_scaling_factor if deepseek else None
+
+    def ours() -> torch.Tensor:
+        return trtllm_fp4_block_scale_moe(
+            *(logits, vector, x, None, weights.w1, weights.w1_scale, biases and biases[0], *numbers),
+            *(weights.w2, weights.w2_scale, biases and biases[1], *scales, experts, config.num_topk, *groups),
+            *(sizes.intermediate, 0, experts, factor, int(config.method)),
+        )[0]
+
+    routing = route(logits, config, routing_bias=vector)
+    narrow = None if biases is None else (biases[0].bfloat16(), biases[1].bfloat16())
+
+    def between(rows: torch.Tensor) -> torch.Tensor:
+        if not deepseek:
+            return swiglu(rows, 1.702, 7.0, True)
+        up, gate = rows.chunk(2, dim=-1)
+        return silu(gate * 1.1).mul_(up).mul_(0.9)
+
+    def torchs() -> torch.Tensor:
+        return by_torch(x, routing.topk_ids, routing.topk_weights * (0.8 if deepseek else 1), weights, between, narrow)
+
+    return Case("trtllm_fp4_block_scale_moe", LIMITS["bfloat16"], ours, torchs)
+
+
+def routed(preset: str, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, weights and ids."""
+    sizes = LAYER_PRESETS[preset].sizes
+    assert sizes.routing is not None
+    logits = torch.rand(tokens, sizes.num_experts, device=DEVICE)
+    factors, ids = logits.topk(sizes.routing.num_topk)
+    return torch.randn(tokens, sizes.hidden, device=DEVICE).bfloat16(), factors, ids.int()
+
+
+def fused(preset: str, scheme: str, weights: Weights, tokens: int) -> Case:
+    """SGLang's fused experts."""
+    x, factors, ids = routed(preset, tokens)
+    flags: dict[str, Any] = {}
+    if scheme.startswith("fp8"):
+        flags = {"use_fp8_w8a8": True, "block_shape": [128, 128]}
+        flags |= {"w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale}
+
+    def ours() -> torch.Tensor:
+        return outplace_fused_experts(x, weights.w1, weights.w2, factors, ids, **flags)
+
+    def torchs() -> torch.Tensor:
+        return by_torch(x, ids, factors, weights, lambda rows: gated(rows, False))
+
+    return Case("fused_experts", LIMITS["fp8" if flags else "bfloat16"], ours, torchs)
+
+
+def others(preset: str, scheme: str, weights: Weights, tokens: int) -> Iterator[Case]:
+    """Calls whose host time alone is of interest."""
+    x, factors, ids = routed(preset, tokens)
+    experts, limit = weights.w1.shape[0], LIMITS["bfloat16"]
+    if scheme.startswith("nvfp4"):
+        one, inner = torch.ones(experts, device=DEVICE), torch.ones(1, device=DEVICE)
+        for mode in ("w4a16", "nvfp4"):
+            given = {"w1_alpha": one, "w2_alpha": one, "fc2_input_scale": inner, "quant_mode": mode}
+            yield Case(
+                f"b12x_fused_moe, {mode}",
+                LIMITS["fp4"] if mode == "nvfp4" else limit,
+                lambda given=given: b12x_fused_moe(
+                    *(x, weights.w1, weights.w1_scale, weights.w2, weights.w2_scale, ids, factors, experts),
+                    ids.shape[1],
+                    **given,
+                ),
+                lambda: by_torch(x, ids, factors, weights, lambda rows: gated(rows, True)),
+            )
+    if scheme != "none":
+        return
+    own = ExpertWeights(w13=StoredMatrix(weights.w1), w2=StoredMatrix(weights.w2))
+    kernels = create_experts("auto", LAYER_PRESETS[preset].sizes.activation, DEVICE)
+    routing = Routing(topk_ids=ids, topk_weights=factors)
+
+    def expected() -> torch.Tensor:
+        return by_torch(x, ids, factors, weights, lambda rows: gated(rows, False))
+
+    yield Case("local_moe", limit, lambda: local_moe(x, routing, own, kernels), expected)
+    data = routing_from_topk(factors, ids, experts)
+    turned = weights.w1.transpose(1, 2), weights.w2.transpose(1, 2)
+    yield Case("triton_kernel_fused_experts", limit, lambda: triton_kernel_fused_experts(x, *turned, *data), expected)
+    config = try_get_optimal_moe_config(weights.w1.shape, weights.w2.shape, ids.shape[1], None, tokens)
+    lists = moe_align_block_size(ids, config["BLOCK_SIZE_M"], experts)
+    c = torch.empty(*ids.shape, weights.w1.shape[1], dtype=x.dtype, device=DEVICE)
+
+    def one_gemm() -> torch.Tensor:
+        invoke_fused_moe_kernel(
+            *(x, weights.w1, None, c, None, None, None, factors, ids, *lists, False, ids.shape[1], config),
+            *(torch.bfloat16, False, False, False, False, False),
+        )
+        return c[0]
+
+    def gathered() -> torch.Tensor:
+        return torch.einsum("h,knh->kn", x[0].float(), weights.plain1[ids[0].long()].float())
+
+    yield Case("invoke_fused_moe_kernel", limit, one_gemm, gathered)
+
+
+def host_us(call: Call, count: int = 200) -> tuple[float, float]:
+    """The host's time of a call after the GPU was idle, and of one of several in a row."""
+    single, row = [], []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        single.append(1e6 * (time.perf_counter() - start))
+    for _ in range(count // 8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(8):
+            call()
+        row.append(1e6 * (time.perf_counter() - start) / 8)
+    return statistics.median(single), statistics.median(row)
+
+
+def gpu_us(call: Call, count: int = 30) -> float:
+    """The median of replays with a cold L2."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    flushed = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device=DEVICE)
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for first, last in marks:
+        flushed.zero_()
+        first.record()
+        graph.replay()
+        last.record()
+    torch.cuda.synchronize()
+    return statistics.median(1e3 * first.elapsed_time(last) for first, last in marks)
+
+
+def profile(call: Call, top: int) -> str:
+    """The functions that a call's host time goes to, by their own time."""
+    profiler = cProfile.Profile()
+    for _ in range(30):
+        torch.cuda.synchronize()
+        profiler.enable()
+        for _ in range(8):
+            call()
+        profiler.disable()
+    out = io.StringIO()
+    pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(top)
+    return "\n".join(line for line in out.getvalue().splitlines() if line.strip())
+
+
+SCHEMES = {  # case -> preset, scheme, and the call that is timed
+    "gpt-oss-120b": ("gpt-oss-120b", "mxfp4_w4a16", trtllm),
+    "deepseek-v3-fp4": ("deepseek-v3", "nvfp4_w4a16", trtllm),
+    "qwen3-30b": ("qwen3-30b", "none", fused),
+    "deepseek-v3": ("deepseek-v3", "fp8_block", fused),
+}
+
+
+def rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of one case."""
+    preset, scheme, make = SCHEMES[name]
+    sizes = LAYER_PRESETS[preset].sizes
+    weights = weights_of(scheme, sizes.num_experts, sizes.hidden, sizes.intermediate)
+    for tokens in options.tokens:
+        cases = [make(preset, scheme, weights, tokens)]
+        if tokens in options.others:
+            cases += others(preset, scheme, weights, tokens)
+        for case in cases:
+            row: dict[str, Any] = {"case": name, "call": case.call, "tokens": tokens}
+            found = case.ours().clone()
+            if options.compile_only:
+                continue
+            if case.torchs is not None:
+                row["error"] = float(worst_row_error(found, case.torchs()))
+                if not row["error"] < case.limit:
+                    raise SystemExit(f"{row} exceeds {case.limit}")
+            if not options.host_only and case is cases[0]:
+                row["call_us"] = gpu_us(case.ours)
+                if case.torchs is not None:
+                    row["torch_us"] = gpu_us(case.torchs)
+                    row["faster"] = row["torch_us"] / row["call_us"]
+            row["host_us"], row["row_us"] = host_us(case.ours)
+            if tokens in options.profile:
+                print(json.dumps(row), profile(case.ours, 28), sep="\n", flush=True)
+            yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--others", nargs="*", type=int, default=[16], help="tokens at which other calls are timed")
+    parser.add_argument("--profile", nargs="*", type=int, default=[], help="tokens at which calls are profiled")
+    parser.add_argument("--host-only", action="store_true", help="only the host's time")
+    parser.add_argument("--compile-only", action="store_true", help="compile kernels, time nothing")
+    parser.add_argument("--out", type=Path, help="file that rows are appended to")
+    options = parser.parse_args()
+    for name in options.cases:
+        for row in rows(name, options):
+            rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            line = json.dumps(rounded)
+            print(line, flush=True)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(f"{line}\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The weights of `trtllm_fp4_block_scale_moe` as the runtime has them.
+
+Letters: L local experts; H hidden, I intermediate; W = 2I if the activation is gated, else I.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_moe.functional.common import check_like
+from ep_moe.functional.flashinfer.fp4_call import Fp4Call
+from ep_moe.functional.fp4 import NVFP4, stored_weight
+from ep_moe.quant import QuantScheme, StoredMatrix
+from ep_moe.weights import ExpertWeights, PerExpert
+
+_FLOAT = (torch.float32,)
+
+
+def _own(call: Fp4Call, name: str, *shape: int) -> torch.Tensor | None:
+    """An optional float32 argument [L, *shape] of the local experts, sliced if it is of all experts."""
+    given = getattr(call, name)
+    if given is None:
+        return None
+    given = given.view_as(given)  # an object of its own: what is kept may not keep the caller's alive
+    if given.shape[:1] == (call.num_experts,):
+        given = given[call.local]
+    check_like(given, name, (call.local_num_experts, *shape), _FLOAT)
+    return given
+
+
+def _matrix(call: Fp4Call, name: str, rows: int, columns: int) -> tuple[str, StoredMatrix]:
+    """A weight of the local experts, sliced if it is of all experts, and its format."""
+    values, scale = getattr(call, name), getattr(call, f"{name}_scale")
+    if call.num_experts != call.local_num_experts and values.shape[:1] == (call.num_experts,):
+        values, scale = values[call.local], scale[call.local]
+    needed = (call.local_num_experts, rows, columns // 2)
+    if tuple(values.shape) != needed or columns % 2:
+        raise ValueError(
+            f"{name} is {tuple(values.shape)}; {needed} needed for intermediate_size ({call.intermediate_size}), "
+            f"activation_type ({call.activation_type}) and local_num_experts ({call.local_num_experts})"
+        )
+    return stored_weight(values, scale, name, f"{name}_scale")
+
+
+class _Numbers(NamedTuple):
+    """The numbers of each expert, and the biases, in the units in which the experts add and multiply them."""
+
+    per_expert: PerExpert
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+
+
+def _numbers(call: Fp4Call, gated: bool, width: int) -> _Numbers:
+    """Turn FlashInfer's numbers, which are in the units of unscaled sums, into ours, which are in those of results."""
+    first, gate, second = (
+        _own(call, name) for name in ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
+    )
+    alpha, beta, limit = (_own(call, name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"))
+    bias1, bias2 = _own(call, "gemm1_bias", width), _own(call, "gemm2_bias", call.hidden)
+    if bias2 is not None and second is not None:
+        bias2 = bias2 * second[:, None]
+    if gated and bias1 is None and beta is None and limit is None:
+        own = PerExpert(alpha=alpha, w13_output_scale=first, w13_gate_output_scale=gate, w2_output_scale=second)
+        return _Numbers(own, None, bias2)
+    # a factor behind the activation may as well stand behind FC2, so that one factor is left for both halves of FC1
+    behind = first
+    if gate is not None:
+        behind = behind if not gated else 1 / gate if behind is None else behind / gate
+        bias1, beta, limit = (
+            None if bias1 is None else bias1 * gate[:, None],
+            None if beta is None else beta * gate,
+            None if limit is None else limit * gate,
+        )
+    if behind is not None:
+        second = behind if second is None else second * behind
+    own = PerExpert(
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
+        w13_output_scale=gate,
+        w13_gate_output_scale=gate if gated else None,
+        w2_output_scale=second,
+    )
+    return _Numbers(own, bias1, bias2)
+
+
+def has_copies(call: Fp4Call, gated: bool) -> bool:
+    """Whether `_numbers` computes new tensors, which would miss later writes to the caller's."""
+    scaled = call.output1_scale_scalar is not None or call.output1_scale_gate_scalar is not None
+    in_units_of_sums = any(part is not None for part in (call.gemm1_bias, call.gemm1_beta, call.gemm1_clamp_limit))
+    second = call.gemm2_bias is not None and call.output2_scale_scalar is not None
+    return second or (scaled and (in_units_of_sums or not gated))
+
+
+class Fp4Weights:
+    """The weights of a call, in each scheme that its tokens ask for."""
+
+    def __init__(self, kind: str, w13: StoredMatrix, w2: StoredMatrix, numbers: _Numbers) -> None:
+        self.kind, self._w13, self._w2, self._numbers = kind, w13, w2, numbers
+        self._made: dict[str, ExpertWeights] = {}
+        self.plans: dict[object, Any] = {}  # what later calls with these weights find, by their kind
+
+    @classmethod
+    def of(cls, call: Fp4Call, gated: bool) -> "Fp4Weights":
+        """Those of a call, checked."""
+        width = call.intermediate_size * (2 if gated else 1)
+        kind, w13 = _matrix(call, "gemm1_weights", width, call.hidden)
+        kind2, w2 = _matrix(call, "gemm2_weights", call.hidden, call.intermediate_size)
+        if kind != kind2:
+            raise ValueError(f"gemm1_weights are {kind}, gemm2_weights are {kind2}: their scales say so")
+        if kind == NVFP4:
+            ones = torch.ones(call.local_num_experts, dtype=torch.float32, device=w13.values.device)
+            w13, w2 = (StoredMatrix(part.values, scale=part.scale, global_scale=ones) for part in (w13, w2))
+        return cls(kind, w13, w2, _numbers(call, gated, width))
+
+    def in_scheme(self, scheme: QuantScheme, *, up_first: bool) -> ExpertWeights:
+        """The same object for the same scheme."""
+        if scheme.name not in self._made:
+            self._made[scheme.name] = ExpertWeights(
+                w13=self._w13,
+                w2=self._w2,
+                scheme=scheme,
+                w13_bias=self._numbers.w13_bias,
+                w2_bias=self._numbers.w2_bias,
+                per_expert=self._numbers.per_expert,
+                up_first=up_first,
+            )
+        return self._made[scheme.name]

@@ -1,0 +1,84 @@
+"""A call of `local_moe` as one sequence of launches over one allocation: packing, the experts, the weighted sum.
+
+Nothing is checked and no object is made between the launches, which takes the host longer than the launches do.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ep_moe.experts import Experts
+from ep_moe.experts.kernels import KernelExperts
+from ep_moe.experts.prepared import RepeatedCall
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.sequence import LaunchSequence, joined
+from ep_moe.layout.routed import RoutedPacking
+from ep_moe.weights import ExpertWeights
+
+_OF_BATCH = {"x": "x", "x_scale": "scale", "row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
+_ROUTED = ("ids", "weights")  # names of packing's inputs that routing computes
+
+
+class JoinedCall:
+    """Calls with the same weights whose other tensors differ in address and values alone.
+
+    Args:
+        sequence: of `join`. call: the experts' part. packing: of the tokens.
+    """
+
+    def __init__(self, sequence: LaunchSequence, call: RepeatedCall, packing: RoutedPacking) -> None:
+        self._sequence, self._weights, self._new_result = sequence, call.weights, packing.new_result
+        self.inputs = packing.inputs  # the tensors of a call without routing
+
+    def __call__(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor | None:
+        """Launch; the result, or None if a tensor is not aligned to 16 bytes, with nothing launched.
+
+        Args:
+            tensors: `inputs`; if routing is part of the sequence, its inputs stand in place of ids and weights, behind
+                the tokens. out: as that of the first call, None if there was none.
+        Local, on the current stream, no host sync.
+        """
+        target = self._new_result() if out is None else out
+        addresses = [*map(torch.Tensor.data_ptr, tensors), target.data_ptr()]
+        addresses += map(torch.Tensor.data_ptr, self._weights)
+        return None if self._sequence.repeat(addresses) is None else target
+
+
+def repeated_experts(experts: Experts, signature: object, weights: ExpertWeights) -> RepeatedCall | None:
+    """The experts' part of earlier calls with batches of this signature; None if it is no repeated launches. Local."""
+    if not isinstance(experts, KernelExperts):
+        return None
+    call = experts.repeated(signature, weights)
+    return call if call is not None and call.in_place and call.sequence.loaded is not None else None
+
+
+def join(
+    packing: RoutedPacking, call: RepeatedCall, summed: RepeatedLaunch, routing: LaunchSequence | None = None
+) -> LaunchSequence | None:
+    """The launches of packing, experts and sum as one sequence; None if a kernel is not loaded yet.
+
+    Args:
+        summed: the sum's launch. routing: launches before all of these, whose workspace has "ids" and "weights".
+    Local; nothing is launched.
+    """
+    packed, computed = packing.sequence, call.sequence
+    prefix, given = "0" if routing is None else "1", packed.given
+    parts: list[tuple[LaunchSequence, dict[str, str]]] = [(packed, {})]
+    if routing is not None:
+        parts = [(routing, {}), (packed, {name: f"0:{name}" for name in _ROUTED})]
+    of_batch = {name: f"{prefix}:{piece}" for name, piece in _OF_BATCH.items()}
+    parts.append((computed, {**of_batch, "y": "y"}))
+    inputs = [f"{prefix}:{name}" for name in given if routing is None or name not in _ROUTED]
+    if routing is not None:
+        first = 1 + ("tokens_scale" in given)
+        inputs[first:first] = [f"0:{name}" for name in routing.given]
+    held = [f"{len(parts) - 1}:{name}" for name in call.held]
+    rows = f"{prefix}:token_to_row", f"{prefix}:topk_weights"
+    whole = joined(
+        parts,
+        [(summed, ("y", *rows, None, "out"))],
+        (*inputs, "out", *held),
+        {"y": (call.y_shape, call.dtype)},
+        packing.device,
+    )
+    return whole if whole.load() else None

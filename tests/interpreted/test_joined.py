@@ -1,0 +1,169 @@
+"""Whole calls as one sequence of launches, in Triton's interpreter: the same bits as by separate launches."""
+
+import ctypes
+import functools
+import gc
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ep_moe.config import ActivationConfig
+from ep_moe.experts.triton import TritonExperts
+from ep_moe.functional import common
+from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.sequence import LaunchSequence
+from ep_moe.layout.routed import RoutedPacking, _shape_of
+from ep_moe.local_moe import calls, local_moe
+from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
+from ep_moe.routing import Routing
+from ep_moe.routing import triton as routing_kernels
+from ep_moe.weights import ExpertWeights
+from interpreted.common import DEVICE, generator
+
+pytestmark = pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="memory is read by its address on a CPU")
+EXPERTS, TOPK, HIDDEN, INNER = 4, 2, 64, 96
+
+
+def at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor of the same kind at an address."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_char * (extent * like.element_size())).from_address(address)
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
+
+
+def rebuilt(arguments: Any, values: Iterator[int]) -> Any:
+    if isinstance(arguments, tuple):
+        found = [rebuilt(each, values) for each in arguments]
+        return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
+    if arguments is None:
+        return None
+    return at(next(values), arguments) if isinstance(arguments, torch.Tensor) else next(values)
+
+
+def without_memory(arguments: Any) -> Any:
+    if isinstance(arguments, tuple):
+        found = [without_memory(each) for each in arguments]
+        return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
+    return None if arguments is None else _shape_of(arguments)
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Launches are repeated with addresses, as on a GPU; returns the number of launches of each repeated sequence."""
+    run, repeat, found = RepeatedLaunch.through_triton, LaunchSequence.repeat, list[int]()
+
+    def through_triton(self: RepeatedLaunch, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
+        run(self, tensors, numbers)
+        kinds = without_memory(tensors)
+
+        def again(values: Sequence[int]) -> None:
+            run(self, *rebuilt((kinds, numbers), iter(values)))
+
+        self.repeat = again
+
+    def counted(self: LaunchSequence, addresses: list[int]) -> torch.Tensor | None:
+        memory = repeat(self, addresses)
+        if memory is not None:
+            found.append(len(self.launches))
+        return memory
+
+    def new_packing(x: Any, routing: Routing, sizes: Any) -> RoutedPacking:
+        return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
+
+    monkeypatch.setattr(RepeatedLaunch, "through_triton", through_triton)
+    monkeypatch.setattr(LaunchSequence, "repeat", counted)
+    monkeypatch.setattr(calls, "_new_packing", new_packing)
+    calls._kinds.cache_clear()
+    yield found
+    calls._kinds.cache_clear()
+
+
+def stored(scheme: str, *shape: int) -> StoredMatrix:
+    values = torch.randn(*shape, generator=generator(f"{scheme} {shape}")) / 8
+    return StoredMatrix(values.bfloat16()) if scheme == "none" else quantize_weight(values, get_scheme(scheme))
+
+
+def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
+    random = generator(seed)
+    ids = torch.randint(-1, EXPERTS, (tokens, TOPK), generator=random, dtype=torch.int32)
+    weights = torch.rand(tokens, TOPK, generator=random)
+    return torch.randn(tokens, HIDDEN, generator=random).bfloat16(), Routing(topk_ids=ids, topk_weights=weights)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "launches"),
+    [
+        pytest.param("none", 5, 6, id="few"),
+        pytest.param("fp8_block", 150, 9, id="quantized"),
+        pytest.param("fp8_tensor", 3, None, id="largest magnitude"),
+    ],
+)
+def test_local_moe(scheme: str, tokens: int, launches: int | None, given: bool, repeats: list[int]) -> None:
+    weights = ExpertWeights(
+        w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
+        w2=stored(scheme, EXPERTS, HIDDEN, INNER),
+        scheme=get_scheme(scheme),
+    )
+    experts = TritonExperts(ActivationConfig(kind="silu"))
+
+    def call(seed: str, weights: ExpertWeights = weights) -> torch.Tensor:
+        x, routing = routed(seed, tokens)
+        out = torch.full((tokens, HIDDEN), math.nan, dtype=torch.bfloat16) if given else None
+        y = local_moe(x, routing, weights, experts, out=out)
+        assert out is None or y is out
+        return y
+
+    expected = call("b")
+    del repeats[:]
+    call("a")
+    found = call("b")
+    assert torch.equal(found, expected)
+    assert bool(found.isfinite().all())
+    assert len(repeats) == 2  # one sequence for each call
+    assert launches is None or repeats == [launches] * 2
+    kept = weakref.ref(weights.w13.values)
+    del weights, call
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("deepseek", [False, True], ids=["plain", "groups and bias"])
+def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "create_experts", lambda name, activation, *_, **__: TritonExperts(activation))
+    monkeypatch.setattr(trtllm, "route", routing_kernels.route)
+    monkeypatch.setattr(trtllm, "loaded_sequence", routing_kernels.loaded_sequence)
+    common._experts_for.cache_clear()
+    routing_kernels._plans.cache_clear()
+    routing_kernels._kernel_of.cache_clear()
+    w1, w2 = stored("mxfp4_w4a16", EXPERTS, 2 * INNER, HIDDEN), stored("mxfp4_w4a16", EXPERTS, HIDDEN, INNER)
+    bias = torch.randn(EXPERTS, generator=generator("bias")) if deepseek else None
+    numbers = (None, None, None) if deepseek else tuple(torch.rand(EXPERTS) + n for n in range(3))
+    scales = [torch.rand(EXPERTS) + 0.5 for _ in range(3)] if deepseek else [None] * 3
+    groups = (2, 1) if deepseek else (None, None)
+
+    def call(seed: str) -> torch.Tensor:
+        x, _ = routed(seed, 7)
+        logits = torch.randn(7, EXPERTS, generator=generator(f"{seed} logits"))
+        return trtllm_fp4_block_scale_moe(
+            *(logits, bias, x, None, w1.values, w1.scale, None, *numbers, w2.values, w2.scale, None, *scales),
+            *(EXPERTS, TOPK, *groups, INNER, 0, EXPERTS, 2.5 if deepseek else None, 2 if deepseek else 1),
+        )[0]
+
+    first = call("b")
+    del repeats[:]
+    second = call("a")
+    assert torch.equal(call("b"), first)
+    assert not torch.equal(second, first)
+    assert len(repeats) == 2
+    if deepseek:
+        scales[0].mul_(2)  # of which there are views
+        assert not torch.equal(call("b"), first)
+    common._experts_for.cache_clear()
+    functools.reduce(lambda _, cache: cache.cache_clear(), (routing_kernels._plans, routing_kernels._kernel_of), None)
