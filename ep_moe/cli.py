@@ -32,7 +32,8 @@ from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
 from ep_moe.app.start import is_first_rank, on_ranks, pick_device
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
-from ep_moe.config import EngineConfig, LaunchEnv
+from ep_moe.config import EngineConfig
+from ep_moe.environment import LaunchEnv
 from ep_moe.experts import EXPERTS
 from ep_moe.fields import Field, described
 from ep_moe.placement import PLACEMENTS

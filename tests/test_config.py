@@ -17,10 +17,8 @@ from ep_moe.config import (
     ActivationKind,
     EngineConfig,
     GroupConfig,
-    LaunchEnv,
     Layout,
     MoEConfig,
-    PluginConfig,
     RoutingConfig,
     RoutingMethod,
     TransportConfig,
@@ -28,6 +26,7 @@ from ep_moe.config import (
     from_mapping,
     read_toml,
 )
+from ep_moe.environment import LaunchEnv, PluginConfig
 from ep_moe.fields import Field, check_fields, described
 
 MOE = {"hidden": 48, "intermediate": 32, "num_experts": 6}

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import GroupConfig, LaunchEnv
+from ep_moe.config import GroupConfig
+from ep_moe.environment import LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError, store
 from ep_moe.group.joining import check_nodes
 from ep_moe.launch import RankFailedError, launch, run_rank

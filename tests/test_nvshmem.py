@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import GroupConfig, NvshmemEnv, TransportConfig
+from ep_moe.config import GroupConfig, TransportConfig
+from ep_moe.environment import NvshmemEnv
 from ep_moe.group import EPGroup, PeerLostError, nvshmem_heap
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement

@@ -15,7 +15,7 @@ else:
 PACKAGE = Path(__file__).parent.parent / "ep_moe"
 
 FLOORS = [
-    {"config", "fields", "quant", "kernels", "kernel_launch"},
+    {"config", "environment", "fields", "quant", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"local_moe", "layer", "functional", "testing", "profiling"},
@@ -25,7 +25,7 @@ FLOORS = [
 STRANGERS = [{"transport", "experts"}]  # rooms of one floor that never import each other
 ALONE = {
     "init_process_group": {"group"},
-    "environ": {"config", "launch"},
+    "environ": {"environment", "launch"},
     "getenv": set(),
     "tomllib": {"config"},
     "tomli": {"config"},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import default_tiles_dir, tiles_dir
+from ep_moe.environment import default_tiles_dir, tiles_dir
 from ep_moe.experts.tile_tables import (
     PACKAGED,
     default_table,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
-from ep_moe.config import EngineConfig, LaunchEnv
+from ep_moe.config import EngineConfig
+from ep_moe.environment import LaunchEnv
 from ep_moe.fields import Field, check_fields
 
 _NEEDED = ("fastapi", "jinja2", "prometheus_client", "uvicorn")  # of the extra `serve`

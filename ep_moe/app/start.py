@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ep_moe.config import EngineConfig, LaunchEnv
+from ep_moe.config import EngineConfig
+from ep_moe.environment import LaunchEnv
 from ep_moe.launch import Target, launch, run_rank
 from ep_moe.launch.on_ray import launch_on_ray
 from ep_moe.launch.ray_cluster import NodeRanks

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ep_moe.config import ActivationConfig, tiles_dir
+from ep_moe.config import ActivationConfig
+from ep_moe.environment import tiles_dir
 from ep_moe.experts.base import Experts
 from ep_moe.experts.hopper.shapes import has_gluon, is_hopper, say_once
 from ep_moe.experts.reference import ReferenceExperts, apply_activation

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import GroupConfig, LaunchEnv
+from ep_moe.config import GroupConfig
+from ep_moe.environment import LaunchEnv
 from ep_moe.group.errors import PeerLostError
 from ep_moe.group.joining import backend_of, join_subset, join_world, pick_device
 from ep_moe.group.waiting import Waits

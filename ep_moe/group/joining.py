@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ep_moe.config import GroupConfig, LaunchEnv
+from ep_moe.config import GroupConfig
+from ep_moe.environment import LaunchEnv
 from ep_moe.group.store import serve_store
 from ep_moe.group.watch import Watch
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ep_moe.config import NvshmemEnv
+from ep_moe.environment import NvshmemEnv
 from ep_moe.group.base import EPGroup
 
 NVSHMEM_VERSION = "3.4.5"

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ep_moe.bench.presets import LAYER_PRESETS
-from ep_moe.config import EngineConfig, default_tiles_dir
+from ep_moe.config import EngineConfig
+from ep_moe.environment import default_tiles_dir
 from ep_moe.experts import SERVES
 from ep_moe.experts.tile_tables import device_name, table_name, tiles_to_json
 from ep_moe.quant import get_scheme

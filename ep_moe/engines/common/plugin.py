@@ -4,8 +4,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from ep_moe.config import PluginConfig, TransportConfig
+from ep_moe.config import TransportConfig
 from ep_moe.engines.common.transports import SharedTransports
+from ep_moe.environment import PluginConfig
 
 
 @dataclasses.dataclass(eq=False)

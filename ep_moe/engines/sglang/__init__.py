@@ -10,7 +10,7 @@ Letters: T rows on this rank, H hidden, I intermediate, K top-k, E physical expe
 import dataclasses
 import sys
 
-from ep_moe.config import PluginConfig, switch_on
+from ep_moe.environment import PluginConfig, switch_on
 
 __all__ = ["register"]
 

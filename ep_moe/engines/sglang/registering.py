@@ -7,12 +7,13 @@ from typing import Any
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from ep_moe.config import GroupConfig, PluginConfig
+from ep_moe.config import GroupConfig
 from ep_moe.engines.common.hooks import check_hooks, check_version
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.transports import SharedTransports
 from ep_moe.engines.sglang import BACKEND
 from ep_moe.engines.sglang.hooks import HOOKS, TESTED
+from ep_moe.environment import PluginConfig
 
 _MOE = "sglang.srt.layers.moe"
 _log = logging.getLogger("ep_moe.sglang")

@@ -7,7 +7,7 @@ other modules import vLLM.
 Letters: T rows on this rank, H hidden, I intermediate, K top-k, E physical experts, L local experts, R ranks.
 """
 
-from ep_moe.config import PluginConfig
+from ep_moe.environment import PluginConfig
 
 __all__ = ["register"]
 

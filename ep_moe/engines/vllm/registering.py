@@ -8,11 +8,12 @@ from typing import Any
 import vllm
 from vllm.model_executor.custom_op import op_registry_oot
 
-from ep_moe.config import GroupConfig, PluginConfig
+from ep_moe.config import GroupConfig
 from ep_moe.engines.common.hooks import check_hooks, check_version
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.transports import SharedTransports
 from ep_moe.engines.vllm.hooks import HOOKS, TESTED
+from ep_moe.environment import PluginConfig
 
 # modules of vLLM that define subclasses of RoutedExperts, each in some version: a class is replaced by its name
 SUBCLASS_MODULES = (

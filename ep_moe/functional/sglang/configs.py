@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ep_moe.config import sglang_configs_dir, tiles_dir
+from ep_moe.environment import sglang_configs_dir, tiles_dir
 from ep_moe.experts.tile_tables import default_table, find_table
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.fields import shown
