@@ -16,7 +16,7 @@ from ep_moe.engines.transformers.decoding.rows import RowDecoder
 from ep_moe.engines.transformers.hooks import Session
 
 _log = logging.getLogger(__name__)
-_MASKED_ATTENTION = ("sdpa", "eager")  # these take a mask of slots
+_MASKED_ATTENTION = ("sdpa", "eager")  # these take a mask of cache entries
 _ROPE_OF_LENGTHS = ("dynamic", "longrope")  # these read the longest position on the host
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow

@@ -1,8 +1,8 @@
 """A key-value cache of fixed shapes, whose decode step is the same sequence of operations at every position.
 
 transformers' StaticCache keeps a length on the host for sliding windows, and one length for all rows. Here each row has
-a position of its own, on the device, and a sliding window is a ring: position p is stored at slot p mod S.
-Letters: B rows, P prompt tokens, C capacity (positions of a row), S slots of a layer: C, or a smaller window.
+a position of its own, on the device, and a sliding window is a ring: position p is stored in entry p mod S.
+Letters: B rows, P prompt tokens, C capacity (positions of a row), S entries of a layer: C, or a smaller window.
 """
 
 from typing import Any
@@ -41,16 +41,16 @@ class FixedLayer(CacheLayerMixin):
         self._cache, self._window = cache, window
         self.is_sliding = window is not None
 
-    def slots(self, capacity: int) -> int:
+    def entries(self, capacity: int) -> int:
         """S for C positions."""
         return capacity if self._window is None else min(self._window, capacity)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the rows and the capacity that the cache has reserved. Filled with zeros: an unused
-        slot is multiplied by a probability of 0, and 0 * NaN is NaN."""
-        rows, slots = self._cache.rows, self.slots(self._cache.capacity)
+        entry is multiplied by a probability of 0, and 0 * NaN is NaN."""
+        rows, entries = self._cache.rows, self.entries(self._cache.capacity)
         self.keys, self.values = (
-            states.new_zeros(rows, states.shape[1], slots, states.shape[3]) for states in (key_states, value_states)
+            states.new_zeros(rows, states.shape[1], entries, states.shape[3]) for states in (key_states, value_states)
         )
         self.is_initialized = True
 
@@ -62,7 +62,7 @@ class FixedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [B, heads, tokens, head dim]; returns what the tokens attend to: in a prefill the given states, in a
-        decode step all slots."""
+        decode step all entries."""
         del args, kwargs
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -121,8 +121,7 @@ class FixedCache(Cache):
             layer.forget()
 
     def clear(self, first: int = 0, count: int | None = None) -> None:
-        """Zero the slots of `count` rows, by default of all: rows that hold no sequence may have stored NaN. Local, no
-        host sync."""
+        """Zero `count` rows, by default all: rows that hold no sequence may have stored NaN. Local, no host sync."""
         last = None if count is None else first + count
         if tensors := [tensor[first:last] for tensor in self._tensors()]:
             torch._foreach_zero_(tensors)
@@ -146,61 +145,61 @@ class FixedCache(Cache):
     def masks(self, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         """The masks of a decode step as transformers prepares them for a static cache.
 
-        Returns: one [B, 1, 1, S], or one for each type of layer, to be added to scores: 0 for a slot that the token
+        Returns: one [B, 1, 1, S], or one for each type of layer, to be added to scores: 0 for an entry that the token
             attends to. Floats, since torch would convert bools in every layer. Local, no host sync.
         """
         assert self._positions is not None
-        by_slots: dict[int, torch.Tensor] = {}
+        by_entries: dict[int, torch.Tensor] = {}
         for layer in self._own:
-            slots = layer.slots(self._used)
-            if slots not in by_slots:
-                seen = torch.arange(slots, device=self._positions.device) <= self._positions[:, None]
+            entries = layer.entries(self._used)
+            if entries not in by_entries:
+                seen = torch.arange(entries, device=self._positions.device) <= self._positions[:, None]
                 mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-                by_slots[slots] = mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]
+                by_entries[entries] = mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]
         types = getattr(config, "layer_types", None)
-        masks = [by_slots[layer.slots(self._used)] for layer in self._own]
+        masks = [by_entries[layer.entries(self._used)] for layer in self._own]
         return masks[0] if types is None else dict(zip(types, masks, strict=True))
 
     def store(
         self, layer: FixedLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`FixedLayer.update` for the current pass."""
-        slots = layer.slots(self._used)
+        entries = layer.entries(self._used)
         assert layer.keys is not None
         assert layer.values is not None
-        memory = [tensor[self._span, :, :slots] for tensor in (layer.keys, layer.values)]
+        memory = [tensor[self._span, :, :entries] for tensor in (layer.keys, layer.values)]
         if self._decoding:
-            index = self._decode_index(slots)
+            index = self._decode_index(entries)
             for kept, states in zip(memory, (key_states, value_states), strict=True):
                 kept.scatter_(2, index.expand(-1, states.shape[1], 1, states.shape[3]), states)
             return memory[0], memory[1]
         num_tokens = key_states.shape[2]
-        held = min(num_tokens, slots)
+        held = min(num_tokens, entries)
         for kept, states in zip(memory, (key_states, value_states), strict=True):
-            if self._lengths is None and num_tokens <= slots:
+            if self._lengths is None and num_tokens <= entries:
                 kept[:, :, :held] = states
             else:
-                index = self._prefill_index(num_tokens, slots, states)
+                index = self._prefill_index(num_tokens, entries, states)
                 kept[:, :, :held] = states.gather(2, index.expand(-1, states.shape[1], held, states.shape[3]))
         return key_states, value_states
 
-    def _decode_index(self, slots: int) -> torch.Tensor:
-        """[B, 1, 1, 1], the slot of each row's token."""
-        if (slots,) not in self._indices:
+    def _decode_index(self, entries: int) -> torch.Tensor:
+        """[B, 1, 1, 1], the entry of each row's token."""
+        if (entries,) not in self._indices:
             assert self._positions is not None
-            self._indices[slots,] = (self._positions % slots)[:, None, None, None]
-        return self._indices[slots,]
+            self._indices[entries,] = (self._positions % entries)[:, None, None, None]
+        return self._indices[entries,]
 
-    def _prefill_index(self, num_tokens: int, slots: int, states: torch.Tensor) -> torch.Tensor:
-        """[B, 1, held, 1], the column of the padded prompt that each slot holds: the last position p < length with
-        p mod S = slot. Example: S 4, no padding, P 6: slots 0 to 3 hold positions 4, 5, 2, 3."""
-        key = (num_tokens, slots)
+    def _prefill_index(self, num_tokens: int, entries: int, states: torch.Tensor) -> torch.Tensor:
+        """[B, 1, held, 1], the column of the padded prompt that each entry holds: the last position p < length with
+        p mod S = entry. Example: S 4, no padding, P 6: entries 0 to 3 hold positions 4, 5, 2, 3."""
+        key = (num_tokens, entries)
         if key not in self._indices:
             lengths = self._lengths
             if lengths is None:
                 lengths = torch.full((states.shape[0],), num_tokens, device=states.device)
             last = lengths[:, None] - 1
-            position = last - (last - torch.arange(min(num_tokens, slots), device=states.device)) % slots
+            position = last - (last - torch.arange(min(num_tokens, entries), device=states.device)) % entries
             column = position.clamp(min=0) + num_tokens - lengths[:, None]
             self._indices[key] = column[:, None, :, None]
         return self._indices[key]
