@@ -1013,7 +1013,7 @@ def wrong_models(group: EPGroup) -> dict[str, dict[str, Any]]:
 
 
 @needs_accelerate
-def test_a_wrong_model_is_not_timed() -> None:
+def test_a_wrong_model_is_not_timed(capfd: pytest.CaptureFixture[str]) -> None:
     for rank in launch(wrong_models, num_ranks=2, device="cpu", env={"CUDA_VISIBLE_DEVICES": ""}):
         for name, (_, _, _, bounds) in MODEL_FAULTS.items():
             [row] = rank[name]["rows"]
@@ -1024,6 +1024,7 @@ def test_a_wrong_model_is_not_timed() -> None:
         [row] = rank["experts"]["rows"]
         assert 1e-4 < row["figures"]["worst_block_row_error"] < 0.02
         assert row["baselines"]["transformers_ep"]["worst_block_row_error"] < 1e-5
+    assert re.search(r"layers\.1\.mlp\.experts of ep_moe on rank \d has a row error of", capfd.readouterr().err)
 
 
 def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.MonkeyPatch) -> None:

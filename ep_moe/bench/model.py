@@ -5,6 +5,7 @@ a share. Letters: B sequences per rank, R ranks, P prompt tokens, N new tokens, 
 """
 
 import contextlib
+import logging
 import statistics
 from typing import Any
 
@@ -34,6 +35,7 @@ from ep_moe.transport import TRANSPORTS
 BASELINE_LIMIT_FACTOR = 2  # transformers rounds after every step, weights and partial sums included; we keep float32
 RELATED_ERROR = 0.2  # of a rank's median row of logits; bfloat16 gives about 0.02 for 8 layers, another model about 1.4
 OWN, HOOK = "transformers_ep", "transformers_ep_hook"
+_log = logging.getLogger(__name__)
 
 
 def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
@@ -180,7 +182,11 @@ class _ModelBench:
                     output = _block(system.model, name)(shown.unsqueeze(0))[0][part]
                     _, weights, ids = gate(shown)
                     expected = experts.expected_output(x, ids[part], weights[part].float(), SCHEMES["none"])
-                    found[key].append(worst_row_error(output, expected))
+                    found[key].append(error := worst_row_error(output, expected))
+                    if not error <= self._limits(key)["worst_block_row_error"]:
+                        rows = (~output.isfinite()).any(-1).nonzero().flatten().tolist()
+                        found_in = f"{name} of {key} on rank {group.rank}"
+                        _log.warning("%s has a row error of %.3g; rows that are not finite: %s", found_in, error, rows)
         worst = {name: {"worst_block_row_error": harness.largest(values)} for name, values in found.items()}
         errors = harness.largest_of_ranks(group, worst)
         for name, related in self._compare(systems).items():
