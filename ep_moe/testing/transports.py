@@ -13,6 +13,7 @@ import torch
 from ep_moe.config import Layout
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
 from ep_moe.testing.cases import TransportCase, transport_cases
 from ep_moe.testing.compare import assert_same_bits
 from ep_moe.testing.refusals import Arguments, check_layers, check_refusals, refused_round
@@ -216,6 +217,35 @@ def check_abandon(make: TransportFactory, group: EPGroup) -> None:
     transport.destroy()
 
 
+def check_nan_weights(make: TransportFactory, group: EPGroup) -> None:
+    """A NaN among the weights reaches its own token's result alone: not the next rounds' tokens, and none if its id is
+    -1. Collective.
+    """
+    scheme, rank = get_scheme("none"), group.rank
+    for layout in Layout:
+        name = f"NaN weights, {layout.value}"
+        case = TransportCase(
+            name=name, tokens=(3,) * group.num_ranks, num_topk=8, num_experts=16, routing="holes", layout=layout
+        )
+        transport = make(group, case.make_placement(), case.config)
+        first, inputs = transport.placement.starts[rank], case.inputs(rank).to(group.device)
+        ids, weights = inputs.routing.topk_ids, inputs.routing.topk_weights
+        # each expert of a rank is chosen, so that no later round has more rows of a token
+        everywhere = torch.arange(8, device=ids.device, dtype=ids.dtype).expand(3, 8)
+        for chosen in (everywhere, everywhere + 8):
+            routing = Routing(topk_ids=chosen.contiguous(), topk_weights=torch.full_like(weights, float("nan")))
+            dispatched = transport.dispatch(inputs.x, routing, layout=layout, scheme=scheme)
+            result = transport.combine(compute_experts(dispatched.batch, first), dispatched)
+            assert bool(result.isnan().all()), f"{name}, rank {rank}: numbers"
+        check_round(transport, case, group.device)
+        routing = Routing(topk_ids=ids, topk_weights=weights.masked_fill(ids < 0, float("nan")))
+        dispatched = transport.dispatch(inputs.x, routing, layout=layout, scheme=scheme)
+        result = transport.combine(compute_experts(dispatched.batch, first), dispatched)
+        assert_same_bits(result, expected_output(case, rank, transport), f"{name} of no expert, rank {rank}")
+        transport.check()
+        transport.destroy()
+
+
 # by name; each takes a factory and the group, on every rank
 CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
     "refusals": check_refusals,
@@ -226,6 +256,7 @@ CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
     "halves": check_halves,
     "layers": check_layers,
     "sit_out": check_sit_out,
+    "nan_weights": check_nan_weights,
     "destroyed": check_destroyed,
 }
 

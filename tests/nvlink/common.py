@@ -61,6 +61,7 @@ class Programs:
     receivers: int = 1
     fused: bool = False
     small_pieces: bool = False  # a program moves few tokens and rows at a time
+    rows_in_flight: int = 0  # of a token, loaded at a time by the senders of a combine; 0: as usual
 
 
 @contextlib.contextmanager
@@ -76,6 +77,7 @@ def with_programs(programs: Programs) -> Iterator[None]:
 
     def tuned_combine(self: tuning.Tuning, *args: Any) -> tuning.CombineTuning:
         pieces = {"sent_block": 64, "summed_block": 128, "rows_in_flight": 1} if programs.small_pieces else {}
+        pieces |= {"rows_in_flight": programs.rows_in_flight} if programs.rows_in_flight else {}
         return dataclasses.replace(combine(self, *args), **shares, **pieces)
 
     fused = {

@@ -11,7 +11,7 @@ from ep_moe.quant import get_scheme
 from ep_moe.testing import TransportCase, check_round, transport_cases
 from ep_moe.testing.transports import CHECKS
 from ep_moe.transport.one_sided import NvlinkTransport
-from nvlink.common import on_ranks, patched
+from nvlink.common import Programs, on_ranks, patched, with_programs
 from nvlink.nans import check_all_ones
 
 FEW = 2  # tokens of a rank at most
@@ -85,8 +85,9 @@ def test_carries(num_ranks: int, name: str) -> None:
 
 
 def check_beside(group: EPGroup, name: str) -> None:
-    """A check other than a case."""
-    BESIDE[name](NvlinkTransport, group)
+    """A check other than a case, with as many rows in flight as on a GPU if it is about what a token's rows are."""
+    with with_programs(Programs(rows_in_flight=8 if name == "nan_weights" else 0)):
+        BESIDE[name](NvlinkTransport, group)
 
 
 @pytest.mark.parametrize("name", BESIDE)

@@ -72,6 +72,12 @@ def _load_part(y_ptr, row, column, combining: tl.constexpr):
 
 
 @triton.jit
+def _add_weighted(total, part, row, weight):
+    """Add a part of a row, zeros if the row is -1. Its weight is then one of an earlier round, which may be NaN."""
+    return total + part.to(tl.float32) * tl.where(row >= 0, weight, 0.0)
+
+
+@triton.jit
 def _sum_rest(total, y_ptr, own, pool_row, column, combining: tl.constexpr):
     """Add the rows of a received token after the first ROWS_IN_FLIGHT, of which there are as many, to its sum."""
     for first in range(combining.ROWS_IN_FLIGHT, combining.K, combining.ROWS_IN_FLIGHT):
@@ -127,10 +133,10 @@ def return_rows(
             total += parts[0].to(tl.float32)
         else:
             for j in tl.static_range(HALF):
-                total = total + parts[j].to(tl.float32) * weights[j]
+                total = _add_weighted(total, parts[j], rows[j], weights[j])
             if rows[HALF] >= 0:
                 for j in tl.static_range(HALF, FIRST):
-                    total = total + parts[j].to(tl.float32) * weights[j]
+                    total = _add_weighted(total, parts[j], rows[j], weights[j])
             if combining.K > FIRST:
                 if rows[FIRST - 1] >= 0:
                     total = _sum_rest(total, y_ptr, own, pool_row, column, combining)
