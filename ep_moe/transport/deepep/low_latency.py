@@ -50,6 +50,7 @@ class _Round:
     received: Any  # [L, C, W] bfloat16, or e4m3 and scales
     hook: Callable[[], None]
     keep: Any  # tensors that an operation in flight reads
+    num_tokens: int  # of all ranks, the most rows of an expert
     lists: torch.Tensor | None  # [R, T of the rank that has most, 2 K] int32, ids and weights, if this batch is FLAT
     place: torch.Tensor | None = None  # [N] int64, row of [L * C] that each of `Arrived.rows` came from
     zeros: torch.Tensor | None = None  # rows that are returned as zeros
@@ -113,6 +114,7 @@ class LowLatency:
             received=received,
             hook=hook,
             keep=(rows, ids, weights),
+            num_tokens=sum(header.num_tokens for header in outgoing.headers),
             lists=lists if flat[self._rank] else None,
         )
 
@@ -129,7 +131,7 @@ class LowLatency:
         else:
             x, scale = round_.format.read_words(round_.received.view(-1, self.width)[place])
         round_.place, round_.keep = place, None
-        rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights)
+        rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights, max_expert_rows=round_.num_tokens)
         return Arrived(rows=rows, num_pairs=ids.shape[0] * min(ids.shape[1], self._sizes.num_local_experts))
 
     def count(self, round_: _Round) -> int:
