@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from ep_moe.group import EPGroup
+from ep_moe.group.collectives import all_gather_single
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, all_gather, without_fill
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
 
@@ -200,7 +201,7 @@ class LowLatency:
         mine[:num_tokens, :num_topk] = ids.int()
         mine[:num_tokens, num_topk:] = weights.contiguous().view(torch.int32)
         everyone = torch.empty(self._num_ranks, *mine.shape, dtype=torch.int32, device=ids.device)
-        all_gather(everyone.view(-1, 2 * num_topk), mine, group=self._group)
+        all_gather_single(everyone.view(-1, 2 * num_topk), mine, group=self._group)
         return everyone
 
     def _row_of(self, round_: _Round) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
 from ep_moe.transport.base import Dispatched, Transport
 from ep_moe.transport.checks import (
+    DispatchArguments,
     bound_fits,
     check_dispatch,
     check_expert_output,
@@ -244,18 +245,8 @@ class NvlinkTransport(Transport):
         bounded = max_num_tokens is not None
         if plan is None or plan.quantized or (bounded and not bound_fits(max_num_tokens, plan.num_tokens, self.config)):
             try:
-                check_dispatch(
-                    x,
-                    routing,
-                    layout=layout,
-                    scheme=scheme,
-                    config=self.config,
-                    rank=self.rank,
-                    device=self.device,
-                    num_tokens=num_tokens,
-                    max_num_tokens=max_num_tokens,
-                    layer=layer,
-                )
+                given = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
+                check_dispatch(given, self.config, self.rank, self.device)
             except ValueError as error:
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
         return self._plans.add(key, x, routing, layout, scheme, num_tokens, size) if plan is None else plan
