@@ -274,10 +274,10 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         self._slots.close(slot)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
-        """See `Transport.warmup`. Rounds of quantized payloads inside a node compile on first use."""
+        """See `Transport.warmup`: kernels of the rounds inside a node, if they are one-sided."""
         self._slots.check_open()
         if self._relay is not None:
-            self._relay.warmup([kind for kind in kinds if kind.scheme == "none"])
+            self._relay.warmup(kinds)
 
     def check(self) -> None:
         """See `Transport.check`. A round's errors are raised by its own calls; this raises those of lost ranks."""
