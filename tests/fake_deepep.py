@@ -618,14 +618,14 @@ class ElasticBuffer:
         return combined, None, EventOverlap()
 
 
-class _OnDevice:
-    """Calls a buffer of this file, whose tensors are on the CPU, with tensors on a GPU, and returns such.
+class OnDevice:
+    """Calls a buffer of this file, whose tensors are on the CPU, with tensors on a device, and returns such, as copies.
 
     Tensors that an operation fills later are copied when its hook or event is waited for.
     """
 
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: Any, device: torch.device) -> None:
+        self._buffer, self._device = buffer, device
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._buffer, name)
@@ -637,7 +637,7 @@ class _OnDevice:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
             def mirror(tensor: torch.Tensor) -> torch.Tensor:
-                pairs.append((tensor.cuda(), tensor))
+                pairs.append((tensor.to(self._device, copy=True), tensor))
                 return pairs[-1][0]
 
             def complete(wait: Any) -> None:

@@ -28,6 +28,7 @@ from ep_moe.testing.transports import check_abandon, check_sit_out
 from ep_moe.transport import HierarchicalTransport, create_transport
 from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.hierarchical.nodes import find_nodes
+from ep_moe.transport.round_kind import RoundKind
 
 CONFIG = GroupConfig(timeout_secs=60)
 FEW = (
@@ -177,6 +178,19 @@ def send_counted(group: EPGroup, per_node: int) -> list[tuple[Any, ...]]:
 def test_traffic_is_a_row_for_each_token_and_node(nodes: int, per_node: int) -> None:
     ranks = launch(send_counted, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")
     assert sum(found[0][0] for found in ranks) == sum(found[0][2] for found in ranks) > 0
+
+
+def warm_up(group: EPGroup) -> int:
+    """Warm up where the second node has no experts; the number of rounds that this rank has begun."""
+    case = TransportCase(name="warm-up", tokens=(3,) * group.num_ranks, num_experts=2)
+    transport = make(group, case.make_placement(), case.config, per_node=2, chunk=2)
+    transport.warmup([RoundKind(num_topk=4), RoundKind(num_topk=4, scheme="fp8_block")])
+    check_round(transport, case, group.device)
+    return transport.num_rounds
+
+
+def test_a_node_without_experts_warms_up_with_the_others() -> None:
+    assert launch(warm_up, num_ranks=4, config=CONFIG, device="cpu") == [1] * 4
 
 
 def be_lost(how: str) -> None:

@@ -199,6 +199,9 @@ def test_pack_refuses_an_expert_beyond_capacity() -> None:
     rows, num_local, _ = make_rows("all_to_last_expert", PLAIN)
     with pytest.raises(ValueError, match=r"19 rows, which exceeds capacity \(18\)"):
         pack(rows, Layout.BATCHED, scheme=PLAIN, dtype=torch.bfloat16, num_local_experts=num_local, capacity=18)
+    bounded = dataclasses.replace(rows, max_expert_rows=18)
+    with pytest.raises(ValueError, match=r"19 rows, which exceeds max_expert_rows \(18\)"):
+        pack(bounded, Layout.COMPACT, scheme=PLAIN, dtype=torch.bfloat16, num_local_experts=num_local, capacity=19)
 
 
 @pytest.mark.parametrize("layout", [Layout.COMPACT, Layout.FLAT], ids=lambda layout: layout.value)

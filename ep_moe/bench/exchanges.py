@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ep_moe.bench.gathered import all_gather, reduce_scatter
 from ep_moe.bench.harness import tell
 from ep_moe.bench.timing import Captured, capture, time_calls, time_phases
 from ep_moe.config import Layout
 from ep_moe.group import EPGroup
+from ep_moe.group.collectives import all_gather_single, reduce_scatter_single
 from ep_moe.profiling.kernels import part_times, profile_kernels
 from ep_moe.profiling.phases import PhaseTimes
 from ep_moe.quant import QuantScheme
@@ -80,14 +80,14 @@ def by_collectives(
 
     def dispatch() -> torch.Tensor:
         if counts is None:
-            all_gather(rows, payload, group=group.process_group)
+            all_gather_single(rows, payload, group=group.process_group)
         else:
             dist.all_to_all_single(rows, payload, received, sent, group=group.process_group)
         return rows
 
     def combine() -> torch.Tensor:
         if counts is None:
-            reduce_scatter(out, y, group=group.process_group)
+            reduce_scatter_single(out, y, group=group.process_group)
         else:
             dist.all_to_all_single(out, y, sent, received, group=group.process_group)
         return out

@@ -7,22 +7,18 @@ import contextlib
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ep_moe.config import Layout
 from ep_moe.experts import Experts
 from ep_moe.group import EPGroup
+from ep_moe.group.collectives import all_gather_single, reduce_scatter_single
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layout import ExpertBatch
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, quantize
 from ep_moe.routing import Routing, route
 from ep_moe.weights import ExpertWeights
-
-# torch 2.13 renamed both collectives and warns about the old names
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GatheredMoE:
@@ -84,7 +80,7 @@ class GatheredMoE:
             with _coalescing_manager(group=self._group.process_group):
                 for whole, part in zip(everyones, mine, strict=True):
                     flat = [tensor.view(-1).view(torch.uint8) for tensor in (whole, part)]
-                    all_gather(flat[0], flat[1], group=self._group.process_group)
+                    all_gather_single(flat[0], flat[1], group=self._group.process_group)
         ids, weights, values, *scale = everyones
         tokens = Quantized(values=values, scale=scale[0], scheme=layer.scheme) if scale else values
         return tokens, Routing(topk_ids=ids, topk_weights=weights)
@@ -94,5 +90,5 @@ class GatheredMoE:
         if self._group.process_group is None:
             return y
         out = y.new_empty(y.shape[0] // self._group.num_ranks, y.shape[1])
-        reduce_scatter(out, y, group=self._group.process_group)
+        reduce_scatter_single(out, y, group=self._group.process_group)
         return out

@@ -1,9 +1,7 @@
 """`EPGroup`: the ranks of a group, their devices, its collectives and waits."""
 
 import contextlib
-import dataclasses
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,22 +11,11 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.group.errors import PeerLostError
-from ep_moe.group.joining import backend_of, join_subset, join_world, pick_device
+from ep_moe.group.joining import RankPlace, backend_of, drop_world, join_subset, join_world, pick_device
 from ep_moe.group.waiting import Waits
 from ep_moe.group.watch import Watch
 
 DEFAULT_CONFIG = GroupConfig()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """The index of a rank in its group and on its machine."""
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0  # among the ranks of this machine
-    local_num_ranks: int = 1
-    node: int = 0  # index of this machine
 
 
 class EPGroup:
@@ -390,19 +377,9 @@ class EPGroup:
             dist.destroy_process_group()  # before the watch ends: a rank may be lost during shutdown too
         self._watch.close()
         if self._owns_world and dist.is_initialized():
-            self._drop_world()
+            holder, self.process_group = [self.process_group], None
+            drop_world(holder, self.backend)
         self.process_group = None
-
-    def _drop_world(self) -> None:
-        """Destroy a default process group that has lost a rank, without waiting for that rank."""
-        if self.backend == "nccl":
-            dist.distributed_c10d._abort_process_group()
-            return
-        # dropping the last reference joins gloo's threads, which wait for the lost rank until the timeout
-        holder = [self.process_group]
-        self.process_group = None
-        dist.destroy_process_group()
-        threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()
 
     def __enter__(self) -> "EPGroup":
         return self

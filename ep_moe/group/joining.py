@@ -1,6 +1,8 @@
-"""How a rank picks its device and joins the other ranks through a store."""
+"""How a rank picks its device, joins the other ranks through a store, and leaves them after a loss."""
 
+import dataclasses
 import datetime
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +14,17 @@ from ep_moe.group.store import serve_store
 from ep_moe.group.watch import Watch
 
 JOIN_SECS = 60.0  # ranks start at different speeds: joining gets at least this long, however short the timeout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """The index of a rank in its group and on its machine."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0  # among the ranks of this machine
+    local_num_ranks: int = 1
+    node: int = 0  # index of this machine
 
 
 def pick_device(device: torch.device | str | None, local_rank: int, local_num_ranks: int) -> torch.device:
@@ -114,6 +127,21 @@ def join_subset(process_group: dist.ProcessGroup, store: dist.Store, config: Gro
         watch.close()
         raise
     return watch
+
+
+def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
+    """Destroy a default process group that has lost a rank, without waiting for that rank.
+
+    Args:
+        holder: the process group, to which the caller holds no other reference; emptied, for gloo in a thread, since
+            dropping the last reference joins gloo's threads, which wait for the lost rank until the timeout.
+    Local.
+    """
+    if backend == "nccl":
+        dist.distributed_c10d._abort_process_group()
+        return
+    dist.destroy_process_group()
+    threading.Thread(target=holder.clear, name="ep_moe-release", daemon=True).start()
 
 
 def _init_world(store: dist.Store, env: LaunchEnv, config: GroupConfig, device: torch.device) -> None:

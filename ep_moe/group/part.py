@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.group.base import EPGroup, RankPlace
+from ep_moe.group.base import EPGroup
 from ep_moe.group.errors import PeerLostError
+from ep_moe.group.joining import RankPlace
 
 
 def split_process_group(

@@ -65,8 +65,9 @@ def pack(
         max_rows: upper bound of the ids in `local_topk_ids` that are not -1; N * min(K, L) by default. It determines
             the size of COMPACT and FLAT batches, so that no count is read back.
     Returns: the batch and `token_to_row`.
-    Errors: ValueError if an expert has more than C rows in BATCHED, on a GPU already if N exceeds C; on a CPU also if
-    there are more than `max_rows` rows. A GPU cannot check that without a host sync: it drops the excess rows.
+    Errors: ValueError if an expert has more than C rows in BATCHED, on a GPU already if N, or `rows.max_expert_rows`,
+    exceeds C; on a CPU also if there are more than `max_rows` rows, or of an expert more than `rows.max_expert_rows`. A
+    GPU cannot check these two without a host sync: it drops rows beyond `max_rows`, and takes the other as a promise.
     Local, on the current stream; no host sync on a GPU.
     """
     return _implementation(rows.x).pack(

@@ -17,7 +17,8 @@ from ep_moe.quant import Quantized, QuantScheme
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRows:
-    """Tokens as they arrive at a rank, one row for each (source rank, source token), before any packing.
+    """Tokens as they arrive at a rank, before any packing: a row for each (source rank, source token), or for each of
+    its experts here.
 
     An expert occurs at most once in a row of `local_topk_ids` (`merge_repeats`).
     """
@@ -26,6 +27,7 @@ class TokenRows:
     scale: torch.Tensor | None  # [N, G] in the scheme's scale dtype, None if the scheme has no scales
     local_topk_ids: torch.Tensor  # [N, K] int32, local expert, -1 none or on another rank
     topk_weights: torch.Tensor  # [N, K] float32, 0 where the id is -1
+    max_expert_rows: int | None = None  # the most rows of any expert, if the host knows a bound below N
 
 
 ADDRESSED = ("x", "scale", "expert_row_start", "expert_num_tokens", "row_index", "token_to_row", "topk_weights")

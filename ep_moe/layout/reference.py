@@ -66,6 +66,10 @@ def pack(
     host_counts = counts.tolist()
     if layout is Layout.BATCHED and max(host_counts, default=0) > capacity:
         raise ValueError(f"an expert has {max(host_counts)} rows, which exceeds capacity ({capacity})")
+    if rows.max_expert_rows is not None and max(host_counts, default=0) > rows.max_expert_rows:
+        raise ValueError(
+            f"an expert has {max(host_counts)} rows, which exceeds max_expert_rows ({rows.max_expert_rows})"
+        )
     if sum(host_counts) > frame.max_rows:
         raise ValueError(f"experts have {sum(host_counts)} rows, which exceeds max_rows ({frame.max_rows})")
     _copy_rows(rows, frame, token_to_row)

@@ -235,12 +235,13 @@ def pack(
 ) -> Packed:
     """`ep_moe.layout.pack` in three launches.
 
-    Errors: ValueError for more than C received rows in BATCHED, whichever experts they go to: N <= C always fits and
-    can be checked without a host sync. Local, on the current stream, no host sync.
+    Errors: ValueError in BATCHED if an expert may have more than C rows, whichever it is: `rows.max_expert_rows`, or N
+    if there is no such bound, can be checked without a host sync. Local, on the current stream, no host sync.
     """
     num_tokens, num_topk = rows.local_topk_ids.shape
-    if layout is Layout.BATCHED and num_tokens > capacity:
-        raise ValueError(f"an expert may have {num_tokens} rows, which exceeds capacity ({capacity})")
+    most = num_tokens if rows.max_expert_rows is None else min(num_tokens, rows.max_expert_rows)
+    if layout is Layout.BATCHED and most > capacity:
+        raise ValueError(f"an expert may have {most} rows, which exceeds capacity ({capacity})")
     frame = make_frame(
         rows,
         layout,

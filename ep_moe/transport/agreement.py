@@ -25,6 +25,12 @@ def compare_ranks(group: EPGroup, placement: Placement, config: TransportConfig)
         )
 
 
+def check_waits_for_all(config: TransportConfig, waiting: str) -> None:
+    """Raise ValueError if ranks are to continue without a lost one; `waiting` names what waits for all. Local."""
+    if config.on_peer_loss != "raise":
+        raise ValueError(f"on_peer_loss ({config.on_peer_loss!r}) needs transport 'nvlink': {waiting} waits for all")
+
+
 def _config_differences(own: TransportConfig, theirs: TransportConfig) -> Iterator[str]:
     for field in dataclasses.fields(own):
         mine, other = getattr(own, field.name), getattr(theirs, field.name)

@@ -5,7 +5,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -45,6 +45,13 @@ class Dispatched:
         own = dispatched.__dict__
         own["batch"], own["handle"] = batch, handle
         return dispatched
+
+
+def no_tokens(config: TransportConfig, num_topk: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
+    """x [0, H] and its routing [0, K]. Local."""
+    like: dict[str, Any] = {"device": device}
+    ids, weights = torch.empty(0, num_topk, dtype=torch.int32, **like), torch.empty(0, num_topk, **like)
+    return torch.empty(0, config.hidden, dtype=config.dtype, **like), Routing(topk_ids=ids, topk_weights=weights)
 
 
 class Transport(Protocol):
@@ -178,12 +185,7 @@ class Transport(Protocol):
             num_topk: K of the round. scheme: of its payload. max_num_tokens: of the round, as of `dispatch_send`.
         Errors: those of `dispatch_send` and `abandon`. Collective.
         """
-        config, device = self.config, self.device
-        x = torch.empty(0, config.hidden, dtype=config.dtype, device=device)
-        nobody = Routing(
-            topk_ids=torch.empty(0, num_topk, dtype=torch.int32, device=device),
-            topk_weights=torch.empty(0, num_topk, device=device),
-        )
+        x, nobody = no_tokens(self.config, num_topk, self.device)
         self.dispatch_send(
             x, nobody, layout=Layout.FLAT, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer
         )

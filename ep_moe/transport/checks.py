@@ -3,6 +3,8 @@
 Letters: T tokens on this rank, K top-k, H hidden, M max_tokens_per_rank, P physical experts.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ep_moe.config import Layout, TransportConfig
@@ -10,31 +12,33 @@ from ep_moe.fields import check_tensor, shown
 from ep_moe.layout import ExpertBatch
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.layer_tag import LayerTag
 
 
-def check_dispatch(
-    x: torch.Tensor | Quantized,
-    routing: Routing,
-    *,
-    layout: Layout,
-    scheme: QuantScheme,
-    config: TransportConfig,
-    rank: int,
-    device: torch.device,
-    num_tokens: torch.Tensor | None = None,
-    max_num_tokens: int | None = None,
-    layer: LayerTag = NO_LAYER,
-) -> None:
+class DispatchArguments(NamedTuple):
+    """What a caller passes to `Transport.dispatch_send`, which describes it; of any type until it is checked."""
+
+    x: torch.Tensor | Quantized
+    routing: Routing
+    layout: Layout
+    scheme: QuantScheme
+    num_tokens: torch.Tensor | None
+    max_num_tokens: int | None
+    layer: LayerTag
+
+
+def check_dispatch(given: DispatchArguments, config: TransportConfig, rank: int, device: torch.device) -> None:
     """Raise ValueError, with the value and the limit, for bad input that shows without reading the ids.
 
     Local, no host sync.
     """
+    x, routing, layout, scheme, num_tokens, max_num_tokens, layer = given
     if not isinstance(scheme, QuantScheme):
         raise ValueError(f"scheme ({scheme!r}) is not a QuantScheme")
-    for name, given, wanted in (("routing", routing, Routing), ("layer", layer, LayerTag)):
-        if not isinstance(given, wanted):
-            raise ValueError(f"{name} ({shown(given)}) is no {wanted.__name__} on rank {rank}")
+    if not isinstance(routing, Routing):
+        raise ValueError(f"routing ({shown(routing)}) is no Routing on rank {rank}")
+    if not isinstance(layer, LayerTag):
+        raise ValueError(f"layer ({shown(layer)}) is no LayerTag on rank {rank}")
     tensors = {"x": x.values, "scale": x.scale} if isinstance(x, Quantized) else {"x": x}
     if num_tokens is not None:
         tensors["num_tokens"] = num_tokens
@@ -56,7 +60,7 @@ def check_dispatch(
             f"({config.max_tokens_per_rank})] on rank {rank}"
         )
     if isinstance(x, Quantized):
-        if x.scheme != scheme:
+        if x.scheme is not scheme and x.scheme != scheme:
             raise ValueError(f"x is quantized as '{x.scheme.name}' on rank {rank}, the dispatch names '{scheme.name}'")
     elif x.dtype != config.dtype:
         raise ValueError(f"x is {x.dtype} on rank {rank}, the transport carries {config.dtype}")

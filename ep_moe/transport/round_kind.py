@@ -19,6 +19,7 @@ class RoundKind:
     layout: Layout = Layout.BATCHED  # of the batch
     ids_dtype: torch.dtype = torch.int32  # of topk_ids, or int64
     counted: bool = False  # `num_tokens` is given
+    quantized: bool = False  # x is `Quantized` already
     shared_dtype: torch.dtype | None = None  # of `shared` in the combine, None if there is none
     split_dispatch: bool = False  # dispatch_send and dispatch_recv are called separately
     split_combine: bool = False  # combine_send and combine_recv are called separately

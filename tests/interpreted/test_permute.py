@@ -157,6 +157,25 @@ def test_pack_refuses_what_may_not_fit() -> None:
         triton.pack(narrow, Layout.COMPACT, scheme=plain, dtype=torch.float16, num_local_experts=17, capacity=70)
 
 
+def test_pack_takes_more_rows_than_an_expert_may_have() -> None:
+    """60 rows, each of one expert, of which none has more than 7, go into a batch of 7 rows for each."""
+    random = generator("bound")
+    ids = torch.arange(9).repeat(7)[:60, None][torch.randperm(60, generator=random)].int()
+    x = torch.randn(60, 48, generator=random).bfloat16()
+    rows = TokenRows(x=x, scale=None, local_topk_ids=ids, topk_weights=torch.ones(60, 1), max_expert_rows=7)
+    sizes = {
+        "scheme": QuantScheme(name="plain"),
+        "dtype": torch.bfloat16,
+        "num_local_experts": 9,
+        "capacity": 7,
+    }
+    with poisoned_memory():
+        actual = triton.pack(dataclasses.replace(to_device(rows), max_expert_rows=7), Layout.BATCHED, **sizes)
+        assert_same_batch(actual, reference.pack(rows, Layout.BATCHED, **sizes))
+    with pytest.raises(ValueError, match=r"may have 8 rows, which exceeds capacity \(7\)"):
+        triton.pack(dataclasses.replace(to_device(rows), max_expert_rows=8), Layout.BATCHED, **sizes)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("first", "last"), [(0, None), (2, 9), (4, 4)])
 @pytest.mark.parametrize(("tokens", "topk", "experts"), [(0, 3, 5), (1, 1, 1), (37, 64, 20), (300, 7, 5), (600, 2, 30)])

@@ -8,6 +8,7 @@ from ep_moe.routing import Routing
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from ep_moe.transport.collective import launchers, send_plan
 from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.headers import HEADER_WORDS
 from interpreted.common import DEVICE, generator, random_payload
 
 FINGERPRINT = 2**32 - 3
@@ -51,7 +52,7 @@ def test_plan(
     owner = torch.repeat_interleave(torch.arange(len(OWNERS[owners])), torch.tensor(OWNERS[owners])).int()
     ids = make_ids(tokens, topk, len(owner), dtype, routing)
     with poisoned_memory():
-        headers = [torch.empty(len(OWNERS[owners]), send_plan.HEADER_WORDS, dtype=torch.int64) for _ in range(2)]
+        headers = [torch.empty(len(OWNERS[owners]), HEADER_WORDS, dtype=torch.int64) for _ in range(2)]
         expected = send_plan.plan_send(ids, owner, fingerprint=FINGERPRINT, layer=LAYER, header=headers[0])
         on_device = headers[1].to(DEVICE)
         actual = launchers.plan_send(
@@ -91,7 +92,7 @@ def test_rows(
     if scheme.payload.quantized:
         scale = random_payload((scheme.payload.num_groups(hidden), tokens), scheme.payload.scale_dtype, random).t()
         sent = Quantized(values=x, scale=scale, scheme=scheme)
-    header = torch.empty(len(OWNERS[owners]), send_plan.HEADER_WORDS, dtype=torch.int64)
+    header = torch.empty(len(OWNERS[owners]), HEADER_WORDS, dtype=torch.int64)
     planned = send_plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
     row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
     expected, expected_rows = row_format.write(sent, routing, planned, num_rows)

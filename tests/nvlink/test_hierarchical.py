@@ -1,13 +1,18 @@
 """The hierarchical transport with one-sided stores inside nodes of two ranks."""
 
 import dataclasses
+from unittest import mock
 
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors, present
 from ep_moe.placement import Placement
-from ep_moe.testing import check_round
+from ep_moe.testing import TransportCase, check_round
 from ep_moe.testing.transports import check_sit_out
 from ep_moe.transport.hierarchical import HierarchicalTransport
+from ep_moe.transport.one_sided.round_plan import distinct_sizes
+from ep_moe.transport.one_sided.warmup import _kernels_of
+from ep_moe.transport.round_kind import RoundKind
 from nvlink.common import on_ranks
 from nvlink.test_cases import cases
 
@@ -38,6 +43,52 @@ def check_on_rank(group: EPGroup) -> list[str]:
     except AssertionError as error:
         wrong.append(str(error))
     return wrong
+
+
+class Recorder:
+    """Notes what kernels are compiled for: constants, dtypes of tensors and which are absent."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[object, ...]] = set()
+
+    def note(self, kernel: RepeatedLaunch, tensors: Tensors) -> None:
+        """Add a launch of an exchange."""
+        name = kernel._kernel.__name__
+        if name in ("_dispatch_kernel", "_combine_kernel"):
+            dtypes = tuple(tensor.dtype for tensor in present(tensors))
+            self.found.add((name, repr(kernel._constants), repr(kernel._options), dtypes))
+
+
+def check_warmed(group: EPGroup) -> list[str]:
+    """Kernels that rounds inside the node launch, and that a warm-up of their kinds would not have compiled."""
+    launched, warmed, missing = Recorder(), Recorder(), []
+    through_triton = RepeatedLaunch.through_triton
+
+    def launch_and_note(self: RepeatedLaunch, tensors: Tensors, numbers: tuple[int, ...] = ()) -> None:
+        launched.note(self, tensors)
+        through_triton(self, tensors, numbers)
+
+    for scheme in ("none", "fp8_block", "nvfp4"):
+        case = TransportCase(name=scheme, tokens=(3, 1) * 2, scheme=scheme, hidden=64, num_topk=3)
+        config = dataclasses.replace(case.config, ranks_per_node=2, chunk_rows=40)
+        transport = HierarchicalTransport(group, case.make_placement(), config, inside="nvlink")
+        with mock.patch.object(RepeatedLaunch, "through_triton", launch_and_note):
+            check_round(transport, case, group.device)
+        inner = transport._relay._inner
+        with mock.patch.object(inner, "warmup") as warm:
+            transport.warmup([RoundKind(num_topk=3, scheme=scheme, shared_dtype=case.dtype, counted=True)])
+        launchers = inner._context, inner._plans, inner._dispatches, inner._combines
+        for kind in warm.call_args.args[0]:
+            for rows in distinct_sizes(inner.config.max_tokens_per_rank):
+                for kernel, tensors, _ in _kernels_of(kind, rows, *launchers):
+                    warmed.note(kernel, tensors)
+        missing += [f"{scheme}: {launch}" for launch in launched.found - warmed.found]
+        transport.destroy()
+    return [*missing, *([] if launched.found else ["nothing was launched"])]
+
+
+def test_a_warm_up_covers_quantized_rounds_inside_a_node() -> None:
+    assert on_ranks(check_warmed, num_ranks=4) == [[]] * 4
 
 
 def test_nodes_of_two_ranks() -> None:

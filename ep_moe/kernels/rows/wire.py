@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ep_moe.kernels.numerics import INT32_MIN, clamp_to_int32
 
-# words of a header, as `ep_moe.transport.collective.send_plan.Header` names them
+# words of a header, as `ep_moe.transport.headers.Header` names them
 ROWS = tl.constexpr(0)
 NUM_TOKENS = tl.constexpr(1)
 REFUSED = tl.constexpr(2)

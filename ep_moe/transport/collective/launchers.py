@@ -10,7 +10,8 @@ from ep_moe.kernels.rows.wire import _find_destinations_kernel, _write_header_ke
 from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
 from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
-from ep_moe.transport.collective.send_plan import HEADER_WORDS, SendPlan
+from ep_moe.transport.collective.send_plan import SendPlan
+from ep_moe.transport.headers import HEADER_WORDS
 
 _PLACES = 2048  # (token, rank) pairs per program
 _SUMMED_COUNTS = 2048  # counts that are summed at a time

@@ -4,30 +4,10 @@ Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks o
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import torch
 
-from ep_moe.transport.checks import is_bad_id
-
-INT32 = torch.iinfo(torch.int32)
-
-
-class Header(NamedTuple):
-    """The message of a rank to another before its rows: int64 words, which `_write_header_kernel` writes on GPUs."""
-
-    rows: Any  # for the receiver
-    num_tokens: int  # of the sender
-    refused: int  # 1 if the sender's input is bad, else 0
-    bad_ids: int  # how many
-    fingerprint: int  # of the row format
-    pairs: Any  # (token, expert) pairs for the receiver
-    bad_id: Any  # one of the bad ids
-    layer: int  # `LayerTag.words`
-    settings: int
-
-
-HEADER_WORDS = len(Header._fields)
+from ep_moe.transport.headers import HEADER_WORDS, Header, find_bad_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +51,18 @@ def plan_send(
         pairs[token, owner[ids[token].long()].long()] += 1
     goes = pairs > 0
     counts = goes.sum(0)
-    bad = topk_ids[is_bad_id(topk_ids, num_physical)]
+    bad_ids, bad_id = find_bad_ids(topk_ids, num_physical)
     words = Header(
         rows=counts,
         num_tokens=num_tokens,
-        refused=0,
-        bad_ids=bad.numel(),
+        bad_ids=bad_ids,
         fingerprint=fingerprint,
         pairs=pairs.sum(0),
-        bad_id=bad.max().clamp(INT32.min, INT32.max) if bad.numel() else 0,
+        bad_id=bad_id,
         layer=layer[0],
         settings=layer[1],
     )
-    for place, word in enumerate(words):
+    for place, word in enumerate(words[:HEADER_WORDS]):
         header[:, place] = word
     return SendPlan(
         place=torch.where(goes, goes.cumsum(0) - 1, -1).int(),

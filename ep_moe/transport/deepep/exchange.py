@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
 from ep_moe.quant import Quantized
 from ep_moe.transport.deepep.payload import PayloadFormat
-from ep_moe.transport.deepep.round_header import RoundHeader
-
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+from ep_moe.transport.headers import Header
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +40,7 @@ class Outgoing:
     format: PayloadFormat
     topk_ids: torch.Tensor  # [T, K] DeepEP's ids, each at most once in a row, -1 none
     topk_weights: torch.Tensor  # [T, K] float32, repeats merged, 0 where the id is -1
-    headers: list[RoundHeader]  # of all ranks
+    headers: list[Header]  # of all ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from ep_moe.group import EPGroup
+from ep_moe.group.collectives import all_gather_single
 from ep_moe.layout import TokenRows
-from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, all_gather, without_fill
+from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
 from ep_moe.transport.deepep.library import Library
 from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
 
@@ -50,6 +51,7 @@ class _Round:
     received: Any  # [L, C, W] bfloat16, or e4m3 and scales
     hook: Callable[[], None]
     keep: Any  # tensors that an operation in flight reads
+    num_tokens: int  # of all ranks, the most rows of an expert
     lists: torch.Tensor | None  # [R, T of the rank that has most, 2 K] int32, ids and weights, if this batch is FLAT
     place: torch.Tensor | None = None  # [N] int64, row of [L * C] that each of `Arrived.rows` came from
     zeros: torch.Tensor | None = None  # rows that are returned as zeros
@@ -113,6 +115,7 @@ class LowLatency:
             received=received,
             hook=hook,
             keep=(rows, ids, weights),
+            num_tokens=sum(header.num_tokens for header in outgoing.headers),
             lists=lists if flat[self._rank] else None,
         )
 
@@ -129,7 +132,7 @@ class LowLatency:
         else:
             x, scale = round_.format.read_words(round_.received.view(-1, self.width)[place])
         round_.place, round_.keep = place, None
-        rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights)
+        rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights, max_expert_rows=round_.num_tokens)
         return Arrived(rows=rows, num_pairs=ids.shape[0] * min(ids.shape[1], self._sizes.num_local_experts))
 
     def count(self, round_: _Round) -> int:
@@ -198,7 +201,7 @@ class LowLatency:
         mine[:num_tokens, :num_topk] = ids.int()
         mine[:num_tokens, num_topk:] = weights.contiguous().view(torch.int32)
         everyone = torch.empty(self._num_ranks, *mine.shape, dtype=torch.int32, device=ids.device)
-        all_gather(everyone.view(-1, 2 * num_topk), mine, group=self._group)
+        all_gather_single(everyone.view(-1, 2 * num_topk), mine, group=self._group)
         return everyone
 
     def _row_of(self, round_: _Round) -> torch.Tensor:

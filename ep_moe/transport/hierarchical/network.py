@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.group import EPGroup
-from ep_moe.transport.collective.headers import all_to_all
+from ep_moe.group.collectives import begin, begin_all_to_all
 from ep_moe.transport.hierarchical.nodes import NodeGrid
 
 
@@ -64,14 +64,11 @@ class Network:
         """
         takes, sends = self._by_rank(incoming), self._by_rank(outgoing)
         if self._group.backend == "nccl":
-            self._group.check()
-            try:
-                work = dist.all_to_all(takes, sends, group=self._group.process_group, async_op=True)
-            except RuntimeError as error:
-                raise self._group.explain(error) from error
+            process_group = self._group.process_group
+            work = begin(self._group, lambda: dist.all_to_all(takes, sends, group=process_group, async_op=True))
             return Message(work=work, incoming=tuple(takes), outgoing=tuple(sends), staged=None)
         packed, staged = torch.cat(sends), incoming[0].new_empty(sum(map(len, takes)), incoming[0].shape[1])
-        started = all_to_all(self._group, staged, packed, [len(t) for t in takes], [len(t) for t in sends])
+        started = begin_all_to_all(self._group, staged, packed, [len(t) for t in takes], [len(t) for t in sends])
         assert started is not None
         return Message(work=started, incoming=tuple(takes), outgoing=(packed,), staged=staged)
 

@@ -9,6 +9,7 @@ which, so that rows can be put into the order of source ranks and tokens without
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -18,7 +19,7 @@ from ep_moe.group.part import GroupPart
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.base import Dispatched, Transport
 from ep_moe.transport.collective import CollectiveTransport
@@ -80,12 +81,12 @@ class Relay:
         inner = dataclasses.replace(
             config, max_tokens_per_rank=self._chunk_rows, num_slots=slots, row_alignment=1, ranks_per_node=0
         )
-        one_sided = _reaches(part, inside, slots)
-        self.waits_on_host = not one_sided or group.device.type != "cuda"
+        self._one_sided = _reaches(part, inside, slots)
+        self.waits_on_host = not self._one_sided or group.device.type != "cuda"
         if self.last == self.first:
             return  # no token comes to a node without experts
         local = Placement(tuple(range(self.last - self.first)), tuple(start - self.first for start in own))
-        if one_sided:
+        if self._one_sided:
             from ep_moe.transport.one_sided import NvlinkTransport  # it needs Triton
 
             self._inner = NvlinkTransport(part, local, inner)
@@ -235,15 +236,15 @@ class Relay:
         assert forwarded.dispatched is not None
         self._inner.combine_recv(forwarded.dispatched, out=out)
 
-    def warmup(self, kinds: list[RoundKind]) -> None:
-        """See `Transport.warmup`: rounds inside a node are FLAT and run in halves. Collective."""
-        changes = {"layout": Layout.FLAT, "ids_dtype": torch.int32, "counted": False, "shared_dtype": None}
-        halves = {"split_dispatch": True, "split_combine": True}
-        inner = [dataclasses.replace(kind, **changes, **halves) for kind in kinds]  # type: ignore[arg-type]
-        if self._inner is None:
+    def warmup(self, kinds: Sequence[RoundKind]) -> None:
+        """See `Transport.warmup`. All ranks of all nodes wait for each other once, whatever their nodes use.
+
+        Collective in the whole group.
+        """
+        if self._inner is None or not self._one_sided:
             self._part.wait_for_all("compile")
         else:
-            self._inner.warmup(list(dict.fromkeys(inner)))
+            self._inner.warmup(list(dict.fromkeys(map(_inner_kind, kinds))))
 
     def check(self) -> None:
         """See `Transport.check`. Host sync."""
@@ -254,6 +255,18 @@ class Relay:
         """See `Transport.destroy`. Local."""
         if self._inner is not None:
             self._inner.destroy()
+
+
+def _inner_kind(kind: RoundKind) -> RoundKind:
+    """The rounds inside a node that a round of the whole transport needs: FLAT, in halves, of rows as they arrived."""
+    return RoundKind(
+        num_topk=kind.num_topk,
+        scheme=kind.scheme,
+        layout=Layout.FLAT,
+        quantized=get_scheme(kind.scheme).payload.quantized,
+        split_dispatch=True,
+        split_combine=True,
+    )
 
 
 def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[int, int], ...]:

@@ -14,49 +14,30 @@ All that needs other ranks is sent by dispatch_send and combine_send: no rank wa
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import torch
 
-from ep_moe.config import Layout, TransportConfig
+from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.layout import Flat, TokenRows, merge_repeats, pack, weighted_sum
+from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme, quantize
-from ep_moe.routing import Routing
-from ep_moe.transport.agreement import compare_ranks
-from ep_moe.transport.base import Dispatched, Handle, Transport
-from ep_moe.transport.checks import check_dispatch, check_expert_output, check_results, count_rows, first_tokens
-from ep_moe.transport.collective.headers import compare_headers, refusal, swap_headers
+from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
+from ep_moe.transport.base import Dispatched
 from ep_moe.transport.collective.row_format import RowFormat
-from ep_moe.transport.collective.send_plan import HEADER_WORDS, plan_send
+from ep_moe.transport.collective.send_plan import plan_send
+from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
 from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic
 from ep_moe.transport.hierarchical.nodes import NodeGrid, find_nodes
 from ep_moe.transport.hierarchical.relay import Forwarded, Relay
-from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
+from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, maps_of, sum_experts
 from ep_moe.transport.round_kind import RoundKind
-from ep_moe.transport.slots import Slots
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HierarchicalHandle(Handle):
-    """The maps by which a combine sums each received row."""
-
-    token_to_row: torch.Tensor  # [rows received, K] int32
-    topk_weights: torch.Tensor  # [rows received, K] float32, repeats merged
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Round:
+class _Round(OpenRound):
     """An open round. Its tensors live until it ends, since other streams and the backend use them."""
 
-    round: int
-    num_rows: int  # rows of x, of which the first `num_tokens` are tokens
-    num_tokens: int
-    layout: Layout
-    scheme: QuantScheme
     row_format: RowFormat
-    most: int  # tokens of any rank
     chunks: int  # messages to the other nodes in either direction, the same on all ranks
     token_to_row: torch.Tensor  # [T, N] int32: a token's row in the send buffer, and in the results' buffer, -1 none
     send_counts: tuple[int, ...]  # rows sent to each node
@@ -71,7 +52,7 @@ class _Round:
     kept: tuple[torch.Tensor | None, ...] = ()
 
 
-class HierarchicalTransport(Transport):
+class HierarchicalTransport(HostSyncTransport[_Round]):
     """Exchange between nodes by NCCL or gloo, each token once per node; inside a node one-sided or by collectives.
 
     Args:
@@ -82,21 +63,16 @@ class HierarchicalTransport(Transport):
         inside: the transport inside nodes: "nvlink", "collective", or "auto": the first if ranks of a node reach each
             other's memory. On a CPU "nvlink" needs TRITON_INTERPRET=1.
 
-    The constructor is collective: it compares the configs of all ranks. A dispatch reads the headers back to the host,
-    so it cannot be captured in a CUDA graph. On GPUs forwarding runs on a stream of its own.
+    The constructor is collective: it compares the configs of all ranks. A dispatch waits for the headers of all ranks;
+    where rounds inside a node are collective, dispatch_send and combine_send also wait for the rows that this rank
+    forwards. On GPUs forwarding runs on a stream of its own.
     """
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig, *, inside: str = "auto") -> None:
         compare_ranks(group, placement, config)
-        if config.on_peer_loss != "raise":
-            raise ValueError(
-                f"on_peer_loss ({config.on_peer_loss!r}) needs transport 'nvlink': a collective waits for all"
-            )
-        self.config, self.placement = config, placement
-        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
-        self.num_rounds = 0
+        check_waits_for_all(config, "a collective")
+        super().__init__(group, placement, config)
         self.nodes: NodeGrid = find_nodes(group, config.ranks_per_node)
-        self._group = group
         self._network = Network(group, self.nodes)
         self._relay = Relay(group, self.nodes, placement, config, inside) if self.nodes.ranks_per_node > 1 else None
         spans = self.nodes.experts(placement)
@@ -105,7 +81,6 @@ class HierarchicalTransport(Transport):
         ).to(group.device)  # [P] int32, physical expert -> node
         on_gpu = group.device.type == "cuda" and self._relay is not None
         self._stream = torch.cuda.Stream(group.device) if on_gpu else None
-        self._slots: Slots[_Round] = Slots(config.num_slots)
 
     @property
     def ranks_per_sum(self) -> int:
@@ -117,81 +92,30 @@ class HierarchicalTransport(Transport):
         """What this rank has sent to other nodes. Local."""
         return self._network.traffic
 
-    @property
-    def open_slots(self) -> tuple[int, ...]:
-        """See `Transport.open_slots`. Local."""
-        return self._slots.open
-
-    def dispatch_send(
-        self,
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        *,
-        layout: Layout,
-        scheme: QuantScheme,
-        slot: int = 0,
-        num_tokens: torch.Tensor | None = None,
-        max_num_tokens: int | None = None,
-        layer: LayerTag = NO_LAYER,
-    ) -> None:
-        """See `Transport.dispatch_send`. Waits for the headers of all ranks, and where rounds inside a node are
-        collective, for the rows that this rank forwards."""
-        self._group.check()
-        self._slots.expect(slot, "dispatch_send")
-        try:
-            check_dispatch(
-                x,
-                routing,
-                layout=layout,
-                scheme=scheme,
-                config=self.config,
-                rank=self.rank,
-                device=self.device,
-                num_tokens=num_tokens,
-                max_num_tokens=max_num_tokens,
-                layer=layer,
-            )
-        except ValueError as error:
-            self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        num_rows = routing.topk_ids.shape[0]
-        if num_tokens is not None:
-            try:
-                x, routing = first_tokens(x, routing, num_tokens, rank=self.rank)
-            except ValueError as error:
-                self.refuse(error, slot=slot)
-        row_format = RowFormat.of(scheme, self.config.dtype, self.config.hidden, routing.topk_ids.shape[1])
-        most = self.config.max_tokens_per_rank if max_num_tokens is None else max_num_tokens
-        fingerprint, (num_nodes, size) = row_format.fingerprint(most), (self.nodes.num_nodes, self.nodes.ranks_per_node)
-        to_nodes = torch.empty(num_nodes, HEADER_WORDS, dtype=torch.int64, device=self.device)
-        plan = plan_send(routing.topk_ids, self._owner, fingerprint=fingerprint, layer=layer.words, header=to_nodes)
-        headers = torch.stack([to_nodes.repeat_interleave(size, dim=0)] * 2)
-        if scheme.payload.quantized and not isinstance(x, Quantized):
-            x = quantize(x, scheme)  # here, since it may run out of memory: no rank waits for these rows yet
-        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
+    def _send(self, tokens: Tokens, slot: int) -> _Round:
+        sizes, ids, device = tokens.sizes, tokens.routing.topk_ids, self.device
+        row_format = RowFormat.of(sizes.scheme, self.config.dtype, self.config.hidden, ids.shape[1])
+        num_nodes, per_node = self.nodes.num_nodes, self.nodes.ranks_per_node
+        to_nodes = torch.empty(num_nodes, HEADER_WORDS, dtype=torch.int64, device=device)
+        fingerprint = row_format.fingerprint(sizes.most)
+        plan = plan_send(ids, self._owner, fingerprint=fingerprint, layer=tokens.layer.words, header=to_nodes)
+        headers = torch.stack([to_nodes.repeat_interleave(per_node, dim=0)] * 2)
+        x = tokens.quantized()
+        round_ = self._count_round()
         sent, received = swap_headers(self._group, headers, round_)
         self._count_headers()
-        compare_headers(
-            received,
-            rank=self.rank,
-            max_tokens_per_rank=self.config.max_tokens_per_rank,
-            num_physical=self.placement.num_physical,
-            layer=layer,
-            row_format=row_format,
-            fingerprint=fingerprint,
-            round_=round_,
+        self._compare(received, round_, row_format)
+        send_counts = tuple(header.rows for header in sent[::per_node])
+        by_relay = tuple(
+            tuple(header.rows for header in received[node * per_node : (node + 1) * per_node])
+            for node in range(num_nodes)
         )
-        send_counts = tuple(header.rows for header in sent[::size])
-        by_relay = tuple(tuple(header.rows for header in received[n * size : (n + 1) * size]) for n in range(num_nodes))
         with self._reporting():
-            outgoing, token_to_row = row_format.write(x, routing, plan, sum(send_counts))
+            outgoing, token_to_row = row_format.write(x, tokens.routing, plan, sum(send_counts))
             state = _Round(
                 round=round_,
-                num_rows=num_rows,
-                num_tokens=routing.topk_ids.shape[0],
-                layout=layout,
-                scheme=scheme,
+                sizes=sizes,
                 row_format=row_format,
-                most=most,
                 chunks=-(-max(header.num_tokens for header in received) // self.config.chunk_rows),
                 token_to_row=token_to_row,
                 send_counts=send_counts,
@@ -202,10 +126,10 @@ class HierarchicalTransport(Transport):
                 received=[],
                 forwarded=[] if self._relay is None else self._relay.plan(slot, by_relay),
                 messages=[],
-                results=torch.empty(sum(send_counts), self.config.hidden, dtype=self.config.dtype, device=self.device),
+                results=torch.empty(sum(send_counts), self.config.hidden, dtype=self.config.dtype, device=device),
             )
             self._send_rows(state)
-        self._slots.advance(slot, "dispatch_send", state)
+        return state
 
     def _count_headers(self) -> None:
         elsewhere = self.num_ranks - self.nodes.ranks_per_node
@@ -236,7 +160,7 @@ class HierarchicalTransport(Transport):
                     else:
                         messages[arrived].work.wait()  # orders the stream; `dispatch_recv` waits with a deadline
                     arrived += 1
-                relay.send(forwarded, state.received[forwarded.node], state.row_format, state.scheme)
+                relay.send(forwarded, state.received[forwarded.node], state.row_format, state.sizes.scheme)
 
     def _exchange(
         self,
@@ -265,31 +189,13 @@ class HierarchicalTransport(Transport):
             traffic.combine_rows += count
             traffic.combine_bytes += num_bytes
 
-    def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
-        """See `Transport.dispatch_recv`."""
-        self._group.check_open()
-        state = self._slots.expect(slot, "dispatch_recv")
-        assert state is not None
+    def _receive(self, state: _Round) -> Packed:
         first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
-        rows = self._receive(state, first, last)
+        rows = self._receive_rows(state, first, last)
         num_rows, columns = rows.local_topk_ids.shape
-        packed = pack(
-            rows,
-            state.layout,
-            scheme=state.scheme,
-            dtype=self.config.dtype,
-            num_local_experts=last - first,
-            capacity=self.num_ranks * state.most,
-            alignment=self.config.row_alignment,
-            max_rows=min(state.recv_pairs, num_rows * min(columns, last - first)),
-        )
-        handle = HierarchicalHandle(
-            slot=slot, round=state.round, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights
-        )
-        self._slots.advance(slot, "dispatch_recv", state)
-        return Dispatched(batch=packed.batch, handle=handle)
+        return self._pack(rows, state.sizes, min(state.recv_pairs, num_rows * min(columns, last - first)))
 
-    def _receive(self, state: _Round, first: int, last: int) -> TokenRows:
+    def _receive_rows(self, state: _Round, first: int, last: int) -> TokenRows:
         """Wait for this rank's rows, of experts [first, last), ordered by source rank and token."""
         self._network.wait(state.messages, "dispatch", state.round)
         relay = self._relay
@@ -304,31 +210,20 @@ class HierarchicalTransport(Transport):
         state.messages.clear()
         return rows
 
-    def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
-        """See `Transport.combine_send`. Where rounds inside a node are collective, it waits for the node's ranks."""
-        self._group.check()
-        handle = dispatched.handle
-        assert isinstance(handle, HierarchicalHandle)
-        state = self._slots.expect(handle.slot, "combine_send", handle.round)
-        assert state is not None
-        check_expert_output(y, dispatched.batch)
+    def _send_results(self, state: _Round, y: torch.Tensor, dispatched: Dispatched) -> None:
         with self._reporting():
-            self._send_results(state, y, dispatched)
-        self._slots.advance(handle.slot, "combine_send", state)
+            self._send_sums(state, y, dispatched)
 
-    def _send_results(self, state: _Round, y: torch.Tensor | None, dispatched: Dispatched | None) -> None:
+    def _send_sums(self, state: _Round, y: torch.Tensor | None, dispatched: Dispatched | None) -> None:
         """Sum this rank's rows, then its node's, and begin to send the sums back. y: None sends NaN for this rank's."""
         own, relay = self.nodes.node, self._relay
-        handle = None if dispatched is None else dispatched.handle
-        assert handle is None or isinstance(handle, HierarchicalHandle)
-        flat = dispatched is not None and isinstance(dispatched.batch, Flat)
         incoming = list(state.results.split(state.send_counts))
         shape = (sum(state.recv_counts), self.config.hidden)
         if relay is None:
-            if y is None or handle is None:
+            if y is None or dispatched is None:
                 sums = state.results.new_full(shape, float("nan"))
             else:
-                sums = (y if flat else weighted_sum(y, handle.token_to_row, handle.topk_weights)).contiguous()
+                sums = sum_experts(y, dispatched).contiguous()
             outgoing = list(sums.split(state.recv_counts))
             incoming[own].copy_(outgoing[own])
             for chunk in range(state.chunks):
@@ -338,7 +233,7 @@ class HierarchicalTransport(Transport):
         sums = state.results.new_empty(shape)
         outgoing = [incoming[n] if n == own else rows for n, rows in enumerate(sums.split(state.recv_counts))]
         state.kept = (y, sums)
-        maps = None if flat or handle is None else (handle.token_to_row, handle.topk_weights)
+        maps = None if dispatched is None else maps_of(dispatched)
         with self._relaying("combine", state.round):
             for forwarded in state.forwarded:
                 relay.send_back(forwarded, y, maps)
@@ -352,38 +247,14 @@ class HierarchicalTransport(Transport):
                 if forwarded.node == own:  # last, while the others' sums travel
                     relay.sum(forwarded, outgoing[own][forwarded.rows])
 
-    def combine_recv(
-        self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `Transport.combine_recv`."""
-        self._group.check_open()
-        handle = dispatched.handle
-        state = self._slots.expect(handle.slot, "combine_recv", handle.round)
-        assert state is not None
-        shape = (state.num_rows, self.config.hidden)
-        check_results(shape, self.config, self.device, shared=shared, out=out)
+    def _receive_results(self, state: _Round) -> tuple[torch.Tensor, torch.Tensor]:
         self._network.wait(state.messages, "combine", state.round)
         self._join()
-        result, tokens = state.results.new_empty(shape) if out is None else out, slice(state.num_tokens)
-        # a token has at most one row per node, and nodes are the columns: summed in node order
-        weighted_sum(
-            state.results,
-            state.token_to_row,
-            None,
-            shared=None if shared is None else shared[tokens],
-            out=result[tokens],
-        )
-        self._slots.advance(handle.slot, "combine_recv", None)
-        return result
+        return state.results, state.token_to_row  # a token has at most one row per node: summed in node order
 
-    def refuse(self, error: ValueError, *, slot: int = 0, num_tokens: int = 0) -> NoReturn:
-        """See `Transport.refuse`. `num_tokens`: this rank's token count in the header."""
-        self._group.check()
-        self._slots.expect(slot, "dispatch_send")
-        round_, self.num_rounds = self.num_rounds, self.num_rounds + 1
+    def _tell_refusal(self, num_tokens: int, round_: int) -> None:
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
         self._count_headers()
-        raise error
 
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`. What this rank forwards for others still reaches them."""
@@ -395,18 +266,18 @@ class HierarchicalTransport(Transport):
         with self._reporting():
             if call == "dispatch_recv":
                 first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
-                self._receive(state, first, last)
+                self._receive_rows(state, first, last)
             if call != "combine_recv":
-                self._send_results(state, None, None)
+                self._send_sums(state, None, None)
         self._network.wait(state.messages, "abandoned round", state.round)
         self._join()
         self._slots.close(slot)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
-        """See `Transport.warmup`. Rounds of quantized payloads inside a node compile on first use."""
+        """See `Transport.warmup`: kernels of the rounds inside a node, if they are one-sided."""
         self._slots.check_open()
         if self._relay is not None:
-            self._relay.warmup([kind for kind in kinds if kind.scheme == "none"])
+            self._relay.warmup(kinds)
 
     def check(self) -> None:
         """See `Transport.check`. A round's errors are raised by its own calls; this raises those of lost ranks."""
@@ -437,12 +308,3 @@ class HierarchicalTransport(Transport):
         """Order the current stream behind all forwarding so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Report an error inside to the other ranks: they wait for rows that this rank announced and cannot send."""
-        try:
-            yield
-        except Exception as error:
-            self._group.report_failure(error)
-            raise

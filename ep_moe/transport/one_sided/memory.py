@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.group.symmetric import SymmetricBuffer
+from ep_moe.group.symmetric import SymmetricBuffer, why_unreachable
 from ep_moe.kernels.exchange.peers import Links
-from ep_moe.kernels.exchange.wire_layout import RETURNED, VALUES, Regions, host_abort
+from ep_moe.kernels.exchange.wire_layout import RETURNED, VALUES, Ranks, Regions, host_abort
+from ep_moe.placement import Placement
+from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
 
 ABORT_BYTES = 256  # after the slots: the abort word, in a cache line of its own
 
@@ -95,3 +98,15 @@ class PeerMemory:
         self.links = []
         self.abort = torch.zeros(1, dtype=torch.int64)
         self._buffer.destroy()
+
+
+def map_peers(group: EPGroup, placement: Placement, config: TransportConfig) -> tuple[Ranks, PeerMemory]:
+    """The kernels' constants of the ranks, and symmetric memory that all of them reach by address.
+
+    Errors: RuntimeError if they do not. Collective.
+    """
+    reason = why_unreachable(group)
+    if reason:
+        raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
+    ranks = ranks_of(placement, group.rank)
+    return ranks, PeerMemory(group, regions_of(config, ranks), config.num_slots)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+import triton
 
 REGISTERS = 128  # per thread: four programs of 4 warps share an SM; with fewer, kernels spill
 WIDE_REGISTERS = 232  # of a program of 8 warps, which uses most of an SM
@@ -119,6 +120,12 @@ class OpenRounds:
         self._receivers_of, self._current_stream, self._index = receivers_of, current_stream, device.index or 0
         self._all = device_rounds
         self._end = weakref.finalize(self, _forget, self._all, id(self))
+
+    @classmethod
+    def on(cls, device: torch.device, receivers_of: Callable[[int], int]) -> "OpenRounds":
+        """Those of a transport on this GPU, beside the process's others. Local."""
+        current_stream = triton.runtime.driver.active.get_current_stream
+        return cls(device, Occupancy.of(device), rounds_on(device.index or 0), receivers_of, current_stream)
 
     def begin(self, slot: int, num_tokens: int) -> None:
         """Record a round of T tokens whose kernels run on the current stream. Local, no host sync."""

@@ -21,7 +21,7 @@ from ep_moe.kernels.exchange.wire_layout import Ranks, Regions, Row
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme
+from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.one_sided.payload import Payload
 from ep_moe.transport.one_sided.tuning import (
@@ -210,6 +210,12 @@ class RoundPlans:
         self._plans[key] = plan
         self._last = key, plan
         return plan
+
+    def of_nobody(self, x: torch.Tensor, nobody: Routing, num_tokens: torch.Tensor | None) -> RoundPlan:
+        """The plan of a refused round: x has no rows, and `num_tokens` may be a count that no round carries. Local."""
+        sizes = Layout.FLAT, get_scheme("none"), num_tokens, self._config.max_tokens_per_rank
+        key = plan_key(x, nobody, *sizes)
+        return self.find(key) or self.add(key, x, nobody, *sizes)
 
     def make(
         self,

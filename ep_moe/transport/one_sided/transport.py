@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-import triton
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
-from ep_moe.group.symmetric import why_unreachable
-from ep_moe.kernels.exchange.wire_layout import PLACE_BITS, Ranks
+from ep_moe.kernels.exchange.wire_layout import Ranks
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme, get_scheme
+from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
-from ep_moe.transport.base import Dispatched, Transport
+from ep_moe.transport.base import Dispatched, Transport, no_tokens
 from ep_moe.transport.checks import (
+    DispatchArguments,
     bound_fits,
     check_dispatch,
     check_expert_output,
@@ -32,18 +31,16 @@ from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher, RoundInputs
 from ep_moe.transport.one_sided.faults import Faults
 from ep_moe.transport.one_sided.kernel_context import KernelContext, may_start_early
-from ep_moe.transport.one_sided.memory import PeerMemory
-from ep_moe.transport.one_sided.occupancy import Occupancy, OpenRounds, most_receivers, rounds_on
-from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key, ranks_of, regions_of
+from ep_moe.transport.one_sided.limits import check_limits
+from ep_moe.transport.one_sided.memory import PeerMemory, map_peers
+from ep_moe.transport.one_sided.occupancy import OpenRounds, most_receivers
+from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key
 from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 from ep_moe.transport.one_sided.warmup import warm_up
 from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
-MOST_RANKS = 32  # one bit each in int32 masks
-MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry's low bits hold a row's place, its high bits the expert
-MOST_LOCAL_EXPERTS = 1 << 31 - PLACE_BITS.value
 _STILL_IN_USE: list[object] = []  # memory of kernels that did not end: freeing it would break the device for all
 
 
@@ -78,13 +75,7 @@ class NvlinkTransport(Transport):
 
     def __init__(self, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
         compare_ranks(group, placement, config)
-        for name, value, limit in (
-            ("num_ranks", group.num_ranks, MOST_RANKS),
-            ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
-            ("num_local_experts", max(map(placement.num_local_experts, range(group.num_ranks))), MOST_LOCAL_EXPERTS),
-        ):
-            if value > limit:
-                raise ValueError(f"{name} ({value}) exceeds {limit}, the most that transport {self.name!r} carries")
+        check_limits(self.name, group, placement, config)
         ranks, memory = self._connect(group, placement, config)
         self.config, self.placement = config, placement
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
@@ -111,21 +102,12 @@ class NvlinkTransport(Transport):
         self._compiled: set[RoundKind] = set()
         self._open: OpenRounds | None = None
         if self.device.type == "cuda":
-            self._open = OpenRounds(
-                self.device,
-                Occupancy.of(self.device),
-                rounds_on(self.device.index or 0),
-                functools.partial(tuning.receivers, num_ranks=group.num_ranks),
-                triton.runtime.driver.active.get_current_stream,
-            )
+            receivers_of = functools.partial(tuning.receivers, num_ranks=group.num_ranks)
+            self._open = OpenRounds.on(self.device, receivers_of)
 
     def _connect(self, group: EPGroup, placement: Placement, config: TransportConfig) -> tuple[Ranks, PeerMemory]:
         """The kernels' constants of the ranks, and memory that these reach. Errors: RuntimeError. Collective."""
-        reason = why_unreachable(group)
-        if reason:
-            raise RuntimeError(f"transport 'nvlink' needs memory that all ranks reach, but {reason}")
-        ranks = ranks_of(placement, group.rank)
-        return ranks, PeerMemory(group, regions_of(config, ranks), config.num_slots)
+        return map_peers(group, placement, config)
 
     @property
     def peer_bytes(self) -> int:
@@ -244,18 +226,8 @@ class NvlinkTransport(Transport):
         bounded = max_num_tokens is not None
         if plan is None or plan.quantized or (bounded and not bound_fits(max_num_tokens, plan.num_tokens, self.config)):
             try:
-                check_dispatch(
-                    x,
-                    routing,
-                    layout=layout,
-                    scheme=scheme,
-                    config=self.config,
-                    rank=self.rank,
-                    device=self.device,
-                    num_tokens=num_tokens,
-                    max_num_tokens=max_num_tokens,
-                    layer=layer,
-                )
+                given = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
+                check_dispatch(given, self.config, self.rank, self.device)
             except ValueError as error:
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
         return self._plans.add(key, x, routing, layout, scheme, num_tokens, size) if plan is None else plan
@@ -346,19 +318,13 @@ class NvlinkTransport(Transport):
         """
         self._faults.look(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        like = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=self.device)
-        nobody = Routing(
-            topk_ids=torch.empty(0, 1, dtype=torch.int32, device=self.device),
-            topk_weights=torch.empty(0, 1, device=self.device),
-        )
+        x, nobody = no_tokens(self.config, 1, self.device)
         count, too_many = None, num_tokens > self.config.max_tokens_per_rank
         if too_many:
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        scheme, size = get_scheme("none"), self.config.max_tokens_per_rank
-        key = plan_key(like, nobody, Layout.FLAT, scheme, count, size)
-        plan = self._plans.find(key) or self._plans.add(key, like, nobody, Layout.FLAT, scheme, count, size)
-        inputs = self._dispatches.inputs_of(plan, like, nobody, num_tokens=count, refusal=int(not too_many))
+        plan = self._plans.of_nobody(x, nobody, count)
+        inputs = self._dispatches.inputs_of(plan, x, nobody, num_tokens=count, refusal=int(not too_many))
         state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):

@@ -13,7 +13,7 @@ import triton
 
 from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors
 from ep_moe.kernels.exchange.combine_send import Results
-from ep_moe.quant import as_bytes, get_scheme
+from ep_moe.quant import Quantized, QuantScheme, as_bytes, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher
@@ -56,7 +56,9 @@ def _kernels_of(
     """The kernels of a round with T = `rows`, with arguments to compile for, of which only the dtypes matter."""
     like: dict[str, Any] = {"device": context.device}
     config, scheme = context.config, get_scheme(kind.scheme)
-    x = torch.zeros(rows, config.hidden, dtype=config.dtype, **like)
+    x: torch.Tensor | Quantized = torch.zeros(rows, config.hidden, dtype=config.dtype, **like)
+    if kind.quantized:
+        x = _empty_quantized(rows, config.hidden, scheme, context.device)
     ids = torch.full((rows, kind.num_topk), -1, dtype=kind.ids_dtype, **like)
     routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, **like))
     count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
@@ -65,7 +67,7 @@ def _kernels_of(
         kind.num_topk,
         kind.layout,
         scheme,
-        quantized=False,
+        quantized=kind.quantized,
         has_num_tokens=kind.counted,
         max_num_tokens=config.max_tokens_per_rank,
     )
@@ -84,3 +86,13 @@ def _kernels_of(
         added, empty = shared if receive else None, combines.unused
         kernel = combines.kernel_of(0, plan, poisoned=not send, shared=added, send=send, receive=receive)
         yield kernel, (Results(empty, empty if added is None else added, empty),), (0, 0, context.timeout_ns)
+
+
+def _empty_quantized(rows: int, hidden: int, scheme: QuantScheme, device: torch.device) -> Quantized:
+    """Rows in a scheme's format, of any values. Errors: ValueError if the scheme has none. Local."""
+    payload = scheme.payload
+    if payload.dtype is None:
+        raise ValueError(f"scheme '{scheme.name}' has no quantized form")
+    values = torch.empty(rows, payload.row_values(hidden), dtype=payload.dtype, device=device)
+    scale = torch.empty(rows, payload.num_groups(hidden), dtype=payload.scale_dtype, device=device)
+    return Quantized(values=values, scale=scale, scheme=scheme)
