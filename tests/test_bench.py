@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
-from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, timing
+from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench import transport as transport_bench
@@ -36,22 +36,22 @@ from ep_moe.bench.experts_alone import experts_rank_main
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.model import model_rank_main
-from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.bench.transport import transport_rank_main
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
-from ep_moe.profiling import trace
+from ep_moe.profiling import timing, trace
 from ep_moe.profiling.kernels import part_times, profile_kernels
 from ep_moe.profiling.phases import PhaseTimes
+from ep_moe.profiling.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
 from ep_moe.report import plots
 from ep_moe.report.page import make_report, newest
 from ep_moe.report.records import FIELDS, Record, append_records, read_records
+from ep_moe.testing.random_experts import RandomExperts
 from ep_moe.testing.whole_rounds import make_routing
 from ep_moe.transport import CollectiveTransport, Dispatched, Transport, create_transport
 

@@ -13,19 +13,19 @@ from ep_moe.bench import harness
 from ep_moe.bench.configs import LayerBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.harness import Contender, Work, field_values
-from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS
-from ep_moe.bench.timing import By, medians, slowest, spread, time_calls, time_phases
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, Phases
 from ep_moe.placement import create_placement
+from ep_moe.profiling.timing import By, medians, slowest, spread, time_calls, time_phases
 from ep_moe.profiling.trace import PhaseRanges, Trace
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import GATHERED, OURS, PHASES
 from ep_moe.routing import BIASED_METHODS, route
 from ep_moe.testing import ROW_ERROR_LIMITS
+from ep_moe.testing.random_experts import RandomExperts
 from ep_moe.transport import TRANSPORTS, Transport, create_transport
 
 TRACED_CALLS = 3

@@ -9,9 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from ep_moe.bench.configs import SEED_STRIDE
-from ep_moe.bench.oracle import RandomExperts
-from ep_moe.bench.timing import capture, time_calls
 from ep_moe.config import EngineConfig, Layout, MoEConfig
 from ep_moe.experts import SERVES
 from ep_moe.experts.grouped_gemm import CallShape
@@ -21,8 +18,10 @@ from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.group import EPGroup
 from ep_moe.layout import pack_routed
+from ep_moe.profiling.timing import capture, time_calls
 from ep_moe.quant import get_scheme, quantize
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from ep_moe.testing.random_experts import SEED_STRIDE, RandomExperts
 
 _SAMPLED_ROWS = 128  # of the first and the last expert each, which the oracle computes
 _WARMUP = 2
