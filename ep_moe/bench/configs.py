@@ -46,12 +46,20 @@ class LayerBenchConfig:
     repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 20
     sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 16
     graph: Annotated[bool, Field(help="Time the replay of CUDA graphs too")] = False
+    micro_batches: Annotated[
+        int, Field(help="Time the layer in so many micro-batches too, whose exchange runs under experts", at_least=1)
+    ] = 1
+    num_sms: Annotated[int, Field(help="Most SMs of a kernel that exchanges micro-batches; 0 sets no limit")] = 0
     trace: Annotated[
         Path | None, Field(help="Write a trace of host and device of all ranks to this file, for ui.perfetto.dev")
     ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.num_sms and self.micro_batches == 1:
+            raise ValueError(f"num_sms ({self.num_sms}) is of the exchange of micro-batches; micro_batches is 1")
+        if self.micro_batches > min(self.tokens):
+            raise ValueError(f"micro_batches ({self.micro_batches}) exceeds the fewest tokens, {min(self.tokens)}")
 
     def moe(self, engine: EngineConfig) -> MoEConfig:
         """The preset with the overrides. Errors: ValueError for sizes that do not fit each other."""
