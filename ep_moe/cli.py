@@ -262,11 +262,11 @@ app.command("plan")(_plan_command)
 @_job(
     report.show_tune,
     dataclasses.replace(_BENCH_ENGINE, nproc=1),
-    ("model", "nproc", "transport", "experts", "placement", "layout", "max_tokens_per_rank", "timeout_secs", *_ON_RAY),
+    ("model", "nproc", "transport", "placement", "layout", "max_tokens_per_rank", "timeout_secs", *_ON_RAY),
     _NO_CHECKPOINT,
 )
 def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
-    """Find the fastest tiles of the experts' kernels on this GPU, checked, and write the table that they are read from.
+    """Find the fastest backend and tiles of the experts' kernels on this GPU, checked, and write the table of them.
 
     An interrupted run goes on where it was.
     """

@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli
-from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness, timing
+from ep_moe.bench import configs, exchanges, experts_alone, grouped, harness
 from ep_moe.bench import layer as layer_bench
 from ep_moe.bench import model as model_bench
 from ep_moe.bench import transport as transport_bench
@@ -36,22 +36,23 @@ from ep_moe.bench.experts_alone import experts_rank_main
 from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.layer import layer_rank_main
 from ep_moe.bench.model import model_rank_main
-from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.bench.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.bench.transport import transport_rank_main
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
+from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
-from ep_moe.profiling import trace
+from ep_moe.profiling import timing, trace
 from ep_moe.profiling.kernels import part_times, profile_kernels
 from ep_moe.profiling.phases import PhaseTimes
+from ep_moe.profiling.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.quant import SCHEMES as QUANT_SCHEMES
 from ep_moe.report import plots
 from ep_moe.report.page import make_report, newest
 from ep_moe.report.records import FIELDS, Record, append_records, read_records
+from ep_moe.testing.random_experts import RandomExperts
 from ep_moe.testing.whole_rounds import make_routing
 from ep_moe.transport import CollectiveTransport, Dispatched, Transport, create_transport
 
@@ -330,6 +331,7 @@ def test_the_kernels_of_a_graph_take_as_long_as_its_replay() -> None:
 def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--tokens", "5", "--tokens", "24", "--quant", "fp8_block", "--routing", "skewed"]
     more = ["--placement", "round_robin", "--layout", "batched", "--repeats", "3", "--warmup", "1"]
+    more += ["--micro-batches", "2", "--num-sms", "20"]
     row_options = ["--json", "--append", "rows/layer.jsonl", "--commit=0123456789abcdef", "--sweep"]
     done = bench("layer", *options, *more, *row_options, cwd=tmp_path)
     assert done.exit_code == 0, done.stderr
@@ -345,6 +347,12 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
         assert 1e-4 < record.figures["worst_row_error"] < row["row_error_limit"]
         assert 1e-4 < gathered["worst_row_error"] < row["row_error_limit"]
         assert gathered["speedup_ratio"] == gathered["call_us"] / record.figures["call_us"]
+        overlapped = record.baselines["micro_batches"]
+        names = {"call_us", "call_min_us", "call_max_us", "speedup_ratio", "worst_row_error"}
+        assert set(overlapped) == names
+        assert 1e-4 < overlapped["worst_row_error"] < row["row_error_limit"]
+        assert overlapped["speedup_ratio"] == overlapped["call_us"] / record.figures["call_us"]
+        assert (record.setup["micro_batches"], record.setup["num_sms"]) == (2, 20)
         assert record.figures["expert_load_ratio"] > 1
         assert (record.setup["transport"], record.setup["experts"]) == ("collective", "torch")
         assert (record.setup["layout"], record.setup["routing"]) == ("batched", "skewed")
@@ -352,6 +360,28 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
         assert {name: record.setup[name] for name in ran} == ran
         assert (record.sweep, record.commit, record.world_size) == (True, "0123456789abcdef", 2)
         assert record.command == " ".join(["ep-moe bench layer", *options, *more, "--nproc 2 --device cpu"])
+
+
+def test_micro_batches_of_other_bits_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = ExpertParallelMoE.forward_micro_batches
+
+    def rounded(*args: Any, **options: Any) -> torch.Tensor:
+        y = sound(*args, **options)
+        y[3, 7] = torch.nextafter(y[3, 7], torch.tensor(9.0))
+        return y
+
+    config = LayerBenchConfig(preset="tiny", tokens=(8,), warmup=1, repeats=1, micro_batches=3)
+    run = EPGroup.single("cpu"), EngineConfig(dtype="float32", scheme="none"), config
+    (row,) = layer_rank_main(*run)["rows"]
+    assert row["ok"]
+    monkeypatch.setattr(ExpertParallelMoE, "forward_micro_batches", rounded)
+    (row,) = layer_rank_main(*run)["rows"]
+    assert row["broken"] == ["micro-batches against calls of each: 1 of 8 differ"]
+    assert set(row["baselines"]["micro_batches"]) == {"worst_row_error"}
+    with pytest.raises(ValueError, match=r"micro_batches \(3\) exceeds the fewest tokens, 2"):
+        LayerBenchConfig(tokens=(8, 2), micro_batches=3)
+    with pytest.raises(ValueError, match=r"num_sms \(20\) is of the exchange of micro-batches; micro_batches is 1"):
+        LayerBenchConfig(num_sms=20)
 
 
 def test_bench_layer_traces_all_ranks(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import Experts, ReferenceExperts, create_experts, reference
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.shapes import CAPABILITY
+from ep_moe.experts.tuning import HOPPER_TILES
 from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
 from ep_moe.quant import StoredMatrix, as_bytes, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
 from ep_moe.testing import ROW_ERROR_LIMITS, assert_same_bits, worst_row_error
@@ -272,6 +273,9 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     assert worst_row_error(fixed[sound], expected[sound]) < limit
     shifted = torch.empty(y.numel() + 1, dtype=y.dtype, device="cuda")[1:].view_as(y)
     assert_same_bits(experts(batch, weights, out=shifted)[sound], y[sound], "out that is aligned to 2 bytes")
+    for group_m in (1, 64):
+        other = type(experts)(model.activation, tiles=dataclasses.replace(HOPPER_TILES, group_m=group_m))
+        assert_same_bits(other(batch, weights)[sound], y[sound], f"tiles in groups of {group_m}")
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)

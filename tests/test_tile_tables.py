@@ -1,7 +1,9 @@
 """Tables of tile sizes: what is chosen from them, and what is wrong with a bad one."""
 
 import copy
+import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from ep_moe.environment import default_tiles_dir, tiles_dir
+from ep_moe.experts import tile_tables
 from ep_moe.experts.tile_tables import (
     PACKAGED,
     default_table,
@@ -20,7 +23,7 @@ from ep_moe.experts.tile_tables import (
     tiles_of_json,
     tiles_to_json,
 )
-from ep_moe.experts.tuning import GemmTiles
+from ep_moe.experts.tuning import HOPPER_TILES, GemmTiles
 
 GEMM = {
     "BLOCK_SIZE_N": 64,
@@ -79,6 +82,11 @@ def set_to(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
         (lambda table: table["8"].pop("second"), ("8: missing key second",)),
         (lambda table: table["8"]["first"].pop("num_warps"), ("8: first: missing key num_warps",)),
         (set_to(3, "8", "first"), ("8: first (3) is not an object",)),
+        (set_to("cutlass", "64", "backend"), ("64: backend ('cutlass') is not one of triton, hopper",)),
+        (set_to(["triton"], "64", "backend"), ("64: backend (['triton']) is not one of",)),
+        (set_to("hopper", "8", "backend"), ("8: unknown key BLOCK_SIZE_M; needed are GROUP_SIZE_M",)),
+        (set_to({"backend": "hopper", "GROUP_SIZE_M": 0}, "8"), ("8: GROUP_SIZE_M (0)", "from 1 to 1024")),
+        (set_to({"backend": "hopper"}, "8"), ("8: missing key GROUP_SIZE_M",)),
         (set_to({}, "32"), ("key ('32') is not an integer above 64",)),
         (set_to({}, "many"), ("key ('many') is not an integer",)),
         (lambda table: table.clear(), ("is not an object with at least one key",)),
@@ -126,17 +134,34 @@ def test_the_default_tables_serve_every_format() -> None:
         default_table(torch.float64, gated=True)
 
 
-def test_a_table_for_a_shape_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_table_for_a_shape_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     name = "N=2048,K=7168,device_name=NVIDIA_H200,dtype=fp8_block.json"
     assert table_name(2048, 7168, "NVIDIA H200", "fp8_block") == name
     (tmp_path / "cpu").mkdir()
     path = write(tmp_path / "cpu", good(), table_name(80, 144, "cpu", "bfloat16"))
     cpu = torch.device("cpu")
+    monkeypatch.setattr(tile_tables, "PACKAGED", tmp_path / "packaged")
+    tile_tables.tell_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="ep_moe.experts"):
+        for _ in range(2):
+            found = find_table(80, 144, cpu, "bfloat16", tmp_path)
+            assert found is not None
+            assert found.source == str(path)
+            assert find_table(80, 144, cpu, "float16", tmp_path) is None
+            assert find_table(80, 144, cpu, "bfloat16") is None
+    others = [f"cpu/{table_name(80, 144, 'cpu', dtype)}" for dtype in ("float16", "bfloat16")]
+    told = [f"expert kernels take default tiles: no table {other}" for other in others]
+    assert caplog.messages == [f"expert kernels take {path}", *told]
+    packaged = tmp_path / "packaged" / "cpu"
+    packaged.mkdir(parents=True)
+    write(packaged, good(), path.name)
+    assert find_table(80, 144, cpu, "bfloat16", tmp_path) == found  # a user's first
+    path.unlink()
     found = find_table(80, 144, cpu, "bfloat16", tmp_path)
     assert found is not None
-    assert found.source == str(path)
-    assert find_table(80, 144, cpu, "float16", tmp_path) is None
-    assert find_table(80, 144, cpu, "bfloat16") is None
+    assert found.source == str(packaged / path.name)
 
 
 def test_the_package_s_tables_can_be_read() -> None:
@@ -150,7 +175,9 @@ def test_the_package_s_tables_can_be_read() -> None:
 
 def test_tiles_are_written_as_they_are_read() -> None:
     entry = good()["64"]
-    assert tiles_to_json(tiles_of_json(entry, "entry")) == entry
+    for written in (entry, entry | {"backend": "triton"}, {"backend": "hopper", "GROUP_SIZE_M": 4}):
+        assert tiles_to_json(tiles_of_json(written, "entry")) == written
+    assert tiles_of_json(written, "entry") == dataclasses.replace(HOPPER_TILES, group_m=4)
 
 
 def test_the_folder_of_a_user_s_tables(tmp_path: Path) -> None:

@@ -155,10 +155,12 @@ def show_quantize(report: dict[str, Any]) -> None:
 def show_tune(report: dict[str, Any]) -> None:
     """Print what was tuned."""
     console = Console()
-    table = _table(f"{report['gpu']}, {report['dtype']}", "rows", "us", "before", "gain", "tried", "refused", "search")
+    heads = "rows", "kernels", "us", "before", "gain", "tried", "refused", "search"
+    table = _table(f"{report['gpu']}, {report['dtype']}", *heads)
     for row in report["rows"]:
         table.add_row(
             str(row["rows_per_expert"]),
+            row["backend"],
             f"{row['us']:.1f}",
             f"{row['default_us']:.1f}",
             f"{row['speedup_ratio']:.2f}x",

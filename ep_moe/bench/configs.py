@@ -18,14 +18,15 @@ from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
 from ep_moe.config import EngineConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.fields import Field, check_fields
 from ep_moe.quant import SCHEMES, get_scheme, payload_bytes
+from ep_moe.testing.random_experts import SEED_STRIDE
 from ep_moe.transport import TRANSPORTS
 
 LAYER_ROUTINGS = ("uniform", "skewed")
 ROUTINGS = ("uniform", "skewed", "one_rank")
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+BESIDE = ("none", "deepgemm")
 CHECKED_TOKENS = 64  # per rank, input of each MoE block of `bench model` in its check
 LEAST_MAX_TOKENS = 8  # max_tokens_per_rank of a point with fewer tokens
-SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
 SPREADS_DENSE_SINCE = (5, 19)  # of transformers: its expert parallelism also spreads attention and head
 
 
@@ -45,12 +46,20 @@ class LayerBenchConfig:
     repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 20
     sample_rows: Annotated[int, Field(help="Tokens per rank whose results are checked", at_least=1)] = 16
     graph: Annotated[bool, Field(help="Time the replay of CUDA graphs too")] = False
+    micro_batches: Annotated[
+        int, Field(help="Time the layer in so many micro-batches too, whose exchange runs under experts", at_least=1)
+    ] = 1
+    num_sms: Annotated[int, Field(help="Most SMs of a kernel that exchanges micro-batches; 0 sets no limit")] = 0
     trace: Annotated[
         Path | None, Field(help="Write a trace of host and device of all ranks to this file, for ui.perfetto.dev")
     ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.num_sms and self.micro_batches == 1:
+            raise ValueError(f"num_sms ({self.num_sms}) is of the exchange of micro-batches; micro_batches is 1")
+        if self.micro_batches > min(self.tokens):
+            raise ValueError(f"micro_batches ({self.micro_batches}) exceeds the fewest tokens, {min(self.tokens)}")
 
     def moe(self, engine: EngineConfig) -> MoEConfig:
         """The preset with the overrides. Errors: ValueError for sizes that do not fit each other."""
@@ -75,6 +84,7 @@ class ExpertsBenchConfig:
     warmup: Annotated[int, Field(help="Warm-up calls", at_least=1)] = 5
     repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 50
     sample_experts: Annotated[int, Field(help="Experts whose rows are all checked", at_least=1)] = 8
+    beside: Annotated[str, Field(help="Time each GEMM alone, beside this library's", choices=BESIDE)] = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)

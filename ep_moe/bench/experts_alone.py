@@ -4,6 +4,7 @@ Letters: N rows of all experts, E logical experts, L local experts, H hidden, I 
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,10 +12,9 @@ from typing import Any, cast
 import torch
 
 from ep_moe.bench import harness
-from ep_moe.bench.configs import SEED_STRIDE, ExpertsBenchConfig
+from ep_moe.bench.configs import ExpertsBenchConfig
 from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
 from ep_moe.bench.harness import Contender, Work, field_values
-from ep_moe.bench.oracle import RandomExperts
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
 from ep_moe.experts import EXPERTS, Experts, create_experts
@@ -25,9 +25,10 @@ from ep_moe.quant import get_scheme
 from ep_moe.report.records import OURS, device_name
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS
+from ep_moe.testing.random_experts import SEED_STRIDE, RandomExperts
 from ep_moe.weights import ExpertWeights
 
-GROUPED, PLAIN = "grouped_mm", "triton"
+GROUPED, PLAIN, DEEPGEMM = "grouped_mm", "triton", "deepgemm"
 PEAKS = {"NVIDIA H200": (4.8e6, 989e6)}  # bytes from memory and 16-bit operations in a microsecond
 
 
@@ -39,17 +40,22 @@ def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBench
     """
     if group.num_ranks != 1:
         raise ValueError(f"bench experts measures one rank alone, there are {group.num_ranks}")
+    beside = None
+    if config.beside == DEEPGEMM:
+        from ep_moe.bench.deepgemm import Beside  # imports Triton, which only Linux has
+
+        beside = Beside(engine, LAYER_PRESETS[config.preset], group.device)
     harness.tell(group, f"bench experts: {config.preset}, {config.num_local_experts} experts on {group.device}")
     # without a process group: one rank needs no all-reduce before a timed call, whose launch would delay the call
     alone = EPGroup.single(group.device)
-    return harness.measure_all("experts", alone, config.rows, _ExpertsBench(alone, engine, config).prepare)
+    return harness.measure_all("experts", alone, config.rows, _ExpertsBench(alone, engine, config, beside).prepare)
 
 
 class _ExpertsBench:
     """The weights of one rank, measured for one number of rows after another."""
 
-    def __init__(self, group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig) -> None:
-        self._group, self._engine, self._config = group, engine, config
+    def __init__(self, group: EPGroup, engine: EngineConfig, config: ExpertsBenchConfig, beside: Any) -> None:
+        self._group, self._engine, self._config, self._beside = group, engine, config, beside
         preset, self._scheme = LAYER_PRESETS[config.preset], get_scheme(engine.scheme)
         self._moe, self._bias = preset.moe(engine), preset.bias
         self._random, self._weights = dict[str, RandomExperts](), dict[str, ExpertWeights]()
@@ -82,6 +88,10 @@ class _ExpertsBench:
         if GROUPED in self._weights:
             grouped = functools.partial(GroupedExperts, weights=self._weights[GROUPED], activation=moe.activation)
             contenders[GROUPED] = self._contender(GROUPED, ids, x.to(DTYPE), Layout.COMPACT, grouped)
+        beside = None
+        if self._beside is not None:
+            beside = self._beside.prepare(rows, x, ids, self._experts, self._weights[OURS])
+            contenders[DEEPGEMM] = dataclasses.replace(contenders[OURS], call=beside.theirs, rows=beside.rows)
         return Work(
             what=f"{rows} rows of each expert",
             shapes={
@@ -98,9 +108,13 @@ class _ExpertsBench:
                 "activation": moe.activation.kind.value,
                 "bias": self._bias,
                 **field_values(config, "seed", "warmup", "repeats"),
+                **(beside.setup if beside else {}),
             },
             check=functools.partial(harness.check, self._group, contenders, graph=self._group.device.type == "cuda"),
-            time=lambda name: self._time(name, contenders[name], x),
+            time=lambda name: (
+                (self._time(name, contenders[name], x) if name != DEEPGEMM else {})
+                | (beside.times(name, self._group, **field_values(config, "warmup", "repeats")) if beside else {})
+            ),
             limit=contenders[OURS].limit,
         )
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ep_moe.bench.timing import medians, slowest, time_calls
 from ep_moe.engines.transformers import GenerationOptions
 from ep_moe.engines.transformers import generate as ours
 from ep_moe.group import EPGroup
+from ep_moe.profiling.timing import medians, slowest, time_calls
 
 HOST_WARMUP, HOST_CALLS = 2, 10
 

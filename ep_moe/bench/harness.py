@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ep_moe.bench.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.group import EPGroup
+from ep_moe.profiling.timing import Captured, capture, slowest, spread, time_calls
 from ep_moe.report.records import OURS, device_name, versions
 from ep_moe.testing import worst_row_error
 from ep_moe.transport import CollectiveTransport, HierarchicalTransport, LocalTransport, Transport
@@ -55,9 +55,8 @@ class Work:
                 figures[name] |= self.time(name)
         ours = figures.pop(OURS)
         for theirs in figures.values():
-            for prefix in ("", "graph_"):
-                if f"{prefix}{self.whole}" in theirs:
-                    theirs[f"{prefix}speedup_ratio"] = theirs[f"{prefix}{self.whole}"] / ours[f"{prefix}{self.whole}"]
+            for name in [name for name in theirs if name.endswith(self.whole)]:
+                theirs[f"{name.removesuffix(self.whole)}speedup_ratio"] = theirs[name] / ours[name]
         row: Row = {"ok": not broken, "broken": broken}
         row |= {} if self.limit is None else {"row_error_limit": self.limit}
         baselines = {name: theirs for name, theirs in figures.items() if theirs}

@@ -12,23 +12,26 @@ import torch
 from ep_moe.bench import harness
 from ep_moe.bench.configs import LayerBenchConfig
 from ep_moe.bench.gathered import GatheredMoE
-from ep_moe.bench.harness import Contender, Work, field_values
-from ep_moe.bench.oracle import RandomExperts
+from ep_moe.bench.harness import Contender, Figures, Work, field_values
 from ep_moe.bench.presets import LAYER_PRESETS
-from ep_moe.bench.timing import By, medians, slowest, spread, time_calls, time_phases
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
 from ep_moe.experts import EXPERTS
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, Phases
+from ep_moe.layer.micro_batches import row_slices
 from ep_moe.placement import create_placement
+from ep_moe.profiling.timing import By, medians, slowest, spread, time_calls, time_phases
 from ep_moe.profiling.trace import PhaseRanges, Trace
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import GATHERED, OURS, PHASES
 from ep_moe.routing import BIASED_METHODS, route
 from ep_moe.testing import ROW_ERROR_LIMITS
+from ep_moe.testing.random_experts import RandomExperts
+from ep_moe.testing.whole_rounds import compare_rows
 from ep_moe.transport import TRANSPORTS, Transport, create_transport
 
 TRACED_CALLS = 3
+OVERLAPPED = "micro_batches"
 SKEW = 0.5  # standard deviation of an expert's popularity, added to logits of standard deviation 1
 
 
@@ -66,8 +69,13 @@ class _LayerBench:
         self._nodes = harness.num_nodes(group)
         group.wait_for_all("weights")  # ranks differ in time to make weights, and the next collective has a timeout
 
-    def _make_transport(self, num_tokens: int) -> Transport:
-        sizes = TransportConfig(hidden=self._moe.hidden, max_tokens_per_rank=num_tokens, dtype=self._engine.torch_dtype)
+    def _make_transport(self, num_tokens: int, num_sms: int = 0) -> Transport:
+        sizes = TransportConfig(
+            hidden=self._moe.hidden,
+            max_tokens_per_rank=num_tokens,
+            dtype=self._engine.torch_dtype,
+            num_sms=num_sms,
+        )
         return create_transport(self._engine.transport, self._group, self._placement, sizes)
 
     def _check_capturable(self) -> None:
@@ -93,11 +101,14 @@ class _LayerBench:
         logits = self._normal(num_tokens, moe.num_experts, salt=3, rank=group.rank)
         if config.routing == "skewed":
             logits += SKEW * self._normal(moe.num_experts, salt=4)
-        transport = self._make_transport(num_tokens)
-        stack.callback(transport.destroy)
-        layer = ExpertParallelMoE(
-            moe, self._weights, transport, experts=engine.experts, routing_bias=self._routing_bias
-        )
+        parts = row_slices(num_tokens, config.micro_batches)
+        transports = [self._make_transport(num_tokens)]
+        if len(parts) > 1:
+            transports.append(self._make_transport(parts[0].stop, config.num_sms))
+        for made in transports:
+            stack.callback(made.destroy)
+        options: dict[str, Any] = {"experts": engine.experts, "routing_bias": self._routing_bias}
+        layer, *others = (ExpertParallelMoE(moe, self._weights, made, **options) for made in transports)
         sample = torch.linspace(0, num_tokens - 1, min(config.sample_rows, num_tokens), device=x.device).long()
         limit = ROW_ERROR_LIMITS["fp8" if self._scheme.weight.quantized else engine.dtype]
 
@@ -107,10 +118,22 @@ class _LayerBench:
             return self._experts.expected_output(x[sample], routing.topk_ids, routing.topk_weights, self._scheme)
 
         layers: dict[str, Any] = {OURS: layer, GATHERED: GatheredMoE(layer, group)}
+        calls = {name: functools.partial(made, x, logits) for name, made in layers.items()}
+        for other in others:
+            overlapped = functools.partial(other.forward_micro_batches, num_micro_batches=len(parts))
+            calls[OVERLAPPED] = functools.partial(overlapped, x, logits)
         contenders = {
-            name: Contender(call=functools.partial(made, x, logits), sample=sample, expected=expected, limit=limit)
-            for name, made in layers.items()
+            name: Contender(call=call, sample=sample, expected=expected, limit=limit) for name, call in calls.items()
         }
+
+        def check() -> tuple[Figures, list[str]]:
+            figures, broken = harness.check(group, contenders, graph=config.graph)
+            for other in others:
+                one_by_one = torch.cat([other(x[rows], logits[rows]) for rows in parts])
+                wrong = compare_rows("micro-batches against calls of each", calls[OVERLAPPED](), one_by_one)
+                broken += [text for texts in group.all_gather_object(wrong) for text in texts]
+            return figures, broken
+
         return Work(
             what=f"{num_tokens} tokens of each rank",
             shapes={
@@ -121,16 +144,17 @@ class _LayerBench:
             },
             setup={
                 **field_values(engine, "dtype", "scheme"),
-                "transport": harness.implementation_name(transport, TRANSPORTS),
+                "transport": harness.implementation_name(transports[0], TRANSPORTS),
                 "experts": harness.implementation_name(layer.experts, EXPERTS),
                 **field_values(engine, "layout", "placement"),
                 "routing_method": RoutingMethod(self._routing.method).name.lower(),
                 **field_values(config, "routing", "seed"),
                 "nodes": self._nodes,
                 **field_values(config, "graph", "warmup", "repeats"),
+                **(field_values(config, OVERLAPPED, "num_sms") if others else {}),
             },
-            check=functools.partial(harness.check, group, contenders, graph=config.graph),
-            time=lambda name: self._time(layers[name], contenders[name], num_tokens),
+            check=check,
+            time=lambda name: self._time(layers.get(name), contenders[name], num_tokens),
             known=self._load(logits),
             limit=limit,
         )
@@ -138,9 +162,15 @@ class _LayerBench:
     def _time(self, layer: Any, made: Contender, num_tokens: int) -> dict[str, float]:
         """Microseconds of the whole call, then of its phases in separate calls, then of its graph. Collective.
 
-        Of calls and phases also the host's time, in calls of their own. Our layer's calls are traced last.
+        Of calls and phases also the host's time, in calls of their own. Our layer's calls are traced last. Without a
+        layer, of a call whose phases overlap, only the call and its graph are timed.
         """
         group, run = self._group, field_values(self._config, "warmup", "repeats")
+        if layer is None:
+            figures = harness.time_whole(group, made.call, name="call", **run)
+            if made.graph is not None:
+                figures |= harness.time_whole(group, made.graph.replay, name="graph_call", **run)
+            return figures
         samples = {"call": time_calls(made.call, group, **run), "host": time_calls(made.call, group, **run, by="host")}
         unwatched = layer.phases
 

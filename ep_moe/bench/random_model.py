@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ep_moe.bench.oracle import RandomExperts
 from ep_moe.config import MoEConfig
+from ep_moe.testing.random_experts import RandomExperts
 
 EXPERT_MATRICES = {"gate_up_proj": "w13", "down_proj": "w2"}  # parameters [E, ., .], as an `Expert` names them
 

@@ -14,10 +14,10 @@ from ep_moe.bench import harness
 from ep_moe.bench.configs import TransportBenchConfig, TransportPoint
 from ep_moe.bench.exchanges import HALVES, Exchange, by_collectives, by_transport, time_exchange
 from ep_moe.bench.harness import Figures, Work, field_values
-from ep_moe.bench.timing import Captured, capture, medians, slowest
 from ep_moe.config import EngineConfig
 from ep_moe.group import EPGroup
 from ep_moe.placement import create_placement
+from ep_moe.profiling.timing import Captured, capture, medians, slowest
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import GATHERED, OURS
 from ep_moe.testing.whole_rounds import COUNTS, compare_rows, expected_output, make_routing, run_round

@@ -220,8 +220,18 @@ class Backend(Protocol):
 
 
 class PreferredBackend(Backend, Protocol):
-    """A backend of some calls, which is asked before the one that computes all."""
+    """A backend of some calls, which is asked before the one that computes all.
+
+    Attributes:
+        default_tiles: of the calls that it takes, unless a table has others.
+    """
+
+    default_tiles: ExpertTiles
 
     def tiles(self, shape: CallShape) -> ExpertTiles | None:
         """The tiles of both GEMMs for calls of this shape; None leaves them to another backend. Local."""
+        ...
+
+    def obstacle(self, shape: CallShape) -> str | None:
+        """The reason why it computes no calls of this shape, whatever their rows; None if it does. Local."""
         ...

@@ -7,6 +7,7 @@ CPU under TRITON_INTERPRET=1.
 Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts.
 """
 
+import dataclasses
 import functools
 import weakref
 from pathlib import Path
@@ -18,7 +19,7 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.grouped_gemm import Backend, CallShape, PreferredBackend
 from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
 from ep_moe.experts.reference import check_fit
-from ep_moe.experts.tile_tables import default_table, find_table
+from ep_moe.experts.tile_tables import default_table, find_table, tell_once
 from ep_moe.experts.tuning import ExpertTiles, fit_stages, fit_steps
 from ep_moe.layout import ExpertBatch
 from ep_moe.weights import ExpertWeights
@@ -60,7 +61,8 @@ class KernelExperts:
         preferred: a backend that is used in its place for the calls that it takes, with tiles of its own.
         tiles: tile sizes, or a folder with tables of them, which are used before the package's; a table is chosen by
             the shape and tiles by the batch's `expected_rows`. A call raises ValueError if they do not fit the scheme
-            of its weights.
+            of its weights, or if they are for a backend that does not compute it. An entry of a table for such a
+            backend is left for the defaults; the log says once why.
     """
 
     def __init__(
@@ -134,55 +136,91 @@ class KernelExperts:
         return found
 
     def choose_backend(self, shape: CallShape) -> tuple[Backend, ExpertTiles]:
-        """The backend of calls of this shape, and its tiles. Local."""
-        if self.preferred is not None and (tiles := self.preferred.tiles(shape)) is not None:
-            return self.preferred, tiles
-        return self.backend, self.choose_tiles(shape)
+        """The backend of calls of this shape, and its tiles. Errors: as of a call. Local."""
+        given, source = self._given_tiles(shape)
+        if given is not None and given.backend not in ("", self.backend.serves.name):
+            reason = self._obstacle(given.backend, shape)
+            if reason is None:
+                assert self.preferred is not None
+                return self.preferred, given
+            if isinstance(self.tiles, ExpertTiles):
+                raise ValueError(f"tiles are for backend '{given.backend}': {reason}")
+            tell_once(f"{source}: backend '{given.backend}' is not used, defaults are: {reason}")
+            given = None
+        if self.preferred is not None and (given is None or not given.backend):
+            tiles = self.preferred.tiles(shape)
+            if tiles is not None:
+                return self.preferred, tiles
+        return self.backend, _launchable(_default(shape) if given is None else _checked(given, shape, source), shape)
+
+    def _obstacle(self, backend: str, shape: CallShape) -> str | None:
+        """The reason why the backend of this name computes no calls of this shape; None if it is the preferred one, and
+        does."""
+        if self.preferred is None or self.preferred.serves.name != backend:
+            return f"these experts compute by '{self.backend.serves.name}' kernels"
+        return self.preferred.obstacle(shape)
+
+    def _given_tiles(self, shape: CallShape) -> tuple[ExpertTiles | None, str]:
+        """The tiles of the constructor, or of the table for this shape, whose file is the second result."""
+        if isinstance(self.tiles, ExpertTiles):
+            return self.tiles, ""
+        stored, dtype = shape.scheme.weight, str(shape.dtype).removeprefix("torch.")
+        name = shape.scheme.name if stored.quantized else dtype
+        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles)
+        return (None, "") if table is None else (table.choose(shape.expected_rows), table.source)
+
+    def choices(self, shape: CallShape) -> list[ExpertTiles]:
+        """The tiles of calls of this shape, and then the default ones of each backend that computes them. Local."""
+        backend, tiles = self.choose_backend(shape)
+        own = dataclasses.replace(_launchable(_default(shape), shape), backend=self.backend.serves.name)
+        found = [dataclasses.replace(tiles, backend=backend.serves.name), own]
+        if self.preferred is not None and self.preferred.obstacle(shape) is None:
+            found.append(self.preferred.default_tiles)
+        return list(dict.fromkeys(found))
 
     def backend_of(self, batch: ExpertBatch, weights: ExpertWeights) -> str:
         """The name of the backend that computes such a call, in `SERVES`. Local."""
         return self.choose_backend(CallShape.of(with_dense_rows(batch), weights, self.activation))[0].serves.name
 
-    def choose_tiles(self, shape: CallShape) -> ExpertTiles:
-        """Tiles for calls of this shape: those of the constructor, or of a table."""
-        if isinstance(self.tiles, ExpertTiles):
-            return _checked(self.tiles, shape)
-        stored, gated = shape.scheme.weight, shape.activation.kind.gated
-        blocked, dtype = stored.granularity == "block", str(shape.dtype).removeprefix("torch.")
-        name = shape.scheme.name if stored.quantized else dtype
-        table = find_table(shape.intermediate, shape.hidden, shape.device, name, self.tiles)
-        if table is not None:
-            tiles = _checked(table.choose(shape.expected_rows), shape, f"{table.source}: ")
-        elif shape.decodes:
-            scaled = stored.group_width > 0 and not shape.folds
-            table = default_table(
-                shape.row_dtype,
-                gated=gated,
-                weight_bits=shape.weight_bits,
-                scaled_sums=scaled,
-                fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
-            )
-            tiles = fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
-        else:
-            table = default_table(
-                shape.row_dtype,
-                gated=gated,
-                group_k=stored.group_width,
-                whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
-            )
-            tiles = table.choose(shape.expected_rows)
-        if shape.device.type != "cuda":
-            return tiles
-        properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-        widths = 8 * shape.row_dtype.itemsize, shape.weight_bits
-        return fit_stages(tiles, properties["max_shared_mem"], *widths, gated=gated)
+
+def _default(shape: CallShape) -> ExpertTiles:
+    """Triton's tiles for calls of shapes without a table of their own."""
+    stored, gated = shape.scheme.weight, shape.activation.kind.gated
+    if shape.decodes:
+        scaled = stored.group_width > 0 and not shape.folds
+        table = default_table(
+            shape.row_dtype,
+            gated=gated,
+            weight_bits=shape.weight_bits,
+            scaled_sums=scaled,
+            fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
+        )
+        return fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
+    blocked = stored.granularity == "block"
+    table = default_table(
+        shape.row_dtype,
+        gated=gated,
+        group_k=stored.group_width,
+        whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
+    )
+    return table.choose(shape.expected_rows)
 
 
-def _checked(tiles: ExpertTiles, shape: CallShape, source: str = "") -> ExpertTiles:
+def _launchable(tiles: ExpertTiles, shape: CallShape) -> ExpertTiles:
+    """The tiles with as many stages as fit the GPU."""
+    if shape.device.type != "cuda":
+        return tiles
+    properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
+    widths = 8 * shape.row_dtype.itemsize, shape.weight_bits
+    return fit_stages(tiles, properties["max_shared_mem"], *widths, gated=shape.activation.kind.gated)
+
+
+def _checked(tiles: ExpertTiles, shape: CallShape, source: str) -> ExpertTiles:
     """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
 
     A step over weights that are decoded together with their scales may have several whole groups.
     """
+    source = source and f"{source}: "
     width, micro = shape.scheme.weight.group_width, shape.scheme.payload.family == "micro"
     for name, gemm in (("first", tiles.first), ("second", tiles.second)):
         if micro and (gemm.block_k % width or gemm.block_n % width):

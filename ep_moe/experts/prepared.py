@@ -5,7 +5,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class PreparedCall:
 
     Attributes:
         sequence: the kernels, whose workspace has the intermediates.
+        steps: their names: "tile_list", "gather", "first", "find_amax", "requantize", "second", "sum", if they are
+            there.
     Local; nothing is launched.
     """
 
@@ -108,13 +110,13 @@ class PreparedCall:
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
         gathered, packed = rows._replace(row_index="row_index"), Stored("packed", "packed_scale")
         of_first = Operands(*(packed if "packed" in pieces else ("x", "x_scale")), *w13)
-        launches: list[tuple[Any, tuple[Any, ...]]] = [
-            (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
-            (backend.gather(shape, tiles), ("x", "x_scale", packed, gathered, tile_list)),
-            (backend.first(shape, tiles, between), (of_first, first, scalars, gathered, tile_list)),
-            (requantize.find_amax, (first, rows, tile_list)),
-            (requantize.requantize, (first, stored, rows, tile_list)),
-            (
+        steps: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "tile_list": (prepare_tile_list(num_experts, max_tiles, tiles.block_m, shape.device), (rows, tile_list)),
+            "gather": (backend.gather(shape, tiles), ("x", "x_scale", packed, gathered, tile_list)),
+            "first": (backend.first(shape, tiles, between), (of_first, first, scalars, gathered, tile_list)),
+            "find_amax": (requantize.find_amax, (first, rows, tile_list)),
+            "requantize": (requantize.requantize, (first, stored, rows, tile_list)),
+            "second": (
                 backend.second(shape, tiles, between),
                 (
                     Operands("inner", inner_scale, *w2),
@@ -124,20 +126,35 @@ class PreparedCall:
                     tile_list,
                 ),
             ),
-        ]
+        }
         if summed is not None:
             launch = prepare_weighted_sum(summed, shape.hidden, shape.device, out_stride=shape.hidden)
-            launches.append((launch, ("rows", "token_to_row", "topk_weights", None, "y")))
-        launches = [(kernel, names) for kernel, names in launches if kernel is not None]
-        self.sequence = LaunchSequence(launches, (*given, "y", *held), pieces, shape.device)
+            steps["sum"] = (launch, ("rows", "token_to_row", "topk_weights", None, "y"))
+        steps = {name: step for name, step in steps.items() if step[0] is not None}
+        self.steps = tuple(steps)
+        self.sequence = LaunchSequence(list(steps.values()), (*given, "y", *held), pieces, shape.device)
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
-        there = dict(tensors)
-        for name, tensor in tensors.items():
-            if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale":  # Triton has no e8m0
-                there[name] = as_bytes(tensor)
-        self.sequence.run(there)
+        self.sequence.run(_without_e8m0(tensors))
+
+    def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+        """The launches by name of step, to be called one by one with these tensors of batch and weights and y.
+
+        They hold one workspace, which is written in their order: all are called in it once before single ones are
+        repeated. Local, no host sync.
+        """
+        memory, launches = self.sequence.bound(_without_e8m0(tensors))
+        del memory  # the launches' tensors hold it
+        return dict(zip(self.steps, launches, strict=True))
+
+
+def _without_e8m0(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with scales of one byte as bytes: Triton has no e8m0."""
+    return {
+        name: as_bytes(tensor) if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale" else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 class RepeatedCall:

@@ -40,7 +40,7 @@ def _prepared(
     the GEMM; the most row tiles, and the workspace of what is gathered."""
     del thread, dtypes  # launches keep their arguments, and are for tensors of the same dtypes
     experts = TritonExperts(shape.activation, tiles=tiles)
-    chosen = experts.choose_tiles(shape)
+    chosen = experts.choose_backend(shape)[1]
     # no second GEMM sums the result in an order of its own
     chosen = dataclasses.replace(chosen, second=dataclasses.replace(chosen.second, swap=False))
     most = shape.max_tiles(chosen.block_m)

@@ -4,15 +4,19 @@ A file for one shape is in a folder for its GPU, such as `NVIDIA_H200`, and name
 GPU and what the experts compute in, a scheme or the model's dtype: `N=2048,K=7168,device_name=NVIDIA_H200,
 dtype=fp8_block.json`, without a space. `ep-moe tune` writes such files. It maps the tokens of an expert to tiles:
 
-    {"16": {"BLOCK_SIZE_M": 16, "GROUP_SIZE_M": 16, "first": {"BLOCK_SIZE_N": 128, ...}, "second": {...}}, "32": ...}
+    {"16": {"backend": "triton", "BLOCK_SIZE_M": 16, "GROUP_SIZE_M": 16, "first": {"BLOCK_SIZE_N": 128, ...},
+            "second": {...}},
+     "64": {"backend": "hopper", "GROUP_SIZE_M": 8}}
 
-A key is the most tokens that its tiles are for; the last one serves more, too. `default_tiles.json` lists such tables
-for all other shapes, each with the condition that it is for.
+A key is the most tokens that its entry is for; the last one serves more, too. An entry without "backend" has tiles for
+Triton and leaves the choice of the backend to the experts; of "hopper", whose kernels have tiles of one size, an entry
+has the order alone. `default_tiles.json` lists such tables for all other shapes, each with its condition.
 """
 
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,15 @@ from typing import Any
 import torch
 
 from ep_moe.config import config_dir
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.experts.serves import SERVES
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles
 from ep_moe.fields import shown
 
 PACKAGED = config_dir() / "tuned"
 _DEFAULT = Path(__file__).parent / "default_tiles.json"
 _BLOCKS = (16, 256)
 _SHARED_KEYS = {"BLOCK_SIZE_M": "block_m", "GROUP_SIZE_M": "group_m"}
+_HOPPER_KEYS = {"GROUP_SIZE_M": "group_m"}
 _GEMM_KEYS = {
     "BLOCK_SIZE_N": "block_n",
     "BLOCK_SIZE_K": "block_k",
@@ -51,6 +57,7 @@ _CONDITIONS = {
     "scaled_sums": bool,
     "fp8_weights": bool,
 }
+_log = logging.getLogger(__name__)
 _WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
 
 
@@ -100,18 +107,28 @@ def _values(given: Any, keys: Mapping[str, str], where: str, *others: str) -> di
 
 def tiles_of_json(entry: Any, where: str) -> ExpertTiles:
     """The tiles of one entry of a table. Errors: ValueError names `where`, the key, the value and the limit. Local."""
+    backend = ""
+    if isinstance(entry, dict) and "backend" in entry:
+        backend, entry = entry["backend"], {key: value for key, value in entry.items() if key != "backend"}
+        if backend not in tuple(SERVES):
+            raise ValueError(f"{where}: backend ({shown(backend)}) is not one of {', '.join(SERVES)}")
+    if backend == HOPPER_TILES.backend:
+        return dataclasses.replace(HOPPER_TILES, **_values(entry, _HOPPER_KEYS, where))
     shared = _values(entry, _SHARED_KEYS, where, "first", "second")
     first, second = (GemmTiles(**_values(entry[name], _GEMM_KEYS, f"{where}: {name}")) for name in ("first", "second"))
-    return ExpertTiles(first=first, second=second, **shared)
+    return ExpertTiles(first=first, second=second, backend=backend, **shared)
 
 
 def tiles_to_json(tiles: ExpertTiles) -> dict[str, Any]:
     """The entry of a table that `tiles_of_json` reads as these tiles. Local."""
+    named = {"backend": tiles.backend} if tiles.backend else {}
+    if tiles.backend == HOPPER_TILES.backend:
+        return named | {key: getattr(tiles, field) for key, field in _HOPPER_KEYS.items()}
     gemms = {
         name: {key: getattr(getattr(tiles, name), field) for key, field in _GEMM_KEYS.items()}
         for name in ("first", "second")
     }
-    return {key: getattr(tiles, field) for key, field in _SHARED_KEYS.items()} | gemms
+    return named | {key: getattr(tiles, field) for key, field in _SHARED_KEYS.items()} | gemms
 
 
 def _table(rows: Any, source: str, when: Mapping[str, Any]) -> TileTable:
@@ -204,7 +221,7 @@ def device_name(device: torch.device) -> str:
 def find_table(
     intermediate: int, hidden: int, device: torch.device, dtype: str, folder: Path | None = None
 ) -> TileTable | None:
-    """The table of a shape: a user's in `folder`, else the package's; None if there is neither.
+    """The table of a shape: a user's in `folder`, else the package's; None if there is neither. Logged once.
 
     Args: as of `table_name`; dtype: the scheme's name, or that of the model's dtype if it is not quantized.
     Errors: as of `read_table`. Local.
@@ -212,4 +229,12 @@ def find_table(
     name = device_name(device)
     file = Path(name.replace(" ", "_")) / table_name(intermediate, hidden, name, dtype)
     paths = [path / file for path in (folder, PACKAGED) if path is not None]
-    return next((read_table(path) for path in paths if path.is_file()), None)
+    found = next((path for path in paths if path.is_file()), None)
+    tell_once(f"expert kernels take {found}" if found else f"expert kernels take default tiles: no table {file}")
+    return None if found is None else read_table(found)
+
+
+@functools.cache
+def tell_once(text: str) -> None:
+    """Log which table is used, or why an entry of it is not. Local."""
+    _log.info("%s", text)

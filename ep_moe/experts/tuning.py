@@ -29,15 +29,24 @@ class GemmTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTiles:
-    """Tiles of both GEMMs, which share the row tiles of `block_m` tokens of an expert.
+    """Tiles of both GEMMs, which share the row tiles of `block_m` tokens of an expert, and who computes with them.
 
     Tiles are ordered in groups of `group_m` row tiles, each of which covers all columns before the next group.
+
+    Args:
+        backend: the name in `SERVES` of the backend that these tiles are for; "" are Triton's, and leave the choice.
     """
 
     block_m: int
     first: GemmTiles
     second: GemmTiles
     group_m: int = 16
+    backend: str = ""
+
+
+_HOPPER_GEMM = GemmTiles(block_n=128, block_k=128, num_warps=4, num_stages=4, programs_per_sm=1)
+# Hopper's kernels have tiles of one size (`ep_moe.kernels.hopper.arguments`); `group_m` alone may be another
+HOPPER_TILES = ExpertTiles(block_m=128, first=_HOPPER_GEMM, second=_HOPPER_GEMM, group_m=8, backend="hopper")
 
 
 def fit_steps(tiles: ExpertTiles, group_width: int, *, across: bool) -> ExpertTiles:

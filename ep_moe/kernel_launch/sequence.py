@@ -49,15 +49,22 @@ class LaunchSequence:
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Launch with these tensors; returns the memory of the workspace. Local, no host sync."""
+        memory, launches = self.bound(tensors)
+        for launch in launches:
+            launch()
+        self.load()
+        return memory
+
+    def bound(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[Callable[[], None]]]:
+        """The memory of one workspace, and each launch with these tensors and those in it, to be called in any order.
+
+        Local."""
         memory = self.workspace.allocate()
         there = {**tensors, **self.workspace.views(memory)}
         for alias, (name, dtype) in self.aliases.items():
             if name in there:
                 there[alias] = there[name].view(dtype)
-        for kernel, groups in self.launches:
-            kernel(_replaced(groups, there.get))
-        self.load()
-        return memory
+        return memory, [functools.partial(kernel, _replaced(groups, there.get)) for kernel, groups in self.launches]
 
     def load(self) -> bool:
         """Make `repeat` work if all kernels are loaded; returns whether they are. Local."""

@@ -16,6 +16,7 @@ from ep_moe.fields import check_tensor
 from ep_moe.group import PeerLostError
 from ep_moe.layer import op
 from ep_moe.layer.backward import recorded, refuse_backward, refuse_result
+from ep_moe.layer.micro_batches import SLOTS, OverlappedCall
 from ep_moe.layer.warmup import warm_up
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
@@ -96,6 +97,7 @@ class ExpertParallelMoE(torch.nn.Module):
         # found once, since every call reads them
         self._layout, self._weight_tensors = config.layout, tuple(weights.tensors())
         self._number = op.number_of(self)
+        self._exchange_stream: torch.cuda.Stream | None = None  # of micro-batches, made by the first such call
 
     def _check(self) -> None:
         config, weights, transport = self.config, self.weights, self.transport
@@ -169,6 +171,47 @@ class ExpertParallelMoE(torch.nn.Module):
         """
         return self._call(hidden_states, (topk_ids, topk_weights), num_tokens, max_num_tokens)
 
+    def forward_micro_batches(
+        self,
+        hidden_states: torch.Tensor,
+        router: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *,
+        num_micro_batches: int = 2,
+        max_num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """`forward`, or `forward_routed`, in micro-batches: the exchange of one runs under the experts of another.
+
+        Each rank splits its tokens evenly, and the result has the bits of a `forward` of each part. On a GPU the
+        exchange runs on a stream of the layer's own: `TransportConfig.num_sms` leaves SMs to the experts.
+
+        Args:
+            hidden_states: as in `forward`, T <= num_micro_batches * max_tokens_per_rank.
+            router: router_logits, or topk_ids and topk_weights.
+            num_micro_batches: the same on all ranks; `num_slots` of the transport is at least 2.
+            max_num_tokens: as in `forward`, of the tokens of all micro-batches.
+        Returns and errors: as in `forward`; after an error on a rank the others get NaN, or the error, for all
+        micro-batches from there on. ValueError on this rank alone for a bad `num_micro_batches`. RuntimeError under
+        torch.compile. Collective, with num_micro_batches rounds; safe in CUDA graphs where `forward` is.
+        """
+        slots = self.transport.config.num_slots
+        if type(num_micro_batches) is not int or num_micro_batches < 1 or slots < SLOTS:
+            raise ValueError(
+                f"num_micro_batches ({num_micro_batches!r}) must be an int of at least 1, for a transport of at least "
+                f"{SLOTS} slots; num_slots is {slots}"
+            )
+        if torch.compiler.is_compiling():
+            raise RuntimeError("forward_micro_batches is no operator of torch.compile: call it outside, or use forward")
+        device = self.transport.device
+        if device.type == "cuda" and self._exchange_stream is None:
+            self._exchange_stream = torch.cuda.Stream(device)
+        given = router if isinstance(router, tuple) else (router,)
+
+        def run() -> torch.Tensor:
+            call = OverlappedCall(self, self._exchange_stream)
+            return call.run(hidden_states, given, num_micro_batches, max_num_tokens)
+
+        return refuse_backward(run, (hidden_states, *given, *self._held()))
+
     def warmup(self, *, num_topk: int | None = None, padded: bool = False) -> None:
         """Compile and load the kernels of this layer's calls, so that none compiles while other ranks wait.
 
@@ -196,7 +239,7 @@ class ExpertParallelMoE(torch.nn.Module):
         try:
             with self.phases.phase("route"):
                 try:
-                    x, routing = self._prepare(hidden_states, router)
+                    x, routing = self.prepare(hidden_states, router)
                 except ValueError as error:
                     transport.refuse(error)
             return self._exchange(hidden_states, x, routing, num_tokens, max_num_tokens)
@@ -206,7 +249,8 @@ class ExpertParallelMoE(torch.nn.Module):
             if transport.num_rounds != begun:
                 transport.abandon()
             else:
-                self._sit_out(router, max_num_tokens)
+                self.send_nothing(router, max_num_tokens)
+                transport.abandon()
             raise
 
     def _call(
@@ -276,20 +320,22 @@ class ExpertParallelMoE(torch.nn.Module):
                 out = hidden_states.new_zeros(hidden_states.shape)  # rows of padding are not written
             return transport.combine(y, dispatched, shared=shared, out=out)
 
-    def _sit_out(self, router: tuple[torch.Tensor, ...], max_num_tokens: int | None) -> None:
-        """Join the round without tokens after a failure on this rank, since the other ranks wait for it."""
+    def send_nothing(self, router: tuple[torch.Tensor, ...], max_num_tokens: int | None, slot: int = 0) -> None:
+        """Begin the round without tokens after a failure on this rank, since other ranks wait for it. Collective."""
         if len(router) == 2:
-            num_topk = router[0].shape[1]
+            ids = router[0]
+            num_topk = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 1
         else:
-            assert self.config.routing is not None  # router_logits without a routing config were refused before
-            num_topk = self.config.routing.num_topk
-        self.transport.sit_out(num_topk=num_topk, scheme=self.scheme, max_num_tokens=max_num_tokens, layer=self.tag)
+            num_topk = 1 if self.config.routing is None else self.config.routing.num_topk
+        self.transport.send_nothing(
+            num_topk=num_topk, scheme=self.scheme, slot=slot, max_num_tokens=max_num_tokens, layer=self.tag
+        )
 
-    def _prepare(
+    def prepare(
         self, hidden_states: torch.Tensor, router: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor | Quantized, Routing]:
         """Check the input; return the tokens for the transport, scaled by router weights or quantized as configured,
-        and the routing with physical ids."""
+        and the routing with physical ids. Local."""
         check_tensor(hidden_states, "hidden_states")
         shape = hidden_states.shape
         if len(shape) != 2:

@@ -168,6 +168,24 @@ class Transport(Protocol):
         """
         ...
 
+    def send_nothing(
+        self,
+        *,
+        num_topk: int,
+        scheme: QuantScheme,
+        slot: int = 0,
+        max_num_tokens: int | None = None,
+        layer: LayerTag = NO_LAYER,
+    ) -> None:
+        """Join a round with zero tokens, in place of dispatch_send, because this rank has failed; `abandon` ends it.
+
+        Args: as of `sit_out`. Errors: those of `dispatch_send`. Collective.
+        """
+        x, nobody = no_tokens(self.config, num_topk, self.device)
+        self.dispatch_send(
+            x, nobody, layout=Layout.FLAT, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer
+        )
+
     def sit_out(
         self,
         *,
@@ -185,10 +203,7 @@ class Transport(Protocol):
             num_topk: K of the round. scheme: of its payload. max_num_tokens: of the round, as of `dispatch_send`.
         Errors: those of `dispatch_send` and `abandon`. Collective.
         """
-        x, nobody = no_tokens(self.config, num_topk, self.device)
-        self.dispatch_send(
-            x, nobody, layout=Layout.FLAT, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer
-        )
+        self.send_nothing(num_topk=num_topk, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer)
         self.abandon(slot=slot)
 
     def abandon(self, *, slot: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Tiles to try: those that differ from given ones in one respect, and fit the scheme and the GPU.
+"""Tiles to try: those of the same backend that differ in one respect from given ones, and fit the scheme and the GPU.
 
 Letters: K columns that a GEMM sums over.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ep_moe.experts.grouped_gemm import CallShape
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles, stage_bytes
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles, stage_bytes
 
 _MOST_ACCUMULATORS = 224  # float32 registers of a thread for sums; more would spill
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _WARPS = (16, 128), (32, 256), (16, 256), (2, 8)
@@ -23,6 +23,10 @@ def neighbours(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Itera
         shared_bytes: available to a thread block; 0 does not limit (a CPU).
     Local.
     """
+    for group_m in _doubled(tiles.group_m, _GROUP_M):
+        yield from _fitting(dataclasses.replace(tiles, group_m=group_m), shape, shared_bytes)
+    if tiles.backend == HOPPER_TILES.backend:  # its kernels have tiles of one size
+        return
     rows = 2 * max(shape.expected_rows - 1, 1).bit_length()
     for block_m in _doubled(tiles.block_m, _BLOCK_M):
         if block_m <= 16 or block_m < 1 << rows:
@@ -33,8 +37,6 @@ def neighbours(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Itera
                     name: dataclasses.replace(getattr(tiles, name), swap=block_m < 64) for name in ("first", "second")
                 }
                 yield from _fitting(dataclasses.replace(changed, **swapped), shape, shared_bytes)
-    for group_m in _doubled(tiles.group_m, _GROUP_M):
-        yield from _fitting(dataclasses.replace(tiles, group_m=group_m), shape, shared_bytes)
     for gemm in _gemms(tiles.first):
         yield from _fitting(dataclasses.replace(tiles, first=gemm), shape, shared_bytes)
     for gemm in _gemms(tiles.second):
@@ -68,7 +70,13 @@ def _changed(gemm: GemmTiles, name: str, value: int) -> GemmTiles:
 
 
 def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterator[ExpertTiles]:
-    """The tiles, if a GPU can hold their sums and stages and no step crosses from one scale to the next."""
+    """The tiles, if a GPU can hold their sums and stages and no step crosses from one scale to the next.
+
+    Those of Hopper's kernels do both.
+    """
+    if tiles.backend == HOPPER_TILES.backend:
+        yield tiles
+        return
     width = shape.scheme.weight.group_width
     for gemm, halves in ((tiles.first, 2 if shape.activation.kind.gated else 1), (tiles.second, 1)):
         sums = halves * tiles.block_m * gemm.block_n // (32 * gemm.num_warps)

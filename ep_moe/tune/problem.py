@@ -5,21 +5,23 @@ Letters: N rows of all experts, L local experts, H hidden, n rows that are check
 
 import dataclasses
 import functools
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
-from ep_moe.bench.configs import SEED_STRIDE
-from ep_moe.bench.oracle import RandomExperts
-from ep_moe.bench.timing import capture, time_calls
 from ep_moe.config import EngineConfig, Layout, MoEConfig
+from ep_moe.experts import SERVES
 from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.hopper.shapes import CAPABILITY, has_gluon, is_hopper
+from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.group import EPGroup
 from ep_moe.layout import pack_routed
+from ep_moe.profiling.timing import capture, time_calls
 from ep_moe.quant import get_scheme, quantize
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from ep_moe.testing.random_experts import SEED_STRIDE, RandomExperts
 
 _SAMPLED_ROWS = 128  # of the first and the last expert each, which the oracle computes
 _WARMUP = 2
@@ -40,15 +42,37 @@ class Sizes:
     seed: int
 
 
+def kernel_experts(name: str, device: torch.device) -> Callable[..., KernelExperts]:
+    """The experts whose kernels are tuned: "triton", or "hopper", which has both backends; "auto" chooses.
+
+    Errors: ValueError for others, RuntimeError if "hopper" cannot run here. Local.
+    """
+    if name not in ("auto", *SERVES):
+        raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(SERVES)}, whose kernels have tiles")
+    both = has_gluon() and is_hopper(device)
+    if name == "hopper" and not both:
+        raise RuntimeError(
+            f"experts 'hopper' need a GPU of compute capability {CAPABILITY} and a Triton with Gluon, "
+            f"which {device} has not; 'triton' is tuned without"
+        )
+    if name == "triton" or not both:
+        return TritonExperts
+    from ep_moe.experts.hopper.experts import HopperExperts  # not every Triton has Gluon
+
+    return HopperExperts
+
+
 class Problem:
     """Random experts on one device, and for each number of rows the tokens that they compute.
 
     Args:
         device: a GPU, or the CPU under Triton's interpreter.
+    Errors: as of `kernel_experts`.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self._sizes, self._group = sizes, EPGroup.single(device)
+        self._kind = kernel_experts(sizes.engine.experts, device)
         self._dtype, self._scheme = sizes.engine.torch_dtype, get_scheme(sizes.engine.scheme)
         self._random = RandomExperts(sizes.moe, self._dtype, device, bias=sizes.bias, seed=sizes.seed)
         self._weights = self._random.local(range(sizes.num_experts), self._scheme)
@@ -93,9 +117,19 @@ class Problem:
         """What determines the launches of a call with the present rows."""
         return CallShape.of(self._batch, self._weights, self._sizes.moe.activation)
 
-    def experts(self, tiles: ExpertTiles | Path | None) -> TritonExperts:
-        """The experts with these tiles, or those of tables in a folder and of the package."""
-        return TritonExperts(self._sizes.moe.activation, tiles=tiles)
+    def experts(self, tiles: ExpertTiles | None) -> KernelExperts:
+        """The experts with these tiles, or those of the package."""
+        return self._kind(self._sizes.moe.activation, tiles=tiles)
+
+    @property
+    def backends(self) -> list[str]:
+        """The names of the backends that are tuned."""
+        experts = self.experts(None)
+        return [backend.serves.name for backend in (experts.backend, experts.preferred) if backend is not None]
+
+    def choices(self) -> list[ExpertTiles]:
+        """What the package has for the present rows: the tiles that would be used, then each backend's own."""
+        return self.experts(None).choices(self.shape)
 
     def run(self, tiles: ExpertTiles) -> None:
         """One call, which compiles. Errors: those of Triton and CUDA. Host sync."""

@@ -46,20 +46,22 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     dtype = scheme.name if scheme.weight.quantized else engine.dtype
     path = folder / table_name(moe.intermediate, moe.hidden, device_name(device), dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {
+    about: dict[str, Any] = {
         "gpu": device_name(device),
         "versions": versions(device),
         "preset": config.preset,
         "num_local_experts": num_local,
         "seed": config.seed,
     }
+    problem = Problem(sizes, device)
+    about["backends"] = problem.backends
     journal = Journal(path.with_suffix(".measured.jsonl"), about)
     shared = 0
     if device.type == "cuda":
         import triton
 
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-    problem, end = Problem(sizes, device), time.monotonic() + 60 * config.minutes
+    end = time.monotonic() + 60 * config.minutes
     with _compiling(sizes, device, config.jobs) as compiling, _Told() as told:
         search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, tell=told.trial)
         for index, rows in enumerate(config.rows):
@@ -67,10 +69,7 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
             found = journal.chosen.get(rows)
             if found is None or not found.complete:
                 told.begin(rows, left)
-                problem.set_rows(rows)
-                default = problem.experts(None).choose_tiles(problem.shape)
-                seeds = [done.tiles for done in journal.chosen.values()]
-                found = search.run(rows, default, seeds, left)
+                found = search.run(rows, [done.tiles for done in journal.chosen.values()], left)
                 _write(path, journal.chosen)
             told.end(found)
     _write(path, journal.chosen)
@@ -119,6 +118,7 @@ def _reported(found: Chosen, journal: Journal) -> dict[str, Any]:
     trials = [trial for trial in journal.trials.values() if trial.rows == found.rows]
     return {
         "rows_per_expert": found.rows,
+        "backend": found.tiles.backend,
         "us": found.us,
         "default_us": found.default_us,
         "speedup_ratio": found.default_us / found.us,
@@ -160,4 +160,5 @@ class _Told:
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
         gain = f"{found.us:.1f} us, {found.default_us / found.us:.2f} x the default's rate"
-        self._console.print(f"{found.rows} rows: {gain}{'' if found.complete else ' (time was over)'}")
+        unfinished = "" if found.complete else " (time was over)"
+        self._console.print(f"{found.rows} rows: '{found.tiles.backend}', {gain}{unfinished}")

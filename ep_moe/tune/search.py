@@ -1,4 +1,6 @@
-"""The search for the fastest tiles: from given ones to better neighbours, until none is better or the time is over."""
+"""The search for the fastest backend and tiles: for each backend from given tiles to better neighbours, until none is
+better or the time is over; then the fastest of all beside the default.
+"""
 
 import dataclasses
 import itertools
@@ -38,23 +40,42 @@ class Search:
     shared_bytes: int
     tell: Callable[[int, Trial], None]
 
-    def run(self, rows: int, default: ExpertTiles, seeds: Iterable[ExpertTiles], secs: float) -> Chosen:
-        """The fastest tiles for `rows` rows per expert that can be found in about `secs` seconds.
+    def run(self, rows: int, seeds: Iterable[ExpertTiles], secs: float) -> Chosen:
+        """The fastest backend and tiles for `rows` rows per expert that can be found in about `secs` seconds.
 
         The default stays unless others are faster by more than 1 % when both are timed in turn. Every candidate is
-        compared with the oracle first.
+        compared with the oracle first. The time is shared by the backends, of which those with the fewest tiles to try
+        are searched first.
 
         Args:
-            default: the tiles that are used without a tuned table. seeds: others to start from.
+            seeds: to start from, besides the tiles of each backend that are used without a tuned table.
         Errors: RuntimeError if the default itself is wrong. Host sync.
         """
         end = time.monotonic() + secs
         self.problem.set_rows(rows)
-        best = self._try(rows, [default, *seeds], end, always=1)
+        default, *others = self.problem.choices()
+        starts = [default, *others, *seeds]
+        self._try(rows, starts, end, always=1)
         first = self.journal.trials[rows, default]
         if first.why:
             raise RuntimeError(f"the default tiles for {rows} rows per expert cannot be used: {first.why}")
-        complete = False
+        of_backends: dict[str, list[Trial]] = {}
+        for tiles in starts:
+            of_backends.setdefault(tiles.backend, []).append(self._known(rows, tiles))
+        begun = sorted((min(trials, key=_us) for trials in of_backends.values()), key=self._num_neighbours)
+        best, complete = first, True
+        for index, start in enumerate(begun):
+            now = time.monotonic()
+            found, searched = self._climb(rows, start, now + (end - now) / (len(begun) - index))
+            best, complete = min(best, found, key=_us), complete and searched
+        return self._compare(rows, default, best.tiles, complete=complete)
+
+    def _num_neighbours(self, trial: Trial) -> int:
+        return sum(1 for _ in neighbours(trial.tiles, self.problem.shape, self.shared_bytes))
+
+    def _climb(self, rows: int, best: Trial, end: float) -> tuple[Trial, bool]:
+        """The fastest tiles of one backend that are found from `best` on, and whether none near them is faster."""
+        complete = bool(best.why)  # a backend whose own tiles are refused is not searched
         while time.monotonic() < end and not complete:
             around = list(neighbours(best.tiles, self.problem.shape, self.shared_bytes))
             found = self._try(rows, around, end)
@@ -66,7 +87,7 @@ class Search:
             found = min(found, self._try(rows, [both], end), key=_us)
             complete = not found.us < _GAIN * best.us and time.monotonic() < end
             best = min(best, found, key=_us)
-        return self._compare(rows, default, best.tiles, complete=complete)
+        return best, complete
 
     def _differs_in(self, part: str, tiles: ExpertTiles, best: Trial) -> bool:
         """True if the GEMM `part` alone differs from the best tiles."""

@@ -587,12 +587,12 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
     path.write_text(json.dumps({"4": few, "8": {**few, "BLOCK_SIZE_M": 16}}))
     experts = TritonExperts(SILU, tiles=tmp_path)
     chosen = [
-        experts.choose_tiles(CallShape.of(case.batch(Layout.COMPACT, rows), case.weights, SILU)) for rows in (4, 5)
+        experts.choose_backend(CallShape.of(case.batch(Layout.COMPACT, rows), case.weights, SILU))[1] for rows in (4, 5)
     ]
     assert [tiles.block_m for tiles in chosen] == [32, 16]
     assert (chosen[0].group_m, chosen[0].first.num_warps, chosen[0].second.programs_per_sm) == (1, 2, 2)
     assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tmp_path)
-    default = TritonExperts(SILU).choose_tiles(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))
+    default = TritonExperts(SILU).choose_backend(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))[1]
     assert default == default_table(torch.float8_e4m3fn, gated=True, group_k=128, whole_blocks=False).choose(5)
     few["second"]["BLOCK_SIZE_K"] = 256
     other = tmp_path / "other"

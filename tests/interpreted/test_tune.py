@@ -2,29 +2,41 @@
 
 import dataclasses
 import json
+import logging
 import math
 import statistics
+import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from ep_moe.config import EngineConfig
-from ep_moe.experts.tile_tables import find_table, tiles_of_json
-from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.tune import run
+from ep_moe.config import ActivationConfig, EngineConfig
+from ep_moe.experts import SERVES
+from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.kernels import KernelExperts
+from ep_moe.experts.tile_tables import find_table, table_name, tell_once, tiles_of_json, tiles_to_json
+from ep_moe.experts.triton import TritonExperts, TritonGemms
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
+from ep_moe.tune import problem as problem_module
+from ep_moe.tune import run, search
 from ep_moe.tune.candidates import neighbours
 from ep_moe.tune.config import TuneConfig
 from ep_moe.tune.journal import Journal, Trial
-from ep_moe.tune.problem import Problem
+from ep_moe.tune.problem import Problem, kernel_experts
 
+HOPPER_US = 9.5  # of the best tiles; Triton's take 10
 ENGINE = EngineConfig(dtype="float32", scheme="fp8_block", device="cpu")
 CONFIG = TuneConfig(preset="tiny", ep_size=8, rows=(4, 40))
+SIZES = run.Sizes(moe=CONFIG.moe(ENGINE), engine=ENGINE, num_experts=2, bias=False, seed=0)
 
 
 def cost(tiles: ExpertTiles) -> float:
-    """A time that has one least value: microseconds of tiles, as a GPU might have them."""
+    """A time that has one least value for each backend: microseconds of tiles, as a GPU might have them."""
+    if tiles.backend == "hopper":
+        return HOPPER_US + abs(math.log2(tiles.group_m / 32))
     gemms = (tiles.first, 64), (tiles.second, 128)
     widths = sum(abs(math.log2(gemm.block_n / best)) + abs(gemm.num_stages - 2) for gemm, best in gemms)
     return 10 + widths + abs(math.log2(tiles.block_m / 32))
@@ -75,11 +87,10 @@ def test_finds_the_fastest_and_goes_on_where_it_was(
 
 def test_computes_what_it_times(tmp_path: Path) -> None:
     """With the true oracle: the default passes, and tiles whose rows are not written, or wrong, are refused."""
-    problem = Problem(
-        run.Sizes(moe=CONFIG.moe(ENGINE), engine=ENGINE, num_experts=2, bias=False, seed=0), torch.device("cpu")
-    )
+    problem = Problem(SIZES, torch.device("cpu"))
     problem.set_rows(4)
-    tiles = problem.experts(None).choose_tiles(problem.shape)
+    (tiles,) = problem.choices()
+    assert tiles.backend == "triton"
     assert problem.error(tiles) <= problem.limit
     problem._weights.w2.values.view(torch.uint8)[1, 5] ^= 1 << 6
     assert not problem.error(tiles) <= problem.limit
@@ -89,6 +100,144 @@ def test_computes_what_it_times(tmp_path: Path) -> None:
     for other in around:
         assert 128 % other.first.block_k == 128 % other.second.block_k == 0  # no step crosses a scale
     assert statistics.fmean(problem.times(tiles, 1)) > 0
+
+
+class Gemms(TritonGemms):
+    """Stands for Hopper's kernels, which the interpreter does not run: Triton's under another name."""
+
+    serves, default_tiles = SERVES["hopper"], HOPPER_TILES
+
+    def tiles(self, shape: CallShape) -> ExpertTiles | None:
+        return self.default_tiles if shape.expected_rows >= 64 else None
+
+    def obstacle(self, shape: CallShape) -> str | None:
+        return "they take no biases" if shape.hidden == 512 else None
+
+
+class BothExperts(KernelExperts):
+    """Experts that have two backends."""
+
+    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | Path | None = None) -> None:
+        super().__init__(activation, TritonGemms(), preferred=Gemms(), tiles=tiles)
+
+
+@pytest.fixture
+def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem_module, "kernel_experts", lambda name, device: BothExperts)
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_measures_both_backends_and_writes_which_is_faster(tmp_path: Path, measured: list[ExpertTiles]) -> None:
+    """With the true oracle on calls of both backends; only the clock is made up."""
+    config = dataclasses.replace(CONFIG, out=tmp_path, rows=(4,))
+    report = run.tune(ENGINE, config)
+    best = dataclasses.replace(HOPPER_TILES, group_m=32)
+    (row,) = report["rows"]
+    assert (row["backend"], row["us"], row["complete"], row["refused"]) == ("hopper", HOPPER_US, True, 0)
+    assert json.loads(Path(report["table"]).read_text()) == {"4": {"backend": "hopper", "GROUP_SIZE_M": 32}}
+    assert {tiles.backend for tiles in measured} == {"hopper", "triton"}
+    assert cost(min((tiles for tiles in measured if tiles.backend == "triton"), key=cost)) == 11  # tiles of 16 rows
+    measured.clear()
+    assert run.tune(ENGINE, config) == report
+    assert measured == []
+    problem = Problem(SIZES, torch.device("cpu"))
+    problem.set_rows(4)
+    backend, tiles = BothExperts(SIZES.moe.activation, tiles=tmp_path).choose_backend(problem.shape)
+    assert (backend.serves.name, tiles) == ("hopper", best)
+    assert problem.error(best) <= problem.limit
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_the_default_backend_stays_unless_another_is_faster(
+    tmp_path: Path, measured: list[ExpertTiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Problem, "error", lambda self, tiles: 0.0)
+    monkeypatch.setattr(sys.modules[__name__], "HOPPER_US", 9.95)  # less than 1 % below Triton's best
+    report = run.tune(ENGINE, dataclasses.replace(CONFIG, out=tmp_path, rows=(4, 80)))
+    few, many = report["rows"]
+    assert [row["backend"] for row in (few, many)] == ["hopper", "hopper"]
+    assert (few["us"], many["us"]) == (9.95, 9.95)  # the defaults are far slower
+    monkeypatch.setattr(sys.modules[__name__], "HOPPER_US", 10.05)
+    report = run.tune(ENGINE, dataclasses.replace(CONFIG, out=tmp_path / "other", rows=(80,)))
+    assert report["rows"][0]["backend"] == "triton"
+    monkeypatch.setattr(problem_module.Problem, "times", lambda self, tiles, repeats: [10.0 - tiles.group_m / 1e3])
+    report = run.tune(ENGINE, dataclasses.replace(CONFIG, out=tmp_path / "third", rows=(80,)))
+    table = json.loads(Path(report["table"]).read_text())
+    assert table == {"80": {"backend": "hopper", "GROUP_SIZE_M": 8}}  # others gain half a percent
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_the_time_is_shared_by_the_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial takes a second: the search ends when the time does, and has tried both backends."""
+    now = [0.0]
+
+    def times(self: Problem, tiles: ExpertTiles, repeats: int) -> Sequence[float]:
+        now[0] += 1
+        return [cost(tiles)] * repeats
+
+    monkeypatch.setattr(Problem, "times", times)
+    monkeypatch.setattr(Problem, "error", lambda self, tiles: 0.0)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    for module in (run, search):
+        monkeypatch.setattr(module, "time", clock)
+    report = run.tune(ENGINE, dataclasses.replace(CONFIG, out=tmp_path, rows=(4,), minutes=0.25))
+    (row,) = report["rows"]
+    assert (row["complete"], row["backend"], row["us"]) == (False, "hopper", HOPPER_US)
+    assert 15 <= row["tried"] <= 17
+    finished = run.tune(ENGINE, dataclasses.replace(CONFIG, out=tmp_path, rows=(4,), minutes=5))
+    assert finished["rows"][0]["complete"]
+    assert finished["rows"][0]["tried"] > row["tried"]
+
+
+def test_hopper_s_tiles_are_those_of_its_kernels() -> None:
+    arguments = pytest.importorskip("ep_moe.kernels.hopper.arguments", reason="this Triton has no Gluon")
+    assert HOPPER_TILES.block_m == arguments.BLOCK_M.value
+    assert HOPPER_TILES.first.block_n == HOPPER_TILES.second.block_n == arguments.HALF_N.value
+
+
+def test_a_table_s_backend_that_cannot_run_is_left_for_the_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    problem = Problem(SIZES, torch.device("cpu"))
+    activation, moe = SIZES.moe.activation, SIZES.moe
+    path = tmp_path / "cpu" / table_name(moe.intermediate, moe.hidden, "cpu", "fp8_block")
+    path.parent.mkdir()
+    problem.set_rows(80)
+    (default,) = problem.choices()
+    few = tiles_to_json(dataclasses.replace(default, group_m=2))
+    path.write_text(json.dumps({"16": few, "64": {"backend": "hopper", "GROUP_SIZE_M": 4}}))
+    tell_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="ep_moe.experts"):
+        for _ in range(2):
+            backend, tiles = TritonExperts(activation, tiles=tmp_path).choose_backend(problem.shape)
+            assert (backend.serves.name, dataclasses.replace(tiles, backend="triton")) == ("triton", default)
+    reason = f"{path}: backend 'hopper' is not used, defaults are: these experts compute by 'triton' kernels"
+    assert caplog.messages == [f"expert kernels take {path}", reason]
+    chosen = []
+    for rows in (9, 17, 80):
+        problem.set_rows(rows)
+        backend, tiles = BothExperts(activation, tiles=tmp_path).choose_backend(problem.shape)
+        chosen.append((backend.serves.name, tiles.group_m))
+    assert chosen == [("triton", 2), ("hopper", 4), ("hopper", 4)]
+    wide = dataclasses.replace(problem.shape, hidden=512)
+    other = tmp_path / "cpu" / table_name(moe.intermediate, 512, "cpu", "fp8_block")
+    other.write_text(path.read_text())
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="ep_moe.experts"):
+        backend, _ = BothExperts(activation, tiles=tmp_path).choose_backend(wide)
+    assert backend.serves.name == "hopper"  # by default, as many rows are
+    assert caplog.messages[1] == f"{other}: backend 'hopper' is not used, defaults are: they take no biases"
+    with pytest.raises(ValueError, match="tiles are for backend 'hopper': these experts compute by 'triton' kernels"):
+        TritonExperts(activation, tiles=HOPPER_TILES).choose_backend(problem.shape)
+
+
+def test_which_experts_are_tuned() -> None:
+    cpu = torch.device("cpu")
+    assert kernel_experts("auto", cpu) is kernel_experts("triton", cpu) is TritonExperts
+    with pytest.raises(RuntimeError, match=r"experts 'hopper' need a GPU of compute capability \(9, 0\)"):
+        kernel_experts("hopper", cpu)
+    with pytest.raises(ValueError, match=r"experts \('torch'\) is not one of auto, triton, hopper"):
+        kernel_experts("torch", cpu)
 
 
 def test_refuses_the_wrong_ones(tmp_path: Path, measured: list[ExpertTiles], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +273,9 @@ def test_wrong_options(change: dict[str, object], words: str) -> None:
 
 def test_the_journal_of_another_gpu_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    default = Problem(
-        run.Sizes(moe=CONFIG.moe(ENGINE), engine=ENGINE, num_experts=1, bias=False, seed=0), torch.device("cpu")
-    )
+    default = Problem(SIZES, torch.device("cpu"))
     default.set_rows(1)
-    tiles = default.experts(None).choose_tiles(default.shape)
+    (tiles,) = default.choices()
     Journal(path, {"gpu": "one"}).add(Trial(rows=1, tiles=tiles, us=2.0))
     assert Journal(path, {"gpu": "one"}).trials[1, tiles].us == 2.0
     assert not Journal(path, {"gpu": "other"}).trials

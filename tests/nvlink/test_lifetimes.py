@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import test_layer
 import torch
 import torch.distributed as dist
 
@@ -310,6 +311,39 @@ def layer_without_memory(group: EPGroup) -> bool:
 
 def test_a_layer_without_memory_costs_the_others_what_they_sent_there() -> None:
     assert on_ranks(layer_without_memory) == [True, True]
+
+
+def in_micro_batches(group: EPGroup) -> list[torch.Tensor]:
+    """The results in three micro-batches by nvlink and by collective; on rank 1 the last call fails in between."""
+    found = []
+    for name in ("nvlink", "collective"):
+        like = test_layer.layer_on(group, "linear", "fp8_token", Layout.COMPACT, torch.float32)
+        transport = create_transport(
+            name, group, like.placement, TransportConfig(hidden=48, max_tokens_per_rank=5, dtype=torch.float32)
+        )
+        shared, bias = like.shared_experts, like.routing_bias
+        layer = ExpertParallelMoE(like.config, like.weights, transport, routing_bias=bias, shared_experts=shared)
+        x, logits = (tensor[test_layer.share(2, group.rank)] for tensor in test_layer.tokens(torch.float32))
+        found.append(layer.forward_micro_batches(x, logits, num_micro_batches=3))
+        if name == "nvlink" and group.rank == 1:
+            layer.shared_experts = lambda x: (_ for _ in ()).throw(MemoryError("no memory"))
+            with pytest.raises(MemoryError):
+                layer.forward_micro_batches(x, logits, num_micro_batches=3)
+            layer.shared_experts = shared
+        elif name == "nvlink":
+            lost = layer.forward_micro_batches(x, logits, num_micro_batches=3).isnan().all(1)
+            assert torch.equal(lost, test_layer.sent_to_rank_1(layer, logits))
+        if name == "nvlink":
+            found.append(layer.forward_micro_batches(x, logits, num_micro_batches=3))
+            transport.check()
+        transport.destroy()
+    return found
+
+
+def test_micro_batches_in_two_slots() -> None:
+    for first, again, by_collective in on_ranks(in_micro_batches):
+        assert torch.equal(first, by_collective)
+        assert torch.equal(again, by_collective)
 
 
 def other_config(group: EPGroup) -> str:

@@ -19,13 +19,12 @@ from ep_moe.experts.hopper.gather import prepare_gather
 from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, is_hopper, obstacle, say_once
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
 
-_GROUP_M = 8
 _STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 _SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
 _MAXNREG = 168  # times 12 warps fill the register file; the warp groups take 232 of a thread, the loading warp 40
@@ -36,7 +35,6 @@ _GLUON_TYPES = {
     torch.float32: gl.float32,
 }
 _NO_CODES = Codes(**{**dict.fromkeys(Codes._fields, False), "KIND": "none", "PACKED": 1, "GROUPS": 1})
-_TILES = GemmTiles(block_n=HALF_N.value, block_k=_STEP_BYTES, num_warps=4, num_stages=4, programs_per_sm=1)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -139,7 +137,7 @@ class HopperGemms:
         anywhere: take calls whatever the device is, to compile their kernels.
     """
 
-    serves = SERVES["hopper"]
+    serves, default_tiles = SERVES["hopper"], HOPPER_TILES
 
     def __init__(self, *, least_rows: int | None = None, anywhere: bool = False) -> None:
         self._least_rows, self._anywhere = least_rows, anywhere
@@ -151,13 +149,17 @@ class HopperGemms:
             least = LEAST_ROWS.get(shape.row_dtype.itemsize, 0)  # of other dtypes none, for another reason
         if shape.expected_rows < least:
             return None
-        reason = obstacle(shape)
-        if not self._anywhere and not is_hopper(shape.device):
-            reason = f"{shape.device} has not compute capability {CAPABILITY}"
+        reason = self.obstacle(shape)
         if reason is not None:
             say_once(reason)
             return None
-        return ExpertTiles(block_m=BLOCK_M.value, first=_TILES, second=_TILES, group_m=_GROUP_M)
+        return self.default_tiles
+
+    def obstacle(self, shape: CallShape) -> str | None:
+        """Why the kernels do not compute calls of this shape, however many rows they have. Local."""
+        if not self._anywhere and not is_hopper(shape.device):
+            return f"{shape.device} has not compute capability {CAPABILITY}"
+        return obstacle(shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """A counter of drawn tiles for each GEMM, and room for gathered rows. Local."""
@@ -185,18 +187,18 @@ class HopperGemms:
             ORDER=0,
         )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
-        return _prepare(shape, between, epilogue, stored, second=False)
+        return _prepare(shape, tiles, between, epilogue, stored, second=False)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
         epilogue = Epilogue(
             ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
         )
-        return _prepare(shape, between, epilogue, shape.dtype, second=True)
+        return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True)
 
 
 def _prepare(
-    shape: CallShape, between: Between, epilogue: Epilogue, stored: torch.dtype, *, second: bool
+    shape: CallShape, tiles: ExpertTiles, between: Between, epilogue: Epilogue, stored: torch.dtype, *, second: bool
 ) -> _HopperGemm:
     """Prepare one of the GEMMs, whose result is stored in `stored`."""
     sums, columns = shape.hidden, shape.intermediate
@@ -220,7 +222,7 @@ def _prepare(
         COLUMN_TILES=column_tiles,
         W_BLOCKS=triton.cdiv(columns * (2 if gated else 1), BLOCK),
         BLOCK_M=BLOCK_M.value,
-        GROUP_M=_GROUP_M,
+        GROUP_M=tiles.group_m,
         FIRST=not second,
         PACKED=second or shape.gathered,
         COPIED_SCALES=grouped and not (second or shape.gathered),

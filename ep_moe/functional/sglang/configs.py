@@ -159,12 +159,16 @@ def get_default_config(
     group = block_shape[1] if block_shape else 0
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     table = None if block_shape or dtype in _WEIGHT_BITS else find_table(N, K, device, _SCHEMES[dtype], tiles_dir())
-    if table is None and dtype in _WEIGHT_BITS:
-        table = default_table(torch.bfloat16, gated=True, weight_bits=_WEIGHT_BITS[dtype])
-    elif table is None:
+    found = None if table is None else table.choose(rows)
+    if found is not None and found.backend in ("", "triton"):  # a config has tiles of Triton's kernels
+        tiles = found
+    elif dtype in _WEIGHT_BITS:
+        tiles = default_table(torch.bfloat16, gated=True, weight_bits=_WEIGHT_BITS[dtype]).choose(rows)
+    else:
         whole = not block_shape or (block_shape[0] % 128 == 0 and N % block_shape[0] == 0)
-        table = default_table(_DTYPES.get(dtype or "", torch.bfloat16), gated=True, group_k=group, whole_blocks=whole)
-    tiles = fit_steps(table.choose(rows), group, across=dtype in _WEIGHT_BITS)
+        stored = _DTYPES.get(dtype or "", torch.bfloat16)
+        tiles = default_table(stored, gated=True, group_k=group, whole_blocks=whole).choose(rows)
+    tiles = fit_steps(tiles, group, across=dtype in _WEIGHT_BITS)
     return {
         "BLOCK_SIZE_M": tiles.block_m,
         "BLOCK_SIZE_N": min(2 * tiles.first.block_n, 256),

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ep_moe.bench.configs import SEED_STRIDE
 from ep_moe.config import MoEConfig
 from ep_moe.experts import apply_activation
 from ep_moe.quant import QuantScheme, StoredMatrix, dequantize, dequantize_weight, quantize, quantize_weight, round_trip
 from ep_moe.weights import ExpertWeights
 
+SEED_STRIDE = 1_000_003  # prime and larger than any number of experts
 TOKEN_AMAX = 8.0  # tokens are normally distributed: none exceeds this
 INNER_AMAX = 32.0  # of the activation's output; with a static scale, larger values saturate, in the oracle too
 
