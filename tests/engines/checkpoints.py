@@ -12,20 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packed_checkpoints import PACKED, write_packed
 from prompts import VOCABULARY, prompts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
-from ep_moe.quant import (
-    QuantScheme,
-    StoredMatrix,
-    dequantize,
-    dequantize_weight,
-    get_scheme,
-    quantize,
-    quantize_weight,
-    round_trip,
-)
+from ep_moe.quant import dequantize_weight, get_scheme, quantize_weight, round_trip
 from ep_moe.weights.writing import quantization_config
 
 HIDDEN, INTERMEDIATE = 256, 128
@@ -164,21 +156,16 @@ def write(family: str, folder: Path) -> None:
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
 CHANNELS = quantization_config(get_scheme("fp8_token"), gpt_oss=False, ignored=[])
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+INT8_BLOCKS = BLOCKS | {"quant_method": "blockwise_int8"}
 QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {  # scheme, quantization_config, its key for what is not
     "fp8_block": ("fp8_block", BLOCKS, "modules_to_not_convert"),
     "fp8_tensor": ("fp8_tensor", TENSORS, "ignored_layers"),
+    "fp8_modelopt": ("fp8_tensor", MODELOPT, "ignore"),
     "fp8_token": ("fp8_token", CHANNELS, "ignore"),
+    "int8_block": ("int8_block", INT8_BLOCKS, "ignored_layers"),
     "int8_token": ("int8_token", quantization_config(get_scheme("int8_token"), gpt_oss=False, ignored=[]), "ignore"),
 }
-FOUR_BITS = {  # schemes; tokens are quantized in the last two
-    "int4_group": "int4_w4a16_g32_f32",
-    "int4_channel": "int4_w4a16_f32",
-    "gptq": "int4_w4a16_g32_f32",
-    "nvfp4_w4a16": "nvfp4_w4a16_divisor",
-    "nvfp4": "nvfp4_divisor",
-    "nvfp4_modelopt": "nvfp4",
-}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
 INPUT_SCALES = (0.02, 0.01)  # static, of the activations of both GEMMs
 
 
@@ -191,8 +178,8 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     folder.mkdir()
     name, settings, key = QUANTIZED[form]
     scheme = get_scheme(name)
-    suffix = "_scale_inv" if form == "fp8_block" else "_scale"
-    static = form == "fp8_tensor"
+    suffix = "_scale_inv" if form.endswith("_block") else "_scale"
+    static = name == "fp8_tensor"
     tensors = load_file(plain / "model.safetensors")
     for weight in [weight for weight in tensors if ".experts." in weight]:
         stored = quantize_weight(tensors[weight], scheme)
@@ -237,76 +224,6 @@ def write_quantized(folder: Path, plain: Path, model: Any, form: str) -> None:
     save_reference(model, folder)
 
 
-def packed_parts(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
-    """The tensors of a weight [N, K] in 4 bits, by the end of their names; "weight" is cut off before."""
-    assert stored.scale is not None
-    if "nvfp4" in form:
-        assert stored.global_scale is not None
-        if form == "nvfp4_modelopt":
-            scales = {"weight_scale": stored.scale, "weight_scale_2": stored.global_scale}
-            return {"weight": stored.values, **scales, "input_scale": torch.tensor(1.0)}
-        scales = {"weight_scale": stored.scale, "weight_global_scale": stored.global_scale.reshape(1)}
-        tokens = {} if form == "nvfp4_w4a16" else {"input_global_scale": torch.ones(1)}
-        return {"weight_packed": stored.values, **scales, **tokens}
-    values, scale = stored.values.contiguous().view(torch.int32), stored.scale.reshape(stored.values.shape[0], -1)
-    if form != "gptq":
-        shape = torch.tensor([values.shape[0], 8 * values.shape[1]])
-        return {"weight_packed": values, "weight_scale": scale.clone(), "weight_shape": shape}
-    groups = scale.shape[1]
-    return {
-        "qweight": values.t().contiguous(),
-        "scales": scale.t().contiguous(),
-        "qzeros": torch.full((groups, values.shape[0] // 8), 0x77777777, dtype=torch.int32),  # 8 - 1, as v1 stores it
-        "g_idx": (torch.arange(8 * values.shape[1]) // (8 * values.shape[1] // groups)).int(),
-    }
-
-
-def four_bit_experts(
-    module: Any, scheme: QuantScheme, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """The scheme's oracle: both inputs are rounded, that of the second GEMM with a second scale for each row."""
-    result = torch.zeros_like(x)
-    tokens = dequantize(quantize(x, scheme))
-    for token, row in enumerate(tokens):
-        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-            gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
-            inner = round_trip((torch.nn.functional.silu(gate) * up)[None], scheme)[0]
-            result[token] += weight * (module.down_proj[expert] @ inner)
-    return result
-
-
-def write_four_bits(folder: Path, plain: Path, model: Any, form: str) -> None:
-    """The same model with its experts in 4 bits, and what it computes with their dequantized weights."""
-    folder.mkdir()
-    scheme = get_scheme(FOUR_BITS[form])
-    tensors = load_file(plain / "model.safetensors")
-    tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for name, module in model.named_modules():
-        if not name.endswith("mlp.experts"):
-            continue
-        for weight, halves in ((module.gate_up_proj, ("gate_proj", "up_proj")), (module.down_proj, ("down_proj",))):
-            for expert, matrix in enumerate(weight.data):  # both halves at once: they share NVFP4's second scale
-                stored = quantize_weight(matrix, scheme)
-                weight.data[expert] = dequantize_weight(stored, scheme)
-                rows = matrix.shape[0] // len(halves)
-                for index, half in enumerate(halves):
-                    part = stored.map(
-                        lambda t, i=index, n=rows: t[i * n : (i + 1) * n].clone() if t.dim() else t.clone()
-                    )
-                    parts = packed_parts(part, form)
-                    tensors |= {f"{name}.{expert}.{half}.{end}": tensor for end, tensor in parts.items()}
-        if scheme.payload.quantized:
-            module.forward = functools.partial(four_bit_experts, module, scheme)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
-    config = json.loads((plain / "config.json").read_text())
-    settings = quantization_config(scheme, gpt_oss=False, ignored=ignored)
-    config["quantization_config"] = GPTQ if form == "gptq" else settings
-    (folder / "config.json").write_text(json.dumps(config))
-    save_reference(model, folder)
-
-
 def write_mxfp4(folder: Path, plain: Path, model: Any) -> None:
     """gpt-oss as it is published: experts in MXFP4, and what the same model computes with their dequantized weights."""
     folder.mkdir()
@@ -338,8 +255,10 @@ def main(folder: Path) -> None:
         write(family, folder / family)
     for form in QUANTIZED:
         write_quantized(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
-    for form in FOUR_BITS:
-        write_four_bits(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", make("qwen3_moe_even")[0], form)
+    for form in PACKED:
+        model = make("qwen3_moe_even")[0]
+        write_packed(folder / f"qwen3_moe_{form}", folder / "qwen3_moe_even", model, form)
+        save_reference(model, folder / f"qwen3_moe_{form}")
     write_mxfp4(folder / "gpt_oss_mxfp4", folder / "gpt_oss", make("gpt_oss")[0])
 
 

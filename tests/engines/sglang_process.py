@@ -22,11 +22,13 @@ from unittest import mock
 import pytest
 import sglang_twins
 import torch
+from safetensors.torch import load_file
 
 sglang_twins.install()
 
 import sglang  # noqa: E402
 import sglang_cases  # noqa: E402
+import sglang_formats  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
@@ -47,13 +49,31 @@ WORLD, RANK, PORT = (int(text) for text in sys.argv[1:4])
 CHECKPOINTS = Path(sys.argv[4])
 OLD = sglang.__version__ == "0.5.17"
 MAX_TOKENS = 64
-FLOAT32_LIMIT, FP8_LIMIT = 1e-5, 1e-2
+FLOAT32_LIMIT, ROUNDED_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
-QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token")
-FOUR_BITS = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel")
-LAYERS = {"qwen3_moe_even": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(
-    (*QUANTIZED, *FOUR_BITS), 2
-)
+SCALED = ("fp8_block", "fp8_tensor", "fp8_modelopt", "fp8_token", "int8_block", "int8_token")
+ROUNDED = tuple(f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt"))  # tokens too
+ONE_LAYER = ("deepseek_v3",)  # the others have two with experts
+FORMATS: dict[str, tuple[str, ...]] = {  # of packed weights and others that have one case: a2a, and more options
+    "int8_token": ("deepep", "--quantization", "w8a8_int8"),
+    "int8_block": ("none",),
+    "fp8_modelopt": ("none",),
+    "int4_group": ("deepep",),
+    "int4_channel": ("none",),
+    "int8_packed": ("none",),
+    "gptq": ("deepep",),
+    "gptq_static": ("none",),
+    "gptq8": ("none",),
+    "gptq_zp": ("none", "--quantization", "moe_wna16"),
+    "awq": ("deepep",),
+    "nvfp4_modelopt": ("deepep",),
+    "nvfp4": ("none",),
+    "nvfp4_w4a16": ("none",),
+}
+if OLD:  # it refuses weights alone in NVFP4, and loads zero points of moe_wna16 on one rank
+    del FORMATS["nvfp4_w4a16"]
+    if WORLD > 1:
+        del FORMATS["gptq_zp"]
 
 
 @dataclasses.dataclass
@@ -123,7 +143,7 @@ class Engine:
     def check_ours(self) -> None:
         """Every layer of experts is ours."""
         ours = [hasattr(type(layer.quant_method), OURS) for layer in self.experts]
-        assert len(ours) == LAYERS[self.name], ours
+        assert len(ours) == (1 if self.name in ONE_LAYER else 2), ours
         assert all(ours), ours
 
     def check(self, first: int = 9, padded: int = 0) -> float:
@@ -137,12 +157,12 @@ class Engine:
             difference = self.call(self.blocks[layer], given[mine], padded) - wanted[mine]
             if difference.numel() == 0:
                 continue
-            if self.name in QUANTIZED:
+            if self.name in ROUNDED:
                 relative = difference.norm(dim=-1) / wanted[mine].norm(dim=-1)
                 worst = max(worst, float(relative.nan_to_num(9).max()))
             else:
                 worst = max(worst, float(difference.abs().nan_to_num(9).max()))
-        limit = FP8_LIMIT if self.name in QUANTIZED else FLOAT32_LIMIT
+        limit = ROUNDED_LIMIT if self.name in ROUNDED else FLOAT32_LIMIT
         assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
         return worst
 
@@ -266,6 +286,7 @@ def qwen3_moe() -> None:
         attempt(sglang_cases.other_layers, made)
         if WORLD == 1:
             attempt(sglang_cases.hooks_are_checked)
+            attempt(sglang_formats.formats_are_refused)
             attempt(sglang_cases.backend_by_name, arguments, publish)
 
 
@@ -279,6 +300,23 @@ def plain(name: str, a2a: str) -> None:
     """A family without cases of its own."""
     for _ in family(name, a2a):
         pass
+
+
+def packed(form: str, a2a: str, *more: str) -> None:
+    """A format in the layouts of both kinds of steps; swapped experts are seen."""
+    name = f"qwen3_moe_{form}"
+    with engine(name, a2a, *more) as made:
+        made.check_ours()
+        made.use(None)
+        for extend in (True, False):
+            dp_attention.set_is_extend_in_batch(extend)
+            say(f"{name}, a2a {a2a}, {'prompts' if extend else 'decode'}: {made.check():.1e}")
+        made.model.load_weights(iter(load_file(CHECKPOINTS / name / "model.safetensors").items()))
+        made.use(None)
+        say(f"{name}, a2a {a2a}, loaded again: {made.check():.1e}")
+        attempt(sglang_formats.swaps_are_seen, made, name=f"swaps_are_seen in {name}")
+    if form == "int4_group":
+        attempt(sglang_formats.runner_is_needed, functools.partial(engine, name, a2a))
 
 
 def equal_rows() -> None:
@@ -301,8 +339,11 @@ def dead_rank() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
     "qwen3_moe_equal_rows": equal_rows,
-    **{name: functools.partial(plain, name, "deepep") for name in QUANTIZED},
-    **{name: functools.partial(plain, name, "none") for name in FOUR_BITS},  # SGLang itself has no other
+    **{
+        f"qwen3_moe_{form}": functools.partial(plain, f"qwen3_moe_{form}", "deepep")
+        for form in ("fp8_block", "fp8_tensor", "fp8_token")
+    },
+    **{f"qwen3_moe_{form}": functools.partial(packed, form, *options) for form, options in FORMATS.items()},
     "deepseek_v3": functools.partial(plain, "deepseek_v3", "deepep"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4", "none"),
     "deepseek_v3_equal_rows": functools.partial(plain, "deepseek_v3", "none"),
@@ -320,7 +361,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(280, exit=True)
     sglang_twins.install_twins()
     load_plugins()
-    for case in sys.argv[5:] or CASES:
+    for case in [name for name in CASES if name in (sys.argv[5:] or CASES)]:
         attempt(CASES[case], name=case)
     if FAILED:
         sys.exit(f"failed: {', '.join(FAILED)}")

@@ -77,13 +77,29 @@ def install() -> None:
 def install_twins() -> None:
     """Replace what has no CPU code; call it before a model is made."""
     import torch
-    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS, modelopt_quant
+    from sglang.srt.layers.quantization.awq import awq
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4_moe
+    from sglang.srt.layers.quantization.gptq import gptq
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
     from sglang.srt.layers.rotary_embedding import factory
 
     QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config  # listed on GPUs alone
-    for config in (Fp8Config, CompressedTensorsConfig, Mxfp4Config):
-        config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    for name in ("fp8", "compressed-tensors", "mxfp4", "w8a8_int8", "blockwise_int8", "gptq_marlin", "awq_marlin"):
+        QUANTIZATION_METHODS[name].get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    for name in ("modelopt_fp8", "modelopt_fp4", "moe_wna16"):
+        QUANTIZATION_METHODS[name].get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    # what asks for a GPU: these formats have kernels of SGLang's there, which no case here calls
+    awq._is_cuda = True
+    awq.check_marlin_supported = gptq.check_marlin_supported = lambda *_, **__: True
+    awq.verify_marlin_supported = lambda *_, **__: None
+    platform = types.SimpleNamespace(is_blackwell=True)
+    for module in (modelopt_quant, compressed_tensors_w4a4_nvfp4_moe):
+        if hasattr(module, "is_blackwell_supported"):  # in 0.5.17
+            module.is_blackwell_supported = lambda: True
+        else:
+            module.get_platform = lambda: platform
+    modelopt_quant.swizzle_blockscale = torch.clone  # of scales for SGLang's own kernels
+    compressed_tensors.CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
     factory.get_rope_cpu = lambda *_, **__: torch.nn.Identity()  # of DeepSeek's attention, which is not called

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +29,6 @@ from ep_moe.engines.common.hooks import check_hooks, check_version
 from ep_moe.engines.vllm.eligibility import kind_of_layer
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts
 from ep_moe.engines.vllm.hooks import HOOKS, TESTED
-from ep_moe.engines.vllm.parameters import format_of
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
 from ep_moe.group import PeerLostError
 from ep_moe.quant import get_scheme
@@ -99,58 +97,6 @@ def faults_are_seen(made: Any) -> None:
     assert fails(), "a layer that is not ours was not seen"
     layer.quant_method.__class__ = ours
     assert not fails()
-
-
-def reloaded(made: Any) -> None:
-    """Weights that vLLM loads once more, in the order of its loader, give the same; so does a second look at them."""
-    for layer in made.experts:
-        state = layer.quant_method.ep_moe
-        loaded = state.kind.loaded
-        for name in [
-            f"{matrix}_{part}" for matrix in ("w13", "w2") for part in (loaded.values_name, loaded.scale_name)
-        ]:
-            data = getattr(layer, name).data
-            if loaded.columns_first:  # what the loader would write
-                data.copy_(data.view(data.shape[0], data.shape[2], data.shape[1]).transpose(1, 2).clone())
-        for _ in range(2):
-            layer.quant_method.process_weights_after_loading(layer)
-    made.check()
-
-
-def formats_are_refused() -> None:
-    """Packed weights that we do not read are named with the option that stands against it."""
-    moe = SimpleNamespace(in_dtype=torch.bfloat16)
-    ints = {"num_bits": 4, "symmetric": True, "actorder": None, "strategy": "group", "group_size": 128}
-    gptq = {"weight_bits": 4, "is_sym": True, "desc_act": False, "group_size": 128}
-
-    def method(name: str, **parts: Any) -> Any:
-        made = type(name, (), {})()
-        made.__dict__.update(parts, moe=moe)
-        return made
-
-    def packed(**changes: Any) -> Any:
-        return method("CompressedTensorsWNA16MoEMethod", weight_quant=SimpleNamespace(**(ints | changes)))
-
-    def gptq_with(**changes: Any) -> Any:
-        return method("AutoGPTQMoEMethod", quant_config=SimpleNamespace(**(gptq | changes)))
-
-    assert format_of(packed(), interleaved=False).scheme.name == "int4_w4a16_g128"
-    assert format_of(gptq_with(group_size=-1), interleaved=False).scheme.name == "int4_w4a16"
-    for bad, words in (
-        (packed(num_bits=8), "packed weights of 8 bits"),
-        (packed(symmetric=False), "with zero points"),
-        (packed(actorder="group"), "actorder 'group'"),
-        (packed(strategy="tensor"), "strategy 'tensor'"),
-        (gptq_with(weight_bits=8), "bits 8"),
-        (gptq_with(desc_act=True), "desc_act True"),
-        (method("CompressedTensorsW4A4Nvfp4MoEMethod"), "does not tell NVFP4 tokens"),
-        (method("ModelOptNvFp4FusedMoE", use_a16=False, per_token_activation=True), "for each token"),
-        (method("AutoAWQMoEMethod"), "weights of AutoAWQMoEMethod are not read here"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            format_of(bad, interleaved=False)
-    with pytest.raises(ValueError, match="gate and up rows in turns"):
-        format_of(packed(), interleaved=True)
 
 
 def halves_in_order(made: Any) -> None:

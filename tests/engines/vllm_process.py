@@ -20,6 +20,7 @@ import pytest
 import torch
 import vllm
 import vllm_cases
+import vllm_formats
 import vllm_twins
 from prompts import prompts
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -36,12 +37,32 @@ CHECKPOINTS = Path(sys.argv[4])
 MAX_TOKENS = 64
 FLOAT32_LIMIT, ROUNDED_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
-QUANTIZED = ("qwen3_moe_fp8_block", "qwen3_moe_fp8_tensor", "qwen3_moe_fp8_token", "qwen3_moe_int8_token")
-FOUR_BITS = ("qwen3_moe_int4_group", "qwen3_moe_int4_channel", "qwen3_moe_gptq", "qwen3_moe_nvfp4_w4a16")
-ROUNDED = ("qwen3_moe_nvfp4", "qwen3_moe_nvfp4_modelopt")  # tokens in 4 bits
-LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2, "gpt_oss_mxfp4": 2} | dict.fromkeys(
-    (*QUANTIZED, *FOUR_BITS, *ROUNDED), 2
-)
+SCALED = ("fp8_block", "fp8_tensor", "fp8_modelopt", "fp8_token", "int8_token")
+ROUNDED = tuple(f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt"))  # tokens too
+ONE_LAYER = ("deepseek_v3",)  # the others have two with experts
+OLD = vllm.__version__ == "0.26.0"
+FORMATS: dict[str, dict[str, str]] = {  # of packed weights and others that have one case: more options
+    "fp8_modelopt": {},
+    "int4_group": {},
+    "int4_channel": {},
+    "int4_zp": {},
+    "int8_packed": {},
+    "int8_packed_zp": {},
+    "gptq": {},
+    "gptq8": {},
+    "gptq_static": {},
+    "gptq_rows": {"quantization": "moe_wna16"},
+    "awq": {},
+    "awq_rows": {"quantization": "moe_wna16"},
+    "nvfp4_w4a16": {},
+    "nvfp4": {},
+    "nvfp4_modelopt": {},
+}
+CHECKPOINT = {"gptq_rows": "gptq", "awq_rows": "awq"}  # of forms that share one
+if not OLD:
+    del FORMATS["gptq_static"]  # it refuses desc_act
+if WORLD > 1:
+    del FORMATS["awq_rows"]  # it loads zero points of moe_wna16 on one rank
 
 
 @dataclasses.dataclass
@@ -100,7 +121,7 @@ class Engine:
     def check_ours(self) -> None:
         """Every layer of experts is ours."""
         ours = [hasattr(type(layer.quant_method), OURS) for layer in self.experts]
-        assert len(ours) == LAYERS[self.name], ours
+        assert len(ours) == (1 if self.name in ONE_LAYER else 2), ours
         assert all(ours), ours
 
     def check(self, padded: int = 0) -> float:
@@ -110,17 +131,17 @@ class Engine:
         worst = 0.0
         for index, found in zip(indices[RANK % self.dp :: self.dp], self.forward(indices, padded), strict=True):
             difference = found - reference[index]
-            if self.name in (*QUANTIZED, *ROUNDED):
+            if self.name in ROUNDED:
                 worst = max(worst, float((difference.norm(dim=-1) / reference[index].norm(dim=-1)).nan_to_num(9).max()))
             else:
                 worst = max(worst, float(difference.abs().nan_to_num(9).max()))
-        limit = ROUNDED_LIMIT if self.name in (*QUANTIZED, *ROUNDED) else FLOAT32_LIMIT
+        limit = ROUNDED_LIMIT if self.name in ROUNDED else FLOAT32_LIMIT
         assert worst < limit, f"{self.name}: {worst:.2e} is not below {limit:g}"
         return worst
 
 
 @contextlib.contextmanager
-def engine(name: str, *, tp: int = 1) -> Iterator[Engine]:
+def engine(name: str, *, tp: int = 1, **options: Any) -> Iterator[Engine]:
     """vLLM's ranks and the model of a checkpoint."""
     dp = WORLD // tp
     port = next_port()
@@ -134,6 +155,7 @@ def engine(name: str, *, tp: int = 1) -> Iterator[Engine]:
         max_num_seqs=8,
         enable_expert_parallel=WORLD > 1,
         tensor_parallel_size=tp,
+        **options,
     ).create_engine_config()
     if dp > 1:
         parallel = config.parallel_config
@@ -205,6 +227,7 @@ def qwen3_moe() -> None:
         if WORLD == 1:
             attempt(vllm_cases.crossed, made)
             attempt(vllm_cases.hooks_are_checked)
+            attempt(vllm_formats.formats_are_refused)
         attempt(vllm_cases.other_layers, made)
 
 
@@ -220,12 +243,16 @@ def plain(name: str) -> None:
         pass
 
 
-def four_bits(name: str) -> None:
-    """Weights in 4 bits, and what is tested with them alone."""
-    for made in family(name):
-        attempt(vllm_cases.reloaded, made)
-        if WORLD == 1:
-            attempt(vllm_cases.formats_are_refused)
+def packed(form: str, **options: Any) -> None:
+    """A format in one layout of each kind, and what is tested with such weights alone."""
+    name = f"qwen3_moe_{CHECKPOINT.get(form, form)}"
+    with engine(name, **options) as made:
+        made.check_ours()
+        say(f"{form}, layout auto: {made.check():.1e}")
+        made.use(Layout.FLAT)
+        say(f"{form}, layout flat: {made.check():.1e}")
+        attempt(vllm_formats.reloaded, made, name=f"reloaded in {form}")
+        attempt(vllm_formats.swaps_are_seen, made, name=f"swaps_are_seen in {form}")
 
 
 def dead_rank() -> None:
@@ -240,14 +267,12 @@ def dead_rank() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "qwen3_moe": qwen3_moe,
-    **{name: functools.partial(plain, name) for name in (*QUANTIZED, *ROUNDED)},
-    **{name: functools.partial(four_bits, name) for name in FOUR_BITS},
+    **{f"qwen3_moe_{form}": functools.partial(plain, f"qwen3_moe_{form}") for form in SCALED if form != "fp8_modelopt"},
+    **{f"qwen3_moe_{form}": functools.partial(packed, form, **options) for form, options in FORMATS.items()},
     "deepseek_v3": deepseek_v3,
     "gpt_oss": functools.partial(plain, "gpt_oss"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4"),
 }
-if vllm.__version__ == "0.26.0":  # it does not tell whether tokens are quantized: its own path
-    del CASES["qwen3_moe_nvfp4_w4a16"], CASES["qwen3_moe_nvfp4"]
 if WORLD > 1:
     CASES |= {"deepseek_v3_tp": functools.partial(deepseek_v3, tp=WORLD), "dead_rank": dead_rank}
 
@@ -261,7 +286,7 @@ if __name__ == "__main__":
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    for case in sys.argv[5:] or CASES:
+    for case in [name for name in CASES if name in (sys.argv[5:] or CASES)]:
         attempt(CASES[case], name=case)
     if FAILED:
         sys.exit(f"failed: {', '.join(FAILED)}")

@@ -84,7 +84,7 @@ def install() -> None:
     """Replace compiled operations and attention; call it before a model is made."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.quantization import auto_gptq, modelopt, mxfp4
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, modelopt, moe_wna16, mxfp4
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_w4a4_nvfp4,
@@ -110,17 +110,22 @@ def install() -> None:
         marlin = module.WNA16MoEBackend.MARLIN
         module.select_wna16_moe_backend = lambda *_, marlin=marlin, **__: (marlin, None)  # the same
         module.check_moe_marlin_supports_config = lambda *_, **__: True
-    auto_gptq.check_moe_marlin_supports_layer = lambda *_, **__: True
-    auto_gptq.select_wna16_moe_backend = lambda *_, **__: (None, None)
-    modelopt.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
+    for module in (auto_awq, auto_gptq, moe_wna16):
+        module.check_moe_marlin_supports_layer = lambda *_, **__: True
+        module.select_wna16_moe_backend = lambda *_, **__: (None, None)
+    auto_awq.AutoAWQConfig.get_min_capability = classmethod(lambda cls: -1)  # that of a CPU for moe_wna16
+    modelopt.select_fp8_moe_backend = modelopt.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
     compressed_tensors_moe_w4a4_nvfp4.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
     compressed_tensors_moe_w8a8_int8.select_int8_moe_backend = lambda *_, **__: (None, None)
     for config in (
         Fp8Config,
         CompressedTensorsConfig,
         mxfp4.Mxfp4Config,
+        auto_awq.AutoAWQConfig,
         auto_gptq.AutoGPTQConfig,
+        modelopt.ModelOptFp8Config,
         modelopt.ModelOptNvFp4Config,
+        moe_wna16.MoeWNA16Config,
     ):
         config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     Attention.__init__ = init

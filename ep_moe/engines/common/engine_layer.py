@@ -64,8 +64,8 @@ class EngineLayer:
         Errors: ValueError for parameters that are not as the engine's loader leaves them.
         Collective at the first call, without a deadline: ranks read checkpoints at different speeds.
         """
-        if self.kind.loaded.columns_first:
-            self._order.transpose(parameters, self.kind.loaded)
+        if self.kind.loaded.order != "rows":
+            self._order.turn(parameters, self.kind.loaded)
         if self.kind.loaded.interleaved:
             self._order.separate(parameters, self.kind.loaded)
         if self.kind.scheme.weight.granularity == "tensor":

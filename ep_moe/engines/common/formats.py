@@ -6,16 +6,19 @@ Letters: L local experts, H hidden, I intermediate.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ep_moe.config import DTYPES
+from ep_moe.engines.common.packed import Order, check_order, middle, rows_first, turn, values_of, zero_points
 from ep_moe.engines.common.weights import gate_above_up
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights import ExpertWeights
+from ep_moe.weights.quantized import SCALE_NAMES
 
-_SCALE_SUFFIXES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # of schemes' names
+ACT_ORDER = "each expert has its own order of w13's columns, and tokens have one for all"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,13 @@ class LoadedFormat:
         interleaved: rows of w13 are loaded as [gate 0, up 0, gate 1, ...].
         values_name: of the parameters with the values, as `scale_name`.
         global_name: of the parameters with a second scale of each matrix, "" if there are none.
-        columns_first: values [L, K, N] and scales [L, G, N] are loaded transposed; `RowOrder.transpose` turns them.
+        order: of packed integers as they are loaded: "rows" is ours; in "columns" and "awq" values are transposed, as
+            `packed.turn` has them, and scales are [L, G, N]; `RowOrder.turn` turns them.
+        zero_name: of the parameters with zero points, as `scale_name`; without it all are the middle of the range.
+        zero_order: of the packed zero points, as `packed.zero_points` has it.
+        group_name: of parameters [L, K] with the group of each column, as `scale_name`, which must be in order; "" if
+            they need no look.
+        up_first: w13 is loaded as [up; gate].
     """
 
     scheme: QuantScheme
@@ -39,7 +48,11 @@ class LoadedFormat:
     interleaved: bool = False
     values_name: str = "weight"
     global_name: str = ""
-    columns_first: bool = False
+    order: Order = "rows"
+    zero_name: str = ""
+    zero_order: Order = "rows"
+    group_name: str = ""
+    up_first: bool = False
 
 
 def fp8_blocks(block: list[int]) -> QuantScheme:
@@ -48,46 +61,62 @@ def fp8_blocks(block: list[int]) -> QuantScheme:
     return get_scheme("fp8_block" if (rows, columns) == (128, 128) else f"fp8_block_{rows}x{columns}")
 
 
-def int4_scheme(group: int, dtype: torch.dtype) -> QuantScheme:
-    """The scheme of symmetric int4 weights beside tokens that are not quantized.
+def integer_scheme(bits: int, group: int, dtype: torch.dtype, *, zero_point: bool) -> QuantScheme:
+    """The scheme of packed integers beside tokens that are not quantized.
 
-    Args: group: columns that share a scale, 0 per channel. dtype: of the scales.
-    Errors: ValueError for another dtype. Local.
+    Args: group: columns that share a scale, 0 per channel. dtype: of the scales. zero_point: they are stored. Those of
+        symmetric integers of 8 bits are made here, so that values and scales stay as the engine has loaded them.
+    Errors: ValueError for other bits or another dtype. Local.
     """
-    if dtype not in _SCALE_SUFFIXES:
+    if dtype not in SCALE_NAMES:
         raise ValueError(f"packed weights with scales in {dtype} are not read here")
-    return get_scheme(f"int4_w4a16{f'_g{group}' if group else ''}{_SCALE_SUFFIXES[dtype]}")
+    if bits not in (4, 8):
+        raise ValueError(f"packed weights of {bits} bits are not read here")
+    name = "int4_w4a16" if bits == 4 else "int8_w8a16"
+    in_groups, zeros = f"_g{group}" if group else "", "_zp" if zero_point or bits == 8 else ""
+    return get_scheme(f"{name}{in_groups}{zeros}{SCALE_NAMES[dtype]}")
 
 
-def packed_int4(weights: Any, *, symmetric: bool, dtype: torch.dtype) -> QuantScheme:
+def packed_integers(weights: Any, *, symmetric: bool, dtype: torch.dtype) -> QuantScheme:
     """The scheme of compressed-tensors' `pack-quantized` weights.
 
     Args: weights: has num_bits, strategy, group_size and actorder. dtype: of the scales.
-    Errors: ValueError for weights that are not symmetric int4 in the order of their groups. Local.
+    Errors: ValueError for weights that are not integers of 4 or 8 bits in the order of their groups. Local.
     """
     strategy, order = (getattr(found, "value", found) for found in (weights.strategy, weights.actorder))
-    if weights.num_bits != 4:
-        raise ValueError(f"packed weights of {weights.num_bits} bits are not read here")
-    if not symmetric:
-        raise ValueError("packed weights with zero points are not read here")
     if order not in (None, "weight", "static"):
-        raise ValueError(f"packed weights with actorder '{order}' are not read here")
+        raise ValueError(f"packed weights with actorder '{order}' are not read here: {ACT_ORDER}")
     if strategy not in ("channel", "group"):
         raise ValueError(f"packed weights of strategy '{strategy}' are not read here")
-    return int4_scheme(weights.group_size if strategy == "group" else 0, dtype)
+    group = weights.group_size if strategy == "group" else 0
+    return integer_scheme(weights.num_bits, group, dtype, zero_point=not symmetric)
+
+
+def gptq_group(desc_act: bool, group: int, settings: Mapping[str, Any]) -> str:
+    """The `group_name` of GPTQ's weights in groups of a size, -1 per channel.
+
+    Args: settings: quantization_config of the checkpoint.
+    Errors: ValueError for act-order, but that of static groups, whose columns stay in the order of their groups. Local.
+    """
+    if not desc_act or group == -1:
+        return ""
+    if not settings.get("static_groups", False):
+        raise ValueError(f"GPTQ weights with desc_act, without static_groups, are not read here: {ACT_ORDER}")
+    return "g_idx"
 
 
 def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
-    """The parameters of a layer, as views; w13 is [gate; up] in both. Local.
+    """The parameters of a layer, as views; but zero points are unpacked. Local.
 
-    Args: layer: after `share_scale` if its scales are per tensor. Static scales of activations are left out.
+    Args: layer: after `share_scale` if its scales are per tensor, and after `RowOrder.turn`. Static scales of
+        activations are left out.
     Errors: ValueError for parameters that are not as the engine's loader leaves them.
     """
     scheme = loaded.scheme
     names = [f"{matrix}_{loaded.values_name}" for matrix in ("w13", "w2")]
-    w13, w2 = (_rows_first(getattr(layer, name).data, loaded) for name in names)
-    if scheme.weight.family == "integer":  # packed in int32, the first in the lowest bits: the same bytes as ours
-        w13, w2 = w13.view(torch.uint8), w2.view(torch.uint8)
+    w13, w2 = (getattr(layer, name).data for name in names)
+    if scheme.weight.family == "integer":  # the first in the lowest bits: the same bytes as ours
+        w13, w2 = values_of(w13, loaded.order), values_of(w2, loaded.order)
     for name, tensor in zip(names, (w13, w2), strict=True):
         expected = scheme.weight.dtype or tensor.dtype
         if tensor.dim() != 3 or tensor.dtype != expected or not tensor.is_contiguous():
@@ -98,19 +127,27 @@ def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
     if not scheme.weight.quantized and w13.dtype not in DTYPES.values():
         raise ValueError(f"{names[0]} is {w13.dtype}, not one of {', '.join(DTYPES)}")
     return ExpertWeights(
-        w13=StoredMatrix(w13, scale=_scale(layer, "w13", loaded), global_scale=_global_scale(layer, "w13", loaded)),
-        w2=StoredMatrix(w2, scale=_scale(layer, "w2", loaded), global_scale=_global_scale(layer, "w2", loaded)),
+        w13=_matrix(layer, "w13", w13, loaded),
+        w2=_matrix(layer, "w2", w2, loaded),
         scheme=scheme,
         w13_bias=_bias(layer, "w13", loaded),
         w2_bias=_bias(layer, "w2", loaded),
+        up_first=loaded.up_first,
     )
 
 
-def _rows_first(tensor: torch.Tensor, loaded: LoadedFormat) -> torch.Tensor:
-    """A parameter that `RowOrder.transpose` has turned, in the shape that its elements have now: a view."""
-    if not loaded.columns_first:
-        return tensor
-    return tensor.view(tensor.shape[0], tensor.shape[2], tensor.shape[1])
+def _matrix(layer: Any, name: str, values: torch.Tensor, loaded: LoadedFormat) -> StoredMatrix:
+    """The values of a matrix with their other parts. Errors: as of `_global_scale` and `check_order`."""
+    stored, scale, zero = loaded.scheme.weight, _scale(layer, name, loaded), None
+    if loaded.group_name:
+        assert scale is not None
+        check_order(layer, name, loaded.group_name, scale.shape[-1])
+    if stored.zero_point and loaded.zero_name:
+        zero = zero_points(layer, name, loaded.zero_name, stored, loaded.zero_order)
+    elif stored.zero_point:
+        assert scale is not None
+        zero = middle(scale, stored)
+    return StoredMatrix(values, scale=scale, zero=zero, global_scale=_global_scale(layer, name, loaded))
 
 
 def _bias(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
@@ -123,8 +160,10 @@ def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
     view."""
     if not loaded.scale_name:
         return None
-    scale: torch.Tensor = _rows_first(getattr(layer, f"{name}_{loaded.scale_name}").data, loaded)
+    scale: torch.Tensor = getattr(layer, f"{name}_{loaded.scale_name}").data
     stored = loaded.scheme.weight
+    if loaded.order != "rows":
+        scale = rows_first(scale)
     if stored.scale_dtype.itemsize == 1:
         scale = scale.view(stored.scale_dtype)
     if stored.granularity == "tensor":
@@ -170,26 +209,28 @@ class RowOrder:
 
     Args:
         separated: the first column of w13 as `separate` has left it, [L, 2I]; None before the first call.
-        transposed: the first 2I elements of w13 as `transpose` has left it, [L, 2I]; None before the first call.
+        turned: the first elements of each expert's w13 as `turn` has left it; None before the first call.
     """
 
     separated: torch.Tensor | None = None
-    transposed: torch.Tensor | None = None
+    turned: torch.Tensor | None = None
 
-    def transpose(self, layer: Any, loaded: LoadedFormat) -> None:
-        """Turn values and scales [L, K, N] to [L, N, K] in place, unless they are as this has left them.
+    def turn(self, layer: Any, loaded: LoadedFormat) -> None:
+        """Turn values and scales to rows in place, by `packed.turn`, unless they are as this has left them.
 
         Parameters keep their storage and their shape, in which an engine's load balancer moves whole experts. Reloads
         and sleeps: as in `separate`. Local, host sync.
         """
-        parts = (loaded.values_name, loaded.scale_name)
-        found = [getattr(layer, f"{matrix}_{part}").data for matrix in ("w13", "w2") for part in parts]
-        if self.transposed is not None and torch.equal(self.transposed, found[0][:, 0]):
+        first = getattr(layer, f"w13_{loaded.values_name}").data
+        if self.turned is not None and torch.equal(self.turned, first[:, 0]):
             return
-        for tensor in found:
-            for expert in tensor:  # one at a time: a copy of all would double the memory
-                expert.view(-1).copy_(expert.t().reshape(-1))
-        self.transposed = found[0][:, 0].clone()
+        for matrix in ("w13", "w2"):
+            values, scales = (
+                getattr(layer, f"{matrix}_{part}").data for part in (loaded.values_name, loaded.scale_name)
+            )
+            for expert, scale in zip(values, scales, strict=True):  # one at a time: all would double the memory
+                turn(expert, scale, loaded.order)
+        self.turned = first[:, 0].clone()
 
     def separate(self, layer: Any, loaded: LoadedFormat) -> None:
         """Reorder w13, its scales and its bias to [gate; up] in place, unless they are as this has left them.

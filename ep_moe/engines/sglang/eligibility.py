@@ -19,7 +19,7 @@ def kind_of_layer(layer: Any, method: Any) -> LayerKind:
     Args: layer: with its parameters, not loaded yet. method: its quantization method.
     Errors: ValueError says why the layer is not eligible. Local.
     """
-    _check_engine(layer, method)
+    _check_engine(layer)
     runner = layer.moe_runner_config
     if runner.no_combine:
         raise ValueError("its model sums the experts' outputs by itself")
@@ -28,10 +28,12 @@ def kind_of_layer(layer: Any, method: Any) -> LayerKind:
     check_sizes(runner.hidden_size, layer.intermediate_size_per_partition, runner.params_dtype)
     kind = LayerKind(loaded=format_of(layer, method), activation=activation_of(runner))
     check_kind(kind, runner.params_dtype)
+    if getattr(method, "load_up_proj_weight_first", False) and not kind.loaded.up_first:
+        raise ValueError(f"weights of {type(method).__name__} with up rows before gate rows are not read here")
     return kind
 
 
-def _check_engine(layer: Any, method: Any) -> None:
+def _check_engine(layer: Any) -> None:
     """Raise ValueError for what SGLang does differently around this layer."""
     a2a, runner, parallel, moe = (
         get_moe_a2a_backend().value,
@@ -41,7 +43,7 @@ def _check_engine(layer: Any, method: Any) -> None:
     )
     if a2a not in _A2A:
         raise ValueError(f"--moe-a2a-backend {a2a} is not one of {', '.join(_A2A)}")
-    if runner not in _RUNNERS or getattr(method, "load_up_proj_weight_first", False):
+    if runner not in _RUNNERS:
         raise ValueError(
             f"--moe-runner-backend {runner} has weights in an order of its own; triton keeps the checkpoint's"
         )

@@ -50,6 +50,7 @@ HOOKS = tuple(
         (f"{_MOE}.token_dispatcher.deepep", "DeepEPPDispatchHooks.register_hook", ("self", "hook_fun")),
         (f"{_MOE}.topk", "TopKOutputChecker.format_is_standard", ("topk_output",)),
         (f"{_MOE}.moe_runner.base", "MoeRunnerConfig", _RUNNER_CONFIG),
+        (f"{_MOE}.moe_runner.runner", "MoeRunner.__init__", ("self", "runner_backend", "config")),
         (f"{_MOE}.utils", "get_moe_a2a_backend", ()),
         (f"{_MOE}.utils", "get_moe_runner_backend", ()),
         (f"{_MOE}.utils", "initialize_moe_config", ()),

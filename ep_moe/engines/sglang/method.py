@@ -3,6 +3,7 @@
 Letters: T rows on this rank, K top-k, R ranks, M max_tokens_per_rank.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -65,7 +66,13 @@ class LayerMethod(EngineLayer):
         return factor if theirs and not self._layer.should_fuse_routed_scaling_factor_in_topk else None
 
     def load(self, layer: Any) -> None:
-        """Take the layer's parameters; called again after each reload of weights. Collective at the first call."""
+        """Take the layer's parameters; called again after each reload of weights. Collective at the first call.
+
+        Some models say only after the layer's constructor that gate and up rows of modelopt's NVFP4 stand in turns.
+        """
+        loaded = self.kind.loaded
+        if getattr(layer, "inference_moe_w13_interleaved", False) and loaded.global_name and not loaded.interleaved:
+            self.kind = dataclasses.replace(self.kind, loaded=dataclasses.replace(loaded, interleaved=True))
         self._made = self.moe_layers(layer)
 
     def of_step(self) -> ExpertParallelMoE:

@@ -35,6 +35,7 @@ def register_hooks(config: PluginConfig) -> None:
         (f"{_MOE}.fused_moe_triton.layer.FusedMoE.__init__", layers.around_layer),
         (f"{_MOE}.fused_moe_triton.layer.create_moe_dispatcher", layers.around_dispatcher),
         (f"{_MOE}.ep_moe.layer.DeepEPMoE.__init__", _around_deepep_layer),
+        (f"{_MOE}.moe_runner.runner.MoeRunner.__init__", layers.around_runner),
         (f"{_MOE}.utils.initialize_moe_config", _around_config),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -46,14 +47,26 @@ class _Layers:
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
         self._constructed: list[Any] = []
+        self._runner_error: NotImplementedError | None = None
 
     def around_layer(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
         """Remember which layer is constructed: `create_moe_dispatcher` of 0.5.17 does not say it."""
         self._constructed.append(layer)
+        self._runner_error = None
         try:
             original(layer, *args, **kwargs)
         finally:
             self._constructed.pop()
+
+    def around_runner(self, original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Keep the error of a runner that does not serve the a2a backend, until it is known whether the layer is ours,
+        which uses no runner."""
+        try:
+            original(runner, *args, **kwargs)
+        except NotImplementedError as error:
+            if not self._constructed:
+                raise
+            self._runner_error = error
 
     def around_dispatcher(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Our dispatcher for a layer that is eligible, whose method then computes here."""
@@ -66,6 +79,8 @@ class _Layers:
             kind = kind_of_layer(layer, layer.quant_method)
         except ValueError as error:
             self._plugin.refuse(layer.layer_name, error)
+            if self._runner_error is not None:
+                raise self._runner_error from error
             return original(*args, **kwargs)
         state = LayerMethod(self._plugin, layer, kind, _context_length())
         adopt(layer.quant_method, state)

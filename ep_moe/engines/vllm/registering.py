@@ -58,10 +58,12 @@ def _our_class(theirs: Any, plugin: Any) -> type:
     """A subclass whose method is adopted where the layer is eligible."""
     from ep_moe.engines.vllm.eligibility import kind_of_layer
     from ep_moe.engines.vllm.method import LayerMethod, adopt
+    from ep_moe.engines.vllm.parameters import note_tokens
 
     class EpMoeRoutedExperts(theirs):
         def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
             method = super()._get_quant_method(prefix, quant_config, moe_config)
+            note_tokens(method, quant_config, self, prefix)
             try:
                 kind = kind_of_layer(self, method, moe_config)
             except ValueError as error:

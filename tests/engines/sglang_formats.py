@@ -1,0 +1,96 @@
+"""Cases of weight formats: of a loaded model, and of those that are not read."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang_cases import any_rank
+
+from ep_moe.engines.sglang import eligibility
+from ep_moe.engines.sglang.parameters import format_of
+
+
+def swaps_are_seen(made: Any) -> None:
+    """The comparison of blocks fails with the values, the scales or the zero points of two experts swapped."""
+    matrix = made.state.of_step().weights.w13
+    for name, tensor in matrix.tensors.items():
+        if name == "scale" and tensor.dim() == 1:
+            continue  # per tensor: both experts may have the same
+        if bool((tensor == tensor[:1]).all()):
+            continue  # all experts have the same
+        view = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        order = [1, 0, *range(2, view.shape[0])]
+        view.copy_(view[order])
+        try:
+            made.check()
+            seen = False
+        except AssertionError:
+            seen = True
+        assert any_rank(made, seen), f"swapped {name} were not seen"
+        view.copy_(view[order])
+    made.check()
+
+
+def runner_is_needed(engine: Callable[[], Any]) -> None:
+    """SGLang's refusal of a runner for an a2a backend stands if the layer is not ours."""
+    refused = mock.patch.object(eligibility, "kind_of_layer", side_effect=ValueError("not here"))
+    with refused, pytest.raises(NotImplementedError, match="requires a fused func"), engine():
+        pass
+
+
+def formats_are_refused() -> None:
+    """Formats that we do not read are named with what stands against them."""
+    parts = {"w13_scales": torch.empty(0, dtype=torch.half), "w13_weight_scale": torch.empty(0, dtype=torch.bfloat16)}
+    gptq = {"is_sym": True, "weight_bits": 4, "group_size": 128, "desc_act": False, "full_config": {}}
+    awq = {"weight_bits": 4, "group_size": 128, "zero_point": True}
+    ints = {"num_bits": 4, "sym": True, "actorder": None, "strategy": "group", "group_size": 128}
+
+    def made(name: str, **attributes: Any) -> Any:
+        found = type(name, (), {"__module__": __name__})()
+        found.__dict__.update(attributes)
+        return found
+
+    def read(holder: Any, *, of: str = "", ranks: int = 1, alpha: float | None = None) -> str:
+        shared = types.SimpleNamespace(
+            **vars(runner) | {"gemm1_alpha": alpha, "gate_up_interleaved": alpha is not None}
+        )
+        layer = types.SimpleNamespace(
+            **parts, scheme=holder, moe_runner_config=shared, moe_ep_size=ranks, group_size=32
+        )
+        return format_of(layer, made(of) if of else holder).scheme.name
+
+    def gptq_of(**changes: Any) -> Any:
+        return made("GPTQMarlinMoEScheme", quant_config=types.SimpleNamespace(**gptq | changes))
+
+    def awq_of(**changes: Any) -> Any:
+        return made("AWQMoEScheme", quant_config=types.SimpleNamespace(**awq | changes))
+
+    def integers(**changes: Any) -> Any:
+        return made("CompressedTensorsWNA16MoE", **ints | changes)
+
+    def rows(**changes: Any) -> Any:
+        settings = {"weight_bits": 4, "has_zp": True}
+        return made("MoeWNA16Method", quant_config=types.SimpleNamespace(**settings | changes))
+
+    compressed = "CompressedTensorsFusedMoEMethod"
+    assert read(gptq_of(), of="GPTQMarlinMoEMethod") == "int4_w4a16_g128_f16"
+    assert read(gptq_of(weight_bits=8, group_size=-1), of="GPTQMarlinMoEMethod") == "int8_w8a16_zp_f16"
+    assert read(awq_of(), of="AWQMoEMethod") == "int4_w4a16_g128_zp_f16"
+    assert read(integers(strategy="channel"), of=compressed) == "int4_w4a16"
+    assert read(rows(has_zp=False), ranks=2) == "int4_w4a16_g32_f16"
+    for holder, options, words in (
+        (gptq_of(desc_act=True), {"of": "GPTQMarlinMoEMethod"}, "desc_act.*order of w13"),
+        (gptq_of(is_sym=False), {"of": "GPTQMarlinMoEMethod"}, "GPTQ weights with zero points"),
+        (awq_of(zero_point=False), {"of": "AWQMoEMethod"}, "AWQ weights without zero points"),
+        (awq_of(), {"of": "AWQMoEMethod", "alpha": 1.7}, "gate and up rows in turns"),
+        (integers(sym=False), {"of": compressed}, "packed weights with zero points"),
+        (integers(actorder="group"), {"of": compressed}, "actorder 'group'"),
+        (rows(), {"ranks": 2}, "several expert-parallel ranks"),
+        (rows(weight_bits=8), {}, "8 bits with zero points"),
+        (made("StrangeMethod"), {}, "weights of StrangeMethod are not read here"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(holder, **options)
