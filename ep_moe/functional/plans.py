@@ -16,6 +16,7 @@ _MOST_PLANS = 1024  # of one call and thread
 
 Plan = TypeVar("Plan")
 _LIKE = operator.attrgetter("shape", "dtype", "device")
+_LIES = operator.attrgetter("shape", "dtype")  # where it lies says the device
 
 
 def kinds(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
@@ -30,7 +31,8 @@ def identities(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
     memory, or another view of theirs (`tensor.data = ...`), are others.
     """
     there = [tensor for tensor in tensors if tensor is not None]
-    return (*map(id, tensors), *map(torch.Tensor.data_ptr, there), *kinds(there))
+    lies = *map(torch.Tensor.data_ptr, there), *map(_LIES, there), *map(torch.Tensor.stride, there)
+    return (*map(id, tensors), *lies)
 
 
 class CallPlans(Generic[Plan]):
