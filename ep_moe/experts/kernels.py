@@ -39,8 +39,8 @@ def _forget(known: dict[int, _Known], key: int, _: object) -> None:
     known.pop(key, None)
 
 
-def _signature_of(batch: ExpertBatch) -> tuple[object, ...]:
-    """All of a batch but the addresses and values of its tensors."""
+def signature_of(batch: ExpertBatch) -> tuple[object, ...]:
+    """All of a batch without a template but the addresses and values of its tensors. Local."""
     tensors = batch_tensors(batch)
     sizes = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in tensors.items()]
     return type(batch), id(batch.scheme), batch.dtype, batch.expected_rows, *sizes
@@ -88,7 +88,7 @@ class KernelExperts:
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
         template = batch.template
-        signature = _signature_of(batch) if template is None else template.signature
+        signature = signature_of(batch) if template is None else template.signature
         known = self._known.get(id(weights))
         call = None if known is None else known.calls.get(signature)
         if call is None or out is not None:

@@ -21,7 +21,7 @@ class RowLists:
         expert_row_start, expert_num_tokens: [L] int32.
         source: [M] int32, rows of x. target: [M] int32, rows of the result, each at most once.
         factor: [M] float32, multiplies a row of the result; None: 1.
-        zeros: [R] bool, rows of the result that become zeros, none of them a target; None: no row does.
+        zeros: [at most R] bool, rows of the result that become zeros unless they are a target; None: no row does.
         expected_rows: of an expert, by which tiles are chosen.
     """
 
@@ -32,6 +32,11 @@ class RowLists:
     factor: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     expected_rows: int
+
+
+def by_kernels(device: torch.device, scheme: QuantScheme) -> bool:
+    """Whether `gemm_rows` launches kernels by default: on a GPU, if they compute `scheme`. Local."""
+    return device.type == "cuda" and SERVES["triton"].computes(scheme)
 
 
 def gemm_rows(
@@ -67,12 +72,10 @@ def gemm_rows(
         raise ValueError(f"bias is {tuple(bias.shape)}; {(num_experts, columns)} needed")
     if not rows.source.shape[0] or not columns:
         return
-    if kernels is None:
-        kernels = values.device.type == "cuda" and SERVES["triton"].computes(scheme)
-    if kernels:
+    if by_kernels(values.device, scheme) if kernels is None else kernels:
         from ep_moe.experts.row_kernels import gemm_by_kernels  # Triton exists only on Linux
 
-        gemm_by_kernels(x, rows, weight, scheme, bias, out, tiles)
+        gemm_by_kernels(x, rows, weight, scheme, bias=bias, out=out, tiles=tiles)
     else:
         _by_torch(x, rows, weight, scheme, bias, out)
 
@@ -87,7 +90,7 @@ def _by_torch(
 ) -> None:
     """One expert after the other; reads counts and starts back to the host."""
     if rows.zeros is not None:
-        out[rows.zeros] = 0
+        out[: rows.zeros.shape[0]][rows.zeros] = 0
     values, scale = (as_bytes(x.values), x.scale) if isinstance(x, Quantized) else (x, None)
     starts, counts = torch.stack([rows.expert_row_start, rows.expert_num_tokens]).tolist()
     for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):

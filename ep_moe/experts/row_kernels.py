@@ -7,17 +7,19 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
-from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
+from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.row_gemm import RowLists
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.kernels.rows.zero import _zero_rows_kernel
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, as_bytes
@@ -25,43 +27,139 @@ from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, as_bytes
 _MOST_PREPARED = 256  # launches that are kept, of all threads
 _ZERO_BLOCK = 1024  # columns that a program stores at a time
 _ZERO_PROGRAMS_PER_SM = 8
-_ALIGNED = 4  # int32 in 16 bytes: launches are repeated with tensors that are so aligned
 _NO_SCALARS = ExpertScalars(None, None, None, None, None, None)
 _NO_ACTIVATION = ActivationConfig(kind=ActivationKind.IDENTITY)
 
-Dtypes = tuple[torch.dtype | None, ...]
+
+class RowGemm:
+    """The launches of calls of one shape: zeros, the tile list, the gather of rows if there is one, and the GEMM.
+
+    Args:
+        tiles: None chooses by table. given: names of the tensors that are there, in the order of `row_gemm_tensors`.
+        num_flags: of rows that may become zeros, 0 without.
+
+    Attributes:
+        sequence: the launches, over the tensors that are given.
+    Local; nothing is launched.
+    """
+
+    def __init__(self, shape: CallShape, tiles: ExpertTiles | None, given: tuple[str, ...], num_flags: int) -> None:
+        experts = TritonExperts(shape.activation, tiles=tiles)
+        chosen = experts.choose_backend(shape)[1]
+        # no second GEMM sums the result in an order of its own
+        chosen = dataclasses.replace(chosen, second=dataclasses.replace(chosen.second, swap=False))
+        most, backend = shape.max_tiles(chosen.block_m), experts.backend
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "tile_expert": ((most,), torch.int32),
+            "first_tile": ((shape.num_experts,), torch.int32),
+            "num_tiles": ((1,), torch.int32),
+            **backend.workspace(shape, chosen),
+        }
+        tile_list = TileList("tile_expert", "first_tile", "num_tiles", None, None)
+        rows, packed = Rows("row_start", "num_tokens", "source", "target", "factor"), Stored("packed", "packed_scale")
+        x, x_scale = packed if "packed" in pieces else ("x", "x_scale")
+        operands = Operands(x, x_scale, "w_values", "w_scale", "w_zero", "w_global_scale", "bias")
+        listed = prepare_tile_list(shape.num_experts, most, chosen.block_m, shape.device)
+        gather, gemm = backend.gather(shape, chosen), backend.first(shape, chosen, Between.ROUND)
+        launches: list[tuple[Any, tuple[Any, ...]]] = [
+            (listed, (Rows(None, "num_tokens", None), tile_list)),
+            (gemm, (operands, Stored("out", None), _NO_SCALARS, rows, tile_list)),
+        ]
+        if gather is not None:
+            listed_rows = Rows("row_start", "num_tokens", "source")
+            launches.insert(1, (gather, ("x", "x_scale", packed, listed_rows, tile_list)))
+        if num_flags:
+            launches.insert(0, (_zero_launch(num_flags, shape.intermediate, shape.device), ("out", "zeros")))
+        self.sequence = LaunchSequence(launches, given, pieces, shape.device)
 
 
-@functools.lru_cache(maxsize=_MOST_PREPARED)
-def _prepared(
-    thread: int, shape: CallShape, tiles: ExpertTiles | None, dtypes: Dtypes
-) -> tuple[RepeatedLaunch, RepeatedLaunch | None, GroupedGemm, int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """The launches of calls of a shape whose tensors have these dtypes: the tile list, the gather if there is one, and
-    the GEMM; the most row tiles, and the workspace of what is gathered."""
-    del thread, dtypes  # launches keep their arguments, and are for tensors of the same dtypes
-    experts = TritonExperts(shape.activation, tiles=tiles)
-    chosen = experts.choose_backend(shape)[1]
-    # no second GEMM sums the result in an order of its own
-    chosen = dataclasses.replace(chosen, second=dataclasses.replace(chosen.second, swap=False))
-    most = shape.max_tiles(chosen.block_m)
-    listed = prepare_tile_list(shape.num_experts, most, chosen.block_m, shape.device)
-    packed = experts.backend.workspace(shape, chosen)
-    first = experts.backend.first(shape, chosen, Between.ROUND)
-    return listed, experts.backend.gather(shape, chosen), first, most, packed
-
-
-@functools.lru_cache(maxsize=_MOST_PREPARED)
-def _prepared_zeros(thread: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> RepeatedLaunch:
-    """The launch that makes rows of a matrix zeros."""
-    del thread, dtype
+def _zero_launch(num_flags: int, columns: int, device: torch.device) -> RepeatedLaunch:
+    """The launch that makes rows of a matrix zeros whose flag says so."""
     return RepeatedLaunch(
         _zero_rows_kernel,
-        num_programs(device, _ZERO_PROGRAMS_PER_SM, shape[0]),
-        settings=tuple(shape),
+        num_programs(device, _ZERO_PROGRAMS_PER_SM, num_flags),
+        settings=(num_flags, columns),
         constants={"BLOCK": _ZERO_BLOCK},
         options={},
         device=device,
     )
+
+
+@functools.lru_cache(maxsize=_MOST_PREPARED)
+def _prepared(
+    thread: int,
+    shape: CallShape,
+    tiles: ExpertTiles | None,
+    given: tuple[tuple[str, torch.dtype], ...],
+    num_flags: int,
+) -> RowGemm:
+    """The launches of calls of a shape whose tensors have these names and dtypes."""
+    del thread  # launches keep their arguments, and are for tensors of the same dtypes
+    return RowGemm(shape, tiles, tuple(name for name, _ in given), num_flags)
+
+
+def row_gemm_tensors(
+    x: torch.Tensor | Quantized,
+    rows: RowLists,
+    weight: StoredMatrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The tensors that kernels read and write, by the names of `RowGemm`; copies of those with gaps. Local."""
+    values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+    named = {
+        "x": values if values.stride(1) == 1 else values.contiguous(),
+        "x_scale": None if scale is None else as_bytes(scale),
+        "row_start": rows.expert_row_start,
+        "num_tokens": rows.expert_num_tokens,
+        "source": rows.source,
+        "target": rows.target,
+        "factor": rows.factor,
+        "zeros": None if rows.zeros is None else as_bytes(rows.zeros),
+        **{f"w_{part}": tensor.contiguous() for part, tensor in weight.tensors.items()},
+        "bias": None if bias is None else bias.contiguous(),
+        "out": out,
+    }
+    if weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu:  # which Triton has not
+        named["w_scale"] = as_bytes(weight.scale.contiguous())
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def row_gemm(
+    tensors: Mapping[str, torch.Tensor],
+    scheme: QuantScheme,
+    *,
+    hidden: int,
+    expected_rows: int,
+    tiles: ExpertTiles | None,
+) -> RowGemm:
+    """The launches for tensors of `row_gemm_tensors` and others like them, found once. Local.
+
+    Args: hidden: columns of a row of the weight. expected_rows: of an expert.
+    """
+    x, out, scale = tensors["x"], tensors["out"], tensors.get("x_scale")
+    shape = CallShape(
+        device=x.device,
+        scheme=scheme,
+        dtype=out.dtype,
+        activation=_NO_ACTIVATION,
+        num_experts=tensors["w_values"].shape[0],
+        hidden=hidden,
+        intermediate=out.shape[1],
+        expected_rows=expected_rows,
+        max_rows=tensors["source"].shape[0],
+        rows_apart=False,
+        gathered=True,
+        x_stride=x.stride(0),
+        scale_height=1 if scale is None else max(scale.shape[0], 1),
+        scale_strides=(0, 0, 0) if scale is None else (0, scale.stride(0), scale.stride(1)),
+        static_scale=False,
+        limited=False,
+        up_first=False,
+    )
+    given = tuple((name, tensor.dtype) for name, tensor in tensors.items())
+    num_flags = tensors["zeros"].shape[0] if "zeros" in tensors else 0
+    return _prepared(threading.get_ident(), shape, tiles, given, num_flags)
 
 
 def gemm_by_kernels(
@@ -69,56 +167,15 @@ def gemm_by_kernels(
     rows: RowLists,
     weight: StoredMatrix,
     scheme: QuantScheme,
+    *,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     tiles: ExpertTiles | None,
-) -> None:
-    """`ep_moe.experts.row_gemm.gemm_rows` by kernels, with checked arguments."""
-    values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
-    values = values if values.stride(1) == 1 else values.contiguous()
-    parts = weight.map(torch.Tensor.contiguous)
-    bias = None if bias is None else bias.contiguous()
-    num_experts, num_columns = weight.values.shape[:2]
-    shape = CallShape(
-        device=values.device,
-        scheme=scheme,
-        dtype=out.dtype,
-        activation=_NO_ACTIVATION,
-        num_experts=num_experts,
-        hidden=scheme.weight.row_width(weight.values.shape[2]),
-        intermediate=num_columns,
-        expected_rows=rows.expected_rows,
-        max_rows=rows.source.shape[0],
-        rows_apart=False,
-        gathered=True,
-        x_stride=values.stride(0),
-        scale_height=1 if scale is None else max(scale.shape[0], 1),
-        scale_strides=(0, 0, 0) if scale is None else (0, scale.stride(0), scale.stride(1)),
-        static_scale=False,
-        limited=False,
-        up_first=False,
-    )
-    given = (parts.scale, parts.zero, parts.global_scale, bias, rows.factor)
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in given)
-    listed, gather, gemm, most, workspace = _prepared(threading.get_ident(), shape, tiles, dtypes)
-    sizes = [-(-size // _ALIGNED) * _ALIGNED for size in (most, num_experts, 1)]
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=values.device)
-    tile_expert, first_tile, num_tiles = memory.split(sizes)
-    tile_list = TileList(tile_expert, first_tile, num_tiles, None, None)
-    where = Rows(rows.expert_row_start, rows.expert_num_tokens, rows.source, rows.target, rows.factor)
-    if rows.zeros is not None:
-        _prepared_zeros(threading.get_ident(), out.shape, out.dtype, out.device)((out, as_bytes(rows.zeros)))
-    listed((Rows(None, rows.expert_num_tokens, None), tile_list))
-    weight_scale = parts.scale
-    if weight_scale is not None and weight_scale.dtype == torch.float8_e8m0fnu:  # which Triton has not
-        weight_scale = as_bytes(weight_scale)
-    x_scale = None if scale is None else as_bytes(scale)
-    if gather is not None:
-        pieces = {
-            name: torch.empty(*piece[:1], dtype=piece[1], device=values.device) for name, piece in workspace.items()
-        }
-        packed = Stored(pieces["packed"], pieces.get("packed_scale"))
-        gather((values, x_scale, packed, where._replace(out_index=None, factor=None), tile_list))
-        values, x_scale = packed
-    operands = Operands(values, x_scale, parts.values, weight_scale, parts.zero, parts.global_scale, bias)
-    gemm((operands, Stored(out, None), _NO_SCALARS, where, tile_list))
+) -> RowGemm:
+    """`ep_moe.experts.row_gemm.gemm_rows` by kernels, with checked arguments. Returns its launches."""
+    tensors = row_gemm_tensors(x, rows, weight, bias, out)
+    hidden = scheme.weight.row_width(weight.values.shape[2])
+    found = row_gemm(tensors, scheme, hidden=hidden, expected_rows=rows.expected_rows, tiles=tiles)
+    if found.sequence.repeat([*map(torch.Tensor.data_ptr, tensors.values())]) is None:
+        found.sequence.run(tensors)
+    return found

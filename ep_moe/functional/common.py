@@ -110,7 +110,7 @@ class KeptWeights:
         """
         first = tensors[0]
         assert first is not None
-        versions = _versions(tensors) if copied else ()
+        versions = writes(tensors) if copied else ()
         if versions is None:
             return make()
         kept = self._kept.get(id(first))
@@ -132,8 +132,8 @@ def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
-def _versions(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:
-    """How often torch has written each tensor; None if that is unknown, or while a CUDA graph is captured."""
+def writes(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:
+    """How often torch has written each tensor; None if that is unknown, or while a CUDA graph is captured. Local."""
     there = [tensor for tensor in tensors if tensor is not None]
     if any(tensor.is_inference() for tensor in there):
         return None

@@ -125,8 +125,8 @@ def _weights_alone(flags: Flags, weights: Sequence[GivenWeight]) -> QuantScheme:
 
 def _scale(given: GivenWeight, scheme: QuantScheme, shape: tuple[int, int, int]) -> torch.Tensor:
     """Scales of a weight [E, N, C] in our shape; SGLang's may have trailing dimensions of 1."""
-    scale = given.scale
-    assert scale is not None
+    assert given.scale is not None
+    scale = given.scale.detach()
     needed, dtype = scheme.weight.scale_shape(shape), scheme.weight.scale_dtype
     if scale.numel() != torch.Size(needed).numel() or [n for n in scale.shape if n > 1] != [n for n in needed if n > 1]:
         raise ValueError(f"{given.scale_name} is {tuple(scale.shape)}; {needed} needed for scheme '{scheme.name}'")
@@ -164,7 +164,7 @@ def matrix_of(
         raise ValueError(
             f"{given.name} is {tuple(values.shape)} {values.dtype}; {needed} {kind} needed for scheme '{scheme.name}'"
         )
-    values = values.view_as(values)  # an object of its own: what is kept may not keep the caller's alive
+    values = values.detach()  # unlike other views, it does not keep the caller's tensor alive
     if not stored.quantized:
         return StoredMatrix(values)
     return StoredMatrix(values, scale=_scale(given, scheme, shape), zero=_zero(given, scheme, shape, flags))

@@ -46,7 +46,7 @@ def stored_weight(values: torch.Tensor, scale: torch.Tensor, name: str, scale_na
             f"{scale_name} is {tuple(scale.shape)} {scale.dtype}; one byte each, "
             f"{' or '.join(map(str, shapes))} needed beside {name} {tuple(values.shape)}"
         )
-    return kind, StoredMatrix(values.view(torch.uint8), scale=scale.view(_SCALE_DTYPES[kind]))
+    return kind, StoredMatrix(values.detach().view(torch.uint8), scale=scale.detach().view(_SCALE_DTYPES[kind]))
 
 
 def tokens_of(

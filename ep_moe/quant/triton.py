@@ -10,6 +10,7 @@ import torch
 import triton
 
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.rows.quantize import Groups, MicroTile, _quantize_micro_rows_kernel, _quantize_rows_kernel
 from ep_moe.quant.base import TensorFormat, as_bytes
 
@@ -92,3 +93,22 @@ def quantize_launch(
         options={"num_warps": num_warps},
         device=device,
     )
+
+
+def quantize_sequence(x: torch.Tensor, stored: TensorFormat, *, static: bool) -> LaunchSequence:
+    """The launch of `quantize` for tokens like x [T, H], for longer sequences.
+
+    Given are "tokens" and, if static or with one scale for all, "number", `largest_or_scale`; its workspace has
+    "values" and "values_scale" [G, T], which kernels read as "values_scale:stored". Local; nothing is launched.
+    """
+    (num_tokens, width), kept = x.shape, torch.uint8 if stored.scale_dtype.itemsize == 1 else stored.scale_dtype
+    assert stored.dtype is not None
+    pieces = {
+        "values": ((num_tokens, stored.row_values(width)), stored.dtype),
+        "values_scale": ((stored.num_groups(width), num_tokens), stored.scale_dtype),
+    }
+    launch = quantize_launch(stored, num_tokens, width, x.stride(0), static, x.dtype, x.device)
+    given = ("tokens", "number") if static or stored.granularity == "tensor" else ("tokens",)
+    launches = [(launch, ("tokens", "number", "values", "values_scale:stored"))]
+    aliases = {"values_scale:stored": ("values_scale", kept)}
+    return LaunchSequence(launches, given, pieces, x.device, aliases=aliases)

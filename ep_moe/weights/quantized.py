@@ -266,8 +266,7 @@ def read_matrix(
     if order is not None:
         values = values[:, order]
     if method.packing != "plain":
-        values = pack_nibbles(values) if stored.packed == 2 else values
-        values = (values ^ 128).view(torch.int8) if stored.dtype == torch.int8 else values
+        values = as_stored(values, stored)
     shape = stored.scale_shape((stop - start, weight.shape[-1]))
     if stored.scale_dtype.itemsize == 1:
         scale = scale.view(stored.scale_dtype).reshape(shape)
@@ -293,30 +292,44 @@ def _unpacked(
     reader: TensorReader, weight: QuantizedTensor, values: torch.Tensor, scale: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Values [N, K], scales [N, G] and zero points [N, G] of integers in int32, one in each byte."""
-    method, num_rows = weight.method, weight.shape[0]
-    zero_part = weight.parts.get("zero")
-    packed_zero = None if zero_part is None else _read(reader, zero_part, device)
-    zero: torch.Tensor | None = None
+    method, part = weight.method, weight.parts.get("zero")
+    zero = None
+    if part is not None:
+        zero = unpacked_zeros(method, _read(reader, part, device), weight.shape[0], f"{part.name} in {part.file}")
+    by_row = scale if method.packing == "int32" else scale.t()
+    return unpacked_values(method, values), by_row, None if method.middle_zero else zero
+
+
+def unpacked_values(method: Method, packed: torch.Tensor) -> torch.Tensor:
+    """A weight in int32, as `method.packing` says, as uint8 [N, K], one element in each. Local."""
     if method.packing == "int32":
-        if packed_zero is not None:
-            zero = unpack_rows(packed_zero, method.bits)[:num_rows]
-        return unpack_columns(values, method.bits), scale, zero
+        return unpack_columns(packed, method.bits)
+    return (unpack_awq(packed) if method.packing == "awq" else unpack_rows(packed, method.bits)).t()
+
+
+def unpacked_zeros(method: Method, packed: torch.Tensor, num_rows: int, name: str) -> torch.Tensor:
+    """Zero points in int32, as `method.packing` says, as uint8 [N, G].
+
+    Args: num_rows: N. name: in errors.
+    Errors: ValueError for zero points that are not what the config says. Local; may synchronize with the device.
+    """
+    if method.packing == "int32":
+        return unpack_rows(packed, method.bits)[:num_rows]
     if method.packing == "awq":
-        zero = None if packed_zero is None else unpack_awq(packed_zero).t()
-        return unpack_awq(values).t(), scale.t(), zero
-    assert zero_part is not None
-    assert packed_zero is not None
-    zero = unpack_columns(packed_zero, method.bits).t()
+        return unpack_awq(packed).t()
+    zero = unpack_columns(packed, method.bits).t()
     if method.packing == "gptq":
         zero = (zero + 1) & (2**method.bits - 1)  # a zero point is a code: 0 minus 1 is stored as the largest code
-    if method.middle_zero:
-        if not bool((zero == 2 ** (method.bits - 1)).all()):
-            raise ValueError(
-                f"{zero_part.name} in {zero_part.file} has zero points other than {2 ** (method.bits - 1)}, but the "
-                "config says that weights are symmetric"
-            )
-        zero = None
-    return unpack_rows(values, method.bits).t(), scale.t(), zero
+    middle = 2 ** (method.bits - 1)
+    if method.middle_zero and not bool((zero == middle).all()):
+        raise ValueError(f"{name} has zero points other than {middle}, but the config says that weights are symmetric")
+    return zero
+
+
+def as_stored(codes: torch.Tensor, stored: TensorFormat) -> torch.Tensor:
+    """Elements [N, K] as uint8 in the form of `StoredMatrix.values`: two in a byte, or around zero in int8. Local."""
+    values = pack_nibbles(codes) if stored.packed == 2 else codes
+    return (values ^ 128).view(torch.int8) if stored.dtype == torch.int8 else values
 
 
 def read_dequantized(reader: TensorReader, weight: AnyTensor, out: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.pair_lists import PairLists
 from ep_moe.layout.routed import RoutedPacking
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
 from ep_moe.placement import Placement
@@ -434,11 +435,25 @@ def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int =
     return Case(name=name, launch=launch, payload_width_bytes=copying, excuses=excuses)
 
 
+def _pairs(num_pairs: int, experts: int) -> Case:
+    """Pairs as lists by expert, copied as words of 4 bytes."""
+
+    def launch() -> None:
+        given = {"ids": torch.int32, "weights": torch.float32, "numbers": torch.int32}
+        lists = PairLists(num_pairs, experts, torch.int32, 1024, torch.device("cpu")).sequence
+        shapes = {"numbers": (2, 1024)}
+        lists.run({name: _empty(*shapes.get(name, (num_pairs,)), dtype=t, device="cpu") for name, t in given.items()})
+
+    return Case(name=f"pairs as lists, {num_pairs} pairs, {experts} experts", launch=launch)
+
+
 def _row_cases() -> list[Case]:
     cases = [
         _routed("none", 16, Layout.COMPACT),
         _routed("fp8_block", 64, Layout.BATCHED, experts=32, topk=6),
         _routed("nvfp4", 1, Layout.COMPACT, experts=8, topk=4),
+        _pairs(8, 128),
+        _pairs(1000, 256),
     ]
     for layout in Layout:
         cases += [

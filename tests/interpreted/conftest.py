@@ -9,6 +9,8 @@ from interpreted.common import CAN_RUN, INTERPRETING
 if INTERPRETING:
     from quick_interpreter import hurry  # imports Triton, which not every machine has
 
+    from interpreted.repeating import repeats  # noqa: F401 - a fixture
+
     hurry()
 collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
 

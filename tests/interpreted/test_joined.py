@@ -1,12 +1,9 @@
 """Whole calls as one sequence of launches, in Triton's interpreter: the same bits as by separate launches."""
 
-import ctypes
 import functools
 import gc
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,7 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.functional import common
 from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
-from ep_moe.kernel_launch.repeated import RepeatedLaunch
-from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.layout.routed import RoutedPacking, _shape_of
-from ep_moe.local_moe import calls, local_moe
+from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing
 from ep_moe.routing import triton as routing_kernels
@@ -27,61 +21,6 @@ from interpreted.common import DEVICE, generator
 
 pytestmark = pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="memory is read by its address on a CPU")
 EXPERTS, TOPK, HIDDEN, INNER = 4, 2, 64, 96
-
-
-def at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """The tensor of the same kind at an address."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    memory = (ctypes.c_char * (extent * like.element_size())).from_address(address)
-    flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
-
-
-def rebuilt(arguments: Any, values: Iterator[int]) -> Any:
-    if isinstance(arguments, tuple):
-        found = [rebuilt(each, values) for each in arguments]
-        return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
-    if arguments is None:
-        return None
-    return at(next(values), arguments) if isinstance(arguments, torch.Tensor) else next(values)
-
-
-def without_memory(arguments: Any) -> Any:
-    if isinstance(arguments, tuple):
-        found = [without_memory(each) for each in arguments]
-        return type(arguments)(*found) if hasattr(arguments, "_fields") else tuple(found)
-    return None if arguments is None else _shape_of(arguments)
-
-
-@pytest.fixture
-def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Launches are repeated with addresses, as on a GPU; returns the number of launches of each repeated sequence."""
-    run, repeat, found = RepeatedLaunch.through_triton, LaunchSequence.repeat, list[int]()
-
-    def through_triton(self: RepeatedLaunch, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
-        run(self, tensors, numbers)
-        kinds = without_memory(tensors)
-
-        def again(values: Sequence[int]) -> None:
-            run(self, *rebuilt((kinds, numbers), iter(values)))
-
-        self.repeat = again
-
-    def counted(self: LaunchSequence, addresses: list[int]) -> torch.Tensor | None:
-        memory = repeat(self, addresses)
-        if memory is not None:
-            found.append(len(self.launches))
-        return memory
-
-    def new_packing(x: Any, routing: Routing, sizes: Any) -> RoutedPacking:
-        return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
-
-    monkeypatch.setattr(RepeatedLaunch, "through_triton", through_triton)
-    monkeypatch.setattr(LaunchSequence, "repeat", counted)
-    monkeypatch.setattr(calls, "_new_packing", new_packing)
-    calls._kinds.cache_clear()
-    yield found
-    calls._kinds.cache_clear()
 
 
 def stored(scheme: str, *shape: int) -> StoredMatrix:

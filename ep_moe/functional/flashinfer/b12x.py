@@ -11,8 +11,11 @@ import torch
 from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind
-from ep_moe.functional.common import check_like, experts_for, kept_weights, served_scheme
+from ep_moe.experts import Experts
+from ep_moe.functional.common import check_like, experts_for, kept_weights, served_scheme, writes
 from ep_moe.functional.fp4 import NVFP4, stored_weight
+from ep_moe.functional.plans import identities, kinds, plans_of
+from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import QuantScheme, StoredMatrix
 from ep_moe.routing import Routing
@@ -46,10 +49,21 @@ class B12xCall(NamedTuple):
     w2_alpha: torch.Tensor
     fc2_input_scale: torch.Tensor | None
     num_local_experts: int
-    output: torch.Tensor
+    output: torch.Tensor | None
     activation: str
     quant_mode: str
     source_format: str
+
+    @property
+    def weights(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that belong to the weights."""
+        own = self.w1_weight, self.w1_weight_sf, self.w2_weight, self.w2_weight_sf, self.w1_alpha, self.w2_alpha
+        return *own, self.fc2_input_scale if self.multiplies else None
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether `w2_alpha` is multiplied by `fc2_input_scale`, so that the product may miss later writes to them."""
+        return self.quant_mode == "nvfp4"
 
 
 def b12x_fused_moe(
@@ -94,8 +108,6 @@ def b12x_fused_moe(
     """
     if output_dtype != torch.bfloat16:
         raise ValueError(f"output_dtype ({output_dtype}) is not torch.bfloat16")
-    if output is None:
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
     call = B12xCall(
         x=x,
         w1_weight=w1_weight,
@@ -115,10 +127,11 @@ def b12x_fused_moe(
         quant_mode=_mode_of(quant_mode, activation_precision),
         source_format=source_format,
     )
-    if torch.compiler.is_compiling():
-        _b12x_op(*call)
-    else:
-        _b12x_moe(*call)
+    if not torch.compiler.is_compiling():
+        return _compute(call)
+    if output is None:
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _b12x_op(*call._replace(output=output))
     return output
 
 
@@ -148,7 +161,37 @@ def _activation_of(name: str) -> ActivationConfig:
     return ActivationConfig(kind=_ACTIVATIONS[name])
 
 
-def _prepare(call: B12xCall) -> tuple[Any, ...]:
+def _key_of(call: B12xCall) -> tuple[object, ...] | None:
+    """All that a plan depends on; None if its products might miss writes."""
+    written = writes((call.w2_alpha, call.fc2_input_scale)) if call.multiplies else ()
+    if written is None:
+        return None
+    given = [call.x, call.token_selected_experts, call.token_final_scales]
+    if call.output is not None:
+        given.append(call.output)
+    names = call.activation, call.quant_mode, call.source_format
+    numbers = call.num_experts, call.top_k, call.num_local_experts
+    return *names, *numbers, written, *kinds(given), *identities(call.weights)
+
+
+def _compute(call: B12xCall) -> torch.Tensor:
+    """The weighted sum, in `output` if there is one. Errors: ValueError. Local."""
+    plans, key = plans_of(b12x_fused_moe.__name__, threading.get_ident()), _key_of(call)
+    plan: RoutedPlan | None = None if key is None else plans.get(key)
+    if plan is not None:
+        found = plan(call.x, call.token_selected_experts, call.token_final_scales, call.output)
+        if found is not None:
+            return found
+    x, routing, weights, experts = _prepare(call)
+    sizes: dict[str, Any] = {"num_local_experts": call.num_local_experts, "num_experts": call.num_experts}
+    result = local_moe(x, routing, weights, experts, **sizes, out=call.output)
+    plan = None if key is None else RoutedPlan.of(x, routing, weights, experts, **sizes, out=call.output)
+    if plan is not None:
+        plans.keep(key, plan, call.weights)
+    return result
+
+
+def _prepare(call: B12xCall) -> tuple[torch.Tensor, Routing, ExpertWeights, Experts]:
     """Check everything; the arguments of `local_moe`."""
     num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
     if not 1 <= num_local <= call.num_experts:
@@ -159,18 +202,17 @@ def _prepare(call: B12xCall) -> tuple[Any, ...]:
         known = "; ".join(f"{mode} with {source}" for mode, source in _SCHEMES)
         raise ValueError(f"source_format ({call.source_format!r}) in quant_mode '{call.quant_mode}' is none of {known}")
     check_like(call.x, "x", (num_tokens, hidden), (torch.bfloat16,))
-    check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
+    if call.output is not None:
+        check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
     check_like(call.token_selected_experts, "token_selected_experts", (num_tokens, call.top_k), _IDS)
     check_like(call.token_final_scales, "token_final_scales", (num_tokens, call.top_k), _WEIGHTS)
     scheme = served_scheme(names, call.x.device)
     experts = experts_for(activation, scheme, call.x.device)
     routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
-    tensors = call.w1_weight, call.w1_weight_sf, call.w2_weight, call.w2_weight_sf, call.w1_alpha, call.w2_alpha
     make = functools.partial(_weights, call, activation.kind.gated, scheme)
-    copied = call.quant_mode == "nvfp4"  # w2_alpha is multiplied
     key = num_local, hidden, activation.kind, scheme.name, call.quant_mode
     kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
-    weights = kept.get((*tensors, call.fc2_input_scale if copied else None), key, make, copied=copied)
+    weights = kept.get(call.weights, key, make, copied=call.multiplies)
     return call.x, routing, weights, experts
 
 
@@ -183,7 +225,7 @@ def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
     w2 = _matrix(call.w2_weight, call.w2_weight_sf, "w2_weight", (num_local, hidden, intermediate // 2))
     for name in ("w1_alpha", "w2_alpha"):
         check_like(getattr(call, name), name, (num_local,), (torch.float32,))
-    first, second = call.w1_alpha.view_as(call.w1_alpha), call.w2_alpha.view_as(call.w2_alpha)
+    first, second = call.w1_alpha.detach(), call.w2_alpha.detach()
     if call.quant_mode == "nvfp4":
         scale = call.fc2_input_scale
         if scale is None or scale.dtype != torch.float32 or scale.numel() not in (1, num_local):
@@ -200,8 +242,7 @@ def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
 
 def _b12x_moe(*arguments: Any) -> None:
     """Write `output`."""
-    call = B12xCall(*arguments)
-    local_moe(*_prepare(call), num_local_experts=call.num_local_experts, num_experts=call.num_experts, out=call.output)
+    _compute(B12xCall(*arguments))
 
 
 def _b12x_fake(*arguments: Any) -> None:

@@ -21,7 +21,7 @@ def _own(call: Fp4Call, name: str, *shape: int) -> torch.Tensor | None:
     given = getattr(call, name)
     if given is None:
         return None
-    given = given.view_as(given)  # an object of its own: what is kept may not keep the caller's alive
+    given = given.detach()  # unlike other views, it does not keep the caller's tensor alive
     if given.shape[:1] == (call.num_experts,):
         given = given[call.local]
     check_like(given, name, (call.local_num_experts, *shape), _FLOAT)

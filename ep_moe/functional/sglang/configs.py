@@ -276,10 +276,16 @@ def _tiles_of(
     return fit_stages(tiles, shared, *bits, gated=gated)
 
 
+def configs_key(flags: Flags, w2: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, str | None, int, int]:
+    """The arguments of `get_moe_configs` for a call with tokens in this dtype. Local."""
+    used = flags.use_int8_w8a16, flags.use_int4_w4a16, flags.use_fp8_w8a8, flags.use_int8_w8a8
+    block_n, block_k = flags.block_shape or (0, 0)
+    return w2.shape[0], w2.shape[-1], get_config_dtype_str(dtype, *used), block_n, block_k
+
+
 def found_tiles(flags: Flags, w2: torch.Tensor, hidden_states: torch.Tensor, scheme: QuantScheme) -> ExpertTiles | None:
     """The tiles of an override or a file for a call; None if there is neither, so that our tables choose. Local."""
-    used = flags.use_int8_w8a16, flags.use_int4_w4a16, flags.use_fp8_w8a8, flags.use_int8_w8a8
-    dtype = hidden_states.dtype
-    name = get_config_dtype_str(dtype, *used)
-    config = _given_config(w2.shape[0], w2.shape[-1], name, hidden_states.shape[0], flags.block_shape)
+    dtype, block = hidden_states.dtype, flags.block_shape
+    num_experts, width, name, *_ = configs_key(flags, w2, dtype)
+    config = _given_config(num_experts, width, name, hidden_states.shape[0], block)
     return None if config is None else tiles_of(config, scheme, dtype, hidden_states.device, gated=True)

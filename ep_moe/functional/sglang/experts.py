@@ -5,7 +5,7 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, W = 2I.
 
 import functools
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,9 @@ from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
 from ep_moe.functional.common import check_like, experts_for, kept_weights
 from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
-from ep_moe.functional.sglang.configs import found_tiles
+from ep_moe.functional.plans import identities, kinds, plans_of
+from ep_moe.functional.routed_plan import RoutedPlan
+from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
@@ -110,7 +112,7 @@ def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
         bias, needed = getattr(call, name), tuple(matrix.values.shape[:2])
         if bias is not None:
             check_like(bias, name, needed, tuple(DTYPES.values()))
-        biases.append(None if bias is None else bias.view_as(bias))
+        biases.append(None if bias is None else bias.detach())
     if call.gemm1_alpha is not None:
         if scheme.weight.block[0] > 1:
             raise ValueError(
@@ -136,7 +138,7 @@ def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
         return None
     if given.dtype != torch.float32 or given.numel() not in (1, count):
         raise ValueError(f"{name} is {tuple(given.shape)} {given.dtype}; one float32 number needed")
-    return given.reshape(-1).expand(count).contiguous()
+    return given.detach().reshape(-1).expand(count).contiguous()
 
 
 def in_halves(rows: torch.Tensor) -> torch.Tensor:
@@ -153,8 +155,58 @@ def halves_of(matrix: StoredMatrix, scheme: QuantScheme) -> StoredMatrix:
     )
 
 
+class _Plan(NamedTuple):
+    """What later calls of a kind repeat, unless `get_moe_configs` says something else by then."""
+
+    routed: RoutedPlan
+    configs_key: tuple[int, int, str | None, int, int]
+    configs: dict[int, Any] | None
+
+
+def _key_of(call: ExpertsCall, out: torch.Tensor | None) -> tuple[object, ...]:
+    """All that a plan depends on."""
+    block = call.block_shape
+    given = [call.hidden_states, call.topk_ids, call.topk_weights]
+    if out is not None:
+        given.append(out)
+    numbers, fields = None if block is None else (*block,), _fields_of(call)
+    return *fields[_FLAGS], numbers, *fields[_NUMBERS], *kinds(given), *identities(_weights_given(call))
+
+
+def _fields_of(call: ExpertsCall) -> tuple[Any, ...]:
+    return call
+
+
+def _weights_given(call: ExpertsCall) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that belong to the weights."""
+    return call.w1, call.w2, call.b1, call.b2, *_fields_of(call)[_SCALES]
+
+
+_FLAGS = slice(ExpertsCall._fields.index("activation"), ExpertsCall._fields.index("w1_scale"))
+_SCALES = slice(_FLAGS.stop, ExpertsCall._fields.index("block_shape"))
+_NUMBERS = slice(_SCALES.stop + 1, None)
+
+
 def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
     """The weighted sum [T, H], or [T, K, H] if `no_combine`. Errors: ValueError. Local."""
+    if get_config():
+        return _computed(call, out)[0]
+    plans, key = plans_of("fused_experts", threading.get_ident()), _key_of(call, out)
+    plan: _Plan | None = plans.get(key)
+    if plan is not None and get_moe_configs(*plan.configs_key) is plan.configs:
+        given = call.hidden_states, call.topk_ids, call.topk_weights, out
+        result = plan.routed(*given, static_scale=call.a1_scale, inner_scale=call.a2_scale)
+        if result is not None:
+            return result
+    result, routed = _computed(call, out)
+    if routed is not None:
+        found = configs_key(call.flags, call.w2, call.hidden_states.dtype)
+        plans.keep(key, _Plan(routed, found, get_moe_configs(*found)), _weights_given(call))
+    return result
+
+
+def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor, RoutedPlan | None]:
+    """The result of a call, checked, and what repeats it, if anything does."""
     hidden_states, ids = call.hidden_states, call.topk_ids
     check_tokens(hidden_states)
     if ids.dim() != 2 or ids.shape[0] != hidden_states.shape[0] or call.topk_weights.shape != ids.shape:
@@ -170,17 +222,23 @@ def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
     experts = experts_for(activation, scheme, hidden_states.device, tiles)
     if call.apply_router_weight_on_input and call.b1 is not None:
         raise ValueError("b1 is given, apply_router_weight_on_input takes none: SGLang would multiply it too")
-    factor = call.routed_scaling_factor
-    return run_routed(
-        hidden_states,
-        Routing(topk_ids=ids, topk_weights=call.topk_weights.float()),
-        weights,
-        experts,
-        on_input=call.apply_router_weight_on_input,
-        no_combine=call.no_combine,
-        factor=1.0 if factor is None or call.no_combine else factor,
-        out=out,
-    )
+    factor = 1.0 if call.routed_scaling_factor is None or call.no_combine else call.routed_scaling_factor
+    topk_weights = call.topk_weights.float()
+    if call.apply_router_weight_on_input or call.no_combine:
+        routing = Routing(topk_ids=ids, topk_weights=topk_weights)
+        apart = {"on_input": call.apply_router_weight_on_input, "no_combine": call.no_combine}
+        return run_routed(hidden_states, routing, weights, experts, **apart, factor=factor, out=out), None
+    routing = Routing(topk_ids=ids, topk_weights=topk_weights if factor == 1.0 else topk_weights * factor)
+    result = local_moe(hidden_states, routing, weights, experts, out=out)
+    if has_copies(call, scheme):
+        return result, None
+    more: dict[str, Any] = {"factor": factor, "inner_scale": call.a2_scale}
+    return result, RoutedPlan.of(hidden_states, routing, weights, experts, **more, out=out)
+
+
+def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
+    """Whether `weights_of` copies large tensors, which would miss later writes to the caller's."""
+    return call.gemm1_alpha is not None or not all(is_view(each, scheme) for each in call.weights)
 
 
 def kept_or_new(
@@ -190,8 +248,7 @@ def kept_or_new(
 
     Args: name: of the calls. tensors: the caller's, of which `call` has views.
     """
-    static = call.a1_scale is not None or call.a2_scale is not None
-    if static or call.gemm1_alpha is not None or not all(is_view(each, scheme) for each in call.weights):
+    if call.a1_scale is not None or call.a2_scale is not None or has_copies(call, scheme):
         return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
     kept = kept_weights(name, threading.get_ident())
     tokens = call.hidden_states

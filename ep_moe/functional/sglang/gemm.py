@@ -3,18 +3,23 @@
 Letters: T tokens, K top-k, E experts, N and C rows and columns of a weight, M sorted pairs, Q blocks of them.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.library import custom_op
 
 from ep_moe.config import DTYPES
-from ep_moe.experts.row_gemm import RowLists, gemm_rows
+from ep_moe.experts.row_gemm import RowLists, by_kernels, gemm_rows
 from ep_moe.functional.common import check_like, operator_arguments
-from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scheme_of
+from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
+from ep_moe.functional.plans import kinds, plans_of
 from ep_moe.functional.sglang.configs import tiles_of
-from ep_moe.quant import Quantized, quantize
+from ep_moe.quant import Quantized, QuantScheme, quantize
+
+if TYPE_CHECKING:
+    from ep_moe.functional.sglang.gemm_plan import GemmArguments, GemmPlan
 
 _INTEGERS = (torch.int32, torch.int64)
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of Triton's dtypes
@@ -60,6 +65,11 @@ class _Call(NamedTuple):
             self.per_channel_quant,
             self.block_shape,
         )
+
+
+_TENSORS = _Call._fields.index("mul_routed_weight")  # before it are tensors alone
+_SIZES = _Call._fields.index("sizes")
+_FLAGS = slice(_SIZES + 1, _Call._fields.index("block_shape"))
 
 
 def invoke_fused_moe_kernel(
@@ -152,8 +162,39 @@ def invoke_fused_moe_kernel(
     (_op if torch.compiler.is_compiling() else _compute)(*call)
 
 
+def _key_of(call: _Call) -> tuple[object, ...]:
+    """All that a plan depends on: the kinds of all tensors, and all other arguments."""
+    fields: tuple[Any, ...] = call
+    there = [tensor for tensor in fields[:_TENSORS] if tensor is not None]
+    absent = call.bias is None, call.a_scale is None, call.b_scale is None, call.b_zp is None
+    block = None if call.block_shape is None else (*call.block_shape,)
+    numbers = *fields[_TENSORS:_SIZES], (*call.sizes,), block, *fields[_FLAGS.stop + 1 :]
+    return *numbers, *fields[_FLAGS], *absent, *kinds(there)
+
+
+def _arguments(call: _Call) -> "GemmArguments":
+    from ep_moe.functional.sglang.gemm_plan import GemmArguments  # Triton exists only on Linux
+
+    return GemmArguments(
+        call.a,
+        call.b,
+        call.b_scale,
+        call.bias,
+        call.c,
+        call.a_scale,
+        call.topk_weights,
+        call.sorted_token_ids,
+        call.expert_ids,
+        call.num_tokens_post_padded,
+    )
+
+
 def _compute(*arguments: Any) -> None:
     call = _Call(*arguments)
+    plans, key = plans_of("invoke_fused_moe_kernel", threading.get_ident()), _key_of(call)
+    plan: GemmPlan | None = plans.get(key)
+    if plan is not None and plan.repeat(_arguments(call)):
+        return
     config = dict(zip(call.keys.split(), call.sizes, strict=True))
     given = GivenWeight("B", call.b, "B_scale", call.b_scale, "B_zp", call.b_zp, "A_scale", call.a_scale)
     scheme = scheme_of(call.flags, [given])
@@ -165,15 +206,51 @@ def _compute(*arguments: Any) -> None:
         check_like(call.bias, "bias", shape[:2], tuple(DTYPES.values()))
     tiles = tiles_of(config, scheme, call.c.dtype, call.a.device, gated=False)
     c = _rows_of(call.c, shape[1])
-    lists = _lists(call, config["BLOCK_SIZE_M"], shape[0], c.shape[0])
-    tokens: torch.Tensor | Quantized = call.a
-    if scheme.payload.quantized:
-        tokens = quantize(call.a, scheme, static_scale=None if call.a_scale is None else _one(call.a_scale))
-    elif call.a.dtype != c.dtype:
+    _check_lists(call, config["BLOCK_SIZE_M"], c.shape[0])
+    if not scheme.payload.quantized and call.a.dtype != c.dtype:
         raise ValueError(f"A is {call.a.dtype}, C {c.dtype}: both are the same unless tokens are quantized")
-    gemm_rows(tokens, lists, weight, scheme, bias=call.bias, out=c, tiles=tiles)
+    static = None if call.a_scale is None else _one(call.a_scale)
+    if _by_plan(call, scheme):
+        if plan is None:
+            plan = _new_plan(call, scheme, config["BLOCK_SIZE_M"])
+            plans.keep(key, plan)
+        in_place = is_view(given, scheme) and c.data_ptr() == call.c.data_ptr() and _dense(call)
+        plan.run(_arguments(call), weight, c, tiles, repeats=in_place)
+    else:
+        lists = _lists(call, config["BLOCK_SIZE_M"], shape[0], c.shape[0])
+        tokens: torch.Tensor | Quantized = call.a
+        if scheme.payload.quantized:
+            tokens = quantize(call.a, scheme, static_scale=static)
+        gemm_rows(tokens, lists, weight, scheme, bias=call.bias, out=c, tiles=tiles)
     if c.data_ptr() != call.c.data_ptr():
         call.c.copy_(c.view(call.c.shape))
+
+
+def _by_plan(call: _Call, scheme: QuantScheme) -> bool:
+    """Whether kernels make the lists: those of rows that lie by pair."""
+    if call.a_use_tma or call.c_sorted or call.a.stride(1) != 1:
+        return False
+    return by_kernels(call.a.device, scheme) and min(call.sorted_token_ids.numel(), *call.b.shape, *call.a.shape) > 0
+
+
+def _dense(call: _Call) -> bool:
+    """Whether kernels read the weight and its bias where they are."""
+    return all(tensor is None or tensor.is_contiguous() for tensor in (call.b, call.b_scale, call.bias))
+
+
+def _new_plan(call: _Call, scheme: QuantScheme, block: int) -> "GemmPlan":
+    from ep_moe.functional.sglang.gemm_plan import GemmPlan  # Triton exists only on Linux
+
+    return GemmPlan(
+        _arguments(call),
+        scheme,
+        num_pairs=call.topk_ids.numel(),
+        num_experts=call.b.shape[0],
+        block=block,
+        top_k=call.top_k,
+        weighted=call.mul_routed_weight,
+        filtered=call.filter_expert,
+    )
 
 
 def _one(scale: torch.Tensor) -> torch.Tensor:
@@ -189,15 +266,17 @@ def _rows_of(c: torch.Tensor, columns: int) -> torch.Tensor:
     return c.reshape(-1, columns) if c.is_contiguous() else c.contiguous().view(-1, columns)
 
 
-def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists:
-    """The pairs of each expert, and which rows of C are of no expert."""
+def _check_lists(call: _Call, block: int, num_rows: int) -> None:
+    """Raise ValueError unless the lists fit A, and C of `num_rows`; their values are not read."""
     pairs, blocks, num_pairs = call.sorted_token_ids, call.expert_ids, call.topk_ids.numel()
-    device, most = pairs.device, pairs.shape[0]
+    most = pairs.shape[0] if pairs.dim() else 1
     for name, tensor in (("sorted_token_ids", pairs), ("expert_ids", blocks)):
         if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; one dimension of int32 needed")
     if blocks.shape[0] * block < most:
         raise ValueError(f"expert_ids has {blocks.shape[0]} blocks of {block}; sorted_token_ids has {most} pairs")
+    if call.num_tokens_post_padded.numel() != 1:
+        raise ValueError(f"num_tokens_post_padded is {tuple(call.num_tokens_post_padded.shape)}; one number needed")
     if call.topk_weights.numel() != num_pairs:
         shapes = f"topk_weights are {tuple(call.topk_weights.shape)}, topk_ids {tuple(call.topk_ids.shape)}"
         raise ValueError(f"{shapes}; the same needed")
@@ -209,8 +288,14 @@ def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists
     needed = most if call.c_sorted else num_pairs
     if num_rows < needed:
         raise ValueError(f"C has {num_rows} rows; {needed} needed")
+
+
+def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists:
+    """The pairs of each expert, and which rows of C are of no expert, by torch."""
+    pairs, num_pairs = call.sorted_token_ids, call.topk_ids.numel()
+    device, most = pairs.device, pairs.shape[0]
     place = torch.arange(most, device=device)
-    expert = blocks.repeat_interleave(block)[:most].long()
+    expert = call.expert_ids.repeat_interleave(block)[:most].long()
     valid = (place < call.num_tokens_post_padded) & (pairs >= 0) & (pairs < num_pairs)
     named = valid & (expert >= 0) & (expert < num_experts)
     key = torch.where(named, expert, num_experts)

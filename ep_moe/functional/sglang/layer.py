@@ -3,15 +3,10 @@
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts, L those of this rank.
 """
 
-import dataclasses
-import itertools
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.functional.common import experts_for
@@ -20,47 +15,15 @@ from ep_moe.functional.sglang.configs import found_tiles
 from ep_moe.functional.sglang.experts import check_tokens, run_routed, swiglu
 from ep_moe.functional.sglang.layer_formats import as_expert_weights, layer_format, parts_of
 from ep_moe.functional.sglang.layer_loading import Share, load_expert, load_stacked
+from ep_moe.functional.sglang.layer_names import expert_names, stacked_names
+from ep_moe.functional.sglang.layer_op import layer_op, register
+from ep_moe.functional.sglang.layer_packed import as_packed_weights, fit_scale, initial, packed_parts
+from ep_moe.functional.sglang.layer_parallel import MoeParallel
 from ep_moe.functional.sglang.layer_routing import chosen
 from ep_moe.placement import Placement
 from ep_moe.quant import quantize_weight
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
-
-# an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
-_LAYERS: "weakref.WeakValueDictionary[int, FusedMoE]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MoeParallel:
-    """The ranks that share a layer: rank r has the experts of r // tp_size and the columns of r % tp_size.
-
-    Args:
-        group: of torch.distributed, of ep_size * tp_size ranks; None is the default group, or none for one rank.
-        ep_size: ranks that share the experts. tp_size: ranks that share the intermediate size of each expert.
-    Errors: ValueError for a group of another size.
-    """
-
-    group: Any = None
-    ep_size: int = 1
-    tp_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.ep_size < 1 or self.tp_size < 1:
-            raise ValueError(f"ep_size ({self.ep_size}) and tp_size ({self.tp_size}) must be at least 1")
-        if self.size > 1 and torch.distributed.get_world_size(self.group) != self.size:
-            ranks = torch.distributed.get_world_size(self.group)
-            raise ValueError(f"the group has {ranks} ranks, ep_size ({self.ep_size}) * tp_size ({self.tp_size}) needed")
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.ep_size * self.tp_size
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return torch.distributed.get_rank(self.group) if self.size > 1 else 0
 
 
 class FusedMoE(torch.nn.Module):
@@ -158,29 +121,22 @@ class FusedMoE(torch.nn.Module):
             up_first=self.up_first,
             alternating=gemm1_alpha is not None,
         )
-        self._parts = {
-            part.name: part
-            for part in parts_of(
-                self._format,
-                num_experts=num_experts,
-                num_local_experts=self.num_local_experts,
-                hidden=hidden_size,
-                intermediate=self.intermediate_size_per_partition,
-                dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
-                with_bias=with_bias,
-            )
-        }
+        sizes: dict[str, Any] = {"num_local_experts": self.num_local_experts, "hidden": hidden_size}
+        sizes |= {"intermediate": self.intermediate_size_per_partition, "with_bias": with_bias}
+        sizes["dtype"] = torch.get_default_dtype() if params_dtype is None else params_dtype
+        packed = self._format.method is not None
+        parts = packed_parts(self._format, **sizes) if packed else parts_of(self._format, num_experts, **sizes)
+        self._parts = {part.name: part for part in parts}
         for name, part in self._parts.items():
-            data = torch.zeros(part.shape, dtype=torch.uint8 if part.dtype.itemsize == 1 else part.dtype)
-            parameter = torch.nn.Parameter(data.view(part.dtype), requires_grad=False)
+            parameter = torch.nn.Parameter(initial(part), requires_grad=False)
             loader = self.weight_loader_fused if use_weight_loader_fused else self.weight_loader
             parameter.weight_loader = loader  # type: ignore[attr-defined]
             parameter.part = part  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
         self._weights: ExpertWeights | None = None
+        self.register_load_state_dict_pre_hook(_fit_scales)
         self.register_load_state_dict_post_hook(lambda module, _: module._forget())  # noqa: SLF001
-        self._number = next(_NUMBERS)
-        _LAYERS[self._number] = self
+        self._number = register(self)
 
     def _forget(self) -> None:
         """Parameters have changed: what was made of them is made again."""
@@ -214,6 +170,7 @@ class FusedMoE(torch.nn.Module):
         """
         part = self._part_of(param)
         self._forget()
+        fit_scale(param, part, loaded_weight, weight_name)
         if expert_id is None:
             load_stacked(part, param.data, loaded_weight, weight_name, shard_id, self._share, self.num_experts)
         else:
@@ -232,6 +189,7 @@ class FusedMoE(torch.nn.Module):
             raise ValueError(f"shard_id ({shard_id!r}) of {weight_name} is not w13 or w2")
         self._forget()
         part = self._part_of(param)
+        fit_scale(param, part, loaded_weight, weight_name)
         load_stacked(part, param.data, loaded_weight, weight_name, shard_id, self._share, self.num_experts)
 
     def _part_of(self, param: torch.nn.Parameter) -> Any:
@@ -257,6 +215,8 @@ class FusedMoE(torch.nn.Module):
 
     def _made(self) -> ExpertWeights:
         tensors = self.tensors
+        if self._format.method is not None:
+            return as_packed_weights(self._format, tensors, up_first=self.up_first)
         local = slice(self.start_expert_id, self.end_expert_id + 1)
         return as_expert_weights(self._format, tensors, local, up_first=self.up_first)
 
@@ -296,7 +256,7 @@ class FusedMoE(torch.nn.Module):
             raise ValueError(f"topk_output has {num_topk} experts a token, layer {self.layer_id} has {self.top_k}")
         inplace = config.inplace and not config.no_combine
         if torch.compiler.is_compiling():
-            y = _layer_op(hidden_states, routing.topk_ids, routing.topk_weights, self._number)
+            y = layer_op(hidden_states, routing.topk_ids, routing.topk_weights, self._number)
             return hidden_states.copy_(y) if inplace else y
         return self.run(hidden_states, routing, hidden_states if inplace else None)
 
@@ -342,12 +302,12 @@ class FusedMoE(torch.nn.Module):
         experts.w13_weight.
         """
         shards = {"w1": ckpt_gate_proj_name, "w2": ckpt_down_proj_name, "w3": ckpt_up_proj_name}
-        return _mapping(shards, num_experts)
+        return expert_names(shards, num_experts)
 
     @classmethod
     def make_expert_input_scale_params_mapping(cls, num_experts: int) -> list[tuple[str, str, int, str]]:
         """`make_expert_params_mapping` for tensors that are named w1, w2 and w3 in the checkpoint."""
-        return _mapping({shard: shard for shard in ("w1", "w2", "w3")}, num_experts)
+        return expert_names({shard: shard for shard in ("w1", "w2", "w3")}, num_experts)
 
     @classmethod
     def make_expert_params_mapping_fused(
@@ -360,7 +320,7 @@ class FusedMoE(torch.nn.Module):
         """Names of parameters and of stacked tensors, and the shard of `weight_loader_fused`."""
         names = {"w13_weight": ckpt_gate_up_proj_name, "w13_weight_bias": ckpt_gate_up_proj_bias_name}
         names |= {"w2_weight": ckpt_down_proj_name, "w2_weight_bias": ckpt_down_proj_bias_name}
-        return _fused_mapping(names)
+        return stacked_names(names)
 
     @classmethod
     def make_expert_params_mapping_fused_mxfp4(
@@ -376,20 +336,16 @@ class FusedMoE(torch.nn.Module):
         names = {"w13_weight": ckpt_gate_up_proj_name, "w13_weight_bias": ckpt_gate_up_proj_bias_name}
         names |= {"w2_weight": ckpt_down_proj_name, "w2_weight_bias": ckpt_down_proj_bias_name}
         names |= {"w13_weight_scale": ckpt_gate_up_proj_scale_name, "w2_weight_scale": ckpt_down_proj_scale_name}
-        return _fused_mapping(names)
+        return stacked_names(names)
 
 
-def _mapping(shards: dict[str, str], num_experts: int) -> list[tuple[str, str, int, str]]:
-    found = []
-    for expert in range(num_experts):
-        for shard, name in shards.items():
-            field = "w2" if shard == "w2" else "w13"
-            found.append((f"experts.{field}_", f"experts.{expert}.{name}.", expert, shard))
-    return found
-
-
-def _fused_mapping(names: dict[str, str]) -> list[tuple[str, str, str]]:
-    return [(f"experts.{own}", f"experts.{name}", own.partition("_")[0]) for own, name in names.items()]
+def _fit_scales(layer: FusedMoE, state: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    """Give parameters of scales the dtype that they have in a state."""
+    for name, part in layer._parts.items():  # noqa: SLF001
+        if f"{prefix}{name}" in state:
+            parameter = getattr(layer, name)
+            parameter.__dict__.pop("scale_dtype", None)  # of those before, which the state replaces
+            fit_scale(parameter, part, state[f"{prefix}{name}"], name)
 
 
 def _activation_of(config: MoeRunnerConfig) -> ActivationConfig:
@@ -403,22 +359,3 @@ def _activation_of(config: MoeRunnerConfig) -> ActivationConfig:
     if config.activation != "silu":
         raise ValueError(f"gemm1_alpha ({alpha}) belongs to activation 'silu', not {config.activation!r}")
     return swiglu(alpha, limit)
-
-
-@custom_op("ep_moe::sglang_fused_moe", mutates_args=())
-def _layer_op(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
-    found = _LAYERS.get(layer)
-    if found is None:
-        raise RuntimeError(f"layer {layer} of a compiled graph no longer exists: keep its FusedMoE alive")
-    return found.run(x, Routing(topk_ids=topk_ids, topk_weights=topk_weights))
-
-
-@_layer_op.register_fake
-def _fake(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
-    del topk_weights
-    found = _LAYERS.get(layer)
-    apart = found is not None and found.moe_runner_config.no_combine
-    return x.new_empty((x.shape[0], topk_ids.shape[1], x.shape[1]) if apart else x.shape)
-
-
-_register_effectful_op(torch.ops.ep_moe.sglang_fused_moe.default, _EffectType.ORDERED)

@@ -16,10 +16,11 @@ from ep_moe.functional.formats import Flags
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, with_block
 from ep_moe.weights import ExpertWeights
 from ep_moe.weights.methods import method_of
+from ep_moe.weights.quantized import Method
 
 _FIELDS = ("w13", "w2")
 _IGNORED = ("ignored_layers", "modules_to_not_convert", "exclude_modules", "ignore")  # keys of skipped modules
-_READ = "fp8, w8a8_fp8, w8a8_int8, modelopt, modelopt_fp4, mxfp4 and compressed-tensors that are not packed in int32"
+_READ = "fp8, w8a8_fp8, w8a8_int8, modelopt, modelopt_fp4, mxfp4, gptq, awq and compressed-tensors"
 _ONE_FOR_CHANNELS = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a16"}
 
 
@@ -32,6 +33,7 @@ class LayerFormat:
         names: what follows "w13_" and "w2_" in the names of the parameters, by part of a `StoredMatrix`.
         static: there are static scales of tokens. unread: names of scales that are loaded, and not used.
         on_load: weights are loaded unquantized, and quantized then.
+        method: how weights in int32 lie in the checkpoint; None for others, which parameters hold as they are there.
     """
 
     scheme: QuantScheme = SCHEMES["none"]
@@ -40,6 +42,7 @@ class LayerFormat:
     static: bool = False
     unread: tuple[str, ...] = ()
     on_load: bool = False
+    method: Method | None = None
 
     @property
     def flags(self) -> Flags | None:
@@ -91,8 +94,10 @@ def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
     if kind == "fp8" and config.get("weight_block_size") is None:
         return _per_tensor(config)
     method = method_of({"quantization_config": config}, "quant_config")
-    if method is None or method.packing != "plain":
-        raise ValueError(f"quant_config: {kind!r} packs weights in int32; read are {_READ}")
+    if method is None:
+        raise ValueError(f"quant_config: {kind!r} is not one of {_READ}")
+    if method.packing != "plain":
+        return LayerFormat(scheme=method.scheme, stored=method.stored, method=method)
     if method.values == "_blocks":
         names = {"values": "weight", "scale": "weight_scale"}
     else:
@@ -127,8 +132,10 @@ class Part:
     """A parameter.
 
     Args:
-        name: of the parameter. field: "w13" or "w2". what: a part of `StoredMatrix`, "bias", "input_scale" or "unread".
+        name: of the parameter. field: "w13" or "w2". what: a part of `StoredMatrix`, "bias", "input_scale" or "unread";
+            of weights in int32 also "middle", zero points that are checked, and "order", the group of each column.
         shape, dtype: of the parameter, the first dimension experts.
+        method: of weights in int32.
         all_experts: it has those of other ranks, too.
         shard: the dimension of an expert's tensor that ranks of tensor parallelism share, None if it is whole.
         halves: rows of w13, the gate's and the up half's; if it has two numbers, one of each.
@@ -142,6 +149,7 @@ class Part:
     all_experts: bool = False
     shard: int | None = None
     halves: bool = False
+    method: Method | None = None
 
     @property
     def is_number(self) -> bool:
@@ -151,8 +159,8 @@ class Part:
 
 def parts_of(
     form: LayerFormat,
-    *,
     num_experts: int,
+    *,
     num_local_experts: int,
     hidden: int,
     intermediate: int,
@@ -189,15 +197,7 @@ def parts_of(
                 halves=first,
             )
         if with_bias:
-            yield Part(
-                name=name("weight_bias"),
-                field=field,  # type: ignore[arg-type]
-                what="bias",
-                shape=(num_local_experts, rows),
-                dtype=dtype,
-                shard=0 if first else None,
-                halves=first,
-            )
+            yield bias_part(field, num_local_experts, rows, dtype)
         others = {"input_scale": ()} if form.static else dict.fromkeys(form.unread, both)
         for suffix, shape in others.items():
             yield Part(
@@ -209,6 +209,20 @@ def parts_of(
                 all_experts=True,
                 halves=first,
             )
+
+
+def bias_part(field: str, num_local_experts: int, rows: int, dtype: torch.dtype) -> Part:
+    """The biases of a field."""
+    first = field == "w13"
+    return Part(
+        name=f"{field}_weight_bias",
+        field=field,  # type: ignore[arg-type]
+        what="bias",
+        shape=(num_local_experts, rows),
+        dtype=dtype,
+        shard=0 if first else None,
+        halves=first,
+    )
 
 
 def _scale_shape(stored: TensorFormat, rows: int, columns: int, first: bool) -> tuple[tuple[int, ...]]:

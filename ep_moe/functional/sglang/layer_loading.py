@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from ep_moe.functional.sglang.layer_formats import Part
+from ep_moe.functional.sglang.layer_packed import needed_shape, store, store_order, unpacked
 from ep_moe.quant import as_bytes
 
 SHARDS = ("w1", "w2", "w3")
@@ -82,6 +83,9 @@ def load_expert(
     if not 0 <= place < data.shape[0]:
         return
     target, half = data[place], _HALVES.get(shard_id, 0)
+    if part.method is not None:
+        _load_packed(part, target, loaded, name, half, share)
+        return
     if part.is_number:
         if loaded.numel() != 1:
             raise ValueError(f"{name} is {tuple(loaded.shape)}; one number needed")
@@ -97,6 +101,32 @@ def load_expert(
     _copy(part, target, _like(loaded, target, name), part.shard, share, name)
 
 
+def _load_packed(part: Part, target: torch.Tensor, loaded: torch.Tensor, name: str, half: int, share: Share) -> None:
+    """Copy a tensor of one expert of a weight in int32; half: of w13."""
+    if part.what == "unread":
+        return
+    ranks = 1 if share.presharded else share.tp_size
+    if part.what == "order":
+        shared = part.field == "w2" and share.tp_size > 1
+        if shared and ranks > 1:
+            like = torch.empty(target.shape, device="meta")
+            loaded = _own(loaded, like, 0, share, name)
+        store_order(part, target, loaded, shared, name)
+        return
+    if part.what == "middle":
+        unpacked(part, loaded, 0, name)  # which checks them
+        return
+    rows, columns = needed_shape(part)
+    first = part.field == "w13"
+    rows = rows // 2 if first else rows
+    found = unpacked(part, loaded, rows * (ranks if first else 1), name)
+    whole = not first and part.what != "values" and target.dim() < 2  # a scale for each row
+    own = _own(found, torch.empty(rows, columns, device="meta"), None if whole else 0 if first else 1, share, name)
+    if first:
+        target = target.narrow(0, rows * (1 - half if share.up_first else half), rows)
+    store(part, target, own)
+
+
 def load_stacked(
     part: Part, data: torch.Tensor, loaded: torch.Tensor, name: str, shard_id: str, share: Share, num_experts: int
 ) -> None:
@@ -110,6 +140,8 @@ def load_stacked(
         raise ValueError(f"shard_id ({shard_id!r}) of {name} is not {fits}, the parameter is {part.name}")
     if loaded.dim() < 1 or loaded.shape[0] != num_experts:
         raise ValueError(f"{name} is {tuple(loaded.shape)}; ({num_experts}, ...) needed, all experts")
+    if part.method is not None and shard_id == "w13":
+        raise ValueError(f"shard_id ({shard_id!r}) of {name} has weights in int32, of which w1 and w3 are loaded apart")
     if shard_id != "w13" or part.is_number:
         ids = [shard_id] if shard_id != "w13" else ["w1", "w3"]
         for expert in range(num_experts):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.functional.sglang.ragged import routed_pairs
+from ep_moe.functional.sglang.ragged_pairs import routed_pairs
 from ep_moe.routing import Routing, route
 
 

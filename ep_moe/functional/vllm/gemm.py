@@ -3,21 +3,26 @@
 Letters: E experts, C rows of an expert, K columns that the GEMM reduces over, N those of its result, G scale groups.
 """
 
+import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.library import custom_op
 
 from ep_moe.config import DTYPES
-from ep_moe.experts.row_gemm import RowLists, gemm_rows
+from ep_moe.experts.row_gemm import RowLists, by_kernels, gemm_rows
 from ep_moe.functional.common import operator_arguments
-from ep_moe.functional.formats import matrix_of
+from ep_moe.functional.formats import is_view, matrix_of
+from ep_moe.functional.plans import kinds, multiples, plans_of, quotients
 from ep_moe.functional.sglang.configs import tiles_of
 from ep_moe.functional.vllm.config import used_flag
 from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
 from ep_moe.functional.vllm.quantize import no_token
 from ep_moe.quant import Quantized
+
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
 
 _TRITON_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,8 +107,45 @@ def invoke_moe_batched_triton_kernel(
         compute(call)
 
 
+def _key_of(call: GemmCall) -> tuple[object, ...]:
+    """All that a plan depends on."""
+    given = [call.A, call.B, call.C, call.expert_num_tokens]
+    given += [tensor for tensor in (call.A_scale, call.B_scale, call.B_zp) if tensor is not None]
+    absent = call.A_scale is None, call.B_scale is None, call.B_zp is None
+    block = None if call.block_shape is None else (*call.block_shape,)
+    numbers = call.dtype, call.flag, call.per_act_token_quant, block, call.keys, (*call.sizes,)
+    return *numbers, *absent, *kinds(given)
+
+
+class _Plan(NamedTuple):
+    """The launches of a call that has returned; places: of the rows of each expert, and of all rows."""
+
+    launches: "LaunchSequence"
+    starts: torch.Tensor
+    places: torch.Tensor
+
+    def repeat(self, call: GemmCall) -> bool:
+        """Launch a later call; False, with nothing launched, if a tensor is not aligned to 16 bytes. Local."""
+        counts = call.expert_num_tokens
+        if counts.dtype != torch.int32:
+            counts = counts.to(torch.int32)
+        lists = self.starts, counts, self.places, self.places
+        tensors = call.A, call.A_scale, *lists, call.B, call.B_scale, call.C
+        return self.launches.repeat([each.data_ptr() for each in tensors if each is not None]) is not None
+
+
 def compute(call: GemmCall) -> None:
-    """The call, checked. Local."""
+    """The call. Errors: ValueError. Local."""
+    plans, key = plans_of("batched_gemm", threading.get_ident()), _key_of(call)
+    plan: _Plan | None = plans.get(key)
+    if plan is None or not plan.repeat(call):
+        plan = _computed(call)
+        if plan is not None:
+            plans.keep(key, plan)
+
+
+def _computed(call: GemmCall) -> _Plan | None:
+    """Compute a call, checked; returns what repeats it, if anything does."""
     A, B, C = call.A, call.B, call.C  # noqa: N806
     if A.dim() != 3 or C.dim() != 3 or A.shape[:2] != C.shape[:2] or C.shape[2] != B.shape[1]:
         raise ValueError(
@@ -135,12 +177,13 @@ def compute(call: GemmCall) -> None:
     if scaled:
         scale = row_scales(call.A_scale, "A_scale", (experts, height, rows.groups(width)), rows.per)
         x = Quantized(values=values, scale=scale.reshape(values.shape[0], -1), scheme=scheme)
-    place = torch.arange(experts * height, dtype=torch.int32, device=A.device)
+    starts = multiples(height, experts, A.device)
+    places = quotients(1, experts * height, A.device)[0, : experts * height]
     lists = RowLists(
-        expert_row_start=place[::height].contiguous() if height else place.new_zeros(experts),
+        expert_row_start=starts,
         expert_num_tokens=call.expert_num_tokens[:experts].to(torch.int32),
-        source=place,
-        target=place,
+        source=places,
+        target=places,
         expected_rows=max(height, 1),
     )
     direct = C.is_contiguous() and C.dtype == call.dtype
@@ -149,10 +192,23 @@ def compute(call: GemmCall) -> None:
         if direct
         else torch.empty(values.shape[0], C.shape[2], dtype=call.dtype, device=C.device)
     )
-    gemm_rows(x, lists, matrix, scheme, out=out, tiles=tiles)
+    plan = None
+    if by_kernels(A.device, scheme) and values.numel() and out.numel():
+        from ep_moe.experts.row_kernels import gemm_by_kernels  # Triton exists only on Linux
+
+        launches = gemm_by_kernels(x, lists, matrix, scheme, bias=None, out=out, tiles=tiles).sequence
+        read = values.data_ptr() == A.data_ptr()
+        if isinstance(x, Quantized) and call.A_scale is not None:
+            read = read and x.scale.data_ptr() == call.A_scale.data_ptr()
+        dense = all(tensor is None or tensor.is_contiguous() for tensor in (B, call.B_scale))
+        if direct and read and dense and is_view(given, scheme) and call.expert_num_tokens.stride(0) == 1:
+            plan = _Plan(launches, starts, places)
+    else:
+        gemm_rows(x, lists, matrix, scheme, out=out, tiles=tiles)
     if not direct:
         empty = no_token(call.expert_num_tokens, experts, height).unsqueeze(2)
         C.copy_(torch.where(empty, C, out.view(C.shape).to(C.dtype)))
+    return plan
 
 
 def _gemm(*arguments: Any) -> None:

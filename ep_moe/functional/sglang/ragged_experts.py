@@ -1,0 +1,260 @@
+"""What the `triton_kernel_*` calls compute.
+
+Weights have the columns of the tokens as rows, [E, H, 2I] and [E, I, H]. A transposed view of ours is used as it is;
+a contiguous one is copied in each call.
+
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs of a token and an expert.
+"""
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_moe.config import DTYPES, ActivationConfig
+from ep_moe.functional.common import check_like, experts_for
+from ep_moe.functional.formats import scheme_of
+from ep_moe.functional.plans import identities, kinds, plans_of
+from ep_moe.functional.routed_plan import RoutedPlan
+from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
+from ep_moe.functional.sglang.experts import (
+    ExpertsCall,
+    check_tokens,
+    halves_of,
+    has_copies,
+    in_halves,
+    kept_or_new,
+    run_routed,
+    swiglu,
+)
+from ep_moe.functional.sglang.ragged_pairs import ByExpert, PairSorter
+from ep_moe.local_moe import local_moe
+from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
+from ep_moe.routing import Routing
+from ep_moe.weights import ExpertWeights
+
+_MXFP4_GROUP = 32
+
+
+class RaggedCall(NamedTuple):
+    """The arguments of the operator."""
+
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    b1: torch.Tensor | None
+    w2: torch.Tensor
+    b2: torch.Tensor | None
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    num_topk: int
+    activation: str
+    apply_router_weight_on_input: bool
+    use_fp8_w8a8: bool
+    per_channel_quant: bool
+    global_num_experts: int
+    expert_map: torch.Tensor | None
+    w1_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
+    a1_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    block_shape: list[int] | None
+    gemm1_alpha: float | None
+    gemm1_limit: float | None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Weights are MXFP4: bytes of two elements with scales beside them, without a flag."""
+        return self.w1.dtype == torch.uint8 and not self.use_fp8_w8a8
+
+    @property
+    def by_expert(self) -> ByExpert:
+        """The routing data."""
+        return ByExpert(self.gate_scal, self.expt_hist, self.source, self.target)
+
+    @property
+    def weights_given(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that belong to the weights."""
+        return self.w1, self.b1, self.w2, self.b2, *_fields_of(self)[_SCALES]
+
+    @property
+    def between(self) -> ActivationConfig:
+        """What lies between the GEMMs. Errors: ValueError for another name."""
+        return self.as_experts().between if self.gemm1_alpha is None else swiglu(self.gemm1_alpha, self.gemm1_limit)
+
+    def as_experts(self) -> ExpertsCall:
+        """The same call with weights in the order of `outplace_fused_experts`, views; its routing is not read."""
+        scales = [
+            scale if scale is None or self.block_shape is None else scale.transpose(1, 2)
+            for scale in (self.w1_scale, self.w2_scale)
+        ]
+        return ExpertsCall(
+            self.hidden_states,
+            self.w1.transpose(1, 2),
+            self.w2.transpose(1, 2),
+            self.gate_scal,
+            self.target,
+            self.b1,
+            self.b2,
+            self.activation,
+            self.apply_router_weight_on_input,
+            self.use_fp8_w8a8,
+            False,
+            False,
+            False,
+            self.per_channel_quant,
+            scales[0],
+            scales[1],
+            None,
+            None,
+            self.a1_scale,
+            self.a2_scale,
+            self.block_shape,
+            False,
+            None,
+            self.gemm1_alpha,
+            self.gemm1_limit,
+        )
+
+
+_SCALES = slice(RaggedCall._fields.index("w1_scale"), RaggedCall._fields.index("block_shape"))
+_FLAGS = slice(RaggedCall._fields.index("num_topk"), RaggedCall._fields.index("expert_map"))
+_NUMBERS = slice(_SCALES.stop + 1, None)
+
+
+class _Plan(NamedTuple):
+    """What later calls of a kind repeat, unless `get_moe_configs` says something else by then."""
+
+    sorter: PairSorter
+    routed: RoutedPlan
+    configs_key: tuple[int, int, str | None, int, int]
+    configs: dict[int, Any] | None
+
+
+def _key_of(call: RaggedCall, out: torch.Tensor | None) -> tuple[object, ...]:
+    """All that a plan depends on."""
+    block, fields = call.block_shape, _fields_of(call)
+    given = [call.hidden_states, *call.by_expert]
+    absent = call.expert_map is None, out is None, block if block is None else (*block,)
+    given += [tensor for tensor in (call.expert_map, out) if tensor is not None]
+    return *fields[_FLAGS], *fields[_NUMBERS], *absent, *kinds(given), *identities(call.weights_given)
+
+
+def _fields_of(call: RaggedCall) -> tuple[Any, ...]:
+    return call
+
+
+def compute(call: RaggedCall, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The weighted sum [T, H], in `out` if there is one. Errors: ValueError. Local."""
+    data = call.by_expert
+    plannable = data.own_rows and not call.apply_router_weight_on_input and not get_config()
+    if not plannable:
+        return _computed(call, out, None)[0]
+    plans, key = plans_of("triton_kernel", threading.get_ident()), _key_of(call, out)
+    plan: _Plan | None = plans.get(key)
+    if plan is not None and get_moe_configs(*plan.configs_key) is plan.configs:
+        pairs = plan.sorter(data, call.expert_map)
+        given = call.hidden_states, pairs.ids, pairs.weights, out
+        result = plan.routed(*given, static_scale=call.a1_scale, inner_scale=call.a2_scale)
+        if result is not None:
+            return result
+    num_pairs = data.target.numel()
+    sorter = PairSorter(num_pairs, data.expt_hist.shape[0], data.target.device) if num_pairs else None
+    result, routed = _computed(call, out, sorter)
+    if routed is not None and sorter is not None:
+        given_weights = call.as_experts()
+        found = configs_key(given_weights.flags, given_weights.w2, call.hidden_states.dtype)
+        plans.keep(key, _Plan(sorter, routed, found, get_moe_configs(*found)), call.weights_given)
+    return result
+
+
+def _computed(
+    call: RaggedCall, out: torch.Tensor | None, sorter: PairSorter | None
+) -> tuple[torch.Tensor, RoutedPlan | None]:
+    """The result of a call, checked, and what repeats it, if anything does."""
+    _check(call)
+    data, x, num_topk = call.by_expert, call.hidden_states, call.num_topk
+    num_tokens, total = x.shape[0], data.expt_hist.shape[0]
+    pairs = (sorter or PairSorter(data.target.numel(), total, data.target.device))(data, call.expert_map)
+    routing = pairs.routing(num_tokens, num_topk)
+    scheme, weights = _weights(call)
+    given = call.as_experts()
+    tiles = None if call.is_mxfp4 else found_tiles(given.flags, given.w2, x, scheme)
+    experts = experts_for(call.between, scheme, x.device, tiles)
+    on_input = call.apply_router_weight_on_input
+    if not data.own_rows:
+        source = torch.zeros(data.source.numel() + 1, dtype=torch.int64, device=x.device)
+        source = source.scatter_(0, pairs.pair_of, data.source.clamp(min=0).long())[:-1]
+        apart = Routing(topk_ids=routing.topk_ids.view(-1, 1), topk_weights=routing.topk_weights.view(-1, 1))
+        rows = run_routed(x[source // num_topk], apart, weights, experts, on_input=on_input)
+        result = rows.view(*routing.topk_ids.shape, rows.shape[1]).float().sum(1)
+        return result.to(x.dtype) if out is None else out.copy_(result), None
+    if on_input:
+        return run_routed(x, routing, weights, experts, on_input=True, out=out), None
+    result = local_moe(x, routing, weights, experts, out=out)
+    if call.is_mxfp4 or has_copies(given, scheme):
+        return result, None
+    return result, RoutedPlan.of(x, routing, weights, experts, inner_scale=call.a2_scale, out=out)
+
+
+def _check(call: RaggedCall) -> None:
+    """Raise ValueError for shapes that do not fit each other; routing data of other shapes too."""
+    check_tokens(call.hidden_states)
+    packed, hidden = 2 if call.is_mxfp4 else 1, call.hidden_states.shape[1]
+    if call.w1.dim() != 3 or call.w2.dim() != 3:
+        raise ValueError(f"w1 is {tuple(call.w1.shape)}, w2 {tuple(call.w2.shape)}; 3 dimensions each needed")
+    num_experts, _, width = call.w1.shape
+    for name, needed in (
+        ("w1", (num_experts, hidden // packed, width)),
+        ("w2", (num_experts, width // 2 // packed, hidden)),
+    ):
+        found = tuple(getattr(call, name).shape)
+        if found != needed:
+            raise ValueError(
+                f"{name} is {found}; {needed} needed beside hidden_states {tuple(call.hidden_states.shape)}"
+            )
+    total = call.expt_hist.shape[0]
+    mapped = None if call.expert_map is None else call.expert_map.shape[0]
+    if (mapped or num_experts) != total or call.global_num_experts not in (-1, total):
+        raise ValueError(
+            f"routing data has {total} experts, global_num_experts is {call.global_num_experts}, "
+            f"w1 has {num_experts}, expert_map {mapped}: all of them, and expert_map names those of w1"
+        )
+    if call.b1 is not None and call.apply_router_weight_on_input:
+        raise ValueError("b1 is given, apply_router_weight_on_input takes none")
+    call.by_expert.check(call.hidden_states.shape[0], call.num_topk)
+
+
+def _weights(call: RaggedCall) -> tuple[QuantScheme, ExpertWeights]:
+    """The scheme and the weights of a call, checked."""
+    given = call.as_experts()
+    if not call.is_mxfp4:
+        scheme = scheme_of(given.flags, given.weights)
+        tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
+        return scheme, kept_or_new("triton_kernel", tensors, given, scheme)
+    for argument in ("per_channel_quant", "block_shape", "a1_scale", "a2_scale"):
+        if getattr(call, argument) not in (False, None):
+            raise ValueError(f"{argument} is given, MXFP4 weights take none")
+    scheme = get_scheme("mxfp4_w4a16")
+    matrices = []
+    for name, values in (("w1", given.w1), ("w2", given.w2)):
+        scale = getattr(call, f"{name}_scale")
+        if scale is None:
+            raise ValueError(f"{name}_pcg has no weight_scale, {name} is {values.dtype} and needs one")
+        groups = 2 * values.shape[2] // _MXFP4_GROUP
+        if tuple(scale.shape) != (values.shape[0], groups, values.shape[1]) or scale.element_size() != 1:
+            raise ValueError(
+                f"{name}_pcg.weight_scale is {tuple(scale.shape)} {scale.dtype}; "
+                f"{(values.shape[0], groups, values.shape[1])} of one byte needed"
+            )
+        turned = scale.transpose(1, 2).contiguous().view(torch.float8_e8m0fnu)
+        matrices.append(StoredMatrix(values.contiguous(), scale=turned))
+    bias = call.b1
+    for name, tensor, rows in (("b1", call.b1, given.w1.shape[1]), ("b2", call.b2, given.w2.shape[1])):
+        if tensor is not None:
+            check_like(tensor, name, (given.w1.shape[0], rows), tuple(DTYPES.values()))
+    if call.gemm1_alpha is not None:
+        matrices[0] = halves_of(matrices[0], scheme)
+        bias = None if bias is None else in_halves(bias)
+    return scheme, ExpertWeights(w13=matrices[0], w2=matrices[1], scheme=scheme, w13_bias=bias, w2_bias=call.b2)

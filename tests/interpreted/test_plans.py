@@ -1,0 +1,284 @@
+"""Other libraries' calls, repeated as one sequence of launches, against the same calls in torch; in the interpreter."""
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fp4_oracle
+import pytest
+import torch
+
+from ep_moe.experts import create_experts
+from ep_moe.functional import common, plans
+from ep_moe.functional.flashinfer import b12x_fused_moe
+from ep_moe.functional.sglang import (
+    gemm,
+    inplace_fused_experts,
+    invoke_fused_moe_kernel,
+    moe_align_block_size,
+    outplace_fused_experts,
+    override_config,
+    routing_from_topk,
+    triton_kernel_fused_experts,
+)
+from ep_moe.functional.vllm import BatchedTritonExperts, invoke_moe_batched_triton_kernel
+from ep_moe.functional.vllm import gemm as batched_gemm
+from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from interpreted.common import DEVICE, generator
+
+pytestmark = pytest.mark.skipif(torch.device(DEVICE).type != "cpu", reason="memory is read by its address on a CPU")
+EXPERTS, TOPK, HIDDEN, INNER, BLOCK = 4, 2, 64, 96, 16
+CONFIG = {"BLOCK_SIZE_M": BLOCK, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1, "num_stages": 2}
+Given = dict[str, Any]
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A function that makes later calls use kernels."""
+
+    def forget() -> None:
+        common._experts_for.cache_clear()
+        plans.plans_of.cache_clear()
+
+    def switch() -> None:
+        monkeypatch.setattr(
+            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
+        )
+        for module in (gemm, batched_gemm):
+            monkeypatch.setattr(module, "by_kernels", lambda *_: True)
+        forget()
+
+    forget()
+    yield switch
+    forget()
+
+
+def matrices(seed: str) -> tuple[torch.Tensor, torch.Tensor]:
+    random = generator(seed)
+    w1 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random) / 8
+    return w1.bfloat16(), (torch.randn(EXPERTS, HIDDEN, INNER, generator=random) / 8).bfloat16()
+
+
+def fp8(seed: str) -> Given:
+    random, (w1, w2) = generator(f"{seed} scales"), matrices(seed)
+    given = {"w1": (8 * w1.float()).to(torch.float8_e4m3fn), "w2": (8 * w2.float()).to(torch.float8_e4m3fn)}
+    return given | {f"w{n}_scale": torch.rand(EXPERTS, generator=random) / 8 + 0.1 for n in (1, 2)}
+
+
+def routed(seed: str, tokens: int) -> Given:
+    random = generator(seed)
+    return {
+        "hidden_states": torch.randn(tokens, HIDDEN, generator=random).bfloat16(),
+        "topk_ids": torch.randint(-1, EXPERTS, (tokens, TOPK), generator=random).int(),
+        "topk_weights": torch.rand(tokens, TOPK, generator=random) + 0.1,
+    }
+
+
+@dataclasses.dataclass
+class Call:
+    """A call, its weights by a seed, and its other arguments by a seed and a number of tokens."""
+
+    weights: Callable[[str], Given]
+    inputs: Callable[[str, int], Given]
+    run: Callable[[Given], torch.Tensor]
+    written: str = "w2"  # a weight that is written in place
+
+
+def plain(seed: str) -> Given:
+    return dict(zip(("w1", "w2"), matrices(seed), strict=True))
+
+
+def scaled(seed: str) -> Given:
+    return plain(seed) | {"routed_scaling_factor": 2.5, "b2": torch.randn(EXPERTS, HIDDEN, generator=generator(seed))}
+
+
+def static(seed: str) -> Given:
+    return fp8(seed) | {"use_fp8_w8a8": True, "a1_scale": torch.tensor([0.01]), "a2_scale": torch.tensor([0.02])}
+
+
+def in_place(given: Given) -> torch.Tensor:
+    x = given["hidden_states"].clone()
+    inplace_fused_experts(**given | {"hidden_states": x})
+    return x
+
+
+def nvfp4(mode: str) -> Callable[[str], Given]:
+    def make(seed: str) -> Given:
+        random = generator(seed)
+        layer = fp4_oracle.random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, random)
+        given = {"w1_weight": layer.w1, "w1_weight_sf": layer.w1_scale, "w2_weight": layer.w2, "quant_mode": mode}
+        given |= {"w2_weight_sf": layer.w2_scale, "num_experts": EXPERTS, "top_k": TOPK}
+        given |= {f"w{n}_alpha": torch.rand(EXPERTS, generator=random) + 0.5 for n in (1, 2)}
+        return given | {"fc2_input_scale": torch.tensor([0.5])}
+
+    return make
+
+
+def b12x_inputs(seed: str, tokens: int) -> Given:
+    given = routed(seed, tokens)
+    return {
+        "x": given["hidden_states"],
+        "token_selected_experts": given["topk_ids"],
+        "token_final_scales": given["topk_weights"],
+    }
+
+
+def turned(seed: str) -> Given:
+    return {name: w.transpose(1, 2) for name, w in plain(seed).items()}
+
+
+def by_expert(seed: str, tokens: int) -> Given:
+    given = routed(seed, tokens)
+    data, gather, scatter = routing_from_topk(given["topk_weights"], given["topk_ids"], EXPERTS)
+    more = {"routing_data": data, "gather_indx": gather, "scatter_indx": scatter}
+    return {"hidden_states": given["hidden_states"], **more}
+
+
+def one_gemm(form: str) -> Callable[[str], Given]:
+    def make(seed: str) -> Given:
+        flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant")
+        given: Given = dict.fromkeys(flags, False) | {"config": CONFIG, "compute_type": torch.bfloat16, "B_zp": None}
+        b = fp8(seed) if form == "fp8" else plain(seed)
+        given |= {"B": b["w1"], "B_scale": b.get("w1_scale"), "use_fp8_w8a8": form == "fp8"}
+        given |= {"A_scale": torch.tensor([0.02]) if form == "fp8" else None, "mul_routed_weight": form == "fp8"}
+        return given | {"bias": torch.randn(EXPERTS, 2 * INNER, generator=generator(seed)) if form == "fp8" else None}
+
+    return make
+
+
+def sorted_pairs(seed: str, tokens: int) -> Given:
+    """Blocks in another order than that of experts; the rows of one block are of no expert."""
+    given = routed(seed, tokens)
+    pairs, experts, count = moe_align_block_size(given["topk_ids"], BLOCK, EXPERTS)
+    blocks = int(count) // BLOCK
+    pairs[: int(count)] = pairs[: int(count)].view(blocks, BLOCK).flip(0).reshape(-1)
+    experts[:blocks] = experts[:blocks].flip(0)
+    experts[0], experts[blocks:], pairs[int(count) :] = -1, 1, 0  # behind the last one that counts lies anything
+    lists = {"sorted_token_ids": pairs, "expert_ids": experts, "num_tokens_post_padded": count, "top_k": TOPK}
+    return {"A": given["hidden_states"], "topk_ids": given["topk_ids"], "topk_weights": given["topk_weights"], **lists}
+
+
+def one(given: Given) -> torch.Tensor:
+    c = torch.full((*given["topk_ids"].shape, 2 * INNER), torch.nan, dtype=torch.bfloat16)
+    invoke_fused_moe_kernel(C=c, **given)
+    return c.view(-1, 2 * INNER).float().nan_to_num(77.0)
+
+
+def rows(seed: str, tokens: int) -> Given:
+    random = generator(seed)
+    counts = torch.tensor([tokens, 0, 1, 2])
+    return {"x": torch.randn(EXPERTS, tokens + 1, HIDDEN, generator=random).bfloat16(), "counts": counts.int()}
+
+
+def batched(given: Given) -> torch.Tensor:
+    x, ids = given["x"], torch.zeros(5, TOPK)
+    out = torch.full_like(x, torch.nan)
+    none = dict.fromkeys(("expert_map", "w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1q_scale", "a2_scale"))
+    none |= dict.fromkeys(("workspace13", "workspace2"))
+    more = {"topk_ids": ids, "activation": "silu", "global_num_experts": EXPERTS, **none}
+    weights = {"w1": given["w1"], "w2": given["w2"]}
+    BatchedTritonExperts(x.shape[1], 1).apply(
+        output=out, hidden_states=x, expert_num_tokens=given["counts"], **weights, **more
+    )
+    return out.view(-1, HIDDEN).float().nan_to_num(77.0)
+
+
+def batched_one(given: Given) -> torch.Tensor:
+    x = given["x"]
+    c = torch.full((*x.shape[:2], 2 * INNER), torch.nan, dtype=torch.bfloat16)
+    rest = (given["counts"], torch.bfloat16, None, None, None, False, False, False, CONFIG, False)
+    invoke_moe_batched_triton_kernel(x, given["w1"], c, *rest)
+    return c.view(-1, 2 * INNER).float().nan_to_num(77.0)
+
+
+CALLS = {
+    "fused": Call(plain, routed, lambda given: outplace_fused_experts(**given)),
+    "in place": Call(scaled, routed, in_place, written="b2"),
+    "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
+    "b12x": Call(nvfp4("w4a16"), b12x_inputs, lambda given: b12x_fused_moe(**given), written="w2_alpha"),
+    "b12x nvfp4": Call(nvfp4("nvfp4"), b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
+    "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given)),
+    "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B"),
+    "one gemm fp8": Call(one_gemm("fp8"), sorted_pairs, one, written="B_scale"),
+    "batched": Call(plain, rows, batched),
+    "batched gemm": Call(plain, rows, batched_one, written="w1"),
+}
+
+
+def compare(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+    idle = (expected == 0).all(1) | (expected == 77).all(1)
+    assert torch.equal(found[idle], expected[idle])
+    assert float(worst_row_error(found[~idle], expected[~idle])) < ROW_ERROR_LIMITS["fp8"]
+    assert exact is None or torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_later_calls(name: str, repeats: list[int], by_kernels: Callable[[], None]) -> None:
+    """Kinds take turns: other tokens, numbers of tokens and weights; weights are written, moved and freed."""
+    call = CALLS[name]
+    mine, other = call.weights("mine"), call.weights("other")
+    few, more = call.inputs("few", 5), call.inputs("more", 5)
+    many = call.inputs("many", 40)
+    kinds = [mine | few, mine | more, other | few, mine | many]
+    expected = [call.run(given) for given in kinds]
+    scale = 2.0 if mine[call.written].dtype.is_floating_point and mine[call.written].dtype.itemsize > 1 else 1
+    before = mine[call.written].clone()
+    mine[call.written].mul_(scale)
+    expected.append(call.run(mine | more))
+    mine[call.written].copy_(before)
+    by_kernels()
+    del repeats[:]
+    first = [call.run(given) for given in kinds]
+    for found, wanted in zip(first, expected, strict=False):
+        compare(found, wanted)
+    start = len(repeats)
+    for place in (1, 0, 2, 3, 1):
+        compare(call.run(kinds[place]), expected[place], first[place])
+    assert len(repeats) == start + 5  # one sequence for each call
+    mine[call.written].mul_(scale)
+    compare(call.run(mine | more), expected[4])
+    moved = mine[call.written]
+    moved.data, kept = before.clone(), moved.data  # other memory, by the same tensor
+    compare(call.run(mine | more), expected[1], first[1])
+    moved.data = kept
+    freed = [weakref.ref(tensor) for tensor in mine.values() if isinstance(tensor, torch.Tensor)]
+    del kinds, mine, moved, kept
+    gc.collect()
+    assert [tensor() for tensor in freed if tensor() is not None] == []
+
+
+def test_other_arguments_are_other_calls(repeats: list[int], by_kernels: Callable[[], None]) -> None:
+    """Flags, strides and dtypes are part of a kind, and bad arguments are refused as in a first call."""
+    by_kernels()
+    given = plain("flags") | routed("flags", 5)
+    plain_result = outplace_fused_experts(**given)
+    assert torch.equal(outplace_fused_experts(**given), plain_result)
+    wide = torch.full((5, 2 * HIDDEN), torch.nan, dtype=torch.bfloat16)
+    wide[:, ::2] = given["hidden_states"]
+    for changes, factor in (
+        ({"routed_scaling_factor": 2.0}, 2.0),
+        ({"topk_ids": given["topk_ids"].long()}, 1.0),
+        ({"hidden_states": wide[:, ::2]}, 1.0),
+        ({"topk_weights": given["topk_weights"].double()}, 1.0),
+    ):
+        for _ in range(2):
+            assert torch.equal(outplace_fused_experts(**given | changes), factor * plain_result)
+    for changes, words in (
+        ({"w1_scale": torch.ones(EXPERTS)}, "w1_scale is given"),
+        ({"use_int4_w4a16": True}, "w1_scale is missing"),
+        ({"topk_weights": given["topk_weights"][:4]}, r"topk_weights \(4, 2\)"),
+        ({"hidden_states": given["hidden_states"].double()}, "float64"),
+        ({"activation": "tanh"}, "tanh"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            outplace_fused_experts(**given | changes)
+    with override_config(CONFIG):
+        compare(outplace_fused_experts(**given), plain_result)
+    transposed = given["w2"]
+    expected = plain_result.clone()
+    given["w2"] = transposed.transpose(1, 2).contiguous().transpose(1, 2)  # the same numbers in other strides
+    assert torch.equal(outplace_fused_experts(**given), expected)
+    given["w2"].data = transposed.data
+    assert torch.equal(outplace_fused_experts(**given), expected)

@@ -1,0 +1,170 @@
+"""SGLang's `FusedMoE` with weights in int32, of checkpoints that are written here from the published layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_quantized_checkpoints import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, base, layer_of, write
+
+from ep_moe.functional.sglang import FusedMoE, MoeParallel, StandardTopKOutput
+from ep_moe.placement import Placement
+from ep_moe.testing import assert_same_bits, worst_row_error
+from ep_moe.weights import ExpertWeights
+
+PREFIX, LLAMA, TOKENS, TOPK = "model.layers.0.mlp.experts", ("gate_proj", "down_proj", "up_proj"), 9, 2
+PACKED = [name for name in LAYOUTS if name.startswith(("gptq", "awq", "pack_quantized"))]
+LIMIT = 2e-2  # sums in bfloat16 weights' dtype, and an intermediate in bfloat16
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, rank: int, ep: int = 1, tp: int = 1) -> MoeParallel:
+    """This process as a rank of several, without a group."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ep * tp)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    return MoeParallel(ep_size=ep, tp_size=tp)
+
+
+def made(name: str, **options: Any) -> FusedMoE:
+    given = {"params_dtype": torch.bfloat16, "quant_config": LAYOUTS[name].config, "inplace": False} | options
+    return FusedMoE(EXPERTS, HIDDEN, INTERMEDIATE, 0, **given)
+
+
+def load(layer: FusedMoE, tensors: dict[str, torch.Tensor], *, only: str = "") -> int:
+    """As SGLang's models load experts: a part of each name is replaced, and the parameter's loader called."""
+    parameters = {f"{PREFIX}.{name}": parameter for name, parameter in layer.named_parameters()}
+    gate, down, up = LLAMA
+    count = 0
+    for name, tensor in tensors.items():
+        for parameter, part, expert, shard in FusedMoE.make_expert_params_mapping(gate, down, up, EXPERTS):
+            if part in name and only in name:
+                renamed = name.replace(part, parameter)
+                own = parameters[renamed]
+                own.weight_loader(own, tensor, name, shard_id=shard, expert_id=expert)
+                count += 1
+    return count
+
+
+def same(layer: FusedMoE, directory: Path, rank: int = 0, size: int = 1) -> None:
+    """The layer's weights are those of our own loader, bit for bit."""
+    expected = ExpertWeights.from_pretrained(directory, Placement.linear(EXPERTS, size), rank)[0]
+    found = layer.expert_weights
+    assert found.scheme == expected.scheme
+    assert found.named_tensors.keys() == expected.named_tensors.keys()
+    for name, tensor in expected.named_tensors.items():
+        assert_same_bits(found.named_tensors[name], tensor, name)
+
+
+def routed() -> tuple[torch.Tensor, StandardTopKOutput]:
+    random = torch.Generator().manual_seed(7)
+    ids = torch.rand(TOKENS, EXPERTS, generator=random).argsort(1)[:, :TOPK].int()
+    return torch.randn(TOKENS, HIDDEN, generator=random).bfloat16(), StandardTopKOutput(
+        torch.rand(TOKENS, TOPK, generator=random) / 100, ids
+    )
+
+
+def summed(real: dict[str, torch.Tensor], x: torch.Tensor, output: StandardTopKOutput) -> torch.Tensor:
+    """The weighted sums, by a loop over pairs and the real numbers that were written."""
+    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for column in range(TOPK):
+            w13, w2 = (part.double() for part in layer_of(real, int(output.topk_ids[token, column])))
+            gate, up = (w13 @ x[token].double()).chunk(2)
+            inner = (up * gate * torch.sigmoid(gate)).bfloat16().double()
+            out[token] += float(output.topk_weights[token, column]) * (w2 @ inner)
+    return out
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_checkpoints_are_loaded_as_by_our_own_loader(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, real = write(tmp_path, name)
+    experts = sum(PREFIX in key for key in tensors)
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        layer = made(name, parallel=ranks(monkeypatch, rank, ep=size))
+        assert load(layer, tensors) == experts
+        same(layer, tmp_path, rank, size)
+    whole = made(name)
+    load(whole, tensors)
+    x, output = routed()
+    found = whole(x, output)
+    if "fp8" not in name:  # whose tokens are rounded too
+        assert float(worst_row_error(found, summed(real, x, output))) < LIMIT
+    total = torch.zeros(TOKENS, HIDDEN)
+    for rank in range(2):
+        share = made(name, parallel=ranks(monkeypatch, rank, tp=2))
+        load(share, tensors)
+        total += share(x, output).float()
+    assert float(worst_row_error(total, found.float())) < (5e-2 if "fp8" in name else LIMIT)
+    before = found.clone()
+    doubled = {key: tensor * 2 for key, tensor in tensors.items() if "down" in key and key.endswith("scale")}
+    doubled |= {key: tensor * 2 for key, tensor in tensors.items() if "down" in key and key.endswith("scales")}
+    load(whole, doubled)  # a loader is called again
+    assert torch.equal(whole(x, output), before * 2)
+    copy = made(name)
+    copy.load_state_dict(whole.state_dict())
+    assert torch.equal(copy(x, output), before * 2)
+
+
+@pytest.mark.parametrize("name", ["gptq", "pack_quantized"])
+def test_columns_in_another_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Act-order: any assignment of w2's columns to groups of the right size; the loader of ours is the reference."""
+    tensors, _ = write(tmp_path, name)
+    suffix = {"gptq": ".g_idx", "pack_quantized": ".weight_g_idx"}[name]
+    random = torch.Generator().manual_seed(3)
+    for expert in range(EXPERTS):
+        order = torch.randperm(INTERMEDIATE, generator=random)
+        tensors[f"{base(expert, 'down')}{suffix}"] = (order // GROUP).int()
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = made(name)
+    load(layer, load_file(tmp_path / "model.safetensors"))
+    same(layer, tmp_path)
+    share = made(name, parallel=ranks(monkeypatch, 0, tp=2))
+    with pytest.raises(ValueError, match=f"{base(0, 'down')}.*another order.*shares of ranks"):
+        load(share, tensors)
+    key = f"{base(1, 'up')}{suffix}"
+    with pytest.raises(ValueError, match=f"{key}.*another order.*w13"):
+        load(layer, {key: torch.arange(HIDDEN - 1, -1, -1, dtype=torch.int32) // GROUP})
+    load(layer, {f"{base(1, 'down')}{suffix}": torch.zeros(INTERMEDIATE, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="local expert 1 does not have 32 columns in each group"):
+        _ = layer.expert_weights
+
+
+BAD = [
+    ("gptq", ".qweight", lambda t: t[:-1], r"qweight is \(64, 88\); \(64, 96\) needed"),
+    ("gptq", ".qweight", lambda t: t.float(), r"qweight is \(12, 64\) torch.float32; a matrix of int32"),
+    ("gptq", ".scales", lambda t: t[:2], r"scales is \(64, 2\); \(64, 3\) needed"),
+    ("gptq", ".scales", lambda t: -t, "scales has negative scales"),
+    ("gptq", ".scales", lambda t: t.int(), "scales is torch.int32; one of float32"),
+    ("gptq", ".scales", lambda t: t.float(), "scales is torch.float32, scales of w13_scales .* torch.float16"),
+    ("gptq", ".qzeros", lambda t: t[:1], r"qzeros is \(64, 1\); \(64, 3\) needed"),
+    ("gptq", ".g_idx", lambda t: t[:5], r"g_idx is \(5,\) torch.int32; \(96,\) of integers"),
+    ("gptq_symmetric_channel", ".qzeros", lambda t: t * 0, "zero points other than 8.*symmetric"),
+    ("awq", ".qweight", lambda t: t[:, :-1], r"qweight is \(56, 96\); \(64, 96\) needed"),
+    ("pack_quantized", ".weight_packed", lambda t: t[:, :-1], r"weight_packed is \(64, 88\); \(64, 96\) needed"),
+]
+
+
+@pytest.mark.parametrize(("name", "suffix", "damage", "words"), BAD)
+def test_bad_tensors_are_named(name: str, suffix: str, damage: Any, words: str, tmp_path: Path) -> None:
+    tensors, _ = write(tmp_path, name)
+    layer = made(name)
+    load(layer, tensors)
+    key = f"{base(0, 'up')}{suffix}"
+    with pytest.raises(ValueError, match=words):
+        load(layer, {key: damage(tensors[key])})
+
+
+def test_bad_sizes_and_shards(tmp_path: Path) -> None:
+    tensors, _ = write(tmp_path, "gptq")
+    with pytest.raises(ValueError, match="w2 has 48 columns, groups of 32"):
+        FusedMoE(EXPERTS, HIDDEN, 48, 0, quant_config=LAYOUTS["gptq"].config)
+    layer = made("gptq")
+    with pytest.raises(ValueError, match=r"shard_id \('w13'\).*w1 and w3 are loaded apart"):
+        layer.weight_loader(layer.w13_qweight, torch.zeros(EXPERTS, 12, 128), "all", "w13", None)
+    stacked = torch.stack([tensors[f"{base(expert, 'down')}.qweight"] for expert in range(EXPERTS)])
+    layer.weight_loader(layer.w2_qweight, stacked, "all", "w2", None)
+    own = made("gptq")
+    load(own, tensors, only="down_proj.qweight")
+    assert torch.equal(layer.w2_qweight, own.w2_qweight)
