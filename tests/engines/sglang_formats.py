@@ -54,12 +54,9 @@ def formats_are_refused() -> None:
         return found
 
     def read(holder: Any, *, of: str = "", ranks: int = 1, alpha: float | None = None) -> str:
-        shared = types.SimpleNamespace(
-            **vars(runner) | {"gemm1_alpha": alpha, "gate_up_interleaved": alpha is not None}
-        )
-        layer = types.SimpleNamespace(
-            **parts, scheme=holder, moe_runner_config=shared, moe_ep_size=ranks, group_size=32
-        )
+        runner = types.SimpleNamespace(gemm1_alpha=alpha, gate_up_interleaved=alpha is not None)
+        settings = {"scheme": holder, "moe_runner_config": runner, "moe_ep_size": ranks, "group_size": 32}
+        layer = types.SimpleNamespace(**parts, **settings)
         return format_of(layer, made(of) if of else holder).scheme.name
 
     def gptq_of(**changes: Any) -> Any:

@@ -119,7 +119,10 @@ def shard_experts(
     It supports every architecture whose experts module takes an experts implementation of transformers, except those
     that `ep_moe.engines.transformers.architectures` refuses.
 
-    Args: model: on `group.device`, changed in place. All others: as in `from_pretrained`.
+    Args:
+        model: on `group.device`, changed in place.
+        scheme: to which experts are quantized; those that transformers has loaded in fp8 stay as they are.
+        others: as in `from_pretrained`.
     Returns: the model. Its `save_pretrained` works as after `from_pretrained`.
     Errors: ValueError, which names the cause, for unsupported experts, for a model on another device, and for one that
         is sharded already; an error on one rank is raised on all, and the model is left unchanged. Collective.

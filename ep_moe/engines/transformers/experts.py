@@ -12,6 +12,7 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.engines.common.weights import gate_above_up, gate_beside_up
+from ep_moe.engines.transformers import fp8
 from ep_moe.experts import apply_activation
 from ep_moe.quant import StoredMatrix
 from ep_moe.weights import ExpertWeights
@@ -95,7 +96,7 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     """Read the parameters of an experts module.
 
     Args:
-        module: any values of `FLAGS` are supported.
+        module: any values of `FLAGS` are supported, and weights in fp8 with their scales.
         experts: those to copy, in this order; None takes all, as views of the parameters that are in our memory order.
     Errors: ValueError names the unsupported flag or parameter. Local.
     """
@@ -103,12 +104,15 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"{name} has has_post_expert_norm=True: a norm after each expert is not computed here")
     index = None if experts is None else torch.tensor(list(experts), dtype=torch.int64)
+    scheme = fp8.scheme_of(module)
+    if scheme.weight.quantized and (module.is_transposed or module.has_bias):
+        raise ValueError(f"{name} has weights in fp8 that are transposed or have biases, which is not read here")
 
     def parameter(key: str) -> torch.Tensor:
         tensor = getattr(module, key)
         if hasattr(tensor, "to_local"):
             raise ValueError(f"{key} of {name} is a DTensor; it must be a tensor that is whole on this rank")
-        if tensor.dtype not in DTYPES.values():
+        if tensor.dtype not in DTYPES.values() and not scheme.weight.quantized:
             raise ValueError(f"{key} of {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
         tensor = tensor.detach()
         return tensor if index is None else tensor.index_select(0, index.to(tensor.device))
@@ -119,7 +123,11 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     def in_our_order(rows: torch.Tensor) -> torch.Tensor:
         return rows if not module.has_gate or module.is_concatenated else gate_above_up(rows)
 
-    first = "gate_up_proj" if module.has_gate else "up_proj"
+    first = fp8.first_of(module)
+    if scheme.weight.quantized:
+        w13, w2 = (fp8.matrix(module, key, parameter, scheme) for key in (first, "down_proj"))
+        one, two = fp8.static_scales(module, w2.values.shape[0])
+        return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w13_input_scale=one, w2_input_scale=two)
     return ExpertWeights(
         w13=StoredMatrix(in_our_order(matrix(first))),
         w2=StoredMatrix(matrix("down_proj")),
@@ -140,7 +148,7 @@ def parameters_of(module: ExpertsModule, weights: ExpertWeights) -> dict[str, to
     def in_their_order(rows: torch.Tensor) -> torch.Tensor:
         return rows if not module.has_gate or module.is_concatenated else gate_beside_up(rows)
 
-    first = "gate_up_proj" if module.has_gate else "up_proj"
+    first = fp8.first_of(module)
     tensors = {first: in_their_order(weights.w13.values), "down_proj": weights.w2.values}
     if module.is_transposed:
         tensors = {name: matrix.mT.contiguous() for name, matrix in tensors.items()}
@@ -164,8 +172,7 @@ def drop_parameters(module: ExpertsModule) -> None:
 def are_views(weights: ExpertWeights, module: ExpertsModule) -> bool:
     """True if weights are views of the module's parameters, so that they see every write to them. Local."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in module.parameters(recurse=False)}
-    tensors = (weights.w13.values, weights.w2.values, weights.w13_bias, weights.w2_bias)
-    return all(tensor is None or tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
+    return all(tensor.untyped_storage().data_ptr() in memory for tensor in weights.tensors())
 
 
 def state_of(module: ExpertsModule) -> tuple[object, ...]:

@@ -93,14 +93,17 @@ class ModuleLayer:
 class LocalExperts:
     """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`."""
 
-    def __init__(self, module: ExpertsModule, config: HookConfig, top_k_index: torch.Tensor) -> None:
+    def __init__(
+        self, module: ExpertsModule, config: HookConfig, top_k_index: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """`dtype`: of the tokens."""
         num_tokens, num_topk = top_k_index.shape
         weights = weights_of(module)
         self._num_experts = weights.num_local_experts
         sizes = TransportConfig(
             hidden=weights.w13.values.shape[2],
             max_tokens_per_rank=max(config.max_tokens_per_rank, num_tokens),
-            dtype=weights.w13.values.dtype,
+            dtype=dtype,
         )
         self._sizes = with_topk(sizes, num_topk)
         transport = create_transport(
@@ -108,11 +111,11 @@ class LocalExperts:
         )
         self._layer = ModuleLayer(module, weights, transport, config, 0)
 
-    def serves(self, module: ExpertsModule, top_k_index: torch.Tensor) -> bool:
-        """True while the module's parameters are those at construction, and T and K fit. Local."""
+    def serves(self, module: ExpertsModule, top_k_index: torch.Tensor, dtype: torch.dtype) -> bool:
+        """True while the module's parameters are those at construction, and T, K and the tokens' dtype fit. Local."""
         num_tokens, num_topk = top_k_index.shape
         fits = num_tokens <= self._sizes.max_tokens_per_rank and num_topk <= self._sizes.max_topk
-        return fits and self._layer.serves(module)
+        return fits and dtype == self._sizes.dtype and self._layer.serves(module)
 
     def __call__(
         self,

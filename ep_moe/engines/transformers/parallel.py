@@ -17,6 +17,7 @@ from ep_moe.config import TransportConfig
 from ep_moe.engines.common.transports import SharedTransport, SharedTransports, with_topk
 from ep_moe.engines.transformers.architectures import check_hook_in_step
 from ep_moe.engines.transformers.experts import ExpertsModule, weights_of
+from ep_moe.engines.transformers.fp8 import ACTIVATION_SCALE, SCALE
 from ep_moe.engines.transformers.hooks import NAME, HookConfig, ModuleLayer, without_backward
 from ep_moe.layer import ExpertParallelMoE
 
@@ -48,7 +49,7 @@ class MeshExperts:
         self._shared: SharedTransport | None = None
         self._layer: ModuleLayer | None = None
 
-    def _prepare(self, num_topk: int) -> tuple[ExpertParallelMoE, SharedTransport]:
+    def _prepare(self, num_topk: int, dtype: torch.dtype) -> tuple[ExpertParallelMoE, SharedTransport]:
         if self._layer is None or self._shared is None or not self._layer.serves(self._experts):
             weights = weights_of(self._experts)
             num_experts = weights.num_local_experts * self._expert_group.size()
@@ -56,7 +57,7 @@ class MeshExperts:
             sizes = TransportConfig(
                 hidden=like.shape[2],
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
-                dtype=like.dtype,
+                dtype=dtype,
                 num_slots=1,
             )
             sizes = with_topk(sizes, num_topk)
@@ -75,7 +76,7 @@ class MeshExperts:
         return without_backward(self._experts, run, hidden_states, top_k_weights)
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        layer, shared = self._prepare(ids.shape[1])
+        layer, shared = self._prepare(ids.shape[1], x.dtype)
         sharers = self._batch_group.size()
         if sharers == 1:
             return layer.forward_routed(x, ids, weights)
@@ -174,6 +175,11 @@ def parallel_config(config: PreTrainedConfig, num_ranks: int) -> DistributedConf
     if not plan:
         raise ValueError(f"{type(config).__name__} has no expert-parallel plan")
     styles = {"grouped_gemm": "grouped_gemm", "moe_tp_experts": STYLE}  # ids stay global: no style for the router
-    return DistributedConfig(
-        tp_size=num_ranks, tp_plan={f"model.{name}": styles[style] for name, style in plan.items() if style in styles}
-    )
+    chosen = {f"model.{name}": styles[style] for name, style in plan.items() if style in styles}
+    quantized: Any = getattr(config, "quantization_config", None) or {}
+    settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
+    if settings.get("quant_method") == "fp8":
+        endings = [SCALE, *[ACTIVATION_SCALE] * (settings.get("activation_scheme") == "static")]
+        weights = [name for name, style in chosen.items() if style == "grouped_gemm"]
+        chosen |= {f"{name}_{ending}": "grouped_gemm" for name in weights for ending in endings}
+    return DistributedConfig(tp_size=num_ranks, tp_plan=chosen)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ep_moe.config import Layout
@@ -21,7 +22,8 @@ def register(
     layout: Layout | str = Layout.COMPACT,
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK,
 ) -> None:
-    """Register "ep_moe" with transformers, as an `experts_implementation` and for its expert parallelism.
+    """Register "ep_moe" with transformers, as an `experts_implementation`, also of experts in fp8, and for its expert
+    parallelism.
 
     Call it before a model is made that names "ep_moe", and again for other options; `from_pretrained`, `shard_experts`
     and `distributed_config` call it if it was not called before. A model with transposed or interleaved experts, such
@@ -35,7 +37,8 @@ def register(
     config = HookConfig(
         transport=transport, experts=experts, layout=Layout(layout), max_tokens_per_rank=max_tokens_per_rank
     )
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_function(config))
+    for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+        interface.register(NAME, _experts_function(config))
     register_parallelism(config)
     refuse_unsupported_models(NAME)
 
@@ -74,8 +77,8 @@ def _experts_function(config: HookConfig) -> Any:
             if sharded is not None:
                 return sharded(hidden_states, top_k_index, top_k_weights)
             local = getattr(self, LOCAL, None)
-            if local is None or not local.serves(self, top_k_index):
-                local = LocalExperts(self, config, top_k_index)
+            if local is None or not local.serves(self, top_k_index, hidden_states.dtype):
+                local = LocalExperts(self, config, top_k_index, hidden_states.dtype)
                 setattr(self, LOCAL, local)
             return local(self, hidden_states, top_k_index, top_k_weights)
 

@@ -49,22 +49,23 @@ def plan_shards(
     """
     if is_sharded(model):
         raise ValueError(f"the experts of {type(model).__name__} are spread over ranks already")
-    modules, chosen = find_experts(model), get_scheme(scheme)
+    modules = find_experts(model)
     if model.device != group.device:
         raise ValueError(f"the model is on {model.device}, the group's device is {group.device}")
     check_in_step(model, group.num_ranks)
     configs, dtypes = {}, {}
     for name, module in modules.items():
         shapes = weights_of(module, ())  # zero experts: only shapes and dtypes, nothing is copied
+        chosen = _chosen_scheme(name, shapes.scheme, scheme)
         configs[name] = MoEConfig(
             hidden=shapes.w2.values.shape[1],
             intermediate=shapes.w2.values.shape[2],
             num_experts=module.down_proj.shape[0],
             activation=activation_of(module),
-            scheme=scheme,
+            scheme=chosen.name,
             layout=Layout(layout),
         )
-        dtypes[name] = shapes.w13.values.dtype
+        dtypes[name] = model.dtype if shapes.scheme.weight.quantized else shapes.w13.values.dtype
         create_experts(experts, configs[name].activation, group.device, scheme=chosen)
     _check_alike(configs, dtypes)
     first = next(iter(modules))
@@ -74,7 +75,7 @@ def plan_shards(
     place = placement_of(placement, configs[first].num_experts, group)
     own = place.local_experts(group.rank)
     parts = {
-        name: Part(module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, chosen))
+        name: Part(module=module, config=configs[name], weights=functools.partial(_own_weights, module, own, scheme))
         for name, module in modules.items()
     }
     weights = parts[first].weights()  # running out of memory here leaves the model unchanged
@@ -99,6 +100,16 @@ def _check_alike(configs: Mapping[str, MoEConfig], dtypes: Mapping[str, torch.dt
             raise ValueError(f"{first} has {one}, but {name} has {other}: one transport cannot serve both")
 
 
-def _own_weights(module: ExpertsModule, experts: tuple[int, ...], scheme: QuantScheme) -> ExpertWeights:
+def _chosen_scheme(name: str, loaded: QuantScheme, scheme: str) -> QuantScheme:
+    """The scheme of a module's layer: that of its weights if they are quantized already."""
+    if not loaded.weight.quantized:
+        return get_scheme(scheme)
+    if scheme not in ("none", loaded.name):
+        raise ValueError(f"scheme ({scheme!r}) is given, but {name} is loaded in {loaded.name!r}")
+    return loaded
+
+
+def _own_weights(module: ExpertsModule, experts: tuple[int, ...], scheme: str) -> ExpertWeights:
     everything = experts == tuple(range(module.down_proj.shape[0]))
-    return quantize_experts(weights_of(module, None if everything else experts), scheme)
+    found = weights_of(module, None if everything else experts)
+    return found if found.scheme.weight.quantized else quantize_experts(found, get_scheme(scheme))
