@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from ep_moe.testing.rounds import compute_experts
 from ep_moe.testing.transports import check_abandon, check_sit_out
 from ep_moe.transport import HierarchicalTransport, create_transport
 from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.hierarchical import relay
 from ep_moe.transport.hierarchical.nodes import find_nodes
 from ep_moe.transport.round_kind import RoundKind
 
@@ -191,6 +193,27 @@ def warm_up(group: EPGroup) -> int:
 
 def test_a_node_without_experts_warms_up_with_the_others() -> None:
     assert launch(warm_up, num_ranks=4, config=CONFIG, device="cpu") == [1] * 4
+
+
+def fail_on_one_node(group: EPGroup) -> list[str]:
+    """The errors of a transport whose second node has no memory for its rounds, and of an unknown `inside`."""
+    case, said = TransportCase(name="broken", tokens=(2,) * group.num_ranks), []
+    config = dataclasses.replace(case.config, ranks_per_node=2)
+    full = RuntimeError(f"/dev/shm has no room on rank {group.rank}")
+    for inside in ("collective", "nvshmem"):
+        with mock.patch.object(relay, "CollectiveTransport", side_effect=[full] if group.rank > 1 else None):
+            try:
+                HierarchicalTransport(group, case.make_placement(), config, inside=inside)
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+    check_round(make(group, case.make_placement(), case.config, per_node=2, chunk=2), case, group.device)
+    return said
+
+
+def test_a_node_that_cannot_be_served_is_an_error_on_all_nodes() -> None:
+    full = "rounds inside the node of rank 2 cannot be made: /dev/shm has no room on rank 2"
+    unknown = "inside ('nvshmem') is not one of auto, nvlink, collective"
+    assert launch(fail_on_one_node, num_ranks=4, config=CONFIG, device="cpu") == [[full, unknown]] * 4
 
 
 def be_lost(how: str) -> None:
