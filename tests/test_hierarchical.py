@@ -75,9 +75,13 @@ def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> Non
 
 
 @pytest.mark.multigpu
+@pytest.mark.timeout(900)  # about 120 kernels and those of quantization compile, each on both ranks
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_every_case_on_two_gpus(per_node: int) -> None:
-    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach."""
+    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach.
+
+    With one GPU in each node the rounds are as many collectives, and launch the same kernels, as those of `collective`.
+    """
     env = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} if per_node == 1 else {}
     assert failures(launch(run_all, per_node, 64, num_ranks=2, config=CONFIG, device="cuda", env=env)) == []
 
