@@ -210,6 +210,10 @@ def fail_on_one_node(group: EPGroup) -> list[str]:
                 HierarchicalTransport(group, case.make_placement(), config, inside=inside)
             except (RuntimeError, ValueError) as error:
                 said.append(str(error))
+    try:
+        group.split(((7, 8),))
+    except ValueError as error:
+        said.append(str(error))
     check_round(make(group, case.make_placement(), case.config, per_node=2, chunk=2), case, group.device)
     return said
 
@@ -217,7 +221,8 @@ def fail_on_one_node(group: EPGroup) -> list[str]:
 def test_a_node_that_cannot_be_served_is_an_error_on_all_nodes() -> None:
     full = "rounds inside the node of rank 2 cannot be made: /dev/shm has no room on rank 2"
     unknown = "inside ('nvshmem') is not one of auto, nvlink, collective"
-    assert launch(fail_on_one_node, num_ranks=4, config=CONFIG, device="cpu") == [[full, unknown]] * 4
+    for rank, said in enumerate(launch(fail_on_one_node, num_ranks=4, config=CONFIG, device="cpu")):
+        assert said == [full, unknown, f"rank {rank} is in none of the parts ((7, 8),)"]
 
 
 def be_lost(how: str) -> None:
@@ -275,6 +280,26 @@ def test_survivors_on_all_nodes_name_the_lost_rank(
         assert ranks == (victim,), text
         assert f"rank {victim}" in text
         assert secs < within_secs, text
+
+
+def lose_a_rank_at_the_start(group: EPGroup, folder: str) -> None:
+    """Rank 1 is stuck while its node makes its rounds; the other node has no experts, and none to make."""
+    case = TransportCase(name="start", tokens=(1,) * group.num_ranks, num_experts=2)
+    if group.rank == 1:
+        relay.CollectiveTransport = lambda *_: time.sleep(1000)
+    try:
+        make(group, case.make_placement(), case.config, per_node=2, chunk=2)
+    except PeerLostError as error:
+        Path(folder, str(group.rank)).write_text(f"{error.ranks}")
+        raise
+
+
+def test_survivors_name_a_rank_that_is_lost_at_the_start(tmp_path: Path) -> None:
+    config = GroupConfig(timeout_secs=2.0, heartbeat_secs=0.2)
+    with pytest.raises(RankFailedError) as caught:
+        launch(lose_a_rank_at_the_start, str(tmp_path), num_ranks=4, config=config, device="cpu")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("023", "(1,)")
+    assert caught.value.rank == 1
 
 
 def refuse_bad_nodes(group: EPGroup) -> list[str]:

@@ -72,6 +72,7 @@ class Relay:
         part = group.split(grid.nodes)
         assert isinstance(part, GroupPart)
         self._part, self._grid = part, grid
+        part.place = group.next_gather  # in which `make_relay` meets the other nodes, some of which make nothing
         self.first, self.last = grid.experts(placement)[grid.node]
         self._chunk_rows = min(config.chunk_rows, config.max_tokens_per_rank)
         self._chunks = -(-config.max_tokens_per_rank // self._chunk_rows)
