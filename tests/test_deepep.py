@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_deepep
 import pytest
@@ -336,6 +337,16 @@ def test_a_library_that_is_absent_or_broken_is_one_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(library.importlib, "import_module", fail_to_import)
     with pytest.raises(RuntimeError, match="fake_deepep.py cannot be imported: AssertionError: Invalid NCCL versions"):
         library.find_library("auto", 1)
+    strange = mock.Mock(side_effect=TypeError("a stranger's module"))
+    monkeypatch.setattr(library.importlib, "import_module", strange)
+    with pytest.raises(RuntimeError, match="fake_deepep.py cannot be imported: TypeError: a stranger's module"):
+        library.find_library("auto", 1)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "deep_ep", types.ModuleType("deep_ep"))
+    with pytest.raises(RuntimeError, match="there is no module deep_ep"):
+        library.find_library("auto", 1)
+    compiled = a_module(Buffer=type("Buffer", (), {**dict.fromkeys(library.NEEDED["normal"][1], dict.pop)}))
+    assert library.missing_parts(compiled, "normal") == []
     with pytest.raises(RuntimeError, match="needs a process group"):
         create_transport("deepep", EPGroup.single("cpu"), Placement.linear(4, 1), BASE)
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from ep_moe.testing.rounds import compute_experts
 from ep_moe.testing.transports import check_abandon, check_sit_out
 from ep_moe.transport import HierarchicalTransport, create_transport
 from ep_moe.transport.collective.row_format import RowFormat
+from ep_moe.transport.hierarchical import relay
 from ep_moe.transport.hierarchical.nodes import find_nodes
 from ep_moe.transport.round_kind import RoundKind
 
@@ -73,9 +75,13 @@ def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> Non
 
 
 @pytest.mark.multigpu
+@pytest.mark.timeout(900)  # about 120 kernels and those of quantization compile, each on both ranks
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_every_case_on_two_gpus(per_node: int) -> None:
-    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach."""
+    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach.
+
+    With one GPU in each node the rounds are as many collectives, and launch the same kernels, as those of `collective`.
+    """
     env = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} if per_node == 1 else {}
     assert failures(launch(run_all, per_node, 64, num_ranks=2, config=CONFIG, device="cuda", env=env)) == []
 
@@ -193,6 +199,32 @@ def test_a_node_without_experts_warms_up_with_the_others() -> None:
     assert launch(warm_up, num_ranks=4, config=CONFIG, device="cpu") == [1] * 4
 
 
+def fail_on_one_node(group: EPGroup) -> list[str]:
+    """The errors of a transport whose second node has no memory for its rounds, and of an unknown `inside`."""
+    case, said = TransportCase(name="broken", tokens=(2,) * group.num_ranks), []
+    config = dataclasses.replace(case.config, ranks_per_node=2)
+    full = RuntimeError(f"/dev/shm has no room on rank {group.rank}")
+    for inside in ("collective", "nvshmem"):
+        with mock.patch.object(relay, "CollectiveTransport", side_effect=[full] if group.rank > 1 else None):
+            try:
+                HierarchicalTransport(group, case.make_placement(), config, inside=inside)
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+    try:
+        group.split(((7, 8),))
+    except ValueError as error:
+        said.append(str(error))
+    check_round(make(group, case.make_placement(), case.config, per_node=2, chunk=2), case, group.device)
+    return said
+
+
+def test_a_node_that_cannot_be_served_is_an_error_on_all_nodes() -> None:
+    full = "rounds inside the node of rank 2 cannot be made: /dev/shm has no room on rank 2"
+    unknown = "inside ('nvshmem') is not one of auto, nvlink, collective"
+    for rank, said in enumerate(launch(fail_on_one_node, num_ranks=4, config=CONFIG, device="cpu")):
+        assert said == [full, unknown, f"rank {rank} is in none of the parts ((7, 8),)"]
+
+
 def be_lost(how: str) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -248,6 +280,26 @@ def test_survivors_on_all_nodes_name_the_lost_rank(
         assert ranks == (victim,), text
         assert f"rank {victim}" in text
         assert secs < within_secs, text
+
+
+def lose_a_rank_at_the_start(group: EPGroup, folder: str) -> None:
+    """Rank 1 is stuck while its node makes its rounds; the other node has no experts, and none to make."""
+    case = TransportCase(name="start", tokens=(1,) * group.num_ranks, num_experts=2)
+    if group.rank == 1:
+        relay.CollectiveTransport = lambda *_: time.sleep(1000)
+    try:
+        make(group, case.make_placement(), case.config, per_node=2, chunk=2)
+    except PeerLostError as error:
+        Path(folder, str(group.rank)).write_text(f"{error.ranks}")
+        raise
+
+
+def test_survivors_name_a_rank_that_is_lost_at_the_start(tmp_path: Path) -> None:
+    config = GroupConfig(timeout_secs=2.0, heartbeat_secs=0.2)
+    with pytest.raises(RankFailedError) as caught:
+        launch(lose_a_rank_at_the_start, str(tmp_path), num_ranks=4, config=config, device="cpu")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("023", "(1,)")
+    assert caught.value.rank == 1
 
 
 def refuse_bad_nodes(group: EPGroup) -> list[str]:

@@ -197,6 +197,51 @@ def test_a_rank_that_is_lost_meanwhile_is_named(tmp_path: Path, how: str) -> Non
     assert float(secs) < 6
 
 
+def wait_again_for_the_stuck(group: EPGroup, folder: Path) -> None:
+    """Rank 1 comes to the first allocation and not to the second; rank 0 records the error."""
+    library = FakeLibrary(folder).install()
+    started = nvshmem_heap._start(group)
+    nvshmem_heap._allocate(group, started, 3000)
+    if group.rank == 1:
+        nvshmem_heap._collectively = lambda *_: time.sleep(100)
+    library.modules["nvshmem.bindings"].malloc = lambda _: threading.Event().wait(100)
+    try:
+        nvshmem_heap.START_SECS = 0.0
+        nvshmem_heap._allocate(group, started, 3000)
+    except PeerLostError as error:
+        (folder / "said").write_text(f"{error.ranks}")
+        raise
+
+
+def test_a_rank_that_came_to_an_earlier_allocation_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        on_ranks(wait_again_for_the_stuck, tmp_path, config=GroupConfig(timeout_secs=2, heartbeat_secs=0.25))
+    assert caught.value.rank == 1
+    assert (tmp_path / "said").read_text() == "(1,)"
+
+
+def map_without_an_address(group: EPGroup) -> str:
+    """The error of memory in which rank 0 has no address of rank 1's part."""
+    from ep_moe.group.symmetric import SymmetricBuffer
+    from ep_moe.transport.one_sided.memory import PeerMemory
+    from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
+
+    def make(group: EPGroup, num_bytes: int) -> SymmetricBuffer:
+        buffer = SymmetricBuffer(group, num_bytes)
+        if group.rank == 0:
+            buffer.addresses = (buffer.addresses[0], 0)
+        return buffer
+
+    ranks = ranks_of(Placement.linear(4, 2), group.rank)
+    return said_by(lambda: PeerMemory(group, regions_of(SIZES, ranks), 1, make_buffer=make))
+
+
+def test_a_peer_without_an_address_is_an_error_on_every_rank() -> None:
+    pytest.importorskip("triton")
+    expected = "rank 0 has no address of the memory of rank 1, and is to store there"
+    assert on_ranks(map_without_an_address) == [expected] * 2
+
+
 def test_on_a_cpu_it_says_what_it_needs() -> None:
     pytest.importorskip("triton")
     with pytest.raises(RuntimeError, match="transport 'nvshmem' on a CPU needs TRITON_INTERPRET=1"):

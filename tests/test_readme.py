@@ -7,10 +7,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import test_rules
 import typer
 
 from ep_moe.cli import app
 from ep_moe.config import EngineConfig
+from ep_moe.transport import TRANSPORTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -77,6 +79,14 @@ def test_the_picture_is_drawn_from_itself_alone() -> None:
     assert "](docs/token.svg)" in README
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
     assert re.findall(r"https?://[^\"]+|@import|href|url\([^#)]*\)", picture) == ["http://www.w3.org/2000/svg"]
+
+
+def test_the_rooms_picture_names_every_room_and_transport() -> None:
+    picture = ElementTree.parse(ROOT / "docs" / "rooms.svg").getroot()
+    words = {word for text in picture.itertext() for word in re.findall(r"\w+", text)}
+    rooms = {room for floor in test_rules.FLOORS for room in floor if not room.startswith("__")}
+    transports = {name for name in TRANSPORTS if not name.startswith("deepep_")}  # modes of one
+    assert sorted((rooms | transports) - words) == []
 
 
 @pytest.mark.parametrize("command", ["run", "generate", "eval"])

@@ -168,7 +168,8 @@ class EPGroup:
 
         Args:
             parts: ranks in ascending order; every rank of this group is in one of them.
-        Errors: RuntimeError for a group without a process group; PeerLostError. Collective.
+        Errors: ValueError if this rank is in none; RuntimeError for a group without a process group; PeerLostError.
+        Collective.
         """
         from ep_moe.group.part import GroupPart, split_process_group  # it builds on this module
 
@@ -176,7 +177,9 @@ class EPGroup:
         if self.process_group is None:
             raise RuntimeError("a group of one rank has no parts")
         if parts not in self._parts:
-            ranks = next(part for part in parts if self.rank in part)
+            ranks = next((part for part in parts if self.rank in part), ())
+            if not ranks:
+                raise ValueError(f"rank {self.rank} is in none of the parts {parts}")
             with self.guard("split"):
                 process_group = split_process_group(self.process_group, parts, ranks, self.config.timeout_secs)
             if self._watch is not None:
@@ -337,6 +340,11 @@ class EPGroup:
         padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
         rows = self._all_gather(padded).cpu()
         return [pickle.loads(row[:num].numpy().tobytes()) for row, num in zip(rows, sizes, strict=True)]
+
+    @property
+    def next_gather(self) -> tuple[str, int]:
+        """Phase and round of the next `all_gather_object`, to which waits of a part before it belong. Local."""
+        return "all_gather_object", self._rounds.get("all_gather_object", -1) + 1
 
     def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = [torch.empty_like(tensor) for _ in range(self.num_ranks)]

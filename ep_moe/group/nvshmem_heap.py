@@ -239,13 +239,14 @@ def _collectively(group: EPGroup, phase: str, call: Callable[[], T]) -> T:
         done.set()
 
     group.check()
+    round_ = group._next_round(phase)  # so that a rank that was here for an earlier call is found missing
     threading.Thread(target=run, name="ep_moe-nvshmem", daemon=True).start()
     deadline = time.monotonic() + max(group.config.timeout_secs, START_SECS)
-    with group.waiting(phase, 0):
+    with group.waiting(phase, round_):
         while not done.wait(_POLL_SECS):
             group.check()
             if time.monotonic() > deadline:
-                ranks, reason = group.find_missing(phase, 0)
+                ranks, reason = group.find_missing(phase, round_)
                 raise group.blame(ranks, phase, None, reason)
     if errors:
         raise RuntimeError(f"{phase} failed on rank {group.rank}: {errors[0]}") from errors[0]

@@ -173,7 +173,7 @@ class DeepEPTransport(HostSyncTransport[_Round]):
         self._group.check()
         if self.device.type == "cuda":
             done = torch.cuda.Event()
-            done.record()
+            done.record(torch.cuda.current_stream(self.device))
             self._group.wait(done, phase="combine", round=max(self.num_rounds - 1, 0))
 
     def destroy(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.group import EPGroup
+from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.part import GroupPart
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
@@ -72,6 +72,7 @@ class Relay:
         part = group.split(grid.nodes)
         assert isinstance(part, GroupPart)
         self._part, self._grid = part, grid
+        part.place = group.next_gather  # in which `make_relay` meets the other nodes, some of which make nothing
         self.first, self.last = grid.experts(placement)[grid.node]
         self._chunk_rows = min(config.chunk_rows, config.max_tokens_per_rank)
         self._chunks = -(-config.max_tokens_per_rank // self._chunk_rows)
@@ -257,6 +258,33 @@ class Relay:
             self._inner.destroy()
 
 
+def make_relay(
+    group: EPGroup, grid: NodeGrid, placement: Placement, config: TransportConfig, inside: str
+) -> Relay | None:
+    """The rounds inside this rank's node; None if it has one rank. Arguments as of `Relay`.
+
+    Errors: RuntimeError, on the ranks of all nodes, if a node cannot make them. Collective in the whole group.
+    """
+    if inside not in ("auto", "nvlink", "collective"):
+        raise ValueError(f"inside ({inside!r}) is not one of auto, nvlink, collective")
+    if grid.ranks_per_node == 1:
+        return None
+    relay, problem = None, ""
+    try:
+        relay = Relay(group, grid, placement, config, inside)
+    except PeerLostError:
+        raise
+    except RuntimeError as error:
+        problem = str(error)
+    problems = {rank: text for rank, text in enumerate(group.all_gather_object(problem)) if text}
+    if problems:
+        if relay is not None:
+            relay.destroy()
+        first = min(problems)
+        raise RuntimeError(f"rounds inside the node of rank {first} cannot be made: {problems[first]}")
+    return relay
+
+
 def _inner_kind(kind: RoundKind) -> RoundKind:
     """The rounds inside a node that a round of the whole transport needs: FLAT, in halves, of rows as they arrived."""
     return RoundKind(
@@ -282,8 +310,6 @@ def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[int, int], ...
 
 def _reaches(part: GroupPart, inside: str, slots: int) -> bool:
     """Whether rounds inside the node are one-sided; the same on all ranks of the node. Collective."""
-    if inside not in ("auto", "nvlink", "collective"):
-        raise ValueError(f"inside ({inside!r}) is not one of auto, nvlink, collective")
     if inside != "auto":
         return inside == "nvlink"
     if part.device.type != "cuda":

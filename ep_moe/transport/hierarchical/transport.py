@@ -28,7 +28,7 @@ from ep_moe.transport.collective.send_plan import plan_send
 from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
 from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic
 from ep_moe.transport.hierarchical.nodes import NodeGrid, find_nodes
-from ep_moe.transport.hierarchical.relay import Forwarded, Relay
+from ep_moe.transport.hierarchical.relay import Forwarded, make_relay
 from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, maps_of, sum_experts
 from ep_moe.transport.round_kind import RoundKind
 
@@ -74,7 +74,7 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         super().__init__(group, placement, config)
         self.nodes: NodeGrid = find_nodes(group, config.ranks_per_node)
         self._network = Network(group, self.nodes)
-        self._relay = Relay(group, self.nodes, placement, config, inside) if self.nodes.ranks_per_node > 1 else None
+        self._relay = make_relay(group, self.nodes, placement, config, inside)
         spans = self.nodes.experts(placement)
         self._owner = torch.repeat_interleave(
             torch.arange(len(spans), dtype=torch.int32), torch.tensor([last - first for first, last in spans])

@@ -52,6 +52,7 @@ class PeerMemory:
         self.libraries: dict[str, str] = getattr(self._buffer, "libraries", {}) if puts else {}
         self.prepare: Callable[[Any], None] | None = getattr(self._buffer, "prepare", None) if puts else None
         addresses, aborts_at = self._buffer.addresses, num_slots * slot_bytes
+        self._check_reached(group, puts)
         bases = [addresses[group.rank if puts >> rank & 1 else rank] for rank in range(group.num_ranks)]
         self.abort = self._buffer.local[aborts_at:][:8].view(torch.int64)
         self._urgent = torch.zeros(1, dtype=torch.int64, pin_memory=group.device.type == "cuda")
@@ -70,6 +71,19 @@ class PeerMemory:
         ]
         self.reset()
         group.barrier()  # no rank sends results before all ranks have written the sentinel
+
+    def _check_reached(self, group: EPGroup, puts: int) -> None:
+        """Raise RuntimeError, on all ranks, if one has no address of a rank that it does not reach by puts. Collective.
+
+        NVSHMEM may be told not to map peers that CUDA would let it map.
+        """
+        missing = [rank for rank, address in enumerate(self._buffer.addresses) if not address and not puts >> rank & 1]
+        told = group.all_gather_object(missing)
+        for rank, unmapped in enumerate(told):
+            if unmapped:
+                self._buffer.destroy()
+                names = " and ".join(f"rank {peer}" for peer in unmapped)
+                raise RuntimeError(f"rank {rank} has no address of the memory of {names}, and is to store there")
 
     def values(self, slot: int) -> torch.Tensor:
         """A slot's region of received rows, uint8."""
