@@ -272,6 +272,11 @@ LAYOUTS = {
         scheme="fp8_w8a16",
         write=plain(torch.float8_e4m3fn, "channel"),
     ),
+    "fp8_weights_alone_tensor": Layout(
+        config=compressed("naive-quantized", FP8 | {"strategy": "tensor"}),
+        scheme="fp8_w8a16",
+        write=plain(torch.float8_e4m3fn, "tensor"),
+    ),
     "fp8_blocks": Layout(
         config=compressed(
             "float-quantized",
@@ -296,6 +301,16 @@ LAYOUTS = {
     "nvfp4_modelopt": Layout(
         config={"quant_method": "modelopt", "quant_algo": "NVFP4"}, scheme="nvfp4", write=nvfp4(divisor=False)
     ),
+    "nvfp4_modelopt_weights_alone": Layout(
+        config={"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+        scheme="nvfp4_w4a16",
+        write=nvfp4(divisor=False),
+    ),
+    "nvfp4_modelopt_without_tokens": Layout(  # as vLLM reads it
+        config={"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": {"weights": FP4}}},
+        scheme="nvfp4_w4a16",
+        write=nvfp4(divisor=False),
+    ),
     "fp8_modelopt": Layout(
         config={"quant_method": "modelopt", "quant_algo": "FP8"},
         scheme="fp8_tensor_channel",
@@ -312,6 +327,11 @@ LAYOUTS = {
             "mxfp8-quantized", MX | {"num_bits": 8}, FP8 | {"strategy": "group", "dynamic": True, "group_size": 32}
         ),
         scheme="mxfp8",
+        write=microscaled(".weight", four_bits=False),
+    ),
+    "mxfp8_weights_alone": Layout(
+        config=compressed("mxfp8-quantized", MX | {"num_bits": 8}),
+        scheme="mxfp8_w8a16",
         write=microscaled(".weight", four_bits=False),
     ),
 }

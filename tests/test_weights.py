@@ -362,6 +362,30 @@ def test_fp8_becomes_another_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found.w2.values.dtype == torch.float8_e4m3fn
 
 
+def test_fp8_with_scales_that_are_powers_of_two_is_held_as_it_is(tmp_path: Path) -> None:
+    """Asked for in `fp8_block_ue8m0`: the bits on disk, but experts of other scales are quantized again."""
+    tensors = write_fp8(tmp_path, (128, 128), 128)
+    gate, _, down = expert_names("qwen3_moe", 0, 3)
+    tensors[f"{gate}_scale_inv"] *= 1.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    placement = Placement.linear(5, 1)
+    plain, held = (
+        ExpertWeights.from_pretrained(tmp_path, placement, 0, layers=[0], scheme=scheme)[0]
+        for scheme in (None, "fp8_block_ue8m0")
+    )
+    assert (plain.scheme.name, held.scheme.name) == ("fp8_block", "fp8_block_ue8m0")
+    for expert in range(5):
+        for field in ("w13", "w2"):
+            there, found = getattr(plain, field)[expert], getattr(held, field)[expert]
+            if (expert, field) == (3, "w13"):
+                found_again = quantize_weight(dequantize_weight(there, plain.scheme), held.scheme)
+                assert not torch.equal(found.scale, there.scale)
+                there = found_again
+            assert_same_bits(found.values, there.values, f"{field} of {expert}")
+            assert torch.equal(found.scale, there.scale)
+    assert torch.equal(plain.w2.values[3].view(torch.uint8), tensors[down].view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_fp8_that_is_no_expert_is_dequantized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None

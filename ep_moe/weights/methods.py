@@ -100,9 +100,13 @@ def _modelopt(config: Config) -> Method:
     algorithm = config.get("quant_algo")
     dropped = (".input_scale",)
     scale = {"scale": ".weight_scale"}
-    if algorithm == "NVFP4":
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
         both = scale | {"global_scale": ".weight_scale_2"}
-        return Method(name="modelopt", scheme=SCHEMES["nvfp4"], parts=both, dropped=dropped)
+        groups = config.get("config_groups")
+        listed = list(groups.values()) if isinstance(groups, Mapping) else []
+        alone = bool(listed) and all(isinstance(g, Mapping) and g.get("input_activations") is None for g in listed)
+        scheme = SCHEMES["nvfp4_w4a16" if alone or algorithm == "W4A16_NVFP4" else "nvfp4"]
+        return Method(name="modelopt", scheme=scheme, parts=both, dropped=dropped)
     if algorithm == "FP8":
         return _per_tensor_fp8("modelopt")
     if algorithm == "MXFP8":

@@ -3,6 +3,7 @@
 Letters: L local physical experts, H hidden, I intermediate; W = 2I if the activation is gated.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,7 +79,13 @@ def _read_layer(
                 checkpoint.read_stored(reader, layer, field, expert, stack[position])
             continue
         matrix = torch.empty(shape, dtype=torch.float32 if stored.weight.quantized else dtype, device=device)
+        stricter = stored.weight != scheme.weight == dataclasses.replace(stored.weight, power_of_two=True)
         for position, expert in enumerate(experts):
+            if stricter:  # the same bits, if the scales on disk are powers of two
+                checkpoint.read_stored(reader, layer, field, expert, stack[position])
+                scale = stack[position].scale
+                if scale is not None and bool((torch.frexp(scale).mantissa == 0.5).all()):
+                    continue
             checkpoint.read_field(reader, layer, field, expert, matrix)
             stack[position].copy_(quantize_weight(matrix, scheme))
     for field, size in {"w13_bias": width, "w2_bias": config.hidden}.items():

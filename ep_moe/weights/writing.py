@@ -40,8 +40,10 @@ def quantization_config(scheme: QuantScheme, *, gpt_oss: bool, ignored: list[str
         if scheme.name != "mxfp4_w4a16":
             raise ValueError(f"gpt-oss is written in mxfp4_w4a16, not in {scheme.name!r}")
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
-    if scheme.name == "nvfp4":
-        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": weight.block[1], "ignore": ignored}
+    algorithms = {"nvfp4": "NVFP4", "nvfp4_w4a16": "W4A16_NVFP4"}
+    if scheme.name in algorithms:
+        algorithm = algorithms[scheme.name]
+        return {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": weight.block[1], "ignore": ignored}
     if scheme.name.startswith("fp8_block") and not weight.power_of_two:
         blocks = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(weight.block)}
         return {"quant_method": "fp8", **blocks, "modules_to_not_convert": ignored}
