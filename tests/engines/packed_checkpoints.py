@@ -1,4 +1,4 @@
-"""Tiny checkpoints with experts in packed integers or NVFP4, and the experts that their dequantized weights make.
+"""Tiny checkpoints with experts in packed integers, MX formats or NVFP4, and what their dequantized weights compute.
 
 Integers are quantized here, by the words of docs/formats.md and of the formats' own papers, and not by ep_moe.
 Letters: N and K rows and columns of a weight, G scale groups of a row, P integers in an int32.
@@ -55,12 +55,16 @@ INTEGERS = {
     "gptq_zp": Integers(method="gptq", symmetric=False, scale=torch.float16),
     "awq": Integers(method="awq", symmetric=False, scale=torch.float16),
 }
-NVFP4 = {  # tokens are quantized in the last two
+MICRO = {  # schemes of the family "micro"; tokens are quantized too but in the first and the fourth
     "nvfp4_w4a16": "nvfp4_w4a16_divisor",
     "nvfp4": "nvfp4_divisor",
     "nvfp4_modelopt": "nvfp4",
+    "mxfp4": "mxfp4_w4a16",
+    "mxfp8": "mxfp8",
+    "mxfp8_modelopt": "mxfp8",
+    "mxfp8_inverse": "mxfp8",
 }
-PACKED = (*INTEGERS, *NVFP4)
+PACKED = (*INTEGERS, *MICRO)
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 is column AWQ_NIBBLES[i] of eight
 
 
@@ -139,16 +143,33 @@ def integer_config(form: Integers, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def nvfp4_parts(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
-    """The tensors of a weight [N, K] in NVFP4, by the end of their names."""
+def micro_parts(stored: StoredMatrix, form: str) -> dict[str, torch.Tensor]:
+    """The tensors of a weight [N, K] in an MX format or NVFP4, by the end of their names."""
     assert stored.scale is not None
-    assert stored.global_scale is not None
+    if stored.global_scale is None:
+        values = "weight_packed" if form == "mxfp4" else "weight"
+        scale = "weight_scale_inv" if form == "mxfp8_inverse" else "weight_scale"
+        return {values: stored.values, scale: stored.scale.view(torch.uint8)}
     if form == "nvfp4_modelopt":
         scales = {"weight_scale": stored.scale, "weight_scale_2": stored.global_scale}
         return {"weight": stored.values, **scales, "input_scale": torch.tensor(1.0)}
     scales = {"weight_scale": stored.scale, "weight_global_scale": stored.global_scale.reshape(1)}
     tokens = {} if form == "nvfp4_w4a16" else {"input_global_scale": torch.ones(1)}
     return {"weight_packed": stored.values, **scales, **tokens}
+
+
+def micro_config(form: str, ignored: list[str]) -> dict[str, Any]:
+    """quantization_config; `ignored` modules are not quantized."""
+    if form == "mxfp8_modelopt":
+        return {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "ignore": ignored}
+    if form == "mxfp8_inverse":
+        blocks = {"activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+        return {"quant_method": "mxfp8", **blocks, "modules_to_not_convert": ignored}
+    config = quantization_config(get_scheme(MICRO[form]), gpt_oss=False, ignored=ignored)
+    if form == "mxfp8":  # by which vLLM knows it
+        group = config["config_groups"]["group_0"]
+        group["weights"]["scale_dtype"] = group["input_activations"]["scale_dtype"] = "torch.uint8"
+    return config
 
 
 def rounded_experts(
@@ -171,13 +192,13 @@ def quantized_parts(matrix: torch.Tensor, halves: int, form: str) -> tuple[torch
         codes, scale, zero = integers(matrix, INTEGERS[form])
         parts = zip(codes.chunk(halves), scale.chunk(halves), zero.chunk(halves), strict=True)
         return dequantized(codes, scale, zero), [integer_parts(*part, INTEGERS[form]) for part in parts]
-    scheme = get_scheme(NVFP4[form])
+    scheme = get_scheme(MICRO[form])
     stored = quantize_weight(matrix, scheme)  # both halves at once: they share NVFP4's second scale
     rows = matrix.shape[0] // halves
     made = []
     for index in range(halves):
         half = stored.map(lambda t, i=index: t[i * rows : (i + 1) * rows].clone() if t.dim() else t.clone())
-        made.append(nvfp4_parts(half, form))
+        made.append(micro_parts(half, form))
     return dequantize_weight(stored, scheme), made
 
 
@@ -194,14 +215,12 @@ def write_packed(folder: Path, plain: Path, model: Any, form: str) -> None:
                 weight.data[expert], made = quantized_parts(matrix, len(halves), form)
                 for half, parts in zip(halves, made, strict=True):
                     tensors |= {f"{name}.{expert}.{half}.{end}": tensor for end, tensor in parts.items()}
-        if form in NVFP4 and get_scheme(NVFP4[form]).payload.quantized:
-            module.forward = functools.partial(rounded_experts, module, get_scheme(NVFP4[form]))
+        if form in MICRO and get_scheme(MICRO[form]).payload.quantized:
+            module.forward = functools.partial(rounded_experts, module, get_scheme(MICRO[form]))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ignored = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     ignored += [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
     config = json.loads((plain / "config.json").read_text())
-    if form in INTEGERS:
-        config["quantization_config"] = integer_config(INTEGERS[form], ignored)
-    else:
-        config["quantization_config"] = quantization_config(get_scheme(NVFP4[form]), gpt_oss=False, ignored=ignored)
+    settings = integer_config(INTEGERS[form], ignored) if form in INTEGERS else micro_config(form, ignored)
+    config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))

@@ -101,12 +101,12 @@ def faults_are_seen(made: Any) -> None:
     assert not fails()
 
 
-def parameters_stay(made: Any) -> None:
+def parameters_stay(made: Any, num_views: int = 2) -> None:
     """What SGLang's expert load balancer needs: the parameters' data, to which it writes while ranks serve."""
     block, rows, local = next(iter(made.blocks.values())), rows_of(made, 6), made.experts[0].num_local_experts
     before = call(made, rows)
     views = block.get_moe_weights()
-    assert len(views) == 2
+    assert len(views) == num_views
     assert all(view.shape[0] == local for view in views)
 
     def swap() -> None:

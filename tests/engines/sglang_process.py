@@ -52,9 +52,10 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, ROUNDED_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 SCALED = ("fp8_block", "fp8_tensor", "fp8_modelopt", "fp8_token", "int8_block", "int8_token")
-ROUNDED = tuple(f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt"))  # tokens too
+ROUNDED = tuple(f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt", "mxfp8_inverse"))  # tokens too
 ONE_LAYER = ("deepseek_v3",)  # the others have two with experts
 FORMATS: dict[str, tuple[str, ...]] = {  # of packed weights and others that have one case: a2a, and more options
+    "fp8_token": ("none", "--quantization", "w8a8_fp8"),
     "int8_token": ("deepep", "--quantization", "w8a8_int8"),
     "int8_block": ("none",),
     "fp8_modelopt": ("none",),
@@ -69,6 +70,7 @@ FORMATS: dict[str, tuple[str, ...]] = {  # of packed weights and others that hav
     "nvfp4_modelopt": ("deepep",),
     "nvfp4": ("none",),
     "nvfp4_w4a16": ("none",),
+    "mxfp8_inverse": ("deepep",),
 }
 if OLD:  # it refuses weights alone in NVFP4, and loads zero points of moe_wna16 on one rank
     del FORMATS["nvfp4_w4a16"]
@@ -311,10 +313,13 @@ def packed(form: str, a2a: str, *more: str) -> None:
         for extend in (True, False):
             dp_attention.set_is_extend_in_batch(extend)
             say(f"{name}, a2a {a2a}, {'prompts' if extend else 'decode'}: {made.check():.1e}")
-        made.model.load_weights(iter(load_file(CHECKPOINTS / name / "model.safetensors").items()))
+        tensors = load_file(CHECKPOINTS / name / "model.safetensors")
+        made.model.load_weights((key, tensor) for key, tensor in tensors.items() if ".experts." in key)
         made.use(None)
         say(f"{name}, a2a {a2a}, loaded again: {made.check():.1e}")
         attempt(sglang_formats.swaps_are_seen, made, name=f"swaps_are_seen in {name}")
+        if form == "awq":  # zero points move with their experts
+            attempt(sglang_cases.parameters_stay, made, 8)
     if form == "int4_group":
         attempt(sglang_formats.runner_is_needed, functools.partial(engine, name, a2a))
 
@@ -343,7 +348,7 @@ CASES: dict[str, Callable[[], None]] = {
         f"qwen3_moe_{form}": functools.partial(plain, f"qwen3_moe_{form}", "deepep")
         for form in ("fp8_block", "fp8_tensor", "fp8_token")
     },
-    **{f"qwen3_moe_{form}": functools.partial(packed, form, *options) for form, options in FORMATS.items()},
+    **{f"{form}_format": functools.partial(packed, form, *options) for form, options in FORMATS.items()},
     "deepseek_v3": functools.partial(plain, "deepseek_v3", "deepep"),
     "gpt_oss_mxfp4": functools.partial(plain, "gpt_oss_mxfp4", "none"),
     "deepseek_v3_equal_rows": functools.partial(plain, "deepseek_v3", "none"),

@@ -86,7 +86,16 @@ def install_twins() -> None:
     from sglang.srt.layers.rotary_embedding import factory
 
     QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config  # listed on GPUs alone
-    for name in ("fp8", "compressed-tensors", "mxfp4", "w8a8_int8", "blockwise_int8", "gptq_marlin", "awq_marlin"):
+    for name in (
+        "fp8",
+        "compressed-tensors",
+        "mxfp4",
+        "w8a8_int8",
+        "w8a8_fp8",
+        "blockwise_int8",
+        "gptq_marlin",
+        "awq_marlin",
+    ):
         QUANTIZATION_METHODS[name].get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
     for name in ("modelopt_fp8", "modelopt_fp4", "moe_wna16"):
         QUANTIZATION_METHODS[name].get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])

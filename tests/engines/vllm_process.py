@@ -38,7 +38,9 @@ MAX_TOKENS = 64
 FLOAT32_LIMIT, ROUNDED_LIMIT = 1e-5, 1e-2
 OURS = "ep_moe_adopted"  # of a method's class that computes here
 SCALED = ("fp8_block", "fp8_tensor", "fp8_modelopt", "fp8_token", "int8_token")
-ROUNDED = tuple(f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt"))  # tokens too
+ROUNDED = tuple(
+    f"qwen3_moe_{form}" for form in (*SCALED, "nvfp4", "nvfp4_modelopt", "mxfp8", "mxfp8_modelopt")
+)  # tokens too
 ONE_LAYER = ("deepseek_v3",)  # the others have two with experts
 OLD = vllm.__version__ == "0.26.0"
 FORMATS: dict[str, dict[str, str]] = {  # of packed weights and others that have one case: more options
@@ -57,6 +59,9 @@ FORMATS: dict[str, dict[str, str]] = {  # of packed weights and others that have
     "nvfp4_w4a16": {},
     "nvfp4": {},
     "nvfp4_modelopt": {},
+    "mxfp4": {},
+    "mxfp8": {},
+    "mxfp8_modelopt": {},
 }
 CHECKPOINT = {"gptq_rows": "gptq", "awq_rows": "awq"}  # of forms that share one
 if not OLD:
@@ -253,6 +258,8 @@ def packed(form: str, **options: Any) -> None:
         say(f"{form}, layout flat: {made.check():.1e}")
         attempt(vllm_formats.reloaded, made, name=f"reloaded in {form}")
         attempt(vllm_formats.swaps_are_seen, made, name=f"swaps_are_seen in {form}")
+        if form == "awq":  # zero points move with their experts
+            attempt(vllm_cases.parameters_stay, made)
 
 
 def dead_rank() -> None:

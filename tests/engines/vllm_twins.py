@@ -89,6 +89,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_w4a4_nvfp4,
         compressed_tensors_moe_w8a8_int8,
+        compressed_tensors_moe_w8a8_mxfp8,
     )
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.models import registry
@@ -116,6 +117,8 @@ def install() -> None:
     auto_awq.AutoAWQConfig.get_min_capability = classmethod(lambda cls: -1)  # that of a CPU for moe_wna16
     modelopt.select_fp8_moe_backend = modelopt.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
     compressed_tensors_moe_w4a4_nvfp4.select_nvfp4_moe_backend = lambda *_, **__: (None, None)
+    for module in (modelopt, compressed_tensors_moe_w8a8_mxfp8):
+        module.select_mxfp8_moe_backend = lambda *_, **__: (None, None)
     compressed_tensors_moe_w8a8_int8.select_int8_moe_backend = lambda *_, **__: (None, None)
     for config in (
         Fp8Config,
@@ -124,6 +127,7 @@ def install() -> None:
         auto_awq.AutoAWQConfig,
         auto_gptq.AutoGPTQConfig,
         modelopt.ModelOptFp8Config,
+        modelopt.ModelOptMxFp8Config,
         modelopt.ModelOptNvFp4Config,
         moe_wna16.MoeWNA16Config,
     ):

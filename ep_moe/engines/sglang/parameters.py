@@ -58,10 +58,12 @@ def _plain(_layer: Any, _method: Any) -> LoadedFormat:
 
 def _fp8(_layer: Any, method: Any) -> LoadedFormat:
     """The format of SGLang's Fp8MoEMethod."""
-    if method.use_mxfp8 or getattr(method, "is_fp4_expert", False):
-        raise ValueError(f"weights of Fp8MoEMethod in {'MXFP8' if method.use_mxfp8 else 'fp4'} are not read here")
+    if getattr(method, "is_fp4_expert", False):
+        raise ValueError("weights of Fp8MoEMethod in fp4 are not read here")
     if not method.quant_config.is_checkpoint_fp8_serialized:
         raise ValueError("its weights are quantized to fp8 while they are loaded")
+    if method.use_mxfp8:
+        return LoadedFormat(scheme=get_scheme("mxfp8"), scale_name="weight_scale_inv")
     if method.block_quant:
         return LoadedFormat(scheme=fp8_blocks(method.weight_block_size), scale_name="weight_scale_inv")
     static = method.quant_config.activation_scheme == "static"
@@ -79,6 +81,10 @@ def _modelopt_fp8(_layer: Any, method: Any) -> LoadedFormat:
     if not method.quant_config.is_checkpoint_fp8_serialized:
         raise ValueError("its weights are quantized to fp8 while they are loaded")
     return LoadedFormat(scheme=get_scheme("fp8_tensor"), scale_name="weight_scale", static=True)
+
+
+def _fp8_channels(_layer: Any, _method: Any) -> LoadedFormat:
+    return LoadedFormat(scheme=get_scheme("fp8_token"), scale_name="weight_scale")
 
 
 def _int8(_layer: Any, _method: Any) -> LoadedFormat:
@@ -190,6 +196,7 @@ _READERS: dict[str, Callable[[Any, Any], LoadedFormat]] = {
     "Fp8MoEMethod": _fp8,
     "ModelOptFp8MoEMethod": _modelopt_fp8,
     "CompressedTensorsW8A8Fp8MoE": _compressed_fp8,
+    "W8A8FP8MoEMethod": _fp8_channels,
     "W8A8Int8MoEMethod": _int8,
     "BlockInt8MoEMethod": _int8_blocks,
     "ModelOptNvFp4FusedMoEMethod": _nvfp4,

@@ -72,6 +72,17 @@ def _compressed_int8(_method: Any) -> LoadedFormat:
     return LoadedFormat(scheme=get_scheme("int8_token"), scale_name="weight_scale")
 
 
+def _mxfp8(_method: Any) -> LoadedFormat:
+    return LoadedFormat(scheme=get_scheme("mxfp8"), scale_name="weight_scale")
+
+
+def _compressed_mxfp4(method: Any) -> LoadedFormat:
+    """MXFP4 of compressed-tensors, which vLLM computes by its Marlin kernels, or with tokens in MXFP4."""
+    if method.use_cutlass_mxfp4:
+        raise ValueError("MXFP4 tokens, which vLLM's CUTLASS kernels take, are not computed here")
+    return LoadedFormat(scheme=get_scheme("mxfp4_w4a16"), scale_name="weight_scale", values_name="weight_packed")
+
+
 def _compressed_integers(method: Any) -> LoadedFormat:
     weights, backend = method.weight_quant, getattr(getattr(method, "wna16_backend", None), "name", "")
     # 0.33 has the attribute; 0.26 loads columns first for all backends but this
@@ -174,4 +185,7 @@ _READERS: dict[str, Callable[[Any], LoadedFormat]] = {
     "MoeWNA16Method": _wna16,
     "ModelOptNvFp4FusedMoE": _modelopt_nvfp4,
     "CompressedTensorsW4A4Nvfp4MoEMethod": _compressed_nvfp4,
+    "CompressedTensorsW4A4Mxfp4MoEMethod": _compressed_mxfp4,
+    "CompressedTensorsW8A8Mxfp8MoEMethod": _mxfp8,
+    "ModelOptMxFp8FusedMoE": _mxfp8,
 }
