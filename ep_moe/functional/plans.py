@@ -43,11 +43,15 @@ class CallPlans(Generic[Plan]):
         self._alive: dict[object, list[weakref.ref[torch.Tensor]]] = {}
         self.get = self._plans.get
 
-    def keep(self, key: object, plan: Plan, tensors: Iterable[torch.Tensor | None] = ()) -> None:
-        """Find this plan by the key from now on.
+    def keep(self, key: object, plan: Plan, device: torch.device, tensors: Iterable[torch.Tensor | None] = ()) -> None:
+        """Find this plan by the key from now on, unless a CUDA graph is captured, whose memory it might have.
 
-        Args: tensors: whose ids are in the key. A plan must not hold them, which would stay alive, but may hold views.
+        Args:
+            device: of the call. tensors: whose ids are in the key. A plan must not hold them, which would stay alive,
+                but may hold detached views.
         """
+        if capturing(device):
+            return
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self._alive.clear()
@@ -79,19 +83,20 @@ class CopiedScale:
         self._own = own if copied else None
 
     def update(self, given: torch.Tensor | None) -> bool:
-        """Copy the scale of a call; False while a CUDA graph is captured, which would write memory of others. Local."""
+        """Copy the scale of a call; False if that may not be written now: by a CUDA graph, which would write memory of
+        others, or a tensor of inference mode outside of it. Local."""
         if self._own is None:
             return True
         assert given is not None
-        if capturing(given):
+        if capturing(given.device) or (self._own.is_inference() and not torch.is_inference_mode_enabled()):
             return False
         self._own.copy_(given.reshape(-1))
         return True
 
 
-def capturing(tensor: torch.Tensor) -> bool:
+def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is captured, which is replayed when a plan may have ended. Local."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
@@ -105,7 +110,7 @@ def _kept(key: object, device: torch.device, make: Callable[[], torch.Tensor]) -
     found = tables.get(key)
     if found is None:
         found = make()
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # it would be the graph's memory
+        if not capturing(device):  # it would be the graph's memory
             tables[key] = found
     return found
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,6 +85,7 @@ class Call:
     inputs: Callable[[str, int], Given]
     run: Callable[[Given], torch.Tensor]
     written: str = "w2"  # a weight that is written in place
+    many: int = 9  # tokens
 
 
 def plain(seed: str) -> Given:
@@ -200,7 +202,7 @@ CALLS = {
     "b12x": Call(nvfp4("w4a16"), b12x_inputs, lambda given: b12x_fused_moe(**given), written="w2_alpha"),
     "b12x nvfp4": Call(nvfp4("nvfp4"), b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
     "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given)),
-    "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B"),
+    "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B", many=34),
     "one gemm fp8": Call(one_gemm("fp8"), sorted_pairs, one, written="B_scale"),
     "batched": Call(plain, rows, batched),
     "batched gemm": Call(plain, rows, batched_one, written="w1"),
@@ -220,7 +222,7 @@ def test_later_calls(name: str, repeats: list[int], by_kernels: Callable[[], Non
     call = CALLS[name]
     mine, other = call.weights("mine"), call.weights("other")
     few, more = call.inputs("few", 5), call.inputs("more", 5)
-    many = call.inputs("many", 40)
+    many = call.inputs("many", call.many)
     kinds = [mine | few, mine | more, other | few, mine | many]
     expected = [call.run(given) for given in kinds]
     scale = 2.0 if mine[call.written].dtype.is_floating_point and mine[call.written].dtype.itemsize > 1 else 1
@@ -282,3 +284,28 @@ def test_other_arguments_are_other_calls(repeats: list[int], by_kernels: Callabl
     assert torch.equal(outplace_fused_experts(**given), expected)
     given["w2"].data = transposed.data
     assert torch.equal(outplace_fused_experts(**given), expected)
+
+
+KEPT_AS = {"static": "fused_experts", "one gemm": "invoke_fused_moe_kernel", "batched": "batched_experts"}
+
+
+@pytest.mark.parametrize("name", KEPT_AS)
+def test_captured_calls_keep_nothing(
+    name: str, repeats: list[int], by_kernels: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's memory is in no plan and no table, and a graph writes no memory of a plan."""
+    call, tables = CALLS[name], plans._tables()
+    given = call.weights("captured") | call.inputs("captured", 5)
+    by_kernels()
+    kept = call.run(given)
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_: copied.append(self) or self)
+    monkeypatch.setattr(plans, "capturing", lambda device: True)
+    monkeypatch.setattr(plans, "_tables", dict)
+    assert torch.equal(call.run(given), kept)  # by the plan, or as a first call
+    plans.plans_of.cache_clear()
+    known = dict(tables)
+    for _ in range(2):
+        assert torch.equal(call.run(given), kept)
+    assert plans.plans_of(KEPT_AS[name], threading.get_ident())._plans == {}
+    assert (tables, copied) == (known, [])

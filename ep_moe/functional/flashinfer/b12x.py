@@ -187,7 +187,7 @@ def _compute(call: B12xCall) -> torch.Tensor:
     result = local_moe(x, routing, weights, experts, **sizes, out=call.output)
     plan = None if key is None else RoutedPlan.of(x, routing, weights, experts, **sizes, out=call.output)
     if plan is not None:
-        plans.keep(key, plan, call.weights)
+        plans.keep(key, plan, call.x.device, call.weights)
     return result
 
 

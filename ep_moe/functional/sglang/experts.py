@@ -201,7 +201,8 @@ def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
     result, routed = _computed(call, out)
     if routed is not None:
         found = configs_key(call.flags, call.w2, call.hidden_states.dtype)
-        plans.keep(key, _Plan(routed, found, get_moe_configs(*found)), _weights_given(call))
+        new = _Plan(routed, found, get_moe_configs(*found))
+        plans.keep(key, new, call.hidden_states.device, _weights_given(call))
     return result
 
 

@@ -213,7 +213,7 @@ def _compute(*arguments: Any) -> None:
     if _by_plan(call, scheme):
         if plan is None:
             plan = _new_plan(call, scheme, config["BLOCK_SIZE_M"])
-            plans.keep(key, plan)
+            plans.keep(key, plan, call.a.device)
         in_place = is_view(given, scheme) and c.data_ptr() == call.c.data_ptr() and _dense(call)
         plan.run(_arguments(call), weight, c, tiles, repeats=in_place)
     else:

@@ -165,7 +165,8 @@ def compute(call: RaggedCall, out: torch.Tensor | None = None) -> torch.Tensor:
     if routed is not None and sorter is not None:
         given_weights = call.as_experts()
         found = configs_key(given_weights.flags, given_weights.w2, call.hidden_states.dtype)
-        plans.keep(key, _Plan(sorter, routed, found, get_moe_configs(*found)), call.weights_given)
+        new = _Plan(sorter, routed, found, get_moe_configs(*found))
+        plans.keep(key, new, call.hidden_states.device, call.weights_given)
     return result
 
 

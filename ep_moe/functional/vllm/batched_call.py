@@ -113,7 +113,7 @@ def compute(call: BatchedCall) -> None:
         return
     plan = _computed(call)
     if plan is not None:
-        plans.keep(key, plan, _weights_given(call))
+        plans.keep(key, plan, call.output.device, _weights_given(call))
 
 
 def _computed(call: BatchedCall) -> "BatchedPlan | None":

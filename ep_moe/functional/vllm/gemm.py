@@ -141,7 +141,7 @@ def compute(call: GemmCall) -> None:
     if plan is None or not plan.repeat(call):
         plan = _computed(call)
         if plan is not None:
-            plans.keep(key, plan)
+            plans.keep(key, plan, call.A.device)
 
 
 def _computed(call: GemmCall) -> _Plan | None:
