@@ -302,6 +302,16 @@ def test_weights_in_the_place_of_others(repeats: list[int], by_kernels: Callable
         assert plans.plans_of("fused_experts", threading.get_ident())._plans == {}
 
 
+def test_no_pairs(by_kernels: Callable[[], None]) -> None:
+    given = one_gemm("none")("nothing") | sorted_pairs("nothing", 5)
+    given |= {name: given[name][:0] for name in ("topk_ids", "topk_weights")}
+    c = torch.full((10, 2 * INNER), 7.0, dtype=torch.bfloat16)
+    by_kernels()
+    for _ in range(2):
+        invoke_fused_moe_kernel(C=c, **given)
+        assert bool((c == 7).all())
+
+
 KEPT_AS = {"static": "fused_experts", "one gemm": "invoke_fused_moe_kernel", "batched": "batched_experts"}
 
 
