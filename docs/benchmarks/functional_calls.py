@@ -34,6 +34,7 @@ from ep_moe.functional.sglang import (
     triton_kernel_fused_experts,
     try_get_optimal_moe_config,
 )
+from ep_moe.functional.vllm import BatchedTritonExperts, invoke_moe_batched_triton_kernel
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, dequantize_weight, get_scheme
 from ep_moe.routing import Routing, route
@@ -248,6 +249,47 @@ def others(preset: str, scheme: str, weights: Weights, tokens: int) -> Iterator[
         return torch.einsum("h,knh->kn", x[0].float(), weights.plain1[ids[0].long()].float())
 
     yield Case("invoke_fused_moe_kernel", limit, one_gemm, gathered)
+    yield from batched(weights, x, experts, config)
+
+
+def batched(weights: Weights, x: torch.Tensor, experts: int, config: Any) -> Iterator[Case]:
+    """vLLM's calls: each expert has four rows for a token, of which half hold one."""
+    height = max(4 * x.shape[0] // experts, 2)
+    rows = torch.randn(experts, height, x.shape[1], device=DEVICE).bfloat16()
+    counts = torch.full((experts,), height // 2, dtype=torch.int32, device=DEVICE)
+    calls, output = BatchedTritonExperts(height, 1), torch.zeros_like(rows)
+    c = torch.zeros(experts, height, weights.w1.shape[1], dtype=x.dtype, device=DEVICE)
+    none = dict.fromkeys(("expert_map", "w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1q_scale", "a2_scale"))
+    ids = torch.zeros(experts * height // 2, 1, device=DEVICE)
+
+    def both() -> torch.Tensor:
+        calls.apply(
+            output=output,
+            hidden_states=rows,
+            w1=weights.w1,
+            w2=weights.w2,
+            topk_ids=ids,
+            activation="silu",
+            global_num_experts=experts,
+            workspace13=output,
+            workspace2=output,
+            expert_num_tokens=counts,
+            **none,
+        )
+        return output[0, : height // 2]
+
+    def first() -> torch.Tensor:
+        flags = (None, None, None, False, False, False, config, False)
+        invoke_moe_batched_triton_kernel(rows, weights.w1, c, counts, torch.bfloat16, *flags)
+        return c[0, : height // 2]
+
+    def of_one_expert() -> torch.Tensor:
+        return rows[0, : height // 2] @ weights.plain1[0].t()
+
+    yield Case(
+        "BatchedTritonExperts", LIMITS["bfloat16"], both, lambda: gated(of_one_expert(), False) @ weights.plain2[0].t()
+    )
+    yield Case("invoke_moe_batched_triton_kernel", LIMITS["bfloat16"], first, of_one_expert)
 
 
 def host_us(call: Call, count: int = 200) -> tuple[float, float]:

@@ -106,16 +106,13 @@ def in_place(given: Given) -> torch.Tensor:
     return x
 
 
-def nvfp4(mode: str) -> Callable[[str], Given]:
-    def make(seed: str) -> Given:
-        random = generator(seed)
-        layer = fp4_oracle.random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, random)
-        given = {"w1_weight": layer.w1, "w1_weight_sf": layer.w1_scale, "w2_weight": layer.w2, "quant_mode": mode}
-        given |= {"w2_weight_sf": layer.w2_scale, "num_experts": EXPERTS, "top_k": TOPK}
-        given |= {f"w{n}_alpha": torch.rand(EXPERTS, generator=random) + 0.5 for n in (1, 2)}
-        return given | {"fc2_input_scale": torch.tensor([0.5])}
-
-    return make
+def nvfp4(seed: str) -> Given:
+    random = generator(seed)
+    layer = fp4_oracle.random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, random)
+    given = {"w1_weight": layer.w1, "w1_weight_sf": layer.w1_scale, "w2_weight": layer.w2, "quant_mode": "nvfp4"}
+    given |= {"w2_weight_sf": layer.w2_scale, "num_experts": EXPERTS, "top_k": TOPK}
+    given |= {f"w{n}_alpha": torch.rand(EXPERTS, generator=random) + 0.5 for n in (1, 2)}
+    return given | {"fc2_input_scale": torch.tensor([0.5])}
 
 
 def b12x_inputs(seed: str, tokens: int) -> Given:
@@ -199,8 +196,7 @@ CALLS = {
     "fused": Call(plain, routed, lambda given: outplace_fused_experts(**given)),
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
-    "b12x": Call(nvfp4("w4a16"), b12x_inputs, lambda given: b12x_fused_moe(**given), written="w2_alpha"),
-    "b12x nvfp4": Call(nvfp4("nvfp4"), b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
+    "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
     "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given)),
     "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B", many=34),
     "one gemm fp8": Call(one_gemm("fp8"), sorted_pairs, one, written="B_scale"),
@@ -284,6 +280,36 @@ def test_other_arguments_are_other_calls(repeats: list[int], by_kernels: Callabl
     assert torch.equal(outplace_fused_experts(**given), expected)
     given["w2"].data = transposed.data
     assert torch.equal(outplace_fused_experts(**given), expected)
+    square = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator("square")).bfloat16() / 8
+    given |= {"w1": torch.cat([square, square.flip(0)], 1), "w2": square}
+    first = outplace_fused_experts(**given)
+    square.data = square.data.transpose(1, 2)  # the same memory in other strides
+    second = outplace_fused_experts(**given)
+    assert torch.equal(second, outplace_fused_experts(**given | {"w2": square.contiguous()}))
+    assert not torch.equal(second, first)
+
+
+def test_weights_in_the_place_of_others(repeats: list[int], by_kernels: Callable[[], None]) -> None:
+    """Tensors that get the memory, and maybe the ids, of tensors that were freed."""
+    inputs, seeds, memory = routed("places", 5), ("one", "two", "one"), plain("memory")
+    expected = [outplace_fused_experts(**plain(seed) | inputs) for seed in seeds]
+    by_kernels()
+    for seed, wanted in zip(seeds, expected, strict=True):
+        weights = {name: memory[name].copy_(tensor).detach() for name, tensor in plain(seed).items()}
+        for _ in range(2):
+            compare(outplace_fused_experts(**weights | inputs), wanted)
+        del weights
+        assert plans.plans_of("fused_experts", threading.get_ident())._plans == {}
+
+
+def test_no_pairs(by_kernels: Callable[[], None]) -> None:
+    given = one_gemm("none")("nothing") | sorted_pairs("nothing", 5)
+    given |= {name: given[name][:0] for name in ("topk_ids", "topk_weights")}
+    c = torch.full((10, 2 * INNER), 7.0, dtype=torch.bfloat16)
+    by_kernels()
+    for _ in range(2):
+        invoke_fused_moe_kernel(C=c, **given)
+        assert bool((c == 7).all())
 
 
 KEPT_AS = {"static": "fused_experts", "one gemm": "invoke_fused_moe_kernel", "batched": "batched_experts"}

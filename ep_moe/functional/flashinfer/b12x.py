@@ -210,7 +210,7 @@ def _prepare(call: B12xCall) -> tuple[torch.Tensor, Routing, ExpertWeights, Expe
     experts = experts_for(activation, scheme, call.x.device)
     routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
     make = functools.partial(_weights, call, activation.kind.gated, scheme)
-    key = num_local, hidden, activation.kind, scheme.name, call.quant_mode
+    key = num_local, hidden, activation.kind, scheme.name, call.quant_mode, *identities(call.weights)
     kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
     weights = kept.get(call.weights, key, make, copied=call.multiplies)
     return call.x, routing, weights, experts

@@ -220,7 +220,8 @@ def _plan_of(call: Fp4Call) -> tuple[_Plan, Fp4Weights]:
     copied = has_copies(call, gated)
     numbers = call.numbers
     kept = kept_weights("trtllm_fp4_block_scale_moe", threading.get_ident())
-    made = kept.get(tensors, (numbers, gated), functools.partial(_weights, call, gated), copied=copied)
+    strides = call.gemm1_weights.stride(), call.gemm2_weights.stride()  # others of the same memory are other weights
+    made = kept.get(tensors, (numbers, gated, strides), functools.partial(_weights, call, gated), copied=copied)
     given = call.routing_logits, call.routing_bias, call.hidden_states, call.hidden_states_scale
     kind = (*map(tensor_key, (*given, call.per_token_scale, call.output)),)
     plan = made.plans.get(kind)

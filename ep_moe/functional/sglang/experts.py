@@ -253,7 +253,8 @@ def kept_or_new(
         return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
     kept = kept_weights(name, threading.get_ident())
     tokens = call.hidden_states
-    return kept.get(tensors, (scheme.name, tokens.shape[1], tokens.dtype), functools.partial(weights_of, call, scheme))
+    key = scheme.name, tokens.shape[1], tokens.dtype, *identities(tensors)
+    return kept.get(tensors, key, functools.partial(weights_of, call, scheme))
 
 
 def check_tokens(hidden_states: torch.Tensor) -> None:

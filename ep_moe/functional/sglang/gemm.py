@@ -230,7 +230,8 @@ def _by_plan(call: _Call, scheme: QuantScheme) -> bool:
     """Whether kernels make the lists: those of rows that lie by pair."""
     if call.a_use_tma or call.c_sorted or call.a.stride(1) != 1:
         return False
-    return by_kernels(call.a.device, scheme) and min(call.sorted_token_ids.numel(), *call.b.shape, *call.a.shape) > 0
+    sizes = call.sorted_token_ids.numel(), call.topk_ids.numel(), *call.b.shape, *call.a.shape
+    return min(sizes) > 0 and by_kernels(call.a.device, scheme)
 
 
 def _dense(call: _Call) -> bool:

@@ -147,7 +147,7 @@ def _computed(call: BatchedCall) -> "BatchedPlan | None":
     views = all(is_view(given, scheme) for given in weights_given)
     if call.a2_scale is None and views:
         tensors = call.w1, call.w1_scale, call.w2, call.w2_scale
-        key = scheme.name, output.shape[2], output.dtype
+        key = scheme.name, output.shape[2], output.dtype, *identities(tensors)
         weights = kept_weights("vllm", threading.get_ident()).get(tensors, key, make)
     else:
         weights = make()
