@@ -1,5 +1,6 @@
 """Tests that need GPUs: every case, random rounds, a layer of DeepSeek-V3's size, faults over NCCL, the main job."""
 
+import functools
 import itertools
 import json
 import os
@@ -18,7 +19,9 @@ from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
+from ep_moe.layer.micro_batches import row_slices
 from ep_moe.placement import Placement
+from ep_moe.profiling.timing import capture
 from ep_moe.quant import StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import ROW_ERROR_LIMITS, check_transport, worst_row_error
@@ -277,6 +280,41 @@ def cross_slots(group: EPGroup, num_tokens: int) -> list[str]:
 def test_two_slots_in_opposite_order_beside_nccl(num_ranks: int, num_tokens: int) -> None:
     config = GroupConfig(timeout_secs=60)
     assert launch(cross_slots, num_tokens, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
+
+
+def overlap(group: EPGroup, num_sms: int) -> list[str]:
+    """Calls in micro-batches, eager and from a graph, beside calls of each part: the differences."""
+    device, placement = group.device, Placement.linear(16, group.num_ranks)
+    generator = torch.Generator(device).manual_seed(group.rank)
+    shape = placement.num_local_experts(group.rank), 2 * 256, 512
+    w13 = torch.randn(shape, generator=generator, device=device).bfloat16() / 16
+    weights = ExpertWeights(w13=StoredMatrix(w13), w2=StoredMatrix(w13[:, :256].mT.contiguous()))
+    config = TransportConfig(hidden=512, max_tokens_per_rank=400, num_sms=num_sms)
+    transport = create_transport("nvlink", group, placement, config)
+    layer = ExpertParallelMoE(MoEConfig(hidden=512, intermediate=256, num_experts=16), weights, transport)
+    layer.warmup(num_topk=4)
+    wrong = []
+    for count, num_tokens in ((2, 800), (3, 700)):
+        x = torch.randn(num_tokens, 512, generator=generator, device=device).bfloat16()
+        scores, ids = torch.rand(num_tokens, 16, generator=generator, device=device).topk(4)
+        parts = [layer.forward_routed(x[rows], ids[rows], scores[rows]) for rows in row_slices(num_tokens, count)]
+        call = functools.partial(layer.forward_micro_batches, x, (ids, scores), num_micro_batches=count)
+        graph = capture(call, device)
+        for number in range(100):
+            for name, found in (("eager", call()), ("graph", graph.replayed())):
+                if not torch.equal(found, torch.cat(parts)):
+                    wrong.append(f"{count} micro-batches, {name}, call {number}")
+    transport.check()
+    transport.destroy()
+    return wrong
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_sms", [0, 32])
+@pytest.mark.parametrize("num_ranks", on_gpus(1, 2))
+def test_micro_batches_on_a_stream_of_their_own(num_ranks: int, num_sms: int) -> None:
+    config = GroupConfig(timeout_secs=60)
+    assert launch(overlap, num_sms, num_ranks=num_ranks, config=config, device="cuda") == [[]] * num_ranks
 
 
 def expert(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

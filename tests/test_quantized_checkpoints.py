@@ -416,17 +416,18 @@ def test_what_is_no_expert_is_dequantized(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq", "pack_quantized"])
-def test_columns_of_w2_in_another_order(tmp_path: Path, name: str) -> None:
+def test_columns_in_another_order(tmp_path: Path, name: str) -> None:
     """Act-order: column k belongs to group g_idx[k]. The rows of w13 take the order of w2's columns, so that the
-    product is the same; columns of w13 in another order are refused, but dequantized on demand."""
+    product is the same. Columns of w13 are sorted for tokens in `w13_order`, one for the gate and the up half of an
+    expert; a gate and an up half in different orders are refused, but dequantized on demand."""
     tensors, real = write(tmp_path, name)
     suffix = {"gptq": ".g_idx", "pack_quantized": ".weight_g_idx"}[name]
     random = torch.Generator().manual_seed(1)
 
-    def shuffle(module: str) -> torch.Tensor:
+    def shuffle(module: str, order: torch.Tensor | None = None) -> torch.Tensor:
         """The weight with its columns shuffled, each with its group."""
         weight = real[module]
-        order = torch.randperm(weight.shape[1], generator=random)
+        order = torch.randperm(weight.shape[1], generator=random) if order is None else order
         tensors[f"{module}{suffix}"] = (order // GROUP).int()
         values = f"{module}{LAYOUTS[name].values}"
         eight = torch.stack([(tensors[values] >> (4 * place)) & 15 for place in range(8)], -1)
@@ -450,10 +451,26 @@ def test_columns_of_w2_in_another_order(tmp_path: Path, name: str) -> None:
         assert torch.equal(held2, w2[:, order])
         gate, up = w13.chunk(2)
         assert torch.equal(held13, torch.cat([gate[order], up[order]]))
+    assert found.w13_order is None
+    orders = {expert: shuffle(base(expert, "gate")) for expert in (0, 2)}
+    for expert, order in orders.items():
+        shuffle(base(expert, "up"), order)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in range(2):
+        placement = Placement.round_robin(EXPERTS, 2)
+        found = ExpertWeights.from_pretrained(tmp_path, placement, rank)[0]
+        assert found.w13_order is not None
+        for position, expert in enumerate(placement.local_experts(rank)):
+            held = dequantize_weight(found.w13[position], found.scheme)
+            again = torch.empty_like(held)
+            again[:, found.w13_order[position]] = held
+            rows = tensors[f"{base(expert, 'down')}{suffix}"].long().argsort(stable=True)
+            gate, up = layer_of(real, expert)[0].chunk(2)
+            assert torch.equal(again, torch.cat([gate[rows], up[rows]]))
     shuffle(base(1, "up"))
     save_file(tensors, tmp_path / "model.safetensors")
     for rank in range(2):
-        with pytest.raises(ValueError, match=rf"{base(1, 'up')}.*another order.*scheme=\"none\""):
+        with pytest.raises(ValueError, match=rf"{base(1, 'up')}.*another order than the gate.*scheme=\"none\""):
             ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 2), rank)
     plain_ = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none", dtype=F32)[0]
     assert torch.equal(plain_.w13.values[1], layer_of(real, 1)[0])

@@ -59,7 +59,8 @@ def _forward(
     for expert in top_k_index.unique().tolist():
         tokens, choice = torch.where(top_k_index == expert)
         biases = [None if bias is None else bias[expert].float() for bias in (weights.w13_bias, weights.w2_bias)]
-        inner = apply_activation(linear(x[tokens], real[0][expert], biases[0]), activation)
+        rows = x[tokens] if weights.w13_order is None else x[tokens][:, weights.w13_order[expert]]
+        inner = apply_activation(linear(rows, real[0][expert], biases[0]), activation)
         if scheme.activation.quantized:
             static = None if weights.w2_input_scale is None else weights.w2_input_scale[expert]
             inner = round_trip(inner, scheme, static_scale=static)

@@ -16,12 +16,13 @@ import torch
 import triton
 
 from ep_moe.config import ActivationConfig
+from ep_moe.experts.column_order import in_column_order, tell_slow
 from ep_moe.experts.grouped_gemm import Backend, CallShape, PreferredBackend
 from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tile_tables import default_table, find_table, tell_once
 from ep_moe.experts.tuning import ExpertTiles, fit_stages, fit_steps
-from ep_moe.layout import ExpertBatch
+from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.weights import ExpertWeights
 
 _MAX_PREPARED = 256  # shapes that one object keeps; captured calls of all batch sizes are fewer
@@ -87,6 +88,25 @@ class KernelExperts:
         Errors: also ValueError for what the backend does not compute, RuntimeError for a GPU that it does not run on.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
+        if weights.w13_order is not None:
+            return self._ordered(batch, weights, weights.w13_order, out)
+        return self._call(batch, weights, out)
+
+    def _ordered(
+        self, batch: ExpertBatch, weights: ExpertWeights, order: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A call with tokens in the order of w13's columns; FLAT rows are computed as those of COMPACT, and summed."""
+        tell_slow()
+        check_fit(batch, weights, self.activation, out)
+        if not batch.x.numel():
+            return self._call(batch, weights, out)
+        if not isinstance(batch, Flat):
+            return self._call(in_column_order(batch, order), weights, out)
+        y = self._call(in_column_order(batch, order), weights, None)
+        return weighted_sum(y, batch.token_to_row, batch.topk_weights, out=out)
+
+    def _call(self, batch: ExpertBatch, weights: ExpertWeights, out: torch.Tensor | None) -> torch.Tensor:
+        """A call whose tokens have their columns in the order of w13's."""
         template = batch.template
         signature = signature_of(batch) if template is None else template.signature
         known = self._known.get(id(weights))
@@ -99,6 +119,8 @@ class KernelExperts:
 
     def repeated(self, signature: object, weights: ExpertWeights) -> RepeatedCall | None:
         """What earlier calls with these weights and batches of this signature are, None if there were none. Local."""
+        if weights.w13_order is not None:  # whose calls copy the batch first
+            return None
         known = self._known.get(id(weights))
         return None if known is None else known.calls.get(signature)
 

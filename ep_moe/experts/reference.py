@@ -78,6 +78,10 @@ def check_fit(
         raise ValueError(f"w2_input_scale is set, scheme '{scheme.name}' scales activations per {per}")
     if batch.scale is not None and not scheme.payload.quantized:
         raise ValueError(f"batch has a scale {tuple(batch.scale.shape)}, scheme '{scheme.name}' has none")
+    if weights.w13_order is not None and scheme.payload.group_width:
+        raise ValueError(
+            f"w13_order is set, scheme '{scheme.name}' scales {scheme.payload.group_width} columns together"
+        )
     own = weights.per_expert.tensors
     for name in {"alpha", "beta", "limit"} & own.keys() if activation.kind is not ActivationKind.SWIGLU else ():
         raise ValueError(f"{name} of each expert is set, it belongs to 'swiglu', not to '{activation.kind.value}'")
@@ -130,6 +134,8 @@ def _needed(
         needed["w2_bias"] = (weights.w2_bias, (experts, hidden), None)
     if weights.w2_input_scale is not None:
         needed["w2_input_scale"] = (weights.w2_input_scale, (experts,), torch.float32)
+    if weights.w13_order is not None:
+        needed["w13_order"] = (weights.w13_order, (experts, hidden), torch.int64)
     for name, tensor in weights.per_expert.tensors.items():
         needed[name] = (tensor, (experts,), torch.float32)
     if batch.row_index is not None:
@@ -195,6 +201,8 @@ class ReferenceExperts:
         """Compute one expert on x [n, H] float32; returns [n, H] float32, not yet rounded."""
         scheme = weights.scheme
         own = {name: tensor[expert] for name, tensor in weights.per_expert.tensors.items()}
+        if weights.w13_order is not None:
+            x = x[:, weights.w13_order[expert]]
         first = x @ dequantize_weight(weights.w13[expert], scheme).t()
         halves = list(first.chunk(2, dim=1)) if self.activation.kind.gated else [first[:, :0], first]
         if weights.up_first:

@@ -67,6 +67,8 @@ class ExpertWeights(_Referable):
     w2_input_scale: torch.Tensor | None = None  # [L] float32, the same for the second GEMM, one for each expert
     per_expert: PerExpert = PerExpert()
     up_first: bool = False
+    # [L, H] int64: column k of an expert's w13 multiplies column w13_order[k] of its tokens; None: column k
+    w13_order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, matrix in (("w13", self.w13), ("w2", self.w2)):
@@ -85,8 +87,8 @@ class ExpertWeights(_Referable):
 
     @property
     def optional(self) -> tuple[torch.Tensor | None, ...]:
-        """Biases and static scales, None for those that are not there."""
-        return self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale
+        """Biases, static scales and the order of w13, None for those that are not there."""
+        return self.w13_bias, self.w2_bias, self.w13_input_scale, self.w2_input_scale, self.w13_order
 
     @property
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -96,7 +98,7 @@ class ExpertWeights(_Referable):
             for name, matrix in (("w13", self.w13), ("w2", self.w2))
             for part, tensor in matrix.tensors.items()
         }
-        names = ("w13_bias", "w2_bias", "w13_input_scale", "w2_input_scale")
+        names = ("w13_bias", "w2_bias", "w13_input_scale", "w2_input_scale", "w13_order")
         optional = zip(names, self.optional, strict=True)
         return named | {name: tensor for name, tensor in optional if tensor is not None} | self.per_expert.tensors
 

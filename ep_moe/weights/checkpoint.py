@@ -197,8 +197,8 @@ class Checkpoint:
     def read_stored(self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix) -> None:
         """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must quantize.
 
-        If the columns of w2 lie in another order than their groups (GPTQ's act-order), they are sorted, and with them
-        the rows of w13.
+        Columns that lie in another order than their groups (GPTQ's act-order) are sorted: in w2, and with them the rows
+        of w13; in w13, whose tokens then need `column_orders`.
 
         Args:
             field: "w13" or "w2". out: [W, H] or [H, I] in that scheme.
@@ -211,7 +211,8 @@ class Checkpoint:
         order = read_order(reader, down, device)
         for index, (tensor, stored) in enumerate(self._parts(layer, field, expert)):
             assert isinstance(stored, QuantizedTensor)
-            matrix = read_matrix(reader, stored, device, order=order if field == "w2" else None)
+            columns = order if field == "w2" else read_order(reader, stored, device)
+            matrix = read_matrix(reader, stored, device, order=columns)
             for name, place in out.tensors.items():
                 part = getattr(matrix, name)
                 if name == "global_scale":
@@ -232,15 +233,26 @@ class Checkpoint:
                     part = part[order]
                 view.copy_(part.reshape(view.shape))
 
-    def check_order(self, reader: TensorReader, layer: int) -> None:
-        """Raise ValueError, on every rank alike, if columns of w13 lie in another order than their groups. Local."""
+    def column_orders(self, reader: TensorReader, layer: int) -> torch.Tensor | None:
+        """Of each expert, the columns of w13 as they are on disk in the order of their groups, [E, H] int64; None if
+        they lie in that order in all experts.
+
+        Errors: ValueError, on every rank alike, for a gate and an up half in different orders. Local.
+        """
+        own, orders = torch.arange(self.config.hidden), list[torch.Tensor]()
         for expert in range(self.config.num_experts):
+            halves: list[torch.Tensor] = []
             for _, stored in self._parts(layer, "w13", expert):
-                if isinstance(stored, QuantizedTensor) and read_order(reader, stored, torch.device("cpu")) is not None:
+                order = read_order(reader, stored, own.device) if isinstance(stored, QuantizedTensor) else None
+                halves.append(own if order is None else order)
+                if not torch.equal(halves[0], halves[-1]):
                     raise ValueError(
-                        f"{stored.parts['order'].name} in {stored.file} has columns in another order than their "
-                        'groups, and tokens have one order for all experts: scheme="none" dequantizes'
+                        f"{stored.name} in {stored.file} has its columns in another order than the gate of its expert, "
+                        'and both multiply the same tokens: scheme="none" dequantizes'
                     )
+            orders.append(halves[0])
+        stacked = torch.stack(orders)
+        return None if torch.equal(stacked, own.expand_as(stacked)) else stacked
 
     def input_scales(self, reader: TensorReader, layer: int, field: str) -> torch.Tensor | None:
         """The static activation scales [E] of a field of all experts, the larger of gate and up; None without. Local.

@@ -65,7 +65,8 @@ def _read_layer(
     width = config.w13_rows
     fields: dict[str, Any] = {"scheme": scheme}
     if scheme == stored and stored.weight.quantized:
-        checkpoint.check_order(reader, layer)
+        orders = checkpoint.column_orders(reader, layer)
+        fields["w13_order"] = None if orders is None else orders[list(experts)].to(device)
         fields |= _input_scales(checkpoint, reader, layer, experts, device)
     for field, shape in {"w13": (width, config.hidden), "w2": (config.hidden, config.intermediate)}.items():
         stack = StoredMatrix.empty((len(experts), *shape), scheme.weight, dtype, device)

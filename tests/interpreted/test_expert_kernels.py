@@ -16,7 +16,7 @@ import torch
 from triton import next_power_of_2
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
-from ep_moe.experts import ReferenceExperts, create_experts
+from ep_moe.experts import ReferenceExperts, column_order, create_experts
 from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
@@ -221,6 +221,38 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
 def test_formats_and_layouts(scheme: str, dtype: torch.dtype, layout: Layout) -> None:
     case = make_case(scheme, dtype)
     assert_equals_torch(case, SILU, case.batch(layout))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout"),
+    [*(("int4_w4a16_g16", layout) for layout in Layout), ("int4_w4a8_g16", Layout.FLAT)],
+    ids=lambda value: value.value if isinstance(value, Layout) else value,
+)
+def test_columns_of_w13_in_an_order_of_each_expert(
+    scheme: str, layout: Layout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Act-order: the same as weights whose columns have been put back, and told once. Rows are copied in portions."""
+    case, random = make_case(scheme, torch.float32), torch.Generator().manual_seed(3)
+    order = torch.stack([torch.randperm(HIDDEN, generator=random) for _ in range(EXPERTS)]).to(DEVICE)
+    stored = case.weights
+    case = dataclasses.replace(case, weights=dataclasses.replace(stored, w13_order=order))
+    batch = case.batch(layout)
+    monkeypatch.setattr(column_order, "_PORTION_BYTES", 8 * HIDDEN * 3)
+    column_order.tell_slow.cache_clear()
+    assert_equals_torch(case, SILU, batch)
+    assert [record.levelname for record in caplog.records if "act-order" in record.getMessage()] == ["WARNING"]
+    real = dequantize_weight(stored.w13, stored.scheme)
+    put_back = torch.empty_like(real).scatter_(2, order.unsqueeze(1).expand_as(real), real)
+    plain_w13, plain_w2 = StoredMatrix(put_back), StoredMatrix(dequantize_weight(stored.w2, stored.scheme))
+    if scheme == "int4_w4a16_g16":
+        plain = dataclasses.replace(stored, scheme=get_scheme("none"), w13=plain_w13, w2=plain_w2)
+        there = dataclasses.replace(batch, scheme=get_scheme("none"))
+        used = slice(None) if layout is Layout.FLAT else used_rows(batch)
+        expected, found = ReferenceExperts(SILU)(there, plain)[used], ReferenceExperts(SILU)(batch, case.weights)[used]
+        assert worst_row_error(found, expected) < ROW_ERROR_LIMITS["float32"]
+    wrong = dataclasses.replace(case.weights, w13_order=order[:, 1:])
+    with pytest.raises(ValueError, match=r"w13_order is \(.*\) torch.int64"):
+        TritonExperts(SILU)(batch, wrong)
 
 
 @pytest.mark.parametrize("expected_rows", [5, 500])
