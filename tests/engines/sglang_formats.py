@@ -34,6 +34,17 @@ def swaps_are_seen(made: Any) -> None:
     made.check()
 
 
+def rows_in_turns(made: Any) -> None:
+    """Rows of gate and up that a model says, after the layer is constructed, to stand in turns."""
+    for layer in made.experts:
+        layer.inference_moe_w13_interleaved = True
+        for name in ("w13_weight", "w13_weight_scale"):
+            data = getattr(layer, name).data.view(torch.uint8)
+            data.copy_(torch.stack(data.chunk(2, dim=1), dim=2).flatten(1, 2))
+    made.use(None)
+    made.check()
+
+
 def runner_is_needed(engine: Callable[[], Any]) -> None:
     """SGLang's refusal of a runner for an a2a backend stands if the layer is not ours."""
     refused = mock.patch.object(eligibility, "kind_of_layer", side_effect=ValueError("not here"))

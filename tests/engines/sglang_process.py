@@ -320,6 +320,8 @@ def packed(form: str, a2a: str, *more: str) -> None:
         attempt(sglang_formats.swaps_are_seen, made, name=f"swaps_are_seen in {name}")
         if form == "awq":  # zero points move with their experts
             attempt(sglang_cases.parameters_stay, made, 8)
+        if form == "nvfp4_modelopt":
+            attempt(sglang_formats.rows_in_turns, made)
     if form == "int4_group":
         attempt(sglang_formats.runner_is_needed, functools.partial(engine, name, a2a))
 

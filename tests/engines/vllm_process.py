@@ -68,6 +68,8 @@ if not OLD:
     del FORMATS["gptq_static"]  # it refuses desc_act
 if WORLD > 1:
     del FORMATS["awq_rows"]  # it loads zero points of moe_wna16 on one rank
+else:  # two ranks run the others
+    FORMATS = {form: FORMATS[form] for form in ("int4_group", "awq_rows", "nvfp4")}
 
 
 @dataclasses.dataclass

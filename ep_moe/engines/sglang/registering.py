@@ -55,6 +55,8 @@ class _Layers:
         self._runner_error = None
         try:
             original(layer, *args, **kwargs)
+            if self._runner_error is not None:  # nothing has asked for the layer's dispatcher
+                raise self._runner_error
         finally:
             self._constructed.pop()
 
@@ -82,6 +84,7 @@ class _Layers:
             if self._runner_error is not None:
                 raise self._runner_error from error
             return original(*args, **kwargs)
+        self._runner_error = None
         state = LayerMethod(self._plugin, layer, kind, _context_length())
         adopt(layer.quant_method, state)
         return EpMoeDispatcher(state)
