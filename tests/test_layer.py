@@ -377,7 +377,7 @@ FAILING = {
     "route": ("ep_moe.layer.moe.route", False),
     "before-the-header": ("ep_moe.transport.collective.transport.plan_send", False),
     "shared-experts-before-the-header": ("ep_moe.transport.collective.transport.plan_send", True),
-    "received": ("ep_moe.transport.collective.transport.pack", False),
+    "received": ("ep_moe.transport.host_sync.pack", False),
 }
 
 
