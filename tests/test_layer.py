@@ -322,6 +322,10 @@ def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> 
     assert rows == [size for size in sizes for _ in range(2)]
     assert all(bool((call.args[1].topk_ids == -1).all()) for call in sent.call_args_list)
     assert [call.kwargs["num_tokens"] is None for call in sent.call_args_list] == [True, False] * len(sizes)
+    with mock.patch.object(layer.transport, "dispatch_send", wraps=layer.transport.dispatch_send) as sent:
+        warmup.run_micro_batches(layer, NUM_TOPK, [1, 4])
+    assert [call.args[0].shape[0] for call in sent.call_args_list] == [1, 1, 4, 4]
+    assert all(bool((call.args[1].topk_ids == -1).all()) for call in sent.call_args_list)
     expected = {"num_topk": 3, "scheme": scheme, "layout": layout}
     split = {"split_dispatch": True, "shared_dtype": torch.float32}
     assert warmup.round_kinds(layer, 3, padded=True) == [
@@ -329,7 +333,8 @@ def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> 
         RoundKind(**expected, **split, counted=True),
     ]
     layer.shared_experts = None
-    assert warmup.round_kinds(layer, 3, padded=False) == [RoundKind(**expected)]
+    halves = RoundKind(**expected, split_dispatch=True, split_combine=True)
+    assert warmup.round_kinds(layer, 3, padded=False, micro_batches=True) == [RoundKind(**expected), halves]
     layer.shared_experts = lambda x: x * 0.5
     assert torch.equal(layer(x, logits), sound)
 

@@ -212,7 +212,7 @@ class ExpertParallelMoE(torch.nn.Module):
 
         return refuse_backward(run, (hidden_states, *given, *self._held()))
 
-    def warmup(self, *, num_topk: int | None = None, padded: bool = False) -> None:
+    def warmup(self, *, num_topk: int | None = None, padded: bool = False, micro_batches: bool = False) -> None:
         """Compile and load the kernels of this layer's calls, so that none compiles while other ranks wait.
 
         A layer with the same config and the same optional tensors as another one on its transport needs no warm-up of
@@ -220,11 +220,11 @@ class ExpertParallelMoE(torch.nn.Module):
 
         Args:
             num_topk: K of `forward_routed`, by default that of the routing config.
-            padded: compile for calls with `num_tokens` too.
+            padded: compile for calls with `num_tokens` too. micro_batches: for `forward_micro_batches` too.
         Errors: ValueError if neither `num_topk` nor a routing config is given, or if K exceeds the transport's
         max_topk; on a GPU also those of `forward`. Collective, host sync; on a CPU it does nothing.
         """
-        warm_up(self, num_topk=num_topk, padded=padded)
+        warm_up(self, num_topk=num_topk, padded=padded, micro_batches=micro_batches)
 
     def run(
         self,

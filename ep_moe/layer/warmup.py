@@ -3,6 +3,7 @@
 Letters: T tokens on this rank, H hidden, K top-k, E logical experts, R ranks, M max_tokens_per_rank.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ep_moe.layer.moe import ExpertParallelMoE
 
 
-def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool) -> None:
+def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool, micro_batches: bool) -> None:
     """See `ExpertParallelMoE.warmup`. What needs no other rank is compiled first, before the rounds."""
     transport, routing = layer.transport, layer.config.routing
     if num_topk is None:
@@ -31,8 +32,10 @@ def warm_up(layer: "ExpertParallelMoE", *, num_topk: int | None, padded: bool) -
     sizes = row_counts(transport.config.max_tokens_per_rank)
     with torch.no_grad():
         compute_alone(layer, num_topk, sizes)
-        transport.warmup(round_kinds(layer, num_topk, padded=padded))
+        transport.warmup(round_kinds(layer, num_topk, padded=padded, micro_batches=micro_batches))
         run_rounds(layer, num_topk, sizes, padded=padded)
+        if micro_batches:
+            run_micro_batches(layer, num_topk, sizes)
     transport.check()
 
 
@@ -42,22 +45,26 @@ def row_counts(max_tokens: int) -> list[int]:
     return [*powers, max_tokens]
 
 
-def round_kinds(layer: "ExpertParallelMoE", num_topk: int, *, padded: bool) -> list[RoundKind]:
+def round_kinds(
+    layer: "ExpertParallelMoE", num_topk: int, *, padded: bool, micro_batches: bool = False
+) -> list[RoundKind]:
     """The rounds of the layer's calls, as far as a transport can compile them without their tensors. Local."""
     if layer.weights.w13_input_scale is not None:  # the layer itself quantizes; only `run_rounds` compiles this case
         return []
     split = layer.shared_experts is not None
-    return [
-        RoundKind(
-            num_topk=num_topk,
-            scheme=layer.scheme.name,
-            layout=layer.config.layout,
-            counted=counted,
-            shared_dtype=layer.transport.config.dtype if split else None,
-            split_dispatch=split,
-        )
-        for counted in ((False, True) if padded else (False,))
-    ]
+    whole = RoundKind(
+        num_topk=num_topk,
+        scheme=layer.scheme.name,
+        layout=layer.config.layout,
+        shared_dtype=layer.transport.config.dtype if split else None,
+        split_dispatch=split,
+    )
+    kinds = [whole]
+    if padded:
+        kinds.append(dataclasses.replace(whole, counted=True))
+    if micro_batches:
+        kinds.append(dataclasses.replace(whole, split_dispatch=True, split_combine=True))
+    return kinds
 
 
 def compute_alone(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
@@ -85,6 +92,13 @@ def run_rounds(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int], 
             counts.append(torch.full((1,), rows, dtype=torch.int32, device=x.device))
         for num_tokens in counts:
             layer.forward_routed(x, nobody.topk_ids, nobody.topk_weights, num_tokens=num_tokens)
+
+
+def run_micro_batches(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence[int]) -> None:
+    """Call the layer with two micro-batches of T tokens of which none has an expert. Collective."""
+    for rows in sizes:
+        x, nobody = _tokens(layer, 2 * rows, num_topk)
+        layer.forward_micro_batches(x, (nobody.topk_ids, nobody.topk_weights))
 
 
 def _tokens(layer: "ExpertParallelMoE", rows: int, num_topk: int) -> tuple[torch.Tensor, Routing]:
