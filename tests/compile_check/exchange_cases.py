@@ -60,7 +60,8 @@ def make_launchers(config: TransportConfig, placement: Placement, device_code: s
     """
     puts = (1 << placement.num_ranks) - 2 if device_code else 0
     ranks, tuning = ranks_of(placement, 0, puts), Tuning(most_receivers=MOST_PROGRAMS, num_sms=config.num_sms)
-    group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, barrier=lambda: None)
+    alone = {"barrier": lambda: None, "all_gather_object": lambda value: [value]}
+    group: Any = types.SimpleNamespace(num_ranks=placement.num_ranks, rank=0, device=CPU, **alone)
     with mock.patch.object(memory, "SymmetricBuffer", _Buffer):
         peers = memory.PeerMemory(group, regions_of(config, ranks), config.num_slots, puts=puts)
     if device_code:
