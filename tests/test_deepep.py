@@ -1,6 +1,7 @@
 """The transport over DeepEP, in all modes, on the stand-in `fake_deepep`, which checks what the library would.
 
-Plain pytest runs all checks on 2 ranks and some on 4; `pytest -m matrix` the rest of them, on 1, 3 and 4.
+Plain pytest runs all checks of the low-latency kernels on 2 ranks, and some of every mode on 4; `pytest -m matrix` the
+rest of them, on 1 to 4.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ from ep_moe.transport.deepep import DeepEPTransport, library
 
 MODES = ("low_latency", "normal", "v2")
 SERVED = {mode: (2, 4) if mode == "normal" else (1, 2, 3, 4) for mode in MODES}
+PLAIN = "low_latency", 2  # whose cases plain pytest runs
 SAMPLE = ("mixed-layouts", "flat-repeats", "round-robin", "compact-zero-tokens-on-one-rank", "nvfp4-hidden-2880")
 CONFIG = GroupConfig(timeout_secs=2, heartbeat_secs=0.1)
 
@@ -51,16 +53,9 @@ def make_on_fake(mode: str) -> Any:
     return TRANSPORTS[f"deepep_{mode}"]
 
 
-def check_on_rank(group: EPGroup, modes: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    """All checks on this rank, by mode."""
-    return {mode: check_transport(make_on_fake(mode), group) for mode in modes}
-
-
-@functools.cache
-def outcomes(num_ranks: int) -> list[dict[str, dict[str, str]]]:
-    """Each rank's outcome of each check; ranks are started once for all modes."""
-    modes = tuple(mode for mode in MODES if num_ranks in SERVED[mode])
-    return launch(check_on_rank, modes, num_ranks=num_ranks, config=GroupConfig(timeout_secs=60), device="cpu")
+def check_on_rank(group: EPGroup, mode: str) -> dict[str, str]:
+    """All checks on this rank."""
+    return check_transport(make_on_fake(mode), group)
 
 
 def expected_outcome(case: TransportCase | None) -> str:
@@ -71,15 +66,22 @@ def expected_outcome(case: TransportCase | None) -> str:
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [2, *(pytest.param(number, marks=pytest.mark.matrix) for number in (1, 3, 4))], ids="{}-ranks".format
+    ("mode", "num_ranks"),
+    [
+        pytest.param(
+            mode, number, marks=() if (mode, number) == PLAIN else pytest.mark.matrix, id=f"{mode}-{number}-ranks"
+        )
+        for mode in MODES
+        for number in (1, 2, 3, 4)
+    ],
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_carries_every_case(mode: str, num_ranks: int) -> None:
     if num_ranks not in SERVED[mode]:
         pytest.skip(f"DeepEP's {mode} kernels do not serve {num_ranks} ranks: test_errors_name_the_limit")
     cases = {case.name: case for case in transport_cases(num_ranks)}
     expected = {name: expected_outcome(cases.get(name)) for name in [*cases, *CHECKS]}
-    assert [rank[mode] for rank in outcomes(num_ranks)] == [expected] * num_ranks
+    config = GroupConfig(timeout_secs=60)
+    assert launch(check_on_rank, mode, num_ranks=num_ranks, config=config, device="cpu") == [expected] * num_ranks
 
 
 def check_sample(group: EPGroup) -> list[str]:

@@ -1,4 +1,4 @@
-"""The hierarchical transport on CPU ranks that are 2 x 2, 2 x 3 and 4 x 2 nodes."""
+"""The hierarchical transport on CPU ranks that are 2 x 2, 2 x 3 and 4 x 2 nodes; `pytest -m nodes` runs every case."""
 
 import dataclasses
 import functools
@@ -60,6 +60,7 @@ def failures(ranks: list[dict[str, str]]) -> list[tuple[int, str, str]]:
     return [(rank, name, text) for rank, found in enumerate(ranks) for name, text in found.items() if text]
 
 
+@pytest.mark.nodes
 def test_every_case_on_two_nodes_of_two() -> None:
     ranks = launch(run_all, 2, 7, num_ranks=4, config=CONFIG, device="cpu")
     assert failures(ranks) == []
@@ -132,8 +133,8 @@ def random_case(rng: random.Random, num_ranks: int, number: int) -> TransportCas
     )
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 3), (4, 2)])
-def test_cases_on_more_nodes(nodes: int, per_node: int) -> None:
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 3), (4, 2)])
+def test_some_cases(nodes: int, per_node: int) -> None:
     assert failures(launch(run_some, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
 
 
