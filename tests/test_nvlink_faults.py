@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import apart
 import pytest
 
 from ep_moe.config import TransportConfig
@@ -13,10 +14,18 @@ from ep_moe.placement import Placement
 from ep_moe.transport import TRANSPORTS
 
 FOLDER = Path(__file__).parent / "nvlink_faults"
+PATIENT = ("test_refused.py", "test_sent_once.py")  # no rank is lost: others may use the cores meanwhile
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.timeout(900)  # it may wait for others
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.apart(FOLDER / name)) for name in PATIENT])
+def test_refusals_in_the_interpreter(name: str) -> None:
+    code, said = apart.outcome(FOLDER / name)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in PATIENT])
 def test_faults_in_the_interpreter(name: str) -> None:
     command = [sys.executable, "-m", "pytest", str(FOLDER / name), "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
