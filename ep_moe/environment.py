@@ -168,6 +168,16 @@ class PluginConfig:
         )
 
 
+def shares_gpus(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks may share a GPU, by EP_MOE_SHARED_GPU=1: slow, to run several ranks' tests on one GPU.
+
+    Errors: ValueError if it is not 0 or 1.
+    """
+    text = (os.environ if environ is None else environ).get("EP_MOE_SHARED_GPU", "")
+    require(text in ("", "0", "1"), f"environment variable EP_MOE_SHARED_GPU ({text!r}) is not 0 or 1")
+    return text == "1"
+
+
 def switch_on(name: str) -> None:
     """Set an environment variable that is a switch, for this process and those that it starts. Local."""
     os.environ[name] = "1"

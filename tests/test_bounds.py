@@ -5,6 +5,7 @@ import torch
 
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
@@ -56,7 +57,7 @@ def take_turns(group: EPGroup, transport_name: str) -> list[str]:
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(num_gpu_ranks() < 2, reason="needs 2 GPUs")
 @pytest.mark.timeout(600)
 def test_bounds_take_turns_in_graphs() -> None:
     config = GroupConfig(timeout_secs=60)

@@ -9,6 +9,7 @@ import torch
 
 from ep_moe.config import MoEConfig, RoutingConfig, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import Placement
@@ -243,7 +244,7 @@ def test_on_a_gpu(backend: str) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(num_gpu_ranks() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("transport", ["nvlink", "collective"])
 def test_on_two_gpus(transport: str, backend: str) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ep_moe.config import GroupConfig, Layout, MoEConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE
 from ep_moe.layer.micro_batches import row_slices
@@ -29,7 +30,7 @@ from ep_moe.transport import TRANSPORTS, create_transport
 from ep_moe.transport.round_kind import RoundKind
 from ep_moe.weights import ExpertWeights
 
-NUM_GPUS = torch.cuda.device_count()
+NUM_GPUS = num_gpu_ranks()
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 7168, 2048, 256, 8, 128  # DeepSeek-V3, tokens of a rank
 
 

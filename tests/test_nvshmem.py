@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ep_moe.config import GroupConfig, TransportConfig
 from ep_moe.environment import NvshmemEnv
 from ep_moe.group import EPGroup, PeerLostError, nvshmem_heap
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.transport import create_transport
@@ -295,7 +295,7 @@ def test_kernels_with_puts_compile(target: int, tmp_path: Path) -> None:
     assert found == wanted, done.stderr[-3000:]
 
 
-NUM_GPUS = torch.cuda.device_count()
+NUM_GPUS = num_gpu_ranks()
 ON_TWO_GPUS = [
     pytest.mark.multigpu,
     pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, there are {NUM_GPUS}"),

@@ -6,10 +6,9 @@ This module does not import transformers, which takes seconds: the server that f
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import Target, launch, run_rank
 from ep_moe.launch.on_ray import launch_on_ray
 from ep_moe.launch.ray_cluster import NodeRanks
@@ -38,7 +37,7 @@ def pick_device(engine: EngineConfig, num_local_ranks: int) -> str:
 
     Errors: RuntimeError if CUDA is requested and this machine has fewer GPUs than ranks.
     """
-    num_gpus = torch.cuda.device_count()
+    num_gpus = num_gpu_ranks()
     if engine.device == "auto":
         return "cuda" if num_gpus >= num_local_ranks else "cpu"
     if engine.device == "cuda" and num_gpus < num_local_ranks:

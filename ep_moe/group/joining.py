@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
-from ep_moe.environment import LaunchEnv
+from ep_moe.environment import LaunchEnv, shares_gpus
 from ep_moe.group.store import serve_store
 from ep_moe.group.watch import Watch
 
+MAX_SHARED_RANKS = 8  # of ranks that share GPUs: each has its own CUDA context and its turns on the GPU
 JOIN_SECS = 60.0  # ranks start at different speeds: joining gets at least this long, however short the timeout
 
 
@@ -36,18 +37,28 @@ def pick_device(device: torch.device | str | None, local_rank: int, local_num_ra
         picked = torch.device(device)
         if picked.type != "cuda":
             return picked
-        index = local_rank if picked.index is None else picked.index
+        index = _gpu_of(local_rank) if picked.index is None else picked.index
         if index >= torch.cuda.device_count():
             raise RuntimeError(f"device cuda:{index} was requested, this machine has {torch.cuda.device_count()} GPUs")
         return torch.device("cuda", index)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_num_ranks:
-        return torch.device("cuda", local_rank)
+    if torch.cuda.is_available() and num_gpu_ranks() >= local_num_ranks:
+        return torch.device("cuda", _gpu_of(local_rank))
     return torch.device("cpu")
 
 
+def num_gpu_ranks() -> int:
+    """How many ranks of this machine can have a GPU: one for each, or MAX_SHARED_RANKS if they may share one."""
+    found = torch.cuda.device_count()
+    return max(found, MAX_SHARED_RANKS) if found and shares_gpus() else found
+
+
+def _gpu_of(local_rank: int) -> int:
+    return local_rank % max(torch.cuda.device_count(), 1) if shares_gpus() else local_rank
+
+
 def backend_of(device: torch.device) -> str:
-    """The backend for a device: "nccl" or "gloo"."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    """The backend for a device: "nccl", or "gloo" for CPUs and for GPUs that ranks share, which NCCL refuses."""
+    return "nccl" if device.type == "cuda" and not shares_gpus() else "gloo"
 
 
 def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Watch:
@@ -145,15 +156,16 @@ def drop_world(holder: list[dist.ProcessGroup | None], backend: str) -> None:
 
 
 def _init_world(store: dist.Store, env: LaunchEnv, config: GroupConfig, device: torch.device) -> None:
-    timeout_secs = config.timeout_secs
+    timeout_secs, backend = config.timeout_secs, backend_of(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if backend == "nccl":
         timeout_secs = 2 * timeout_secs + 30  # NCCL's timeout is the last resort: longer than ours plus an abort
     dist.init_process_group(
-        backend_of(device),
+        backend,
         store=store,
         rank=env.rank,
         world_size=env.world_size,
         timeout=datetime.timedelta(seconds=timeout_secs),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )

@@ -10,6 +10,7 @@ import uuid
 
 import torch
 
+from ep_moe.environment import shares_gpus, switch_on
 from ep_moe.group.base import EPGroup
 from ep_moe.group.peer_atomics import has_peer_atomics
 
@@ -52,7 +53,7 @@ def _why_not(group: EPGroup, rank: int, node: int, theirs: str, *, mine: str, vi
     if rank == group.rank or group.device.type != "cuda":
         return ""
     if theirs == mine:
-        return f"{pair} share a GPU"
+        return "" if shares_gpus() else f"{pair} share a GPU (EP_MOE_SHARED_GPU=1 allows it, for tests)"
     if theirs not in visible:
         return f"rank {group.rank} does not see the GPU of rank {rank} (CUDA_VISIBLE_DEVICES)"
     if not torch.cuda.can_device_access_peer(group.device, visible[theirs]):
@@ -83,6 +84,8 @@ class SymmetricBuffer:
         if group.device.type == "cuda" and group.process_group is not None:
             from torch.distributed import _symmetric_memory  # only on GPUs: the CPU has none
 
+            if shares_gpus():
+                switch_on("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
             with torch.cuda.device(group.device):
                 self.local = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=group.device)
                 handle = _symmetric_memory.rendezvous(self.local, group.process_group)

@@ -6,6 +6,7 @@ import torch
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu")
+ON_CPU = DEVICE.type == "cpu"
 CAN_RUN = INTERPRETING or DEVICE.type == "cuda"
 
 

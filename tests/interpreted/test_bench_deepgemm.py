@@ -16,7 +16,9 @@ from ep_moe.bench.configs import ExpertsBenchConfig
 from ep_moe.bench.experts_alone import experts_rank_main
 from ep_moe.config import EngineConfig
 from ep_moe.group import EPGroup
+from interpreted.common import ON_CPU
 
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="on a GPU the package itself is measured")
 ENGINE = EngineConfig(dtype="bfloat16", scheme="fp8_block", experts="triton", device="cpu")
 CONFIG = ExpertsBenchConfig(
     preset="tiny", ep_size=8, rows=(5,), warmup=1, repeats=1, sample_experts=2, beside="deepgemm"

@@ -26,7 +26,9 @@ from ep_moe.tune.candidates import neighbours
 from ep_moe.tune.config import TuneConfig
 from ep_moe.tune.journal import Journal, Trial
 from ep_moe.tune.problem import Problem, kernel_experts
+from interpreted.common import ON_CPU
 
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="the problems of these tests are on the CPU")
 HOPPER_US = 9.5  # of the best tiles; Triton's take 10
 ENGINE = EngineConfig(dtype="float32", scheme="fp8_block", device="cpu")
 CONFIG = TuneConfig(preset="tiny", ep_size=8, rows=(4, 40))

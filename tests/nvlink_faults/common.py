@@ -16,6 +16,7 @@ import torch
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
@@ -23,7 +24,7 @@ from ep_moe.routing import Routing
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
-NUM_RANKS = 3 if INTERPRETING else min(torch.cuda.device_count(), 3)  # with two ranks no third one could be blamed
+NUM_RANKS = 3 if INTERPRETING else min(num_gpu_ranks(), 3)  # with two ranks no third one could be blamed
 CAN_RUN = NUM_RANKS >= 2
 CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
 PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests without a lost rank
