@@ -957,6 +957,18 @@ def test_wrong_experts_are_not_timed(name: str, tmp_path: Path, monkeypatch: pyt
 # The model.
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@needs_accelerate
+def test_bench_model_of_another_architecture(num_ranks: int, tmp_path: Path) -> None:
+    """Biases, a gate interleaved with up, transposed weights, a router of another name; and a single rank."""
+    sizes = ["--preset", "tiny-gpt-oss", "--layers", "2", "--batch", "2", "--prompt-tokens", "6", "--new-tokens", "2"]
+    done = bench(
+        "model", *sizes, "--repeats", "1", "--dtype", "float32", cwd=tmp_path, ranks=("--nproc", str(num_ranks))
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "all results checked (worst row at most 1e-05)" in done.stdout
+
+
 @needs_accelerate
 def test_bench_model_and_its_row(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--layers", "2", "--batch", "2", "--prompt-tokens", "6", "--new-tokens", "4"]
@@ -1063,8 +1075,9 @@ def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.
         monkeypatch.setattr(configs, "spreads_dense", lambda spreads=spreads: spreads)
         for num_ranks in (2, 4):
             config.check_ranks(num_ranks)
-        with pytest.raises(ValueError, match=r"nproc \(1\): .* at least 2"):
-            config.check_ranks(1)
+        config.check_ranks(1)
+        with pytest.raises(ValueError, match=r"hook with nproc \(1\): .* at least 2"):
+            dataclasses.replace(config, hook=True).check_ranks(1)
         with pytest.raises(ValueError, match=r"nproc \(3\) does not divide the 128 experts of qwen3-30b"):
             config.check_ranks(3)
     with pytest.raises(ValueError, match=r"nproc \(8\) does not divide the 4 KV heads of qwen3-30b: transformers 5"):

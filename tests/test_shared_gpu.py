@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and by which backend, where ranks may share one; rounds of such ranks are in `test_gpu.py`."""
+"""Which GPU a rank takes, and over which backend, where ranks may share one; their rounds are in `test_gpu.py`."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ class GenerateConfig:
     seed: Annotated[int, Field(help="Seed of the sampling")] = 0
     decode_graphs: Annotated[
         bool | None,
-        Field(help="Decode by CUDA graphs, by default on GPUs with transport nvlink; a log line says if it cannot"),
+        Field(help="Decode by CUDA graphs, by default on GPUs with transport nvlink or local; a log line says if not"),
     ] = None
 
     def __post_init__(self) -> None:

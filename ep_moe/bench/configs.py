@@ -120,7 +120,8 @@ class ModelBenchConfig:
     ] = "grouped_mm"
     hook: Annotated[bool, Field(help="Plug our exchange into transformers' own too")] = False
     decode_graphs: Annotated[
-        bool | None, Field(help="Our own system decodes by CUDA graphs, by default on GPUs with transport nvlink")
+        bool | None,
+        Field(help="Our own system decodes by CUDA graphs, by default on GPUs with transport nvlink or local"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -134,9 +135,9 @@ class ModelBenchConfig:
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
         sizes = MODEL_PRESETS[self.preset]
-        experts, heads = sizes["num_experts"], sizes["num_key_value_heads"]
-        if num_ranks == 1:
-            raise ValueError("nproc (1): expert parallelism needs at least 2 ranks")
+        experts, heads = sizes.get("num_experts") or sizes["num_local_experts"], sizes["num_key_value_heads"]
+        if num_ranks == 1 and self.hook:
+            raise ValueError("hook with nproc (1): transformers' own expert parallelism needs at least 2 ranks")
         if experts % num_ranks:
             raise ValueError(
                 f"nproc ({num_ranks}) does not divide the {experts} experts of {self.preset}, which transformers "

@@ -7,11 +7,11 @@ a share. Letters: B sequences per rank, R ranks, P prompt tokens, N new tokens, 
 import contextlib
 import logging
 import statistics
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -20,7 +20,7 @@ from ep_moe.bench.configs import CHECKED_TOKENS, ModelBenchConfig, spreads_dense
 from ep_moe.bench.generation import System, generate, host_time, time_generation
 from ep_moe.bench.harness import Figures, Work, field_values
 from ep_moe.bench.presets import MODEL_PRESETS
-from ep_moe.bench.random_model import experts_of, fill_with_random_numbers
+from ep_moe.bench.random_model import experts_of, fill_with_random_numbers, intermediate_of, num_experts_of
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
 from ep_moe.engines.transformers.decoding import decoder_of
@@ -38,14 +38,12 @@ OWN, HOOK = "transformers_ep", "transformers_ep_hook"
 _log = logging.getLogger(__name__)
 
 
-def transformers_config(config: ModelBenchConfig) -> Qwen3MoeConfig:
+def transformers_config(config: ModelBenchConfig) -> PreTrainedConfig:
     """The model's transformers config."""
-    return Qwen3MoeConfig(
+    return AutoConfig.for_model(
         **MODEL_PRESETS[config.preset],
         num_hidden_layers=config.layers,
-        norm_topk_prob=True,
         max_position_embeddings=max(config.prompt_tokens + config.new_tokens, 4096),
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
 
 
@@ -90,8 +88,8 @@ class _ModelBench:
                 "sequences_per_rank": config.batch,
                 **field_values(config, "prompt_tokens", "new_tokens"),
                 "hidden": sizes.hidden_size,
-                "intermediate": sizes.moe_intermediate_size,
-                "num_experts": sizes.num_experts,
+                "intermediate": intermediate_of(sizes),
+                "num_experts": num_experts_of(sizes),
                 "num_topk": sizes.num_experts_per_tok,
             },
             setup={
@@ -128,33 +126,45 @@ class _ModelBench:
         harness.tell(group, f"bench model: {config.preset}, {config.layers} layers, on {group.num_ranks} ranks")
         ranks = group.num_ranks
         own: dict[str, Any] = {"ep_size": ranks} if spreads_dense() else {"enable_expert_parallel": True}
-        systems = {OWN: self._load(OWN, DistributedConfig(tp_size=ranks, **own))}  # as transformers itself spreads it
+        # as transformers itself spreads it; one rank has all
+        systems = {OWN: self._load(OWN, DistributedConfig(tp_size=ranks, **own) if ranks > 1 else None)}
         ours: dict[str, Any] = {"transport": engine.transport, "experts": engine.experts, "layout": engine.layout}
         ours["max_tokens_per_rank"] = config.max_tokens_per_rank
         if config.hook:
             register(**ours)
             systems[HOOK] = self._load(HOOK, distributed_config(transformers_config(config), ranks))
         harness.tell(group, f"build {OURS}")
-        with torch.device(group.device):
-            model: Any = Qwen3MoeForCausalLM._from_config(transformers_config(config), dtype=engine.torch_dtype)
-        fill_with_random_numbers(model, config.seed)
+        model = self._build_whole()
         shard_experts(model.eval(), group, placement=engine.placement, **ours)
         prompts = self._prompts[self._mine]
         return {OURS: System(model=model, prompts=prompts, decode_graphs=config.decode_graphs), **systems}
 
-    def _load(self, name: str, spread: DistributedConfig) -> System:
+    def _build_whole(self, **options: Any) -> Any:
+        """The model with all its experts on this rank. Local."""
+        with torch.device(self._group.device):
+            config, dtype = transformers_config(self._config), self._engine.torch_dtype
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        fill_with_random_numbers(model, self._config.seed)
+        return model
+
+    def _load(self, name: str, spread: DistributedConfig | None) -> System:
         """Load an empty model, as transformers spreads models while loading them; then fill it. Collective."""
         harness.tell(self._group, f"build {name}")
+        experts = {"experts_implementation": self._config.baseline_experts}
         with self._group.guard(f"build {name}"):
-            model = Qwen3MoeForCausalLM.from_pretrained(
-                None,
-                config=transformers_config(self._config),
-                state_dict={},
-                distributed_config=spread,
-                experts_implementation=self._config.baseline_experts,
-                dtype=self._engine.torch_dtype,
-            )
-            fill_with_random_numbers(model, self._config.seed)
+            if spread is None:
+                model = self._build_whole(**experts)
+            else:
+                config, classes = transformers_config(self._config), cast("Any", MODEL_FOR_CAUSAL_LM_MAPPING)
+                model = classes[type(config)].from_pretrained(
+                    None,
+                    config=config,
+                    state_dict={},
+                    distributed_config=spread,
+                    dtype=self._engine.torch_dtype,
+                    **experts,
+                )
+                fill_with_random_numbers(model, self._config.seed)
         self._group.wait_for_all(f"build {name}")
         return System(model=model.eval(), prompts=self._prompts)
 
@@ -174,12 +184,12 @@ class _ModelBench:
         x = everyones[mine]
         found = {name: [0.0] for name in systems}
         with torch.inference_mode(), group.guard("check"):
-            for name in find_experts(model):
-                gate, experts = _block(model, name).gate, experts_of(model.config, name, seed, x.dtype, x.device)
+            for name, module in find_experts(model).items():
+                gate, experts = _router(model, name), experts_of(model.config, module, name, seed, x.dtype, x.device)
                 for key, system in systems.items():
                     # the router gets the block's own input: the number of rows may change how its GEMM rounds
                     shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
-                    output = _block(system.model, name)(shown.unsqueeze(0))[0][part]
+                    output = _output(_block(system.model, name)(shown.unsqueeze(0)))[0][part]
                     _, weights, ids = gate(shown)
                     expected = experts.expected_output(x, ids[part], weights[part].float(), SCHEMES["none"])
                     found[key].append(error := worst_row_error(output, expected))
@@ -238,3 +248,13 @@ def _has_spread_dense(model: Any) -> bool:
 def _block(model: Any, experts_name: str) -> Any:
     """The MoE block around an experts module: the router and the experts."""
     return model.get_submodule(experts_name.rpartition(".")[0])
+
+
+def _router(model: Any, experts_name: str) -> Any:
+    block = _block(model, experts_name)
+    return getattr(block, "gate", None) or block.router
+
+
+def _output(returned: Any) -> torch.Tensor:
+    """The hidden states [1, T, H] that a block returns, of some models beside the router's scores."""
+    return returned[0] if isinstance(returned, tuple) else returned

@@ -28,5 +28,5 @@ def _layer(name: str, *, routing: Any, activation: Any = None, bias: bool = Fals
 
 _PRESETS: dict[str, Any] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 LAYER_PRESETS = {name: _layer(name, **given) for name, given in _PRESETS["layers"].items()}
-# arguments of transformers' Qwen3MoeConfig, without the number of layers
+# arguments of transformers' AutoConfig.for_model, without the number of layers
 MODEL_PRESETS: dict[str, dict[str, Any]] = _PRESETS["models"]

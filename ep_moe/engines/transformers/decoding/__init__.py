@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ep_moe.engines.transformers.architectures import KEPT_IN_STEP
-from ep_moe.engines.transformers.decoding.decoder import Decoder
+from ep_moe.engines.transformers.decoding.decoder import Decoder, decode_transport
 from ep_moe.engines.transformers.decoding.fixed_cache import windows_of
 from ep_moe.engines.transformers.decoding.loop import FinishRows, by_transformers
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, end_ids_of
@@ -49,8 +49,8 @@ def generate(
             rank; more rows than fit into it are prefilled in several passes.
         options: of the generation; `end_ids_of(model)` returns the end tokens that the model itself declares.
         attention_mask: [B, P], 0 for padding, which is on the left.
-        decode_graphs: None for CUDA graphs on GPUs with transport "nvlink"; True also logs a warning if there are none;
-            False for eager passes. The same on all ranks.
+        decode_graphs: None for CUDA graphs on GPUs, if the transport is "nvlink" or "local"; True also logs a warning
+            if there are none; False for eager passes. The same on all ranks.
         on_step: called after one or more passes with the number of new tokens per row.
     Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
     Errors: ValueError for bad prompts, on every rank; PeerLostError if a rank is lost, before any of its NaN becomes a
@@ -96,7 +96,7 @@ def why_no_graphs(model: Model) -> str:
         return f"ranks are on {session.group.device.type}"
     from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
 
-    if not isinstance(session.transport, NvlinkTransport):
+    if not issubclass(decode_transport(session), NvlinkTransport):
         return f"{type(session.transport).__name__} waits on the host"
     return ""
 

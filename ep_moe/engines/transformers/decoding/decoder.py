@@ -22,7 +22,7 @@ from ep_moe.engines.transformers.decoding.passes import Shape, bucket_of, captur
 from ep_moe.engines.transformers.decoding.sequences import NONE, Sampling, Sequences
 from ep_moe.engines.transformers.hooks import Session
 from ep_moe.layer import ExpertParallelMoE
-from ep_moe.transport import Transport
+from ep_moe.transport import LocalTransport, Transport
 
 PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport and asks whether all ranks have ended
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
@@ -56,6 +56,18 @@ class DecoderMemory:
 
     peer_bytes: int
     cache_bytes: int
+
+
+def decode_transport(session: Session) -> Any:
+    """The class of the transport of decode passes: the model's, in place of `local` on a GPU one without host syncs.
+
+    The kernels of `nvlink` serve a single rank too. Local.
+    """
+    if isinstance(session.transport, LocalTransport) and session.group.device.type == "cuda":
+        from ep_moe.transport.one_sided import NvlinkTransport  # needs Triton, which a machine with GPUs has
+
+        return NvlinkTransport
+    return type(session.transport)
 
 
 class _PassExperts:
@@ -250,8 +262,7 @@ class Decoder:
         if self._transport is not None:
             self._transport.destroy()
         config = dataclasses.replace(session.transport.config, max_tokens_per_rank=wanted, num_slots=1)
-        like: Any = type(session.transport)
-        transport = like(session.group, session.transport.placement, config)
+        transport = decode_transport(session)(session.group, session.transport.placement, config)
         self._transport = transport
         self._layers = tuple(
             ExpertParallelMoE(
