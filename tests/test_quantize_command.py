@@ -101,6 +101,16 @@ def test_what_is_written_is_what_quantizing_on_load_gives(
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4_w4a16"])
+def test_exponents_are_declared(small: Path, tmp_path: Path, name: str) -> None:
+    """compressed-tensors tells mxfp8 from fp8 in groups of 32 by the dtype of the scales."""
+    write_quantized(Checkpoint.open(small), get_scheme(name), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    declared = {part: (group[part] or {}).get("scale_dtype") for part in ("weights", "input_activations")}
+    assert declared == {"weights": "torch.uint8", "input_activations": "torch.uint8" if name == "mxfp8" else None}
+
+
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["quantize", "--scheme", "int4_w4a16_g32", "--out", str(out), "--json"])

@@ -96,6 +96,10 @@ def _arguments(stored: TensorFormat) -> Config:
         found["group_size"] = stored.block[1]
     if stored.granularity == "block":
         found["block_structure"] = list(stored.block)
+    if stored.family == "micro" and stored.power_of_two:
+        found["scale_dtype"] = (
+            "torch.uint8"  # by it compressed-tensors tells mxfp8 from fp8 in groups
+        )
     return found
 
 
