@@ -18,6 +18,7 @@ import torch
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
+from ep_moe.group.joining import num_gpu_ranks
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, get_scheme
@@ -77,14 +78,16 @@ def test_every_case_on_other_nodes(nodes: int, per_node: int, chunk: int) -> Non
 
 @pytest.mark.multigpu
 @pytest.mark.timeout(900)  # about 120 kernels and those of quantization compile, each on both ranks
-@pytest.mark.parametrize("per_node", [1, 2])
-def test_every_case_on_two_gpus(per_node: int) -> None:
-    """Two nodes of one GPU, without peer access for NCCL; and one node of two, with one-sided stores if they reach.
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(2, 1), (2, 2), (4, 2)])
+def test_every_case_on_gpus(num_ranks: int, per_node: int) -> None:
+    """Nodes of one GPU, without peer access for NCCL, and nodes of two, with one-sided stores if they reach.
 
     With one GPU in each node the rounds are as many collectives, and launch the same kernels, as those of `collective`.
     """
+    if num_gpu_ranks() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs, there are {num_gpu_ranks()}")
     env = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} if per_node == 1 else {}
-    assert failures(launch(run_all, per_node, 64, num_ranks=2, config=CONFIG, device="cuda", env=env)) == []
+    assert failures(launch(run_all, per_node, 64, num_ranks=num_ranks, config=CONFIG, device="cuda", env=env)) == []
 
 
 def run_some(group: EPGroup, per_node: int) -> dict[str, str]:

@@ -81,6 +81,7 @@ class PairLists:
             unit=1,
             groups=2,
             copied=True,
+            indexed=True,
             strides=(1, 1, numbers_stride),
             height=rows,
             out_rows=rows,

@@ -298,6 +298,7 @@ class CopyShape(NamedTuple):
     unit: int  # `row_unit`
     groups: int  # scales of a row
     copied: bool  # False: values stay where they are
+    indexed: bool  # whether there is a row_index
     strides: tuple[int, ...]  # of the rows in units, of the scales by token and by group
     height: int  # rows that share a matrix of scales
     out_rows: int  # the capacity in rows
@@ -316,6 +317,7 @@ class CopyShape(NamedTuple):
             unit=unit,
             groups=0 if scale is None else scale.shape[1],
             copied=copied,
+            indexed=frame.row_index is not None,
             strides=(
                 x.stride(0) * x.element_size() // 4 // unit * copied,
                 *((0, 0) if scale is None else scale.stride()),

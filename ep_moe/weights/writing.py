@@ -97,9 +97,7 @@ def _arguments(stored: TensorFormat) -> Config:
     if stored.granularity == "block":
         found["block_structure"] = list(stored.block)
     if stored.family == "micro" and stored.power_of_two:
-        found["scale_dtype"] = (
-            "torch.uint8"  # by it compressed-tensors tells mxfp8 from fp8 in groups
-        )
+        found["scale_dtype"] = "torch.uint8"  # by it compressed-tensors tells mxfp8 from fp8 in groups
     return found
 
 

@@ -7,11 +7,13 @@ import pytest
 from interpreted.common import CAN_RUN, INTERPRETING
 
 if INTERPRETING:
-    from quick_interpreter import hurry  # imports Triton, which not every machine has
+    from alike_launches import watch  # imports Triton, which not every machine has
+    from quick_interpreter import hurry
 
     from interpreted.repeating import repeats  # noqa: F401 - a fixture
 
     hurry()
+    watch()
 collect_ignore_glob = [] if CAN_RUN else ["test_*.py"]
 
 

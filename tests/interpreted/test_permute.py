@@ -147,6 +147,18 @@ def test_pack(name: str, layout: Layout, summed_at_a_time: int | None, monkeypat
         assert_same_batch(tight, reference.pack(rows, layout, **sizes, max_rows=count))
 
 
+def test_pack_of_the_same_sizes_in_each_layout() -> None:
+    """COMPACT and FLAT batches of 6 rows, copied in both; launches are kept by their sizes."""
+    random = generator("alike")
+    x, ids = torch.randn(6, 48, generator=random).bfloat16(), torch.arange(6)[:, None].int()
+    rows = TokenRows(x=strided(x, gap=8), scale=None, local_topk_ids=ids, topk_weights=torch.ones(6, 1))
+    sizes: dict[str, Any] = {"scheme": QuantScheme(name="plain"), "dtype": torch.bfloat16}
+    sizes |= {"num_local_experts": 6, "capacity": 6}
+    for layout in (*Layout, *Layout):
+        with poisoned_memory():
+            assert_same_batch(triton.pack(to_device(rows), layout, **sizes), reference.pack(rows, layout, **sizes))
+
+
 def test_pack_refuses_what_may_not_fit() -> None:
     rows = to_device(make_rows("all_to_one"))
     plain = QuantScheme(name="plain")

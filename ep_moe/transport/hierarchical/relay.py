@@ -83,7 +83,8 @@ class Relay:
             config, max_tokens_per_rank=self._chunk_rows, num_slots=slots, row_alignment=1, ranks_per_node=0
         )
         self._one_sided = _reaches(part, inside, slots)
-        self.waits_on_host = not self._one_sided or group.device.type != "cuda"
+        # gloo's messages are copied to their places by the host, once they have come
+        self.waits_on_host = not self._one_sided or group.device.type != "cuda" or group.backend == "gloo"
         if self.last == self.first:
             return  # no token comes to a node without experts
         local = Placement(tuple(range(self.last - self.first)), tuple(start - self.first for start in own))
