@@ -3,6 +3,7 @@
 Letters: T tokens, H hidden, K top-k, L local experts.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
     from ep_moe.local_moe.joined import JoinedCall
 
 
@@ -44,10 +46,21 @@ class RoutedPlan:
         factor: float = 1.0,
         inner_scale: torch.Tensor | None = None,
         out: torch.Tensor | None,
+        before: "LaunchSequence | None" = None,
     ) -> "RoutedPlan | None":
-        """The plan of a call of `local_moe` that has returned; None if it was no sequence of loaded launches. Local."""
+        """The plan of a call of `local_moe` that has returned; None if it was no sequence of loaded launches.
+
+        Args: before: launches that find the routing, as of `repeated_call`; the plan's calls are then `listed`. Local.
+        """
         joined = repeated_call(
-            x, routing, weights, experts, num_local_experts=num_local_experts, num_experts=num_experts, out=out
+            x,
+            routing,
+            weights,
+            experts,
+            before=before,
+            num_local_experts=num_local_experts,
+            num_experts=num_experts,
+            out=out,
         )
         return None if joined is None else cls(joined, weights, factor, inner_scale)
 
@@ -73,3 +86,18 @@ class RoutedPlan:
         if not self._inner_scale.update(inner_scale):
             return None
         return self._joined(self._joined.inputs(x, topk_ids, topk_weights, static_scale), out)
+
+    def listed(
+        self,
+        x: torch.Tensor,
+        lists: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        *,
+        static_scale: torch.Tensor | None = None,
+        inner_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """`__call__` where launches find the routing, which are given `lists`. Local, no host sync."""
+        if not self._inner_scale.update(inner_scale):
+            return None
+        first, _, _, *numbers = self._joined.inputs(x, lists[0], lists[0], static_scale)
+        return self._joined([first, *lists, *numbers], out)

@@ -22,6 +22,7 @@ from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.listed_pairs import ragged_pairs, sorted_pairs
 from ep_moe.layout.pair_lists import PairLists
 from ep_moe.layout.routed import RoutedPacking
 from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
@@ -447,6 +448,22 @@ def _pairs(num_pairs: int, experts: int) -> Case:
     return Case(name=f"pairs as lists, {num_pairs} pairs, {experts} experts", launch=launch)
 
 
+def _listed_pairs(num_pairs: int, experts: int, *, mapped: bool) -> Case:
+    """The expert of each pair, from lists of blocks and from lists without gaps."""
+
+    def launch() -> None:
+        device, places = torch.device("cpu"), num_pairs + 16 * experts
+        blocks = {"pairs": (places,), "experts": (experts,), "end": (1,)}
+        sort = sorted_pairs(num_pairs, places, 16, device, flagged=mapped)
+        sort.run({name: _empty(*shape, dtype=torch.int32, device="cpu") for name, shape in blocks.items()})
+        lists = ragged_pairs(num_pairs, 1, experts, device, mapped=mapped)
+        shapes = {"counts": experts, "pairs": num_pairs, "factors": num_pairs, "map": experts}
+        dtypes = {"factors": torch.bfloat16}
+        lists.run({n: _empty(shapes[n], dtype=dtypes.get(n, torch.int32), device="cpu") for n in lists.given})
+
+    return Case(name=f"pairs from lists, {num_pairs} pairs, {experts} experts", launch=launch)
+
+
 def _row_cases() -> list[Case]:
     cases = [
         _routed("none", 16, Layout.COMPACT),
@@ -454,6 +471,8 @@ def _row_cases() -> list[Case]:
         _routed("nvfp4", 1, Layout.COMPACT, experts=8, topk=4),
         _pairs(8, 128),
         _pairs(1000, 256),
+        _listed_pairs(8, 128, mapped=False),
+        _listed_pairs(1000, 256, mapped=True),
     ]
     for layout in Layout:
         cases += [

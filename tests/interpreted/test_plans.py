@@ -21,6 +21,7 @@ from ep_moe.functional.sglang import (
     moe_align_block_size,
     outplace_fused_experts,
     override_config,
+    ragged_pairs,
     routing_from_topk,
     triton_kernel_fused_experts,
 )
@@ -47,7 +48,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         monkeypatch.setattr(
             common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
-        for module in (gemm, batched_gemm):
+        for module in (gemm, batched_gemm, ragged_pairs):
             monkeypatch.setattr(module, "by_kernels", lambda *_: True)
         forget()
 

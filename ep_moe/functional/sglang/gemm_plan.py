@@ -10,14 +10,12 @@ import torch
 from ep_moe.experts.row_gemm import RowLists
 from ep_moe.experts.row_kernels import RowGemm, gemm_by_kernels
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.functional.plans import constant, quotients
+from ep_moe.functional.plans import quotients
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
+from ep_moe.layout.listed_pairs import sorted_pairs
 from ep_moe.layout.pair_lists import PairLists
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix
 from ep_moe.quant.triton import largest_or_scale, quantize_sequence
-
-_ALL_BITS = 2**63 - 1  # a number below zero becomes a large one
-_UNLISTED = -(2**31)  # the expert of pairs that are in no list
 
 
 class GemmArguments(NamedTuple):
@@ -38,7 +36,7 @@ class GemmArguments(NamedTuple):
 class GemmPlan:
     """The lists of calls of one kind, and their launches once a call has returned.
 
-    The launches of the layouts sort the pairs by expert; torch finds the expert of each pair, in 7 operations.
+    Kernels find the expert of each pair, and those of the layouts sort the pairs by expert.
 
     Args:
         given: of a first call. num_pairs, num_experts: P and E, at least 1. block: sorted pairs of an expert. top_k:
@@ -62,27 +60,21 @@ class GemmPlan:
         device, most = given.a.device, given.sorted_token_ids.shape[0]
         self._num_pairs, self._num_experts = num_pairs, num_experts
         self._scheme, self._weighted, self._filtered = scheme, weighted, filtered
-        self._block_of, self._place = quotients(block, most, device)[:, :most]
-        self._numbers, self._all_bits = quotients(top_k, num_pairs, device), constant(_ALL_BITS, device)
-        dtype, stride = given.expert_ids.dtype, self._numbers.stride(0)
-        self._lists = PairLists(num_pairs, num_experts, dtype, stride, device).sequence
+        self._numbers = quotients(top_k, num_pairs, device)
+        self._pairs = sorted_pairs(num_pairs, most, block, device, flagged=filtered)
+        self._lists = PairLists(num_pairs, num_experts, torch.int32, self._numbers.stride(0), device).sequence
         self._quantizing: LaunchSequence | None = None
         if scheme.payload.quantized:
             self._quantizing = quantize_sequence(given.a, scheme.payload, static=given.a_scale is not None)
         self._whole: LaunchSequence | None = None
 
     def _listed(self, given: GemmArguments) -> list[torch.Tensor]:
-        """The expert of each pair, weights and numbers of pairs, and which pairs are listed if it matters."""
-        pairs, count = given.sorted_token_ids, self._num_pairs
-        index = torch.bitwise_and(pairs, self._all_bits)
-        index.clamp_(max=count).masked_fill_(torch.ge(self._place, given.num_tokens_post_padded), count)
-        ids = torch.full((count + 1,), _UNLISTED, dtype=given.expert_ids.dtype, device=pairs.device)
-        ids.scatter_(0, index, torch.index_select(given.expert_ids, 0, self._block_of))
+        """Sorted pairs, the experts of their blocks and how many count; weights and numbers of pairs."""
         weights = given.topk_weights
         if weights.dtype != torch.float32 or not weights.is_contiguous():
             weights = weights.float().contiguous()
-        flags = [torch.ne(ids, _UNLISTED)] if self._filtered else []
-        return [ids, weights, self._numbers, *flags]
+        sort = given.sorted_token_ids, given.expert_ids, given.num_tokens_post_padded
+        return [*sort, weights, self._numbers]
 
     def _tokens(self, given: GemmArguments) -> list[torch.Tensor]:
         """What quantization is given."""
@@ -96,9 +88,10 @@ class GemmPlan:
 
         Args: c: [rows, N] contiguous, is written. repeats: later calls like this one read and write in place.
         """
-        ids, weights, numbers, *flags = self._listed(given)
+        *sort, weights, numbers = self._listed(given)
+        found = self._pairs.workspace.views(self._pairs.run(dict(zip(self._pairs.given, sort, strict=True))))
         views = self._lists.workspace.views(
-            self._lists.run({"ids": ids, "weights": weights.view(-1), "numbers": numbers})
+            self._lists.run({"ids": found["ids"], "weights": weights.view(-1), "numbers": numbers})
         )
         count, x = self._num_pairs, given.a
         rows = RowLists(
@@ -107,7 +100,7 @@ class GemmPlan:
             source=views["source"][:count],
             target=views["target"][:count],
             factor=views["factor"][:count] if self._weighted else None,
-            zeros=flags[0][:count] if flags else None,
+            zeros=found.get("listed"),
             expected_rows=max(-(-count // self._num_experts), 1),
         )
         tokens: torch.Tensor | Quantized = x
@@ -123,15 +116,18 @@ class GemmPlan:
     def _join(self, gemm: RowGemm, device: torch.device) -> LaunchSequence | None:
         """All launches as one sequence, None if one is not loaded."""
         before = [] if self._quantizing is None else [self._quantizing]
-        of_lists, of_gemm = len(before), len(before) + 1
+        of_pairs, of_lists, of_gemm = range(len(before), len(before) + 3)
         listed = {"row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
         listed |= {name: name for name in ("source", "target", "factor")}
         names = {name: f"{of_lists}:{piece}" for name, piece in listed.items()}
+        names["zeros"] = f"{of_pairs}:listed"
         if before:
             names |= {"x": "0:values", "x_scale": "0:values_scale:stored"}
         names = {name: whole for name, whole in names.items() if name in gemm.sequence.given}
-        parts: list[tuple[LaunchSequence, dict[str, str]]] = [(part, {}) for part in (*before, self._lists)]
+        parts: list[tuple[LaunchSequence, dict[str, str]]] = [(part, {}) for part in (*before, self._pairs)]
+        parts.append((self._lists, {"ids": f"{of_pairs}:ids"}))
         given = [f"{number}:{name}" for number, (part, _) in enumerate(parts) for name in part.given]
+        given.remove(f"{of_lists}:ids")
         given += [f"{of_gemm}:{name}" for name in gemm.sequence.given if name not in names]
         whole = joined([*parts, (gemm.sequence, names)], [], (*given,), {}, device)
         return whole if whole.load() else None
@@ -143,11 +139,10 @@ class GemmPlan:
         """
         if self._whole is None:
             return False
-        ids, weights, numbers, *flags = self._listed(given)
-        tensors: list[Any] = [ids, weights, numbers, *flags, given.b, given.b_scale, given.bias, given.c]
+        tensors: list[Any] = [*self._listed(given), given.b, given.b_scale, given.bias, given.c]
         if self._quantizing is not None:
             tensors[:0] = self._tokens(given)
         else:
-            tensors.insert(3, given.a)
+            tensors.insert(5, given.a)
         addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         return self._whole.repeat(addresses) is not None

@@ -7,7 +7,7 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs
 """
 
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,11 +27,14 @@ from ep_moe.functional.sglang.experts import (
     run_routed,
     swiglu,
 )
-from ep_moe.functional.sglang.ragged_pairs import ByExpert, PairSorter
+from ep_moe.functional.sglang.ragged_pairs import ByExpert, sort_pairs
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
 
 _MXFP4_GROUP = 32
 
@@ -126,7 +129,6 @@ _NUMBERS = slice(_SCALES.stop + 1, None)
 class _Plan(NamedTuple):
     """What later calls of a kind repeat, unless `get_moe_configs` says something else by then."""
 
-    sorter: PairSorter
     routed: RoutedPlan
     configs_key: tuple[int, int, str | None, int, int]
     configs: dict[int, Any] | None
@@ -154,31 +156,36 @@ def compute(call: RaggedCall, out: torch.Tensor | None = None) -> torch.Tensor:
     plans, key = plans_of("triton_kernel", threading.get_ident()), _key_of(call, out)
     plan: _Plan | None = plans.get(key)
     if plan is not None and get_moe_configs(*plan.configs_key) is plan.configs:
-        pairs = plan.sorter(data, call.expert_map)
-        given = call.hidden_states, pairs.ids, pairs.weights, out
-        result = plan.routed(*given, static_scale=call.a1_scale, inner_scale=call.a2_scale)
+        scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
+        result = plan.routed.listed(call.hidden_states, data.lists(call.expert_map), out, **scales)
         if result is not None:
             return result
-    num_pairs = data.target.numel()
-    sorter = PairSorter(num_pairs, data.expt_hist.shape[0], data.target.device) if num_pairs else None
-    result, routed = _computed(call, out, sorter)
-    if routed is not None and sorter is not None:
+    result, routed = _computed(call, out, data.launches(call.hidden_states, call.num_topk, call.expert_map))
+    if routed is not None:
         given_weights = call.as_experts()
         found = configs_key(given_weights.flags, given_weights.w2, call.hidden_states.dtype)
-        new = _Plan(sorter, routed, found, get_moe_configs(*found))
+        new = _Plan(routed, found, get_moe_configs(*found))
         plans.keep(key, new, call.hidden_states.device, call.weights_given)
     return result
 
 
 def _computed(
-    call: RaggedCall, out: torch.Tensor | None, sorter: PairSorter | None
+    call: RaggedCall, out: torch.Tensor | None, pairs: "LaunchSequence | None"
 ) -> tuple[torch.Tensor, RoutedPlan | None]:
-    """The result of a call, checked, and what repeats it, if anything does."""
+    """The result of a call, checked, and what repeats it, if anything does.
+
+    Args: pairs: the launches that find the routing, None to find it by torch.
+    """
     _check(call)
     data, x, num_topk = call.by_expert, call.hidden_states, call.num_topk
-    num_tokens, total = x.shape[0], data.expt_hist.shape[0]
-    pairs = (sorter or PairSorter(data.target.numel(), total, data.target.device))(data, call.expert_map)
-    routing = pairs.routing(num_tokens, num_topk)
+    sorter = None
+    if pairs is None:
+        sorter = sort_pairs(data, call.expert_map)
+        routing = sorter.routing(x.shape[0], num_topk)
+    else:
+        lists = dict(zip(pairs.given, data.lists(call.expert_map), strict=True))
+        found = pairs.workspace.views(pairs.run(lists))
+        routing = Routing(topk_ids=found["ids"], topk_weights=found["weights"])
     scheme, weights = _weights(call)
     given = call.as_experts()
     tiles = None if call.is_mxfp4 else found_tiles(given.flags, given.w2, x, scheme)
@@ -186,7 +193,8 @@ def _computed(
     on_input = call.apply_router_weight_on_input
     if not data.own_rows:
         source = torch.zeros(data.source.numel() + 1, dtype=torch.int64, device=x.device)
-        source = source.scatter_(0, pairs.pair_of, data.source.clamp(min=0).long())[:-1]
+        assert sorter is not None
+        source = source.scatter_(0, sorter.pair_of, data.source.clamp(min=0).long())[:-1]
         apart = Routing(topk_ids=routing.topk_ids.view(-1, 1), topk_weights=routing.topk_weights.view(-1, 1))
         rows = run_routed(x[source // num_topk], apart, weights, experts, on_input=on_input)
         result = rows.view(*routing.topk_ids.shape, rows.shape[1]).float().sum(1)
@@ -196,7 +204,9 @@ def _computed(
     result = local_moe(x, routing, weights, experts, out=out)
     if call.is_mxfp4 or has_copies(given, scheme):
         return result, None
-    return result, RoutedPlan.of(x, routing, weights, experts, inner_scale=call.a2_scale, out=out)
+    if pairs is None:
+        return result, None
+    return result, RoutedPlan.of(x, routing, weights, experts, inner_scale=call.a2_scale, out=out, before=pairs)
 
 
 def _check(call: RaggedCall) -> None:

@@ -3,14 +3,22 @@
 Letters: T tokens, K top-k, E experts, G = T * K pairs of a token and an expert.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ep_moe.functional.plans import constant, quotients
 from ep_moe.routing import Routing
 
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
+
 _ALL_BITS = 2**63 - 1  # a number below zero becomes a large one
+
+
+def by_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels find the routing of tokens like these. Local."""
+    return x.is_cuda
 
 
 class ByExpert(NamedTuple):
@@ -25,6 +33,26 @@ class ByExpert(NamedTuple):
     def own_rows(self) -> bool:
         """Whether source and target are one tensor, so that a pair's row is that of its token."""
         return self.source.data_ptr() == self.target.data_ptr()
+
+    def lists(self, expert_map: torch.Tensor | None) -> list[torch.Tensor]:
+        """What `launches` are given."""
+        found = [self.expt_hist, self.target, self.gate_scal]
+        return found if expert_map is None else [*found, expert_map]
+
+    def launches(self, x: torch.Tensor, num_topk: int, expert_map: torch.Tensor | None) -> "LaunchSequence | None":
+        """The launches that find the routing of tokens like x, None where torch finds it.
+
+        They read lists without gaps, on a GPU, whose source and target are one tensor. Local; nothing is launched.
+        """
+        there = self.lists(expert_map)
+        if not by_kernels(x) or not x.shape[0] or not num_topk or not all(each.is_contiguous() for each in there):
+            return None
+        from ep_moe.layout.listed_pairs import MOST_EXPERTS, ragged_pairs  # Triton exists only on Linux
+
+        num_experts = self.expt_hist.shape[0]
+        if not 0 < num_experts <= MOST_EXPERTS or self.target.shape[0] != x.shape[0] * num_topk:
+            return None
+        return ragged_pairs(x.shape[0], num_topk, num_experts, x.device, mapped=expert_map is not None)
 
     def check(self, num_tokens: int, num_topk: int) -> None:
         """Raise ValueError for other shapes; values are not read."""
@@ -52,31 +80,25 @@ class Pairs(NamedTuple):
         return Routing(topk_ids=ids, topk_weights=weights.masked_fill(ids < 0, 0.0))
 
 
-class PairSorter:
-    """Finds the pairs of routing data with G entries and E experts, in about 10 operations of torch. Local."""
+def sort_pairs(data: ByExpert, expert_map: torch.Tensor | None) -> Pairs:
+    """The pairs of data that are checked, by torch; places behind the last one of an expert count as none.
 
-    def __init__(self, num_pairs: int, num_experts: int, device: torch.device) -> None:
-        self._num_pairs, self._num_experts = num_pairs, num_experts
-        self._place, self._all_bits = quotients(1, num_pairs, device)[1, :num_pairs], constant(_ALL_BITS, device)
-
-    def __call__(self, data: ByExpert, expert_map: torch.Tensor | None) -> Pairs:
-        """The pairs of data that are checked; places behind the last one of an expert count as none.
-
-        Args: expert_map: [E], which expert each is, -1 none.
-        Local, on the current stream, no host sync.
-        """
-        count, device = self._num_pairs, data.target.device
-        ends = torch.cumsum(data.expt_hist, 0, dtype=torch.int32)
-        expert = torch.searchsorted(ends, self._place, right=True, out_int32=True)
-        index = torch.bitwise_and(data.target, self._all_bits).clamp_(max=count)
-        index.masked_fill_(torch.eq(expert, self._num_experts), count)
-        if not data.own_rows:
-            index.masked_fill_(data.source < 0, count)
-        if expert_map is not None:
-            expert = torch.index_select(expert_map, 0, expert.clamp_(max=self._num_experts - 1)).int()
-        ids = torch.full((count + 1,), -1, dtype=torch.int32, device=device).scatter_(0, index, expert)
-        weights = torch.empty(count + 1, dtype=torch.float32, device=device)
-        return Pairs(ids, weights.scatter_(0, index, data.gate_scal.float()), index)
+    Args: expert_map: [E], which expert each is, -1 none.
+    Local, on the current stream, no host sync.
+    """
+    count, num_experts, device = data.target.shape[0], data.expt_hist.shape[0], data.target.device
+    place = quotients(1, count, device)[1, :count]
+    ends = torch.cumsum(data.expt_hist, 0, dtype=torch.int32)
+    expert = torch.searchsorted(ends, place, right=True, out_int32=True)
+    index = torch.bitwise_and(data.target, constant(_ALL_BITS, device)).clamp_(max=count)
+    index.masked_fill_(torch.eq(expert, num_experts), count)
+    if not data.own_rows:
+        index.masked_fill_(data.source < 0, count)
+    if expert_map is not None:
+        expert = torch.index_select(expert_map, 0, expert.clamp_(max=num_experts - 1)).int()
+    ids = torch.full((count + 1,), -1, dtype=torch.int32, device=device).scatter_(0, index, expert)
+    weights = torch.empty(count + 1, dtype=torch.float32, device=device)
+    return Pairs(ids, weights.scatter_(0, index, data.gate_scal.float()), index)
 
 
 def routed_pairs(num_tokens: int, routing_data: Any, gather_indx: Any, scatter_indx: Any) -> Routing:
@@ -89,5 +111,4 @@ def routed_pairs(num_tokens: int, routing_data: Any, gather_indx: Any, scatter_i
         raise ValueError("gather_indx.src_indx and scatter_indx.dst_indx are not the same tensor")
     num_topk = routing_data.n_expts_act
     data.check(num_tokens, num_topk)
-    sorter = PairSorter(num_tokens * num_topk, data.expt_hist.shape[0], data.target.device)
-    return sorter(data, None).routing(num_tokens, num_topk)
+    return sort_pairs(data, None).routing(num_tokens, num_topk)
