@@ -45,7 +45,8 @@ def test_carries(name: str, num_ranks: int, check: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "device", "reason", "chosen"),
     [
-        pytest.param(1, "cuda", "", "'local': there is one rank", id="one-rank"),
+        pytest.param(1, "cpu", "", "'local': there is one rank", id="one-rank"),
+        pytest.param(1, "cuda", "", "'nvlink'", id="one-gpu"),
         pytest.param(4, "cpu", "", "'collective': ranks are on cpu", id="cpu"),
         pytest.param(4, "cuda", "", "'nvlink'", id="gpus"),
         pytest.param(

@@ -53,8 +53,9 @@ TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]
 def create_transport(name: str, group: EPGroup, placement: Placement, config: TransportConfig) -> Transport:
     """Build a transport by name.
 
-    "auto" is "local" for one rank; "nvlink" on GPUs that all reach each other's memory; else "collective". Rank 0 logs
-    the choice, and the reason if it is not "nvlink", at level INFO.
+    "auto" is "nvlink" on GPUs that all reach each other's memory, also on a single one, where "local" would read counts
+    back to the host; "local" for one rank on a CPU; else "collective". Rank 0 logs the choice, and the reason if it is
+    not "nvlink", at level INFO.
 
     "nvlink" on a CPU is for tests and needs TRITON_INTERPRET=1 in the environment before Triton is imported.
 
@@ -72,10 +73,9 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
 
 def _choose(group: EPGroup) -> str:
     """The name of the transport that "auto" selects for a group. Collective."""
-    if group.num_ranks == 1:
-        name, reason = "local", "there is one rank"
-    elif group.device.type != "cuda":
-        name, reason = "collective", f"ranks are on {group.device.type}"
+    if group.device.type != "cuda":
+        one = group.num_ranks == 1
+        name, reason = ("local", "there is one rank") if one else ("collective", f"ranks are on {group.device.type}")
     else:
         reason = why_unreachable(group)
         name = "collective" if reason else "nvlink"
