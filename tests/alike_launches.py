@@ -11,11 +11,11 @@ from ep_moe.kernel_launch.tensor_map import is_descriptor
 KIND = "_kind_of_first_launch"
 
 
-def kind_of(argument: Any) -> Any:
+def what_is(argument: Any) -> Any:
     """What a compiled kernel depends on: which tensors there are, and their dtypes."""
     if isinstance(argument, tuple):
-        return tuple(kind_of(each) for each in argument)
-    return kind_of(argument.base) if is_descriptor(argument) else getattr(argument, "dtype", None)
+        return tuple(what_is(each) for each in argument)
+    return what_is(argument.base) if is_descriptor(argument) else getattr(argument, "dtype", None)
 
 
 def watch() -> None:
@@ -25,7 +25,7 @@ def watch() -> None:
         return
 
     def through_triton(self: RepeatedLaunch, tensors: Any, numbers: tuple[int, ...] = ()) -> None:
-        kind, first = kind_of(tensors), getattr(self, KIND, None)
+        kind, first = what_is(tensors), getattr(self, KIND, None)
         assert first in (None, kind), f"a launch kept for {first} is given {kind}"
         setattr(self, KIND, kind)
         run(self, tensors, numbers)

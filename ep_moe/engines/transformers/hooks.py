@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from ep_moe.config import Layout, MoEConfig, TransportConfig
+from ep_moe.config import Layout, MoEConfig
 from ep_moe.engines.common.load import ExpertLoad
-from ep_moe.engines.common.transports import with_topk
 from ep_moe.engines.transformers.experts import ExpertsModule, activation_of, are_views, state_of, weights_of
+from ep_moe.experts import create_experts
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, refuse_backward
-from ep_moe.placement import Placement
-from ep_moe.transport import Transport, create_transport
+from ep_moe.local_moe import local_moe
+from ep_moe.routing import Routing
+from ep_moe.transport import Transport
+from ep_moe.transport.checks import bad_ids_message, is_bad_id
 from ep_moe.weights import ExpertWeights
 
 NAME = "ep_moe"  # the name under which transformers knows our implementations
@@ -91,31 +93,22 @@ class ModuleLayer:
 
 
 class LocalExperts:
-    """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`."""
+    """All experts of one module in this process: the function behind `experts_implementation="ep_moe"`.
 
-    def __init__(
-        self, module: ExpertsModule, config: HookConfig, top_k_index: torch.Tensor, dtype: torch.dtype
-    ) -> None:
-        """`dtype`: of the tokens."""
-        num_tokens, num_topk = top_k_index.shape
+    `local_moe` computes them, without an exchange: on a GPU no host sync, and safe in CUDA graphs. Weights are read as
+    `ModuleLayer` reads them.
+    """
+
+    def __init__(self, module: ExpertsModule, config: HookConfig) -> None:
         weights = weights_of(module)
-        self._num_experts = weights.num_local_experts
-        sizes = TransportConfig(
-            hidden=weights.w13.values.shape[2],
-            max_tokens_per_rank=max(config.max_tokens_per_rank, num_tokens),
-            dtype=dtype,
-        )
-        self._sizes = with_topk(sizes, num_topk)
-        transport = create_transport(
-            "local", EPGroup.single(weights.w13.values.device), Placement.linear(self._num_experts, 1), self._sizes
-        )
-        self._layer = ModuleLayer(module, weights, transport, config, 0)
+        self._state, self._layout = state_of(module), config.layout
+        device = weights.w13.values.device
+        self._experts = create_experts(config.experts, activation_of(module), device, scheme=weights.scheme)
+        self._weights = weights if are_views(weights, module) else None
 
-    def serves(self, module: ExpertsModule, top_k_index: torch.Tensor, dtype: torch.dtype) -> bool:
-        """True while the module's parameters are those at construction, and T, K and the tokens' dtype fit. Local."""
-        num_tokens, num_topk = top_k_index.shape
-        fits = num_tokens <= self._sizes.max_tokens_per_rank and num_topk <= self._sizes.max_topk
-        return fits and dtype == self._sizes.dtype and self._layer.serves(module)
+    def serves(self, module: ExpertsModule) -> bool:
+        """True while the module's parameters are those at construction. Local, no host sync."""
+        return state_of(module) == self._state
 
     def __call__(
         self,
@@ -124,9 +117,18 @@ class LocalExperts:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Called by transformers, whose own expert parallelism marks experts of other ranks with id E. Local."""
-        ids = torch.where(top_k_index == self._num_experts, -1, top_k_index)
-        return self._layer.layer(module).forward_routed(hidden_states, ids, top_k_weights.float())
+        """Called by transformers, whose own expert parallelism marks experts of other ranks with id E.
+
+        Errors: ValueError for other ids, on a CPU; on a GPU, where that would be a host sync, they are none. Local.
+        """
+        weights = weights_of(module) if self._weights is None else self._weights
+        if top_k_index.device.type == "cpu":
+            num_experts = weights.num_local_experts
+            bad = top_k_index[is_bad_id(top_k_index, num_experts) & (top_k_index != num_experts)]
+            if bad.numel():
+                raise ValueError(bad_ids_message(bad.numel(), int(bad.max()), num_experts, 0))
+        routing = Routing(topk_ids=top_k_index, topk_weights=top_k_weights.float())
+        return local_moe(hidden_states, routing, weights, self._experts, layout=self._layout)
 
 
 class Session:

@@ -77,8 +77,8 @@ def _experts_function(config: HookConfig) -> Any:
             if sharded is not None:
                 return sharded(hidden_states, top_k_index, top_k_weights)
             local = getattr(self, LOCAL, None)
-            if local is None or not local.serves(self, top_k_index, hidden_states.dtype):
-                local = LocalExperts(self, config, top_k_index, hidden_states.dtype)
+            if local is None or not local.serves(self):
+                local = LocalExperts(self, config)
                 setattr(self, LOCAL, local)
             return local(self, hidden_states, top_k_index, top_k_weights)
 
