@@ -216,6 +216,23 @@ def test_ids_of_other_ranks_are_left_out() -> None:
         run_experts(module, "ep_moe", x, ids, weights)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_experts_of_one_process_in_a_cuda_graph() -> None:
+    """Captured with one input, replayed with another: nothing is read back to the host."""
+    module = make_experts(has_bias=True).to("cuda", torch.bfloat16)
+    x, ids, weights = (tensor.cuda() for tensor in expert_inputs())
+    x = x.bfloat16()
+    expected = run_experts(module, "ep_moe", 2 * x, ids, weights)
+    run_experts(module, "ep_moe", x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run_experts(module, "ep_moe", x, ids, weights)
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(found, expected)
+
+
 def test_weights_are_views_and_stay_current() -> None:
     module = make_experts(has_bias=True)
     weights = weights_of(module)
