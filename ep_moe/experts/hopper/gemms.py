@@ -24,6 +24,7 @@ from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
+from ep_moe.kernels.hopper.overlap import THREADS
 
 _STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 _SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
@@ -62,12 +63,14 @@ class _HopperGemm:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
         self._block_k = pipeline.BLOCK_K
+        options = {"num_warps": 4, "maxnreg": _MAXNREG}
+        early = pipeline.ARRIVALS > 0 and not pipeline.FIRST
         self._launch = RepeatedLaunch(
             _hopper_gemm_kernel,
             num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
             settings=settings,
             constants=dict(constants_of),
-            options={"num_warps": 4, "maxnreg": _MAXNREG},
+            options=options | {"launch_pdl": True} if early else options,
             device=shape.device,
         )
         self.repeat: Repeat | None = None
@@ -135,12 +138,14 @@ class HopperGemms:
     Args:
         least_rows: expected of an expert, below which the calls are left to others; None: those of `LEAST_ROWS`.
         anywhere: take calls whatever the device is, to compile their kernels.
+        overlap: the second GEMM begins while the first one ends, where no kernel is between them. It then reads what
+            calls of the first one have said, and cannot be launched without it.
     """
 
     serves, default_tiles = SERVES["hopper"], HOPPER_TILES
 
-    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False) -> None:
-        self._least_rows, self._anywhere = least_rows, anywhere
+    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False, overlap: bool = False) -> None:
+        self._least_rows, self._anywhere, self._overlap = least_rows, anywhere, overlap
 
     def tiles(self, shape: CallShape) -> ExpertTiles | None:
         """The tiles of calls that this backend takes; None for others, the reason of which is logged once. Local."""
@@ -162,8 +167,10 @@ class HopperGemms:
         return obstacle(shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """A counter of drawn tiles for each GEMM, and room for gathered rows. Local."""
+        """Counters of drawn tiles, and of arrivals if the GEMMs overlap; room for gathered rows. Local."""
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"next_tile": ((2,), torch.int32)}
+        if self._overlap and Between.of(shape.scheme, tiles.first.block_n, static=shape.static_scale).fused:
+            pieces["stored"] = (shape.max_tiles(tiles.block_m),), torch.int32
         if shape.gathered:
             rows, payload = shape.max_tiles(tiles.block_m) * tiles.block_m, shape.scheme.payload
             pieces["packed"] = (rows, shape.hidden), shape.row_dtype
@@ -187,18 +194,25 @@ class HopperGemms:
             ORDER=0,
         )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
-        return _prepare(shape, tiles, between, epilogue, stored, second=False)
+        return _prepare(shape, tiles, between, epilogue, stored, second=False, overlap=self._overlap)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
         epilogue = Epilogue(
             ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
         )
-        return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True)
+        return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True, overlap=self._overlap)
 
 
 def _prepare(
-    shape: CallShape, tiles: ExpertTiles, between: Between, epilogue: Epilogue, stored: torch.dtype, *, second: bool
+    shape: CallShape,
+    tiles: ExpertTiles,
+    between: Between,
+    epilogue: Epilogue,
+    stored: torch.dtype,
+    *,
+    second: bool,
+    overlap: bool,
 ) -> _HopperGemm:
     """Prepare one of the GEMMs, whose result is stored in `stored`."""
     sums, columns = shape.hidden, shape.intermediate
@@ -214,6 +228,7 @@ def _prepare(
     buffers = halves if 2 * halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
     stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
+    arrivals = triton.cdiv(shape.intermediate, HALF_N.value * (1 if activation.kind.gated else 2)) * 2 * THREADS.value
     pipeline = Pipeline(
         N=columns,
         W=columns * (2 if gated else 1),
@@ -229,6 +244,7 @@ def _prepare(
         SCALE_ROWS=payload.num_groups(sums) if grouped and shape.rows_apart and not second else 0,
         STAGES=stages,
         OUT_BUFFERS=buffers,
+        ARRIVALS=arrivals if overlap and between.fused else 0,
         ALPHA=float(activation.alpha),
         BETA=float(activation.beta),
         LIMIT=math.inf if activation.limit is None else float(activation.limit),

@@ -36,6 +36,8 @@ def _tile_list_kernel(
             tl.store(tiles.next_tile + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+    if tiles.stored is not None:
+        tl.store(tiles.stored + tile, tl.zeros([TILES], tl.int32), mask=tile < max_tiles)
     tl.store(tiles.tile_expert + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
 
 

@@ -30,6 +30,7 @@ class Pipeline(NamedTuple):
     SCALE_ROWS: gl.constexpr  # G if each expert has its own matrix of x scales, else 0
     STAGES: gl.constexpr  # steps whose operands are loaded ahead
     OUT_BUFFERS: gl.constexpr  # half tiles of a warp group that are stored at the same time
+    ARRIVALS: gl.constexpr  # of threads that store a row tile of the intermediate; 0: the GEMMs do not overlap
     ALPHA: gl.constexpr  # of the activation of all experts, unless each has its own
     BETA: gl.constexpr
     LIMIT: gl.constexpr

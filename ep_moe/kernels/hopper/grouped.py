@@ -21,6 +21,7 @@ from ep_moe.kernels.hopper.multiply import (
     skip_steps,
     sums_layout,
 )
+from ep_moe.kernels.hopper.overlap import arrive_stored
 from ep_moe.kernels.hopper.tiles import allocate_tiles, next_tile
 
 
@@ -74,6 +75,7 @@ def compute_tiles(
     buffers,
     staging,  # [2 * OUT_BUFFERS, 64, 128]
     drawn,
+    stored,  # as in TileList, or None
     PIPE,
     SCALES,
     CODES,
@@ -85,8 +87,10 @@ def compute_tiles(
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     WIDTH: gl.constexpr = HALF_N if EPILOGUE.GATED else 2 * HALF_N
     TO_OTHER: gl.constexpr = PIPE.N if EPILOGUE.GATED else HALF_N
+    SAYS_STORED: gl.constexpr = PIPE.FIRST and PIPE.ARRIVALS > 0
     step = 0
     number = 0
+    row_tile = -1  # whose result is on its way
     expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
     while left > 0:
         left -= group * HALF_M
@@ -137,8 +141,12 @@ def compute_tiles(
                 SCALES,
                 CODES,
             )
+            if SAYS_STORED:
+                arrive_stored(stored, row_tile)
+                row_tile = out_row // BLOCK_M
+            else:
+                tma.store_wait(0)  # the tile before has left the staging buffers
             out_row += group * HALF_M
-            tma.store_wait(0)  # the tile before has left the staging buffers
             sums = activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE)
             values = requantize(sums, out, scalars, expert, out_row, column, scale_stride, PIPE, EPILOGUE)
             store_half(values, staging.index(PIPE.OUT_BUFFERS * group), out_desc, out, out_row, column, left, PIPE)
@@ -152,9 +160,15 @@ def compute_tiles(
                 store_half(values, buffer, out_desc, out, out_row, column, left, PIPE)
         else:
             step = skip_steps(step, buffers, PIPE)
+            if SAYS_STORED:
+                arrive_stored(stored, row_tile)
+                row_tile = out_row // BLOCK_M
         number += 1
         expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
-    tma.store_wait(0)
+    if SAYS_STORED:
+        arrive_stored(stored, row_tile)
+    else:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -208,6 +222,7 @@ def _hopper_gemm_kernel(
                     buffers,
                     staging,
                     drawn,
+                    tiles.stored if PIPE.FIRST else None,
                     PIPE,
                     SCALES,
                     CODES,
@@ -226,6 +241,7 @@ def _hopper_gemm_kernel(
                     buffers,
                     staging,
                     drawn,
+                    tiles.stored if PIPE.FIRST else None,
                     PIPE,
                     SCALES,
                     CODES,

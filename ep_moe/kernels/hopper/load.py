@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
+from ep_moe.kernels.hopper.overlap import let_dependents_start, wait_for_kernel_before, wait_until_stored
 from ep_moe.kernels.hopper.tiles import put_tile
 
 
@@ -20,6 +21,9 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
     W_BYTES: gl.constexpr = 2 * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
     BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    OVERLAPS: gl.constexpr = PIPE.ARRIVALS > 0
+    if OVERLAPS and PIPE.FIRST:
+        let_dependents_start()
     total = gl.load(tiles.num_tiles) * PIPE.COLUMN_TILES
     t = gl.program_id(0)
     step = 0
@@ -33,6 +37,8 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
         row = listed_row if PIPE.PACKED else batch_row
         put_tile(drawn, number, expert, left, row, listed_row if PIPE.FIRST else batch_row, column_tile)
         number += 1
+        if OVERLAPS and not PIPE.FIRST:
+            wait_until_stored(tiles.stored, first_tile + row_tile, PIPE.ARRIVALS)
         if PIPE.COPIED_SCALES:
             scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
             if PIPE.SCALE_ROWS:  # the experts' matrices of scales lie x_scale_stride * G apart
@@ -64,3 +70,5 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
             step += 1
         t = following
     put_tile(drawn, number, 0, 0, 0, 0, 0)
+    if OVERLAPS and not PIPE.FIRST:
+        wait_for_kernel_before()  # so that the next kernel in the stream follows both
