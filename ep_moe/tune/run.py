@@ -62,10 +62,13 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
 
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     end = time.monotonic() + 60 * config.minutes
-    with _compiling(sizes, device, config.jobs) as compiling, _Told() as told:
+    with _compiling(sizes, device, config) as compiling, _Told() as told:
         search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, tell=told.trial)
         for index, rows in enumerate(config.rows):
             left = (end - time.monotonic()) / (len(config.rows) - index)
+            if config.stage == "compile":
+                told.compiled(rows, search.compile_near(rows, left))
+                continue
             found = journal.chosen.get(rows)
             if found is None or not found.complete:
                 told.begin(rows, left)
@@ -78,7 +81,8 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         "journal": str(journal.path),
         "gpu": device_name(device),
         "dtype": dtype,
-        "rows": [_reported(journal.chosen[rows], journal) for rows in config.rows],
+        "compiled": len(journal.compiled),
+        "rows": [_reported(journal.chosen[rows], journal) for rows in config.rows if rows in journal.chosen],
     }
 
 
@@ -94,12 +98,15 @@ def _device(engine: EngineConfig) -> torch.device:
 
 
 @contextlib.contextmanager
-def _compiling(sizes: Sizes, device: torch.device, jobs: int) -> Iterator[Compile]:
-    """A pool on a GPU; the interpreter compiles nothing."""
+def _compiling(sizes: Sizes, device: torch.device, config: TuneConfig) -> Iterator[Compile]:
+    """A pool on a GPU; the interpreter compiles nothing, and neither does a run that only measures."""
+    if config.stage == "measure":
+        yield lambda candidates, secs: {}
+        return
     if device.type == "cpu":
         yield lambda candidates, secs: dict.fromkeys(candidates, "")
         return
-    with Compilers(sizes, device, jobs) as compilers:
+    with Compilers(sizes, device, config.jobs) as compilers:
         yield compilers.compile
 
 
@@ -154,6 +161,10 @@ class _Told:
         passed = min(time.monotonic() - self._start, self._secs)
         text = f"{best.rows} rows: {tried} tried, best {best.us:.1f} us"
         self._progress.update(self._task, completed=passed, description=text)
+
+    def compiled(self, rows: int, count: int) -> None:
+        """Candidates for `rows` are compiled."""
+        self._console.print(f"{rows} rows: {count} candidates compiled")
 
     def end(self, found: Chosen) -> None:
         """A search has ended, in this run or before."""
