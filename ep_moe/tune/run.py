@@ -64,7 +64,7 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     end = time.monotonic() + 60 * config.minutes
     with _compiling(sizes, device, config) as compiling, _Told() as told:
         search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, tell=told.trial)
-        for index, rows in enumerate(config.rows):
+        for index, rows in enumerate(reversed(config.rows)):  # many rows have few candidates and leave time
             left = (end - time.monotonic()) / (len(config.rows) - index)
             if config.stage == "compile":
                 told.compiled(rows, search.compile_near(rows, left))

@@ -4,6 +4,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 weights.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -63,16 +64,16 @@ class _HopperGemm:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
         self._block_k = pipeline.BLOCK_K
-        options = {"num_warps": 4, "maxnreg": _MAXNREG}
-        early = pipeline.ARRIVALS > 0 and not pipeline.FIRST
-        self._launch = RepeatedLaunch(
+        self._new_launch = functools.partial(
+            RepeatedLaunch,
             _hopper_gemm_kernel,
             num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
             settings=settings,
             constants=dict(constants_of),
-            options=options | {"launch_pdl": True} if early else options,
             device=shape.device,
         )
+        self._options = {"num_warps": 4, "maxnreg": _MAXNREG}
+        self._launch = self._new_launch(options=self._options | {"launch_pdl": True})
         self.repeat: Repeat | None = None
 
     def _arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
@@ -104,7 +105,8 @@ class _HopperGemm:
         if any(each.data_ptr() % 16 for each in given):
             operands, out, *others = tensors
             aligned = _nested(tensors, iter([_aligned(each) for each in given]))
-            self(aligned)
+            # not early: it would wait for the GEMM before it, but not for the copies
+            self._new_launch(options=self._options)(self._arranged(aligned, self._describe))
             if aligned[1].data is not out.data:
                 out.data.copy_(aligned[1].data)
             return
@@ -144,7 +146,7 @@ class HopperGemms:
 
     serves, default_tiles = SERVES["hopper"], HOPPER_TILES
 
-    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False, overlap: bool = False) -> None:
+    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False, overlap: bool = True) -> None:
         self._least_rows, self._anywhere, self._overlap = least_rows, anywhere, overlap
 
     def tiles(self, shape: CallShape) -> ExpertTiles | None:
@@ -240,7 +242,7 @@ def _prepare(
         GROUP_M=tiles.group_m,
         FIRST=not second,
         PACKED=second or shape.gathered,
-        COPIED_SCALES=grouped and not (second or shape.gathered),
+        COPIED_SCALES=grouped and not second,
         SCALE_ROWS=payload.num_groups(sums) if grouped and shape.rows_apart and not second else 0,
         STAGES=stages,
         OUT_BUFFERS=buffers,

@@ -22,6 +22,8 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
     SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
     BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     OVERLAPS: gl.constexpr = PIPE.ARRIVALS > 0
+    if PIPE.FIRST or not OVERLAPS:
+        wait_for_kernel_before()
     if OVERLAPS and PIPE.FIRST:
         let_dependents_start()
     total = gl.load(tiles.num_tiles) * PIPE.COLUMN_TILES

@@ -1,6 +1,6 @@
 """The second GEMM begins while the first one ends: programs of the first that draw no tile make room for the second's.
 
-The driver launches the second kernel early (programmatic dependent launch), once all programs of the first one run.
+The driver launches both kernels early (programmatic dependent launch), the second once all programs of the first run.
 Each row tile of the intermediate has a counter of the threads that have stored their part of it, and the second kernel
 reads a row tile once all have arrived. Pattern: release by each thread that stores, acquire by the warp that loads.
 Programs of both never share an SM, whose shared memory one fills, so that those that wait take no room from those that
