@@ -206,6 +206,13 @@ class HopperGemms:
         return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True, overlap=self._overlap)
 
 
+def _leaves_room(shape: CallShape, columns: int) -> bool:
+    """True if no SM gets two tiles of 128 rows and 128 columns: wider ones would leave SMs without one."""
+    row_tiles = shape.num_experts * triton.cdiv(shape.expected_rows, BLOCK_M.value)
+    tiles = row_tiles * triton.cdiv(columns, HALF_N.value)
+    return num_programs(shape.device, 1, tiles + 1) > tiles
+
+
 def _prepare(
     shape: CallShape,
     tiles: ExpertTiles,
@@ -222,12 +229,13 @@ def _prepare(
         sums, columns = columns, sums
     gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
     item_bytes, activation = shape.row_dtype.itemsize, shape.activation
-    block_k, halves = _STEP_BYTES // item_bytes, 1 if gated else 2
-    grouped = payload.granularity == "group"
-    column_tiles = triton.cdiv(columns, HALF_N.value * halves)
+    block_k, grouped = _STEP_BYTES // item_bytes, payload.granularity == "group"
+    halves = 1 if second and _leaves_room(shape, columns) else 2
+    column_tiles = triton.cdiv(columns, HALF_N.value * (1 if gated else halves))
+    stored_halves = 1 if gated else halves
     half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
-    stage_bytes = _STEP_BYTES * (BLOCK_M.value + 2 * HALF_N.value) + 4 * BLOCK_M.value * grouped
-    buffers = halves if 2 * halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
+    stage_bytes = _STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
+    buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
     stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
     arrivals = triton.cdiv(shape.intermediate, HALF_N.value * (1 if activation.kind.gated else 2)) * 2 * THREADS.value
@@ -236,6 +244,7 @@ def _prepare(
         W=columns * (2 if gated else 1),
         BLOCK_K=block_k,
         STEPS=triton.cdiv(sums, block_k),
+        HALVES=halves,
         COLUMN_TILES=column_tiles,
         W_BLOCKS=triton.cdiv(columns * (2 if gated else 1), BLOCK),
         BLOCK_M=BLOCK_M.value,
