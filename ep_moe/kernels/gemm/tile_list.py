@@ -22,6 +22,10 @@ def _tile_list_kernel(
     TILES: tl.constexpr,  # list entries per program
 ):
     """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
+    if tiles.stored is not None:  # the next kernel may start, and waits for this one where it needs the list
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
     counts = tl.load(rows.num_tokens + expert, mask=is_expert, other=0)
