@@ -9,7 +9,7 @@ from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, MoEConfig
 from ep_moe.fields import Field, check_fields
 
-STAGES = ("all", "compile", "measure")
+STAGES = ("all", "compile", "measure", "check")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class TuneConfig:
         str,
         Field(
             help="compile measures nothing, so that others may use the GPU; measure compiles nothing, it takes what an "
-            "earlier run has compiled",
+            "earlier run has compiled; check measures the tables that are in use beside the defaults",
             choices=STAGES,
         ),
     ] = "all"

@@ -23,7 +23,7 @@ from ep_moe.tune.compiling import Compilers
 from ep_moe.tune.config import TuneConfig
 from ep_moe.tune.journal import Chosen, Journal, Trial
 from ep_moe.tune.problem import Problem, Sizes
-from ep_moe.tune.search import Compile, Search
+from ep_moe.tune.search import Compile, Search, in_turn
 
 
 def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     Args:
         engine: `dtype`, `scheme` and `device`; a CPU needs Triton's interpreter, and its tiles serve tests alone.
     Returns: the report: paths of table and journal, and for each number of rows times, gain and whether it was searched
-        to the end. An interrupted or unfinished run goes on where it was.
+        to the end; of a check without paths. An interrupted or unfinished run goes on where it was.
     Errors: ValueError for a scheme or sizes that the kernels do not compute, RuntimeError without a GPU, OSError for a
         folder that cannot be written. Host sync.
     """
@@ -54,6 +54,9 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         "seed": config.seed,
     }
     problem = Problem(sizes, device)
+    if config.stage == "check":
+        checked = [_checked(problem, rows, folder.parent) for rows in config.rows]
+        return {"gpu": device_name(device), "dtype": dtype, "rows": checked}
     about["backends"] = problem.backends
     journal = Journal(path.with_suffix(".measured.jsonl"), about)
     shared = 0
@@ -108,6 +111,23 @@ def _compiling(sizes: Sizes, device: torch.device, config: TuneConfig) -> Iterat
         return
     with Compilers(sizes, device, config.jobs) as compilers:
         yield compilers.compile
+
+
+def _checked(problem: Problem, rows: int, folder: Path) -> dict[str, Any]:
+    """The tiles in use for `rows` rows per expert beside the default ones, as a row of the report."""
+    problem.set_rows(rows)
+    used, default = problem.experts(folder).choices(problem.shape)[0], problem.default()
+    us = in_turn(problem, default, used)
+    return {
+        "rows_per_expert": rows,
+        "backend": used.backend,
+        "us": us[used],
+        "default_us": us[default],
+        "speedup_ratio": us[default] / us[used],
+        "tried": len(us),
+        "refused": 0,
+        "complete": True,
+    }
 
 
 def _write(path: Path, chosen: Mapping[int, Chosen]) -> None:

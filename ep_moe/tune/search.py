@@ -74,10 +74,14 @@ class Search:
         return self._compare(rows, default, best.tiles, complete=complete)
 
     def compile_near(self, rows: int, secs: float) -> int:
-        """Compile the tiles that `run` begins with, and those near the ones in use; returns how many. Host sync."""
+        """Compile the tiles that `run` begins with, and those near the fastest so far, at first those in use.
+
+        Returns how many are compiled. Host sync.
+        """
         self.problem.set_rows(rows)
         starts = self.problem.choices()
-        candidates = [*starts, *neighbours(starts[0], self.problem.shape, self.shared_bytes)]
+        best = min(self._of(rows), key=_us, default=self._known(rows, starts[0]))
+        candidates = [*starts, best.tiles, *neighbours(best.tiles, self.problem.shape, self.shared_bytes)]
         return len(self._compiled(candidates, secs))
 
     def _compiled(self, candidates: Iterable[ExpertTiles], secs: float) -> dict[ExpertTiles, str]:
@@ -149,15 +153,20 @@ class Search:
 
     def _compare(self, rows: int, default: ExpertTiles, found: ExpertTiles, *, complete: bool) -> Chosen:
         """Time both in turn."""
-        times: dict[ExpertTiles, list[float]] = {default: [], found: []}
-        for _ in range(_ROUNDS if found != default else 1):
-            for tiles, samples in times.items():
-                samples += self.problem.times(tiles, _THOROUGH)
-        us = {tiles: statistics.median(samples) for tiles, samples in times.items()}
+        us = in_turn(self.problem, default, found)
         tiles = found if us[found] < _GAIN * us[default] else default
         chosen = Chosen(rows=rows, tiles=tiles, us=us[tiles], default_us=us[default], complete=complete)
         self.journal.add(chosen)
         return chosen
+
+
+def in_turn(problem: Problem, default: ExpertTiles, found: ExpertTiles) -> dict[ExpertTiles, float]:
+    """The median microseconds of both, timed in turn. Host sync."""
+    times: dict[ExpertTiles, list[float]] = {default: [], found: []}
+    for _ in range(_ROUNDS if found != default else 1):
+        for tiles, samples in times.items():
+            samples += problem.times(tiles, _THOROUGH)
+    return {tiles: statistics.median(samples) for tiles, samples in times.items()}
 
 
 def _us(trial: Trial) -> float:

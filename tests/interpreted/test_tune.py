@@ -101,6 +101,10 @@ def test_measures_what_an_earlier_run_has_compiled(
     assert all(row["us"] < row["default_us"] for row in report["rows"])
     assert all(row["us"] > 10 for row in report["rows"])
     assert [row["us"] for row in run.tune(ENGINE, config)["rows"]] == [10, 10]
+    rows = run.tune(ENGINE, dataclasses.replace(config, stage="check", rows=(3, 40)))[
+        "rows"
+    ]  # with the table of 4 and 40
+    assert [(row["us"], row["default_us"]) for row in rows] == [(10, 14), (10, 14)]
 
 
 def test_computes_what_it_times(tmp_path: Path) -> None:
