@@ -71,7 +71,8 @@ def _lines(
     Args:
         label: as `row_labels`. mixed: paths of values that do not separate lines, the first of them is x.
         y: name of a figure. units: of both axes, {ranks} is the most. legend: the texts of ours and of a baseline.
-        only: path -> values of the rows that are drawn, as are rows that lack it. points: False leaves out lines of one point beside longer ones.
+        only: path -> values of the rows that are drawn, as are rows that lack it.
+        points: False leaves out lines of one point beside longer ones.
     Returns: the height in bars.
     """
     most = max(record.world_size for record in rows)
