@@ -169,6 +169,8 @@ def show_tune(report: dict[str, Any]) -> None:
             "done" if row["complete"] else "cut by --minutes",
         )
     console.print(table)
+    if "table" not in report:  # it was checked
+        return
     console.print(f"{report['table']} is read from now on where it lies in a folder of tables", soft_wrap=True)
     if not all(row["complete"] for row in report["rows"]):
         console.print(f"Run it again to go on from {report['journal']}.", soft_wrap=True)

@@ -25,6 +25,7 @@ LAYER_ROUTINGS = ("uniform", "skewed")
 ROUTINGS = ("uniform", "skewed", "one_rank")
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 BESIDE = ("none", "deepgemm")
+COUNTS = ("uneven", "even", "skewed")  # rows of experts in `bench experts`
 CHECKED_TOKENS = 64  # per rank, input of each MoE block of `bench model` in its check
 LEAST_MAX_TOKENS = 8  # max_tokens_per_rank of a point with fewer tokens
 SPREADS_DENSE_SINCE = (5, 19)  # of transformers: its expert parallelism also spreads attention and head
@@ -84,6 +85,17 @@ class ExpertsBenchConfig:
     warmup: Annotated[int, Field(help="Warm-up calls", at_least=1)] = 5
     repeats: Annotated[int, Field(help="Timed calls", at_least=1)] = 50
     sample_experts: Annotated[int, Field(help="Experts whose rows are all checked", at_least=1)] = 8
+    counts: Annotated[
+        tuple[str, ...],
+        Field(
+            help="Rows of experts: 0.7 to 1.3 times the average each; the average; half of all for one, none for a "
+            "third of them (repeatable)",
+            choices=COUNTS,
+        ),
+    ] = ("uneven",)
+    rest_ms: Annotated[
+        float, Field(help="Time calls with rests between them too, of so many milliseconds, if not 0", at_least=0)
+    ] = 0.0
     beside: Annotated[str, Field(help="Time each GEMM alone, beside this library's", choices=BESIDE)] = "none"
 
     def __post_init__(self) -> None:
@@ -97,10 +109,24 @@ class ExpertsBenchConfig:
         """L."""
         return math.ceil(LAYER_PRESETS[self.preset].sizes.num_experts / self.ep_size)
 
-    def row_counts(self, rows: int) -> torch.Tensor:
-        """Rows of each expert, [L] int64 on the CPU: `rows` times 0.7 to 1.3, and at least 1. Local."""
+    def row_counts(self, rows: int, kind: str = "uneven") -> torch.Tensor:
+        """Rows of each expert, [L] int64 on the CPU, `rows` on average; `kind` is one of `counts`. Local.
+
+        "uneven" is `rows` times 0.7 to 1.3, and at least 1. "skewed" is half of all rows for the first expert, none for
+        the last third, and the same for the others.
+        """
+        num = self.num_local_experts
+        if kind == "even":
+            return torch.full((num,), rows)
+        if kind == "skewed":
+            others = max(num - 1 - math.ceil(num / 3), 0)
+            shared = num * rows // 2 if others else 0
+            counts = torch.zeros(num, dtype=torch.int64)
+            counts[1 : 1 + others] = shared // max(others, 1)
+            counts[0] = num * rows - counts.sum()
+            return counts
         generator = torch.Generator().manual_seed(self.seed * SEED_STRIDE + rows)
-        shares = torch.rand(self.num_local_experts, generator=generator) * (1.3 - 0.7) + 0.7
+        shares = torch.rand(num, generator=generator) * (1.3 - 0.7) + 0.7
         return (shares * rows).round().clamp(min=1).long()
 
 

@@ -58,7 +58,6 @@ class Beside:
         self, rows: int, x: torch.Tensor, ids: torch.Tensor, experts: KernelExperts, weights: ExpertWeights
     ) -> "BesideWork":
         """Both on tokens [N, H] of one expert each, `rows` of each on average. Local, host sync."""
-        capacity = math.ceil(int(ids.bincount().max()) / _BLOCK) * _BLOCK
         packed = pack_routed(
             quantize(x, weights.scheme),
             ids.unsqueeze(1),
@@ -68,16 +67,42 @@ class Beside:
             dtype=x.dtype,
             first=0,
             num_local_experts=weights.num_local_experts,
-            capacity=capacity,
+            capacity=len(ids),  # packing asks for no less, since it reads no counts back
         )
-        batch = dataclasses.replace(packed.batch, expected_rows=rows)
+        capacity = math.ceil(int(ids.bincount().max()) / _BLOCK) * _BLOCK
+        batch = dataclasses.replace(with_capacity(packed.batch, capacity), expected_rows=rows)
+        places = packed.token_to_row[:, 0].long()
         version = str(getattr(self._module, "__version__", "unknown"))
         return BesideWork(
-            ours=GemmsApart(experts, batch, weights),
+            ours=GemmsApart(_apart(experts), batch, weights),
             theirs=DeepGemm(getattr(self._module, MASKED), batch, weights, self._activation),
-            places=packed.token_to_row[:, 0].long(),
+            places=places // len(ids) * capacity + places % len(ids),
             setup={"gemm_backend": experts.backend_of(batch, weights), "deepgemm": version},
         )
+
+
+def _apart(experts: KernelExperts) -> KernelExperts:
+    """The same experts, whose GEMMs do not overlap, so that each can be timed by itself."""
+    if experts.preferred is None:
+        return experts
+    from ep_moe.experts.hopper.experts import HopperExperts  # not every Triton has Gluon
+    from ep_moe.experts.hopper.gemms import HopperGemms
+
+    return HopperExperts(experts.activation, gemms=HopperGemms(overlap=False), tiles=experts.tiles)
+
+
+def with_capacity(batch: ExpertBatch, capacity: int) -> ExpertBatch:
+    """A copy of a BATCHED batch with room for `capacity` rows of each expert, of which none has more. Local."""
+    experts, old = batch.x.shape[:2]
+    rows = min(capacity, old)
+    x = batch.x.new_zeros(experts, capacity, batch.x.shape[2])
+    x[:, :rows] = batch.x[:, :rows]
+    scale, given = None, batch.scale
+    if given is not None:  # scales of an expert's rows lie together
+        scale = given.new_zeros(experts, given.shape[2], capacity).transpose(1, 2)
+        scale[:, :rows] = given[:, :rows]
+    start = torch.arange(experts, dtype=torch.int32, device=x.device) * capacity
+    return dataclasses.replace(batch, x=x, scale=scale, expert_row_start=start)
 
 
 class GemmsApart:

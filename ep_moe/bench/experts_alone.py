@@ -6,7 +6,9 @@ Letters: N rows of all experts, E logical experts, L local experts, H hidden, I 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from ep_moe.experts import EXPERTS, Experts, create_experts
 from ep_moe.group import EPGroup
 from ep_moe.layout import ExpertBatch
 from ep_moe.local_moe import local_moe
+from ep_moe.profiling.timing import spread, time_calls
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import OURS, device_name
 from ep_moe.routing import Routing
@@ -29,6 +32,7 @@ from ep_moe.testing.random_experts import SEED_STRIDE, RandomExperts
 from ep_moe.weights import ExpertWeights
 
 GROUPED, PLAIN, DEEPGEMM = "grouped_mm", "triton", "deepgemm"
+_TURN = 10  # calls of a system before the next one's turn
 PEAKS = {"NVIDIA H200": (4.8e6, 989e6)}  # bytes from memory and 16-bit operations in a microsecond
 
 
@@ -48,7 +52,8 @@ def experts_rank_main(group: EPGroup, engine: EngineConfig, config: ExpertsBench
     harness.tell(group, f"bench experts: {config.preset}, {config.num_local_experts} experts on {group.device}")
     # without a process group: one rank needs no all-reduce before a timed call, whose launch would delay the call
     alone = EPGroup.single(group.device)
-    return harness.measure_all("experts", alone, config.rows, _ExpertsBench(alone, engine, config, beside).prepare)
+    points = tuple(itertools.product(config.rows, config.counts))
+    return harness.measure_all("experts", alone, points, _ExpertsBench(alone, engine, config, beside).prepare)
 
 
 class _ExpertsBench:
@@ -67,11 +72,12 @@ class _ExpertsBench:
             self._random[name], self._weights[name] = made, made.local(range(config.num_local_experts), scheme)
         self._experts = create_experts(engine.experts, self._moe.activation, group.device)
 
-    def prepare(self, rows: int, stack: contextlib.ExitStack) -> Work:
-        """The experts and the baseline, to be measured for `rows` rows per expert on average."""
+    def prepare(self, point: tuple[int, str], stack: contextlib.ExitStack) -> Work:
+        """The experts and the baseline, to be measured for a number of rows per expert on average, and their counts."""
         del stack
         config, moe, engine = self._config, self._moe, self._engine
-        ids, x = self._tokens(rows)
+        rows, counts = point
+        ids, x = self._tokens(rows, counts)
         backends: list[str] = []
 
         def add(name: str, experts: Experts) -> Contender:
@@ -92,11 +98,14 @@ class _ExpertsBench:
         if self._beside is not None:
             beside = self._beside.prepare(rows, x, ids, self._experts, self._weights[OURS])
             contenders[DEEPGEMM] = dataclasses.replace(contenders[OURS], call=beside.theirs, rows=beside.rows)
+        timed = {name: made for name, made in contenders.items() if name != DEEPGEMM}
+        samples = functools.cache(lambda: self._samples(timed))
         return Work(
-            what=f"{rows} rows of each expert",
+            what=f"{rows} rows of each expert, {counts}",
             shapes={
                 "preset": config.preset,
                 "rows_per_expert": rows,
+                "counts": counts,
                 "num_local_experts": config.num_local_experts,
                 **field_values(moe, "hidden", "intermediate"),
             },
@@ -112,28 +121,48 @@ class _ExpertsBench:
             },
             check=functools.partial(harness.check, self._group, contenders, graph=self._group.device.type == "cuda"),
             time=lambda name: (
-                (self._time(name, contenders[name], x) if name != DEEPGEMM else {})
+                (self._figures(name, samples(), x) if name != DEEPGEMM else {})
                 | (beside.times(name, self._group, **field_values(config, "warmup", "repeats")) if beside else {})
             ),
             limit=contenders[OURS].limit,
         )
 
-    def _time(self, name: str, made: Contender, x: torch.Tensor) -> dict[str, float]:
-        """Microseconds of a call, on a GPU of the replay of its graph, and the rates of arithmetic and memory."""
-        run = field_values(self._config, "warmup", "repeats")
-        figures = harness.time_whole(self._group, made.graph.replay if made.graph else made.call, name="call", **run)
+    def _samples(self, contenders: Mapping[str, Contender]) -> dict[str, dict[str, list[float]]]:
+        """Microseconds of calls of each system, on a GPU of replays of its graph, by "call" and, with rests between
+        them, "rested_call"; the systems in turn, as the power that a call takes slows the next ones."""
+        config, kinds = self._config, {"call": 0.0, "rested_call": self._config.rest_ms}
+        if not config.rest_ms:
+            del kinds["rested_call"]
+        samples: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in contenders}
+        for kind, rest_ms in kinds.items():
+            for count in _turns(config.repeats):
+                for name, made in contenders.items():
+                    samples[name][kind] += time_calls(
+                        made.graph.replay if made.graph else made.call,
+                        self._group,
+                        warmup=config.warmup,
+                        repeats=count,
+                        on_call=functools.partial(_rest, self._group.device, rest_ms) if rest_ms else None,
+                    )
+        return samples
+
+    def _figures(
+        self, name: str, samples: Mapping[str, Mapping[str, list[float]]], x: torch.Tensor
+    ) -> dict[str, float]:
+        """Microseconds of a call, and the rates of arithmetic and memory."""
+        figures = {key: value for kind, us in samples[name].items() for key, value in spread(kind, us).items()}
         products = x.numel() * self._moe.intermediate * (3 if self._moe.activation.kind.gated else 2)
         figures["tflops"] = 2 * products / figures["call_us"] / 1e6
         weights = self._weights[GROUPED if name == GROUPED else OURS]
         if peaks := PEAKS.get(device_name(self._group.device)):
             rate = peaks[1] * 2 / weights.w13.values.itemsize  # of products; as fp8 twice that of 16 bits
             figures["floor_us"] = max(weights.num_bytes / peaks[0], 2 * products / rate)
-        figures["weight_gbs"] = weights.num_bytes / figures["call_us"] / 1e3  # every expert has rows
+        figures["weight_gbs"] = weights.num_bytes / figures["call_us"] / 1e3  # as if every expert had rows
         return figures
 
-    def _tokens(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tokens(self, rows: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of one expert each, in random order: ids [N] int32, and x [N, H]."""
-        counts, device = self._config.row_counts(rows), self._group.device
+        counts, device = self._config.row_counts(rows, kind), self._group.device
         ids = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(self._config.seed))]
         other_seed = (self._config.seed + 1) * SEED_STRIDE - 1  # no expert's seed: tokens must not equal weights
@@ -179,3 +208,16 @@ class _ExpertsBench:
 
         limit = ROW_ERROR_LIMITS["fp8" if weights.scheme.weight.quantized else str(x.dtype).removeprefix("torch.")]
         return Contender(call=call_on(batches[0]), sample=sample, expected=expected, limit=limit, rows=place)
+
+
+def _turns(repeats: int) -> Iterator[int]:
+    """The calls of each turn."""
+    for start in range(0, repeats, _TURN):
+        yield min(repeats - start, _TURN)
+
+
+def _rest(device: torch.device, rest_ms: float) -> None:
+    """Wait until the device is idle, and then for some time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    time.sleep(rest_ms / 1e3)

@@ -71,23 +71,27 @@ def _lines(
     Args:
         label: as `row_labels`. mixed: paths of values that do not separate lines, the first of them is x.
         y: name of a figure. units: of both axes, {ranks} is the most. legend: the texts of ours and of a baseline.
-        only: path -> values of the rows that are drawn. points: False leaves out lines of one point beside longer ones.
+        only: path -> values of the rows that are drawn, as are rows that lack it.
+        points: False leaves out lines of one point beside longer ones.
     Returns: the height in bars.
     """
     most = max(record.world_size for record in rows)
     lines: dict[str, dict[int, Record]] = {}
     for record in rows:
-        if record.world_size == most and all(_value(record, path) in values for path, values in only.items()):
+        if record.world_size == most and all(record.value(path) in ("", *values) for path, values in only.items()):
             line = lines.setdefault(_without(record, mixed).configuration, {})
             line.setdefault(int(_value(record, mixed[0])), record)
     if not points:
         lines = {name: line for name, line in lines.items() if len(line) > 1} or lines
     labels = row_labels([_without(next(iter(line.values())), mixed) for line in lines.values()], label)
     for index, (what, line) in enumerate(zip(labels, lines.values(), strict=True)):
-        names = (OURS, *dict.fromkeys(name for _, record in sorted(line.items()) for name in record.baselines))
+        given = [(name, figures) for _, record in sorted(line.items()) for name, figures in record.baselines.items()]
+        names = (OURS, *dict.fromkeys(name for name, figures in given if y in figures))
         for style, name in zip(STYLES, names, strict=False):
             text = legend[name != OURS].format(what=what, name=name, experts=line[min(line)].setup.get("experts"))
-            measured = {x: record for x, record in sorted(line.items()) if name in (OURS, *record.baselines)}
+            measured = {
+                x: record for x, record in sorted(line.items()) if name == OURS or y in record.baselines.get(name, ())
+            }
             xy = zip(*((x, _figure_of(record, name, y)) for x, record in measured.items()), strict=True)
             axes.loglog(*xy, style, color=f"C{index}", markersize=4, label=text)
     ticks = sorted({x for line in lines.values() for x in line})

@@ -9,6 +9,8 @@ from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, MoEConfig
 from ep_moe.fields import Field, check_fields
 
+STAGES = ("all", "compile", "measure", "check")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TuneConfig:
@@ -33,6 +35,14 @@ class TuneConfig:
     out: Annotated[
         Path | None, Field(help="Folder of the tables; by default EP_MOE_TILES_DIR, else ~/.config/ep_moe/tiles")
     ] = None
+    stage: Annotated[
+        str,
+        Field(
+            help="compile measures nothing, so that others may use the GPU; measure compiles nothing, it takes what an "
+            "earlier run has compiled; check measures the tables that are in use beside the defaults",
+            choices=STAGES,
+        ),
+    ] = "all"
     jobs: Annotated[
         int, Field(help="Processes that compile kernels; 0 is one for each core, at most 16", at_least=0)
     ] = 0

@@ -26,6 +26,14 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """Tiles whose kernels were compiled, which serve every number of rows; `why` they cannot be launched, else ""."""
+
+    tiles: ExpertTiles
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
     """The end of the search for one number of rows: the tiles, and their time beside that of the default, in turn."""
 
@@ -49,6 +57,7 @@ class Journal:
         self.path = path
         self.trials: dict[tuple[int, ExpertTiles], Trial] = {}
         self.chosen: dict[int, Chosen] = {}
+        self.compiled: dict[ExpertTiles, str] = {}
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         kept = 0
         for line in lines if lines and _parsed(lines[0]) == {"about": dict(about)} else []:
@@ -61,7 +70,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
 
-    def add(self, entry: Trial | Chosen) -> None:
+    def add(self, entry: Trial | Compiled | Chosen) -> None:
         """Write an entry behind the others. Errors: OSError."""
         values = {name: getattr(entry, name) for name in type(entry).__slots__} | {"tiles": tiles_to_json(entry.tiles)}
         if isinstance(entry, Trial) and math.isinf(entry.us):
@@ -71,14 +80,16 @@ class Journal:
         self._store(entry)
 
     def _remember(self, entry: Mapping[str, Any]) -> None:
-        for name, kind in (("trial", Trial), ("chosen", Chosen)):
+        for name, kind in (("trial", Trial), ("compiled", Compiled), ("chosen", Chosen)):
             if name in entry:
                 values = dict(entry[name])
                 self._store(kind(**values | {"tiles": tiles_of_json(values["tiles"], str(self.path))}))
 
-    def _store(self, entry: Trial | Chosen) -> None:
+    def _store(self, entry: Trial | Compiled | Chosen) -> None:
         if isinstance(entry, Trial):
             self.trials[entry.rows, entry.tiles] = entry
+        elif isinstance(entry, Compiled):
+            self.compiled[entry.tiles] = entry.why
         else:
             self.chosen[entry.rows] = entry
 

@@ -6,6 +6,7 @@ Letters: N rows of all experts, L local experts, H hidden, n rows that are check
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -117,8 +118,8 @@ class Problem:
         """What determines the launches of a call with the present rows."""
         return CallShape.of(self._batch, self._weights, self._sizes.moe.activation)
 
-    def experts(self, tiles: ExpertTiles | None) -> KernelExperts:
-        """The experts with these tiles, or those of the package."""
+    def experts(self, tiles: ExpertTiles | Path | None) -> KernelExperts:
+        """The experts with these tiles or tables, or those of the package."""
         return self._kind(self._sizes.moe.activation, tiles=tiles)
 
     @property
@@ -130,6 +131,13 @@ class Problem:
     def choices(self) -> list[ExpertTiles]:
         """What the package has for the present rows: the tiles that would be used, then each backend's own."""
         return self.experts(None).choices(self.shape)
+
+    def default(self) -> ExpertTiles:
+        """The tiles for the present rows where there is no table."""
+        experts, shape = self.experts(None), self.shape
+        preferred = None if experts.preferred is None else experts.preferred.tiles(shape)
+        own = [tiles for tiles in experts.choices(shape) if tiles.backend == experts.backend.serves.name]
+        return preferred or own[-1]
 
     def run(self, tiles: ExpertTiles) -> None:
         """One call, which compiles. Errors: those of Triton and CUDA. Host sync."""

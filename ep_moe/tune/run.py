@@ -23,7 +23,7 @@ from ep_moe.tune.compiling import Compilers
 from ep_moe.tune.config import TuneConfig
 from ep_moe.tune.journal import Chosen, Journal, Trial
 from ep_moe.tune.problem import Problem, Sizes
-from ep_moe.tune.search import Compile, Search
+from ep_moe.tune.search import Compile, Search, in_turn
 
 
 def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
     Args:
         engine: `dtype`, `scheme` and `device`; a CPU needs Triton's interpreter, and its tiles serve tests alone.
     Returns: the report: paths of table and journal, and for each number of rows times, gain and whether it was searched
-        to the end. An interrupted or unfinished run goes on where it was.
+        to the end; of a check without paths. An interrupted or unfinished run goes on where it was.
     Errors: ValueError for a scheme or sizes that the kernels do not compute, RuntimeError without a GPU, OSError for a
         folder that cannot be written. Host sync.
     """
@@ -54,6 +54,9 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         "seed": config.seed,
     }
     problem = Problem(sizes, device)
+    if config.stage == "check":
+        checked = [_checked(problem, rows, folder.parent) for rows in config.rows]
+        return {"gpu": device_name(device), "dtype": dtype, "rows": checked}
     about["backends"] = problem.backends
     journal = Journal(path.with_suffix(".measured.jsonl"), about)
     shared = 0
@@ -62,10 +65,13 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
 
         shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     end = time.monotonic() + 60 * config.minutes
-    with _compiling(sizes, device, config.jobs) as compiling, _Told() as told:
+    with _compiling(sizes, device, config) as compiling, _Told() as told:
         search = Search(problem=problem, journal=journal, compile=compiling, shared_bytes=shared, tell=told.trial)
-        for index, rows in enumerate(config.rows):
+        for index, rows in enumerate(reversed(config.rows)):  # many rows have few candidates and leave time
             left = (end - time.monotonic()) / (len(config.rows) - index)
+            if config.stage == "compile":
+                told.compiled(rows, search.compile_near(rows, left))
+                continue
             found = journal.chosen.get(rows)
             if found is None or not found.complete:
                 told.begin(rows, left)
@@ -78,7 +84,8 @@ def tune(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         "journal": str(journal.path),
         "gpu": device_name(device),
         "dtype": dtype,
-        "rows": [_reported(journal.chosen[rows], journal) for rows in config.rows],
+        "compiled": len(journal.compiled),
+        "rows": [_reported(journal.chosen[rows], journal) for rows in config.rows if rows in journal.chosen],
     }
 
 
@@ -94,13 +101,33 @@ def _device(engine: EngineConfig) -> torch.device:
 
 
 @contextlib.contextmanager
-def _compiling(sizes: Sizes, device: torch.device, jobs: int) -> Iterator[Compile]:
-    """A pool on a GPU; the interpreter compiles nothing."""
+def _compiling(sizes: Sizes, device: torch.device, config: TuneConfig) -> Iterator[Compile]:
+    """A pool on a GPU; the interpreter compiles nothing, and neither does a run that only measures."""
+    if config.stage == "measure":
+        yield lambda candidates, secs: {}
+        return
     if device.type == "cpu":
         yield lambda candidates, secs: dict.fromkeys(candidates, "")
         return
-    with Compilers(sizes, device, jobs) as compilers:
+    with Compilers(sizes, device, config.jobs) as compilers:
         yield compilers.compile
+
+
+def _checked(problem: Problem, rows: int, folder: Path) -> dict[str, Any]:
+    """The tiles in use for `rows` rows per expert beside the default ones, as a row of the report."""
+    problem.set_rows(rows)
+    used, default = problem.experts(folder).choices(problem.shape)[0], problem.default()
+    us = in_turn(problem, default, used)
+    return {
+        "rows_per_expert": rows,
+        "backend": used.backend,
+        "us": us[used],
+        "default_us": us[default],
+        "speedup_ratio": us[default] / us[used],
+        "tried": len(us),
+        "refused": 0,
+        "complete": True,
+    }
 
 
 def _write(path: Path, chosen: Mapping[int, Chosen]) -> None:
@@ -154,6 +181,10 @@ class _Told:
         passed = min(time.monotonic() - self._start, self._secs)
         text = f"{best.rows} rows: {tried} tried, best {best.us:.1f} us"
         self._progress.update(self._task, completed=passed, description=text)
+
+    def compiled(self, rows: int, count: int) -> None:
+        """Candidates for `rows` are compiled."""
+        self._console.print(f"{rows} rows: {count} candidates compiled")
 
     def end(self, found: Chosen) -> None:
         """A search has ended, in this run or before."""

@@ -11,10 +11,11 @@ from typing import Protocol
 
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.tune.candidates import merged, neighbours
-from ep_moe.tune.journal import Chosen, Journal, Trial
+from ep_moe.tune.journal import Chosen, Compiled, Journal, Trial
 from ep_moe.tune.problem import Problem
 
 _GAIN = 0.99  # tiles replace others if they take at most this share of the time
+_HOPELESS = 1.5  # a backend is not searched if its own tiles take so many times as long as the best ones
 _QUICK, _ROUNDS, _THOROUGH = 8, 5, 8  # timed calls of a candidate; rounds of the last comparison, and calls of each
 
 
@@ -66,9 +67,30 @@ class Search:
         best, complete = first, True
         for index, start in enumerate(begun):
             now = time.monotonic()
+            if start.us > _HOPELESS * best.us:
+                continue
             found, searched = self._climb(rows, start, now + (end - now) / (len(begun) - index))
             best, complete = min(best, found, key=_us), complete and searched
         return self._compare(rows, default, best.tiles, complete=complete)
+
+    def compile_near(self, rows: int, secs: float) -> int:
+        """Compile the tiles that `run` begins with, and those near the fastest so far, at first those in use.
+
+        Returns how many are compiled. Host sync.
+        """
+        self.problem.set_rows(rows)
+        starts = self.problem.choices()
+        best = min(self._of(rows), key=_us, default=self._known(rows, starts[0]))
+        candidates = [*starts, best.tiles, *neighbours(best.tiles, self.problem.shape, self.shared_bytes)]
+        return len(self._compiled(candidates, secs))
+
+    def _compiled(self, candidates: Iterable[ExpertTiles], secs: float) -> dict[ExpertTiles, str]:
+        """Those of the candidates that are compiled after at most `secs` seconds, and why they cannot be launched."""
+        known = self.journal.compiled
+        new = [tiles for tiles in dict.fromkeys(candidates) if tiles not in known]
+        for tiles, why in (self.compile(new, secs) if new and secs else {}).items():
+            self.journal.add(Compiled(tiles=tiles, why=why))
+        return {tiles: known[tiles] for tiles in candidates if tiles in known}
 
     def _num_neighbours(self, trial: Trial) -> int:
         return sum(1 for _ in neighbours(trial.tiles, self.problem.shape, self.shared_bytes))
@@ -85,7 +107,10 @@ class Search:
             ]
             both = merged(best.tiles, parts[0].tiles.first, parts[1].tiles.second)
             found = min(found, self._try(rows, [both], end), key=_us)
-            complete = not found.us < _GAIN * best.us and time.monotonic() < end
+            measured = all((rows, tiles) in self.journal.trials for tiles in around)
+            complete = measured and not found.us < _GAIN * best.us and time.monotonic() < end
+            if not measured and not found.us < best.us:
+                break  # the others are not compiled
             best = min(best, found, key=_us)
         return best, complete
 
@@ -100,7 +125,7 @@ class Search:
         """Measure what has not been measured yet, the first `always` even if the time is over; the fastest of all."""
         new = [tiles for tiles in dict.fromkeys(candidates) if (rows, tiles) not in self.journal.trials]
         left = max(end - time.monotonic(), 0.0)
-        refused = self.compile(new[always:], left) if new[always:] and left else {}
+        refused = self._compiled(new[always:], left)
         for tiles in itertools.chain(new[:always], refused):
             if tiles not in new[:always] and time.monotonic() > end:
                 break
@@ -128,15 +153,20 @@ class Search:
 
     def _compare(self, rows: int, default: ExpertTiles, found: ExpertTiles, *, complete: bool) -> Chosen:
         """Time both in turn."""
-        times: dict[ExpertTiles, list[float]] = {default: [], found: []}
-        for _ in range(_ROUNDS if found != default else 1):
-            for tiles, samples in times.items():
-                samples += self.problem.times(tiles, _THOROUGH)
-        us = {tiles: statistics.median(samples) for tiles, samples in times.items()}
+        us = in_turn(self.problem, default, found)
         tiles = found if us[found] < _GAIN * us[default] else default
         chosen = Chosen(rows=rows, tiles=tiles, us=us[tiles], default_us=us[default], complete=complete)
         self.journal.add(chosen)
         return chosen
+
+
+def in_turn(problem: Problem, default: ExpertTiles, found: ExpertTiles) -> dict[ExpertTiles, float]:
+    """The median microseconds of both, timed in turn. Host sync."""
+    times: dict[ExpertTiles, list[float]] = {default: [], found: []}
+    for _ in range(_ROUNDS if found != default else 1):
+        for tiles, samples in times.items():
+            samples += problem.times(tiles, _THOROUGH)
+    return {tiles: statistics.median(samples) for tiles, samples in times.items()}
 
 
 def _us(trial: Trial) -> float:

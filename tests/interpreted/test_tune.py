@@ -80,11 +80,33 @@ def test_finds_the_fastest_and_goes_on_where_it_was(
     assert measured == []  # all is in the journal
     journal = Path(report["journal"])
     lines = journal.read_text().splitlines()
-    journal.write_text("\n".join(lines[:6]) + '\n{"trial": {"rows"')  # killed while it wrote
+    tried = [number for number, line in enumerate(lines) if line.startswith('{"trial"')][:5]
+    journal.write_text("\n".join(lines[: tried[-1] + 1]) + '\n{"trial": {"rows"')  # killed while it wrote
     checked.clear()
     assert run.tune(ENGINE, config)["rows"][0]["us"] == 10
-    kept = [tiles_of_json(json.loads(line)["trial"]["tiles"], "journal") for line in lines[1:6]]
+    kept = [tiles_of_json(json.loads(lines[number])["trial"]["tiles"], "journal") for number in tried]
     assert not set(kept) & set(checked)
+
+
+def test_measures_what_an_earlier_run_has_compiled(
+    tmp_path: Path, measured: list[ExpertTiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Problem, "error", lambda self, tiles: 0.0)
+    config = dataclasses.replace(CONFIG, out=tmp_path)
+    compiled = run.tune(ENGINE, dataclasses.replace(config, stage="compile"))
+    assert (compiled["rows"], measured) == ([], [])
+    assert not Path(compiled["table"]).exists()
+    assert compiled["compiled"] > 8
+    report = run.tune(ENGINE, dataclasses.replace(config, stage="measure"))
+    assert report["compiled"] == compiled["compiled"] >= len(set(measured))
+    assert [row["complete"] for row in report["rows"]] == [False, False]  # the best lie farther away
+    assert all(row["us"] < row["default_us"] for row in report["rows"])
+    assert all(row["us"] > 10 for row in report["rows"])
+    assert [row["us"] for row in run.tune(ENGINE, config)["rows"]] == [10, 10]
+    rows = run.tune(ENGINE, dataclasses.replace(config, stage="check", rows=(3, 40)))[
+        "rows"
+    ]  # with the table of 4 and 40
+    assert [(row["us"], row["default_us"]) for row in rows] == [(10, 14), (10, 14)]
 
 
 def test_computes_what_it_times(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 weights.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
+from ep_moe.kernels.hopper.overlap import THREADS
 
 _STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 _SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
@@ -62,14 +64,16 @@ class _HopperGemm:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
         self._block_k = pipeline.BLOCK_K
-        self._launch = RepeatedLaunch(
+        self._new_launch = functools.partial(
+            RepeatedLaunch,
             _hopper_gemm_kernel,
             num_programs(shape.device, 1, shape.max_tiles(BLOCK_M.value) * column_tiles),
             settings=settings,
             constants=dict(constants_of),
-            options={"num_warps": 4, "maxnreg": _MAXNREG},
             device=shape.device,
         )
+        self._options = {"num_warps": 4, "maxnreg": _MAXNREG}
+        self._launch = self._new_launch(options=self._options | {"launch_pdl": True})
         self.repeat: Repeat | None = None
 
     def _arranged(self, tensors: tuple[Any, ...], describe: Callable[[str, Any], Any]) -> tuple[Any, ...]:
@@ -101,7 +105,8 @@ class _HopperGemm:
         if any(each.data_ptr() % 16 for each in given):
             operands, out, *others = tensors
             aligned = _nested(tensors, iter([_aligned(each) for each in given]))
-            self(aligned)
+            # not early: it would wait for the GEMM before it, but not for the copies
+            self._new_launch(options=self._options)(self._arranged(aligned, self._describe))
             if aligned[1].data is not out.data:
                 out.data.copy_(aligned[1].data)
             return
@@ -135,12 +140,14 @@ class HopperGemms:
     Args:
         least_rows: expected of an expert, below which the calls are left to others; None: those of `LEAST_ROWS`.
         anywhere: take calls whatever the device is, to compile their kernels.
+        overlap: the second GEMM begins while the first one ends, where no kernel is between them. It then reads what
+            calls of the first one have said, and cannot be launched without it.
     """
 
     serves, default_tiles = SERVES["hopper"], HOPPER_TILES
 
-    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False) -> None:
-        self._least_rows, self._anywhere = least_rows, anywhere
+    def __init__(self, *, least_rows: int | None = None, anywhere: bool = False, overlap: bool = True) -> None:
+        self._least_rows, self._anywhere, self._overlap = least_rows, anywhere, overlap
 
     def tiles(self, shape: CallShape) -> ExpertTiles | None:
         """The tiles of calls that this backend takes; None for others, the reason of which is logged once. Local."""
@@ -162,8 +169,10 @@ class HopperGemms:
         return obstacle(shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """A counter of drawn tiles for each GEMM, and room for gathered rows. Local."""
+        """Counters of drawn tiles, and of arrivals if the GEMMs overlap; room for gathered rows. Local."""
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"next_tile": ((2,), torch.int32)}
+        if self._overlap and Between.of(shape.scheme, tiles.first.block_n, static=shape.static_scale).fused:
+            pieces["stored"] = (shape.max_tiles(tiles.block_m),), torch.int32
         if shape.gathered:
             rows, payload = shape.max_tiles(tiles.block_m) * tiles.block_m, shape.scheme.payload
             pieces["packed"] = (rows, shape.hidden), shape.row_dtype
@@ -187,18 +196,32 @@ class HopperGemms:
             ORDER=0,
         )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
-        return _prepare(shape, tiles, between, epilogue, stored, second=False)
+        return _prepare(shape, tiles, between, epilogue, stored, second=False, overlap=self._overlap)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
         epilogue = Epilogue(
             ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
         )
-        return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True)
+        return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True, overlap=self._overlap)
+
+
+def _leaves_room(shape: CallShape, columns: int) -> bool:
+    """True if no SM gets two tiles of 128 rows and 128 columns: wider ones would leave SMs without one."""
+    row_tiles = shape.num_experts * triton.cdiv(shape.expected_rows, BLOCK_M.value)
+    tiles = row_tiles * triton.cdiv(columns, HALF_N.value)
+    return num_programs(shape.device, 1, tiles + 1) > tiles
 
 
 def _prepare(
-    shape: CallShape, tiles: ExpertTiles, between: Between, epilogue: Epilogue, stored: torch.dtype, *, second: bool
+    shape: CallShape,
+    tiles: ExpertTiles,
+    between: Between,
+    epilogue: Epilogue,
+    stored: torch.dtype,
+    *,
+    second: bool,
+    overlap: bool,
 ) -> _HopperGemm:
     """Prepare one of the GEMMs, whose result is stored in `stored`."""
     sums, columns = shape.hidden, shape.intermediate
@@ -206,29 +229,33 @@ def _prepare(
         sums, columns = columns, sums
     gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
     item_bytes, activation = shape.row_dtype.itemsize, shape.activation
-    block_k, halves = _STEP_BYTES // item_bytes, 1 if gated else 2
-    grouped = payload.granularity == "group"
-    column_tiles = triton.cdiv(columns, HALF_N.value * halves)
+    block_k, grouped = _STEP_BYTES // item_bytes, payload.granularity == "group"
+    halves = 1 if second and _leaves_room(shape, columns) else 2
+    column_tiles = triton.cdiv(columns, HALF_N.value * (1 if gated else halves))
+    stored_halves = 1 if gated else halves
     half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
-    stage_bytes = _STEP_BYTES * (BLOCK_M.value + 2 * HALF_N.value) + 4 * BLOCK_M.value * grouped
-    buffers = halves if 2 * halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
+    stage_bytes = _STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
+    buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
     stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value
+    arrivals = triton.cdiv(shape.intermediate, HALF_N.value * (1 if activation.kind.gated else 2)) * 2 * THREADS.value
     pipeline = Pipeline(
         N=columns,
         W=columns * (2 if gated else 1),
         BLOCK_K=block_k,
         STEPS=triton.cdiv(sums, block_k),
+        HALVES=halves,
         COLUMN_TILES=column_tiles,
         W_BLOCKS=triton.cdiv(columns * (2 if gated else 1), BLOCK),
         BLOCK_M=BLOCK_M.value,
         GROUP_M=tiles.group_m,
         FIRST=not second,
         PACKED=second or shape.gathered,
-        COPIED_SCALES=grouped and not (second or shape.gathered),
+        COPIED_SCALES=grouped and not second,
         SCALE_ROWS=payload.num_groups(sums) if grouped and shape.rows_apart and not second else 0,
         STAGES=stages,
         OUT_BUFFERS=buffers,
+        ARRIVALS=arrivals if overlap and between.fused else 0,
         ALPHA=float(activation.alpha),
         BETA=float(activation.beta),
         LIMIT=math.inf if activation.limit is None else float(activation.limit),

@@ -65,6 +65,7 @@ class TileList(NamedTuple):
     num_tiles: Any  # [1] int32, Q
     amax: Any  # [L] int32, zeros at first: the bits of the largest magnitude of each expert's rows; or None
     next_tile: Any  # [2] int32, zeros at first: tiles that programs of each GEMM have drawn; or None
+    stored: Any = None  # [>= Q] int32, zeros at first: arrivals of threads that have stored their part of a row tile
 
 
 class TileShape(NamedTuple):

@@ -22,6 +22,10 @@ def _tile_list_kernel(
     TILES: tl.constexpr,  # list entries per program
 ):
     """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
+    if tiles.stored is not None:  # the next kernel may start, and waits for this one where it needs the list
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
     counts = tl.load(rows.num_tokens + expert, mask=is_expert, other=0)
@@ -36,6 +40,8 @@ def _tile_list_kernel(
             tl.store(tiles.next_tile + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+    if tiles.stored is not None:
+        tl.store(tiles.stored + tile, tl.zeros([TILES], tl.int32), mask=tile < max_tiles)
     tl.store(tiles.tile_expert + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
 
 

@@ -20,7 +20,8 @@ class Pipeline(NamedTuple):
     W: gl.constexpr
     BLOCK_K: gl.constexpr  # columns of a step over K
     STEPS: gl.constexpr  # over K
-    COLUMN_TILES: gl.constexpr  # of two halves of 128 columns, or of the gate and the up half of the same 128
+    HALVES: gl.constexpr  # 2; 1 if tiles of 128 columns of a second GEMM still leave SMs without one
+    COLUMN_TILES: gl.constexpr  # of halves of 128 columns, or of the gate and the up half of the same 128
     W_BLOCKS: gl.constexpr  # of 128 of an expert's W rows
     BLOCK_M: gl.constexpr
     GROUP_M: gl.constexpr  # row tiles that cover all columns before the next ones
@@ -30,6 +31,7 @@ class Pipeline(NamedTuple):
     SCALE_ROWS: gl.constexpr  # G if each expert has its own matrix of x scales, else 0
     STAGES: gl.constexpr  # steps whose operands are loaded ahead
     OUT_BUFFERS: gl.constexpr  # half tiles of a warp group that are stored at the same time
+    ARRIVALS: gl.constexpr  # of threads that store a row tile of the intermediate; 0: the GEMMs do not overlap
     ALPHA: gl.constexpr  # of the activation of all experts, unless each has its own
     BETA: gl.constexpr
     LIMIT: gl.constexpr
@@ -39,7 +41,7 @@ class Buffers(NamedTuple):
     """Shared memory: the operands of STAGES steps, and barriers between who fills and who empties them."""
 
     x: Any  # [2 * STAGES, 64, BLOCK_K]
-    w: Any  # [2 * STAGES, 128, BLOCK_K]
+    w: Any  # [HALVES * STAGES, 128, BLOCK_K]
     x_scale: Any  # [STAGES, 1, 128] or [STAGES, 128]; None without scales of groups
     full: Any  # [STAGES, 1]
     empty: Any  # [STAGES, 1]

@@ -21,6 +21,7 @@ from ep_moe.kernels.hopper.multiply import (
     skip_steps,
     sums_layout,
 )
+from ep_moe.kernels.hopper.overlap import arrive_stored
 from ep_moe.kernels.hopper.tiles import allocate_tiles, next_tile
 
 
@@ -74,6 +75,7 @@ def compute_tiles(
     buffers,
     staging,  # [2 * OUT_BUFFERS, 64, 128]
     drawn,
+    stored,  # as in TileList, or None
     PIPE,
     SCALES,
     CODES,
@@ -83,10 +85,13 @@ def compute_tiles(
     LAYOUT: gl.constexpr = sums_layout(buffers.w.dtype.primitive_bitwidth)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    WIDTH: gl.constexpr = HALF_N if EPILOGUE.GATED else 2 * HALF_N
+    WIDTH: gl.constexpr = HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N
+    NEIGHBORS: gl.constexpr = PIPE.HALVES == 2 and not EPILOGUE.GATED  # halves
     TO_OTHER: gl.constexpr = PIPE.N if EPILOGUE.GATED else HALF_N
+    SAYS_STORED: gl.constexpr = PIPE.FIRST and PIPE.ARRIVALS > 0
     step = 0
     number = 0
+    row_tile = -1  # whose result is on its way
     expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
     while left > 0:
         left -= group * HALF_M
@@ -122,27 +127,32 @@ def compute_tiles(
             sums = finish_sums(
                 sums, operands, x_scale_ptrs, scale_ptr, expert, PIPE.W, columns, row_mask, mask, SCALES, CODES
             )
-            other = columns + TO_OTHER
-            other_mask = mask if EPILOGUE.GATED else other < PIPE.N
-            other_sums = finish_sums(
-                other_sums,
-                operands,
-                x_scale_ptrs,
-                scalars.output_scale,
-                expert,
-                PIPE.W,
-                other,
-                row_mask,
-                other_mask,
-                SCALES,
-                CODES,
-            )
+            if PIPE.HALVES == 2:
+                other = columns + TO_OTHER
+                other_mask = mask if EPILOGUE.GATED else other < PIPE.N
+                other_sums = finish_sums(
+                    other_sums,
+                    operands,
+                    x_scale_ptrs,
+                    scalars.output_scale,
+                    expert,
+                    PIPE.W,
+                    other,
+                    row_mask,
+                    other_mask,
+                    SCALES,
+                    CODES,
+                )
+            if SAYS_STORED:
+                arrive_stored(stored, row_tile)
+                row_tile = out_row // BLOCK_M
+            else:
+                tma.store_wait(0)  # the tile before has left the staging buffers
             out_row += group * HALF_M
-            tma.store_wait(0)  # the tile before has left the staging buffers
             sums = activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE)
             values = requantize(sums, out, scalars, expert, out_row, column, scale_stride, PIPE, EPILOGUE)
             store_half(values, staging.index(PIPE.OUT_BUFFERS * group), out_desc, out, out_row, column, left, PIPE)
-            if not EPILOGUE.GATED:
+            if NEIGHBORS:
                 if PIPE.OUT_BUFFERS == 1:
                     tma.store_wait(0)
                 other_sums = activate_sums(other_sums, other_sums, scalars, expert, PIPE, EPILOGUE)
@@ -152,9 +162,15 @@ def compute_tiles(
                 store_half(values, buffer, out_desc, out, out_row, column, left, PIPE)
         else:
             step = skip_steps(step, buffers, PIPE)
+            if SAYS_STORED:
+                arrive_stored(stored, row_tile)
+                row_tile = out_row // BLOCK_M
         number += 1
         expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
-    tma.store_wait(0)
+    if SAYS_STORED:
+        arrive_stored(stored, row_tile)
+    else:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -177,7 +193,7 @@ def _hopper_gemm_kernel(
 ):
     """out = epilogue(w @ x), tile by tile."""
     x = gl.allocate_shared_memory(x_desc.dtype, [2 * PIPE.STAGES, HALF_M, PIPE.BLOCK_K], x_desc.layout)
-    w = gl.allocate_shared_memory(w_desc.dtype, [2 * PIPE.STAGES, HALF_N, PIPE.BLOCK_K], w_desc.layout)
+    w = gl.allocate_shared_memory(w_desc.dtype, [PIPE.HALVES * PIPE.STAGES, HALF_N, PIPE.BLOCK_K], w_desc.layout)
     if x_scale_desc is not None:
         x_scale = gl.allocate_shared_memory(gl.float32, [PIPE.STAGES, 1, BLOCK_M], x_scale_desc.layout)
     elif PIPE.COPIED_SCALES:
@@ -208,6 +224,7 @@ def _hopper_gemm_kernel(
                     buffers,
                     staging,
                     drawn,
+                    tiles.stored if PIPE.FIRST else None,
                     PIPE,
                     SCALES,
                     CODES,
@@ -226,6 +243,7 @@ def _hopper_gemm_kernel(
                     buffers,
                     staging,
                     drawn,
+                    tiles.stored if PIPE.FIRST else None,
                     PIPE,
                     SCALES,
                     CODES,

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N
+from ep_moe.kernels.hopper.overlap import let_dependents_start, wait_for_kernel_before, wait_until_stored
 from ep_moe.kernels.hopper.tiles import put_tile
 
 
@@ -17,9 +18,14 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
     beside the copies: another number of bytes would hang the program.
     """
     X_BYTES: gl.constexpr = HALF_M * PIPE.BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
-    W_BYTES: gl.constexpr = 2 * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    W_BYTES: gl.constexpr = PIPE.HALVES * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
     BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    OVERLAPS: gl.constexpr = PIPE.ARRIVALS > 0
+    if PIPE.FIRST or not OVERLAPS:
+        wait_for_kernel_before()
+    if OVERLAPS and PIPE.FIRST:
+        let_dependents_start()
     total = gl.load(tiles.num_tiles) * PIPE.COLUMN_TILES
     t = gl.program_id(0)
     step = 0
@@ -33,13 +39,15 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
         row = listed_row if PIPE.PACKED else batch_row
         put_tile(drawn, number, expert, left, row, listed_row if PIPE.FIRST else batch_row, column_tile)
         number += 1
+        if OVERLAPS and not PIPE.FIRST:
+            wait_until_stored(tiles.stored, first_tile + row_tile, PIPE.ARRIVALS)
         if PIPE.COPIED_SCALES:
             scale_ptrs = x_scale + row + gl.arange(0, BLOCK_M, BY_LANE)
             if PIPE.SCALE_ROWS:  # the experts' matrices of scales lie x_scale_stride * G apart
                 scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
             scale_mask = gl.arange(0, BLOCK_M, BY_LANE) < left
         both = left > HALF_M  # else nobody reads the lower 64 rows
-        w_row = expert * PIPE.W + column_tile * (HALF_N if EPILOGUE.GATED else 2 * HALF_N)
+        w_row = expert * PIPE.W + column_tile * (HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N)
         other_w_row = w_row + (PIPE.N if EPILOGUE.GATED else HALF_N)
         for k in range(PIPE.STEPS):
             stage = step % PIPE.STAGES
@@ -51,7 +59,7 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
                 mbarrier.expect(full, X_BYTES + W_BYTES + SCALE_BYTES)
             column = k * PIPE.BLOCK_K
             tma.async_copy_global_to_shared(x_desc, [row, column], full, buffers.x.index(2 * stage))
-            tma.async_copy_global_to_shared(w_desc, [w_row, column], full, buffers.w.index(2 * stage))
+            tma.async_copy_global_to_shared(w_desc, [w_row, column], full, buffers.w.index(PIPE.HALVES * stage))
             if x_scale_desc is not None:
                 tma.async_copy_global_to_shared(x_scale_desc, [k, row], full, buffers.x_scale.index(stage))
             elif PIPE.COPIED_SCALES:
@@ -60,7 +68,10 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
                 scale_ptrs += x_scale_stride
             x_other = buffers.x.index(2 * stage + 1)
             tma.async_copy_global_to_shared(x_desc, [row + HALF_M, column], full, x_other, pred=both)
-            tma.async_copy_global_to_shared(w_desc, [other_w_row, column], full, buffers.w.index(2 * stage + 1))
+            if PIPE.HALVES == 2:
+                tma.async_copy_global_to_shared(w_desc, [other_w_row, column], full, buffers.w.index(2 * stage + 1))
             step += 1
         t = following
     put_tile(drawn, number, 0, 0, 0, 0, 0)
+    if OVERLAPS and not PIPE.FIRST:
+        wait_for_kernel_before()  # so that the next kernel in the stream follows both

@@ -1,4 +1,4 @@
-"""The loops of a warp group over K: 64 rows times two halves of 128 columns."""
+"""The loops of a warp group over K: 64 rows times two halves of 128 columns, or one."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,10 +33,11 @@ def multiply_chained(group: gl.constexpr, step, buffers, PIPE, LAYOUT: gl.conste
         stage = step % PIPE.STAGES
         mbarrier.wait(buffers.full.index(stage), (step // PIPE.STAGES) & 1)
         x = buffers.x.index(2 * stage + group)
-        sums = warpgroup_mma(x, buffers.w.index(2 * stage).permute((1, 0)), sums, is_async=True)
-        w = buffers.w.index(2 * stage + 1).permute((1, 0))
-        other_sums = warpgroup_mma(x, w, other_sums, is_async=True)
-        sums, other_sums = warpgroup_mma_wait(2, deps=(sums, other_sums))  # of the step before
+        sums = warpgroup_mma(x, buffers.w.index(PIPE.HALVES * stage).permute((1, 0)), sums, is_async=True)
+        if PIPE.HALVES == 2:
+            w = buffers.w.index(2 * stage + 1).permute((1, 0))
+            other_sums = warpgroup_mma(x, w, other_sums, is_async=True)
+        sums, other_sums = warpgroup_mma_wait(PIPE.HALVES, deps=(sums, other_sums))  # of the step before
         mbarrier.arrive(buffers.empty.index((step + PIPE.STAGES - 1) % PIPE.STAGES), count=1, pred=k > 0)
         step += 1
     sums, other_sums = warpgroup_mma_wait(0, deps=(sums, other_sums))
@@ -54,15 +55,17 @@ def multiply_float8(group: gl.constexpr, step, buffers, PIPE, LAYOUT: gl.constex
         stage = step % PIPE.STAGES
         mbarrier.wait(buffers.full.index(stage), (step // PIPE.STAGES) & 1)
         x = buffers.x.index(2 * stage + group)
-        w = buffers.w.index(2 * stage).permute((1, 0))
+        w = buffers.w.index(PIPE.HALVES * stage).permute((1, 0))
         product = warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=(product,))
         sums += product
-        w = buffers.w.index(2 * stage + 1).permute((1, 0))
-        product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, deps=(product,))
+        if PIPE.HALVES == 2:
+            w = buffers.w.index(2 * stage + 1).permute((1, 0))
+            product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(buffers.empty.index(stage), count=1)
-        other_sums += product
+        if PIPE.HALVES == 2:
+            other_sums += product
         step += 1
     return sums, other_sums, step
 
@@ -92,7 +95,7 @@ def multiply_scaled(
         stage = step % PIPE.STAGES
         mbarrier.wait(buffers.full.index(stage), (step // PIPE.STAGES) & 1)
         x = buffers.x.index(2 * stage + group)
-        w = buffers.w.index(2 * stage).permute((1, 0))
+        w = buffers.w.index(PIPE.HALVES * stage).permute((1, 0))
         product = warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
         x_scale = x_scales.index(2 * stage + group).load(BY_ROW)
         scale, other_scale = x_scale * w_scale, x_scale * other_w_scale
@@ -100,10 +103,12 @@ def multiply_scaled(
         w_scale, other_w_scale = gl.load(scale_ptr + following), gl.load(other_scale_ptr + following)
         product = warpgroup_mma_wait(0, deps=(product,))
         sums += product * scale[:, None]
-        w = buffers.w.index(2 * stage + 1).permute((1, 0))
-        product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, deps=(product,))
+        if PIPE.HALVES == 2:
+            w = buffers.w.index(2 * stage + 1).permute((1, 0))
+            product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(buffers.empty.index(stage), count=1)
-        other_sums += product * other_scale[:, None]
+        if PIPE.HALVES == 2:
+            other_sums += product * other_scale[:, None]
         step += 1
     return sums, other_sums, step
