@@ -166,7 +166,7 @@ def show_tune(report: dict[str, Any]) -> None:
             f"{row['speedup_ratio']:.2f}x",
             str(row["tried"]),
             str(row["refused"]),
-            "done" if row["complete"] else "cut by --minutes",
+            "done" if row["complete"] else "not to the end",
         )
     console.print(table)
     if "table" not in report:  # it was checked

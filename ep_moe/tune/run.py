@@ -191,5 +191,5 @@ class _Told:
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
         gain = f"{found.us:.1f} us, {found.default_us / found.us:.2f} x the default's rate"
-        unfinished = "" if found.complete else " (time was over)"
+        unfinished = "" if found.complete else " (not searched to the end)"
         self._console.print(f"{found.rows} rows: '{found.tiles.backend}', {gain}{unfinished}")

@@ -10,6 +10,8 @@ they wait for.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+_LOAD = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+_REST = gl.constexpr("nanosleep.u32 200; ")  # the counters are in the cache that GEMMs load from
 THREADS = gl.constexpr(128)  # of a warp group
 
 
@@ -40,9 +42,7 @@ def arrive_stored(stored, row_tile):
 @gluon.jit
 def wait_until_stored(stored, row_tile, arrivals):
     """The loading warp waits until all of a row tile is stored, for its copies into shared memory."""
-    seen = 0
+    seen = gl.inline_asm_elementwise(_LOAD, "=r,l", [stored + row_tile], gl.int32, False, 1)
     while seen < arrivals:
-        seen = gl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [stored + row_tile], gl.int32, False, 1
-        )
+        seen = gl.inline_asm_elementwise(_REST + _LOAD, "=r,l", [stored + row_tile], gl.int32, False, 1)
     gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [seen], gl.int32, False, 1)
