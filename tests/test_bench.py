@@ -1323,7 +1323,10 @@ WRONG = {
     "scheme": (["experts", "--quant", "auto"], "scheme ('auto') is not one of none"),
     "layer-scheme": (["layer", "--quant", "auto"], "scheme ('auto') is not one of none"),
     "graph": (["layer", "--graph", "--device", "cpu"], "a CUDA graph needs a GPU for each rank"),
-    "one-rank": (["model", "--nproc", "1"], "nproc (1): expert parallelism needs at least 2 ranks"),
+    "one-rank": (
+        ["model", "--nproc", "1", "--hook"],
+        "hook with nproc (1): transformers' own expert parallelism needs",
+    ),
     "odd-ranks": (["model", "--nproc", "3"], "nproc (3) does not divide the 128 experts of qwen3-30b"),
     "repeats": (["layer", "--repeats", "0"], "repeats (0) must be at least 1"),
     "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
