@@ -169,10 +169,11 @@ class HopperGemms:
         return obstacle(shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Counters of drawn tiles, and of arrivals if the GEMMs overlap; room for gathered rows. Local."""
-        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"next_tile": ((2,), torch.int32)}
-        if self._overlap and Between.of(shape.scheme, tiles.first.block_n, static=shape.static_scale).fused:
-            pieces["stored"] = (shape.max_tiles(tiles.block_m),), torch.int32
+        """Counters of drawn tiles, and of what is stored of row tiles; room for gathered rows. Local."""
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "next_tile": ((2,), torch.int32),
+            "stored": ((shape.max_tiles(tiles.block_m),), torch.int32),
+        }
         if shape.gathered:
             rows, payload = shape.max_tiles(tiles.block_m) * tiles.block_m, shape.scheme.payload
             pieces["packed"] = (rows, shape.hidden), shape.row_dtype

@@ -22,7 +22,7 @@ def _tile_list_kernel(
     TILES: tl.constexpr,  # list entries per program
 ):
     """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
-    if tiles.next_tile is not None:  # the next kernel may start, and waits for this one where it needs the list
+    if tiles.stored is not None:  # the next kernel may start, and waits for this one where it needs the list
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
