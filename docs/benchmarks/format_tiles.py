@@ -4,9 +4,9 @@
     python docs/benchmarks/format_tiles.py --compile 8   # compiles all candidates beforehand, in 8 processes
 
 32 experts with the same number of rows. `us`: the median of replays of a captured call with a cold L2, from the tile
-list to the second GEMM. `share`: bytes of all weights per second, of the bandwidth of a copy in the same process, read and
-written. At 16 rows the first GEMM's tiles are tried first, then the second's with the best of them. The best ones are
-compared with the oracle and timed again, beside the package's.
+list to the second GEMM. `share`: bytes of all weights per second, of the bandwidth of a copy in the same process, read
+and written. At 16 rows the first GEMM's tiles are tried first, then the second's with the best of them. The best ones
+are compared with the oracle and timed again, beside the package's.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def gemms(halves: int) -> list[GemmTiles]:
     """Tiles of a GEMM for few rows. halves: 2 for a gated w13."""
     return [
         GemmTiles(
-            block_n=rows // halves, block_k=k, swap=True, num_warps=warps, num_stages=stages, programs_per_sm=each
+            block_n=rows // halves, block_k=k, swap=True, num_warps=warps, num_stages=stages, programs_per_sm=programs
         )
         for rows, steps in FEW_STEPS.items()
         for k, warps, stages, programs in steps
@@ -92,7 +92,7 @@ def candidates(start: ExpertTiles, rows: int, scheme: str) -> tuple[list[ExpertT
     for block_m in (64, 128, 256):
         for k, warps, stages, each in MANY_STEPS:
             first = GemmTiles(
-                block_n=64, block_k=k, swap=True, num_warps=warps, num_stages=stages, programs_per_sm=each
+                block_n=64, block_k=k, swap=True, num_warps=warps, num_stages=stages, programs_per_sm=programs
             )
             second = dataclasses.replace(first, block_n=128)
             both.append(dataclasses.replace(start, block_m=block_m, first=first, second=second))
