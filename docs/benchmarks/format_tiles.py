@@ -90,7 +90,7 @@ def candidates(start: ExpertTiles, rows: int, scheme: str) -> tuple[list[ExpertT
         return [], []
     both = []
     for block_m in (64, 128, 256):
-        for k, warps, stages, each in MANY_STEPS:
+        for k, warps, stages, programs in MANY_STEPS:
             first = GemmTiles(
                 block_n=64, block_k=k, swap=True, num_warps=warps, num_stages=stages, programs_per_sm=programs
             )
