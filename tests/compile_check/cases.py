@@ -325,7 +325,11 @@ def _hopper_cases() -> list[Case]:
         activation = ActivationConfig(kind=kind)
         cases += [
             case(f"bf16 {kind.value}", "none", activation=activation),
-            case(f"fp8_block {kind.value}", activation=activation, excuses={**few, **more, **inside}),
+            case(
+                f"fp8_block {kind.value}",
+                activation=activation,
+                excuses={**few, **more, **(inside if kind.value in ("gelu", "swiglu") else {})},
+            ),
         ]
     return cases
 
