@@ -49,7 +49,7 @@ def pick_device(device: torch.device | str | None, local_rank: int, local_num_ra
 def num_gpu_ranks() -> int:
     """How many ranks of this machine can have a GPU: one for each, or MAX_SHARED_RANKS if they may share one."""
     found = torch.cuda.device_count()
-    return max(found, MAX_SHARED_RANKS) if found and shares_gpus() else found
+    return max(found, MAX_SHARED_RANKS) if shares_gpus() and found else found
 
 
 def _gpu_of(local_rank: int) -> int:
