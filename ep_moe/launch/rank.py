@@ -38,23 +38,28 @@ def run_rank(
         target: a function, or its dotted name "package.module:function".
         config, device: as in `EPGroup.from_env`.
     Returns: the result of `target`.
-    Errors: those of `target`, after reporting them to the other ranks and writing a line "rank 1: ValueError: ..." to
-    stderr; PeerLostError if a lost rank caused it. Collective.
+    Errors: those of `target`, after writing a line "rank 1: ValueError: ..." to stderr and reporting them to the other
+    ranks; PeerLostError if a lost rank caused it. Collective.
     """
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    group: EPGroup | None = None
+    said: BaseException | None = None
     try:
         with EPGroup.from_env(config, device) as group:
             try:
                 function = pkgutil.resolve_name(target) if isinstance(target, str) else target
                 return function(group, *args)
-            except Exception as error:
-                cause = group.explain(error)
-                if cause is error:
+            except BaseException as error:
+                said = group.explain(error) if isinstance(error, Exception) else error
+                _write(group.rank, said)  # before the others hear of it: their lines repeat it
+                if said is error:
                     raise
-                raise cause from error
+                raise said from error
     except BaseException as error:
-        rank = os.environ.get("RANK", "0") if group is None else group.rank
-        sys.stderr.write(f"rank {rank}: {describe(error).what()}\n")  # one write, so that ranks' lines do not mix
+        if error is not said:  # making or leaving the group failed
+            _write(os.environ.get("RANK", "0"), error)
         raise
+
+
+def _write(rank: int | str, error: BaseException) -> None:
+    sys.stderr.write(f"rank {rank}: {describe(error).what()}\n")  # one write, so that ranks' lines do not mix
