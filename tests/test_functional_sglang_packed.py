@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_quantized_checkpoints import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, base, layer_of, write
+from test_quantized_checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
 
 from ep_moe.functional.sglang import FusedMoE, MoeParallel, StandardTopKOutput
 from ep_moe.placement import Placement
@@ -109,25 +109,37 @@ def test_checkpoints_are_loaded_as_by_our_own_loader(
 
 @pytest.mark.parametrize("name", ["gptq", "pack_quantized"])
 def test_columns_in_another_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Act-order: any assignment of w2's columns to groups of the right size; the loader of ours is the reference."""
-    tensors, _ = write(tmp_path, name)
-    suffix = {"gptq": ".g_idx", "pack_quantized": ".weight_g_idx"}[name]
-    random = torch.Generator().manual_seed(3)
+    """Act-order: any columns of a group's size belong to a group, in gate and up the same."""
+    tensors, real = write(tmp_path, name)
+    act_order = ActOrder(name, tensors, real, 3)
+    suffix, (x, output) = act_order.suffix, routed()
+
+    def check() -> FusedMoE:
+        save_file(tensors, tmp_path / "model.safetensors")
+        layer = made(name)
+        load(layer, load_file(tmp_path / "model.safetensors"))
+        same(layer, tmp_path)
+        assert float(worst_row_error(layer(x, output), summed(real, x, output))) < LIMIT
+        return layer
+
     for expert in range(EXPERTS):
-        order = torch.randperm(INTERMEDIATE, generator=random)
-        tensors[f"{base(expert, 'down')}{suffix}"] = (order // GROUP).int()
-    save_file(tensors, tmp_path / "model.safetensors")
-    layer = made(name)
-    load(layer, load_file(tmp_path / "model.safetensors"))
-    same(layer, tmp_path)
+        act_order.shuffle(base(expert, "down"))
+    assert check().expert_weights.w13_order is None
+    for expert in range(EXPERTS - 1):  # the last one has its columns in order
+        act_order.shuffle(base(expert, "up"), act_order.shuffle(base(expert, "gate")))
+    layer = check()
+    copy = made(name)
+    copy.load_state_dict(layer.state_dict())
+    assert_same_bits(copy(x, output), layer(x, output), "of a state")
     share = made(name, parallel=ranks(monkeypatch, 0, tp=2))
     with pytest.raises(ValueError, match=f"{base(0, 'down')}.*another order.*shares of ranks"):
         load(share, tensors)
     key = f"{base(1, 'up')}{suffix}"
-    with pytest.raises(ValueError, match=f"{key}.*another order.*w13"):
-        load(layer, {key: torch.arange(HIDDEN - 1, -1, -1, dtype=torch.int32) // GROUP})
-    load(layer, {f"{base(1, 'down')}{suffix}": torch.zeros(INTERMEDIATE, dtype=torch.int32)})
-    with pytest.raises(ValueError, match="local expert 1 does not have 32 columns in each group"):
+    load(layer, {key: tensors[key].flip(0)})
+    with pytest.raises(ValueError, match=f"w13{suffix} of local expert 1 differs between the gate and the up half"):
+        _ = layer.expert_weights
+    load(layer, {key: tensors[key], f"{base(1, 'down')}{suffix}": torch.zeros(INTERMEDIATE, dtype=torch.int32)})
+    with pytest.raises(ValueError, match=f"w2{suffix} of local expert 1 does not have 32 columns in each group"):
         _ = layer.expert_weights
 
 

@@ -415,28 +415,36 @@ def test_what_is_no_expert_is_dequantized(tmp_path: Path, name: str) -> None:
     assert torch.equal(dense[f"{DENSE}.weight"], real[DENSE])
 
 
+class ActOrder:
+    """Puts columns of weights that `write` has made into an order at random, each with its group."""
+
+    def __init__(self, name: str, tensors: dict[str, torch.Tensor], real: dict[str, torch.Tensor], seed: int) -> None:
+        self.suffix = {"gptq": ".g_idx", "pack_quantized": ".weight_g_idx"}[name]
+        self._name, self._tensors, self._real = name, tensors, real
+        self._random = torch.Generator().manual_seed(seed)
+
+    def shuffle(self, module: str, order: torch.Tensor | None = None) -> torch.Tensor:
+        """Change the tensors and the weight of a module; returns the order, which may be given."""
+        weight = self._real[module]
+        order = torch.randperm(weight.shape[1], generator=self._random) if order is None else order
+        self._tensors[f"{module}{self.suffix}"] = (order // GROUP).int()
+        values = f"{module}{LAYOUTS[self._name].values}"
+        eight = torch.stack([(self._tensors[values] >> (4 * place)) & 15 for place in range(8)], -1)
+        codes = eight.movedim(-1, 1).flatten(0, 1).t() if self._name == "gptq" else eight.flatten(1)
+        words = bits_in_words(codes[:, order].numpy(), 4)
+        self._tensors[values] = words.t().contiguous() if self._name == "gptq" else words
+        self._real[module] = weight[:, order]
+        return order
+
+
 @pytest.mark.parametrize("name", ["gptq", "pack_quantized"])
 def test_columns_in_another_order(tmp_path: Path, name: str) -> None:
     """Act-order: column k belongs to group g_idx[k]. The rows of w13 take the order of w2's columns, so that the
     product is the same. Columns of w13 are sorted for tokens in `w13_order`, one for the gate and the up half of an
     expert; a gate and an up half in different orders are refused, but dequantized on demand."""
     tensors, real = write(tmp_path, name)
-    suffix = {"gptq": ".g_idx", "pack_quantized": ".weight_g_idx"}[name]
-    random = torch.Generator().manual_seed(1)
-
-    def shuffle(module: str, order: torch.Tensor | None = None) -> torch.Tensor:
-        """The weight with its columns shuffled, each with its group."""
-        weight = real[module]
-        order = torch.randperm(weight.shape[1], generator=random) if order is None else order
-        tensors[f"{module}{suffix}"] = (order // GROUP).int()
-        values = f"{module}{LAYOUTS[name].values}"
-        eight = torch.stack([(tensors[values] >> (4 * place)) & 15 for place in range(8)], -1)
-        codes = eight.movedim(-1, 1).flatten(0, 1).t() if name == "gptq" else eight.flatten(1)
-        words = bits_in_words(codes[:, order].numpy(), 4)
-        tensors[values] = words.t().contiguous() if name == "gptq" else words
-        real[module] = weight[:, order]
-        return order
-
+    act_order = ActOrder(name, tensors, real, 1)
+    suffix, shuffle = act_order.suffix, act_order.shuffle
     for expert in range(EXPERTS):
         shuffle(base(expert, "down"))
     save_file(tensors, tmp_path / "model.safetensors")

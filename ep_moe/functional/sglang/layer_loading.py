@@ -111,7 +111,7 @@ def _load_packed(part: Part, target: torch.Tensor, loaded: torch.Tensor, name: s
         if shared and ranks > 1:
             like = torch.empty(target.shape, device="meta")
             loaded = _own(loaded, like, 0, share, name)
-        store_order(part, target, loaded, shared, name)
+        store_order(part, target[half] if part.field == "w13" else target, loaded, shared, name)
         return
     if part.what == "middle":
         unpacked(part, loaded, 0, name)  # which checks them

@@ -44,7 +44,7 @@ def packed_parts(
         elif "zero" in method.parts:
             named["zero"] = method.parts["zero"], scales, torch.uint8
         if method.order is not None:
-            named["order"] = method.order, (num_local_experts, columns), torch.int32
+            named["order"] = method.order, (num_local_experts, *((2,) if first else ()), columns), torch.int32
         unread = [suffix for suffix in (_SHAPE, ".qzeros") if suffix in method.dropped]
         named |= {f"unread{suffix}": (suffix, (num_local_experts, 0), torch.uint8) for suffix in unread}
         for what, (suffix, shape, dtype_of_part) in named.items():
@@ -65,7 +65,7 @@ def initial(part: Part) -> torch.Tensor:
     """A parameter before anything is loaded: zeros, columns in the order of their groups."""
     if part.what == "order":
         assert part.method is not None
-        return _in_order(part.method.stored, part.shape[1]).expand(part.shape).clone()
+        return _in_order(part.method.stored, part.shape[-1]).expand(part.shape).clone()
     data = torch.zeros(part.shape, dtype=torch.uint8 if part.dtype.itemsize == 1 else part.dtype)
     return data.view(part.dtype)
 
@@ -136,8 +136,8 @@ def store(part: Part, target: torch.Tensor, own: torch.Tensor) -> None:
 def store_order(part: Part, target: torch.Tensor, groups: torch.Tensor, shared: bool, name: str) -> None:
     """Copy the group of each column [K] of this rank's share.
 
-    Args: shared: ranks share the columns of w2.
-    Errors: ValueError for columns of w13, or of a share, in another order than their groups.
+    Args: target: of w2, or of a half of w13. shared: ranks share the columns of w2.
+    Errors: ValueError for columns of a share in another order than their groups.
     """
     assert part.method is not None
     stored = part.method.stored
@@ -145,20 +145,23 @@ def store_order(part: Part, target: torch.Tensor, groups: torch.Tensor, shared: 
         return
     if tuple(groups.shape) != tuple(target.shape) or groups.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} is {tuple(groups.shape)} {groups.dtype}; {tuple(target.shape)} of integers needed")
-    in_order = _in_order(stored, target.shape[0]).to(groups.device)
     if shared:
         groups = groups - groups.min()
-    if (part.field == "w13" or shared) and not torch.equal(groups.int(), in_order):
-        what = "shares of ranks are" if shared else "tokens have one order for all experts, so those of w13 are"
-        raise ValueError(f"{name} has columns in another order than their groups; {what} read in order alone")
+        if not torch.equal(groups.int(), _in_order(stored, target.shape[0]).to(groups.device)):
+            raise ValueError(
+                f"{name} has columns in another order than their groups; shares of ranks are read in order alone"
+            )
     target.copy_(groups)
 
 
 def as_packed_weights(form: LayerFormat, tensors: Mapping[str, torch.Tensor], *, up_first: bool) -> ExpertWeights:
-    """The parameters as the runtime's weights: views, but for columns of w2 in another order than their groups.
+    """The parameters as the runtime's weights: views, but for columns in another order than their groups.
 
-    These are sorted, and with them the rows of w13. Errors: ValueError for scales of w13 and w2 in different dtypes,
-    and groups of another size than the config's. Local; a host sync.
+    These are sorted: in w2, and with them the rows of w13; in w13, whose tokens then have their columns in an order for
+    each expert.
+
+    Errors: ValueError for scales of w13 and w2 in different dtypes, a gate and an up half in different orders, and
+    groups of another size than the config's. Local; a host sync.
     """
     method = form.method
     assert method is not None
@@ -173,24 +176,51 @@ def as_packed_weights(form: LayerFormat, tensors: Mapping[str, torch.Tensor], *,
         for field in _FIELDS
     }
     bias = tensors.get("w13_bias")
-    orders = _orders(method, tensors["w2_order"]) if "w2_order" in tensors else {}
-    if orders:
+    first = _orders(method, "w13", _of_both(method, tensors["w13_order"])) if "w13_order" in tensors else {}
+    second = _orders(method, "w2", tensors["w2_order"]) if "w2_order" in tensors else {}
+    if first or second:
         parts = {field: {what: part.clone() for what, part in found.items()} for field, found in parts.items()}
         bias = None if bias is None else bias.clone()
-    for expert, order in orders.items():
+    w13_order: torch.Tensor | None = None
+    if first:
+        hidden = tensors["w13_order"].shape[2]
+        w13_order = torch.arange(hidden, device=tensors["w13_order"].device).repeat(tensors["w13_order"].shape[0], 1)
+    for expert, order in first.items():
+        assert w13_order is not None
+        w13_order[expert] = order
+        values = parts["w13"]["values"]
+        values[expert] = _sorted_columns(values[expert], order, scheme.weight)
+    for expert, order in second.items():
         values = parts["w2"]["values"]
         values[expert] = _sorted_columns(values[expert], order, scheme.weight)
-        half = order.numel()
-        both = torch.cat([order, order + half])
+        both = torch.cat([order, order + order.numel()])
         for part in parts["w13"].values():
             part[expert] = part[expert][both]
         if bias is not None:
             bias[expert] = bias[expert][both]
     matrices: dict[str, Any] = {field: StoredMatrix(**found) for field, found in parts.items()}
-    return ExpertWeights(**matrices, scheme=scheme, w13_bias=bias, w2_bias=tensors.get("w2_bias"), up_first=up_first)
+    return ExpertWeights(
+        **matrices,
+        scheme=scheme,
+        w13_bias=bias,
+        w2_bias=tensors.get("w2_bias"),
+        w13_order=w13_order,
+        up_first=up_first,
+    )
 
 
-def _orders(method: Method, groups: torch.Tensor) -> dict[int, torch.Tensor]:
+def _of_both(method: Method, groups: torch.Tensor) -> torch.Tensor:
+    """The group of each column [L, K] of w13, from those of its gates and up halves [L, 2, K]."""
+    differ = (groups[:, 0] != groups[:, 1]).any(1).nonzero().flatten().tolist()
+    if differ:
+        raise ValueError(
+            f"w13{method.order} of local expert {differ[0]} differs between the gate and the up half, which multiply "
+            "the same tokens"
+        )
+    return groups[:, 0]
+
+
+def _orders(method: Method, field: str, groups: torch.Tensor) -> dict[int, torch.Tensor]:
     """The order of the columns by group, of the experts [L, K] that have them in another one."""
     if method.stored.granularity != "group":
         return {}
@@ -200,7 +230,9 @@ def _orders(method: Method, groups: torch.Tensor) -> dict[int, torch.Tensor]:
         order = groups[expert].argsort(stable=True)
         if not torch.equal(groups[expert][order], in_order):
             size = method.stored.block[1]
-            raise ValueError(f"w2{method.order} of local expert {expert} does not have {size} columns in each group")
+            raise ValueError(
+                f"{field}{method.order} of local expert {expert} does not have {size} columns in each group"
+            )
         found[expert] = order
     return found
 
