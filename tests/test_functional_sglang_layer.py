@@ -195,7 +195,13 @@ def test_objects_describe_formats_too(plain: Path, tmp_path: Path) -> None:
         layer = FusedMoE(EXPERTS, HIDDEN, INNER, 1, quant_config=named(name))
         assert layer.expert_weights.scheme.name == scheme
         assert layer.should_fuse_routed_scaling_factor_in_topk() == (scheme == "nvfp4")
-    for bad in (named("gguf"), 7, {"quant_method": "gptq", "bits": 3, "group_size": 32, "sym": True}):
+    for bad in (
+        named("gguf"),
+        named("compressed_tensors"),  # without a config
+        7,
+        {"quant_method": "gptq", "bits": 3, "group_size": 32, "sym": True},
+        {"quant_method": "blockwise_int8", "weight_block_size": 128},
+    ):
         with pytest.raises(ValueError, match="quant_config"):
             FusedMoE(EXPERTS, HIDDEN, INNER, 1, quant_config=bad)
 

@@ -1,12 +1,13 @@
 """SGLang's `FusedMoE` with weights in int32, of checkpoints that are written here from the published layouts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_quantized_checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
+from test_quantized_checkpoints import EXPERTS, GROUP, HIDDEN, INTERMEDIATE, LAYOUTS, ActOrder, base, layer_of, write
 
 from ep_moe.functional.sglang import FusedMoE, MoeParallel, StandardTopKOutput
 from ep_moe.placement import Placement
@@ -105,6 +106,26 @@ def test_checkpoints_are_loaded_as_by_our_own_loader(
     copy = made(name)
     copy.load_state_dict(whole.state_dict())
     assert torch.equal(copy(x, output), before * 2)
+
+
+@pytest.mark.parametrize("name", ["gptq_v2", "awq", "pack_quantized"])
+def test_objects_describe_formats_too(name: str, tmp_path: Path) -> None:
+    """With the attributes of SGLang 0.5.17's GPTQConfig, AWQConfig and CompressedTensorsConfig."""
+    config = LAYOUTS[name].config
+    bits, group = 4, GROUP
+    attributes: dict[str, Any] = {
+        "gptq_v2": {"weight_bits": bits, "group_size": group, "desc_act": False, "checkpoint_format": "gptq_v2"},
+        "awq": {"weight_bits": bits, "group_size": group, "zero_point": True, "modules_to_not_convert": ["lm_head"]},
+        "pack_quantized": {"config": config, "ignore": ["re:.*layers.1.mlp"], "quant_format": "pack-quantized"},
+    }[name]
+    said = {"gptq_v2": "gptq", "pack_quantized": "compressed_tensors"}.get(name, name)
+    quantized = SimpleNamespace(get_name=lambda: said, **attributes)
+    tensors, _ = write(tmp_path, name)
+    layer = made(name, quant_config=quantized, prefix=PREFIX)
+    assert load(layer, tensors) == sum(PREFIX in key for key in tensors)
+    same(layer, tmp_path)
+    other = made(name, quant_config=quantized, prefix="model.layers.1.mlp.experts")
+    assert hasattr(other, "w13_weight") == (name == "pack_quantized")  # not quantized there
 
 
 @pytest.mark.parametrize("name", ["gptq", "pack_quantized"])

@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang_cases import any_rank
 
 from ep_moe.engines.sglang import eligibility
 from ep_moe.engines.sglang.parameters import format_of
+from ep_moe.functional.sglang.layer_formats import LayerFormat, layer_format
 
 
 def swaps_are_seen(made: Any) -> None:
@@ -102,3 +104,46 @@ def formats_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             read(holder, **options)
+
+
+def config_objects() -> None:
+    """Our own `FusedMoE` reads SGLang's config objects as the `quantization_config` that they are made of."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    packed = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head", "re:model.layers.2.mlp.*"],
+    }
+    blocks = {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [64, 128]}
+    bytes_ = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    skipping = awq | {"modules_to_not_convert": ["model.layers.2.mlp"]}
+    for name, config, scheme in (
+        ("gptq_marlin", gptq, "int4_w4a16_g32"),
+        ("gptq", gptq, "int4_w4a16_g32_zp"),  # the object does not say that there are no zero points
+        ("moe_wna16", gptq, "int4_w4a16_g32"),
+        ("awq_marlin", skipping, "int4_w4a16_g64_zp"),
+        ("awq", skipping, "int4_w4a16_g64_zp"),
+        ("compressed-tensors", packed, "int4_w4a16_g128"),
+        ("blockwise_int8", blocks, "int8_block_64x128"),
+        ("mxfp8", bytes_, "mxfp8"),
+    ):
+        if name not in QUANTIZATION_METHODS:
+            assert name == "gptq", name  # which 0.5.23 reads as gptq_marlin
+            continue
+        quantized = QUANTIZATION_METHODS[name].from_config(dict(config))
+        found = layer_format(quantized, "model.layers.1.mlp.experts")
+        assert found.scheme.name == scheme, f"{name}: {found.scheme.name}"
+        said = config | {"sym": False} if name == "gptq" else config
+        assert found == layer_format(said, ""), name
+        plain = layer_format(quantized, "model.layers.2.mlp.experts") == LayerFormat()
+        assert plain == ("model.layers.2" in str(config)), name

@@ -289,6 +289,7 @@ def qwen3_moe() -> None:
         if WORLD == 1:
             attempt(sglang_cases.hooks_are_checked)
             attempt(sglang_formats.formats_are_refused)
+            attempt(sglang_formats.config_objects)
             attempt(sglang_cases.backend_by_name, arguments, publish)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.functional.flashinfer import trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang.layer import FusedMoE
-from ep_moe.functional.sglang.layer_formats import as_mapping
+from ep_moe.functional.sglang.layer_configs import as_mapping
 from ep_moe.functional.sglang.layer_routing import routing_config
 from ep_moe.weights import ExpertWeights
 

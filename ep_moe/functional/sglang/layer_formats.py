@@ -5,7 +5,6 @@ scales, V stored values of a row.
 """
 
 import dataclasses
-import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,14 +12,13 @@ from typing import Any, Literal
 import torch
 
 from ep_moe.functional.formats import Flags
-from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, with_block
+from ep_moe.functional.sglang.layer_configs import READ, as_mapping, block_of, skips
+from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, get_scheme, with_block
 from ep_moe.weights import ExpertWeights
 from ep_moe.weights.methods import method_of
 from ep_moe.weights.quantized import Method
 
 _FIELDS = ("w13", "w2")
-_IGNORED = ("ignored_layers", "modules_to_not_convert", "exclude_modules", "ignore")  # keys of skipped modules
-_READ = "fp8, w8a8_fp8, w8a8_int8, modelopt, modelopt_fp4, mxfp4, gptq, awq and compressed-tensors"
 _ONE_FOR_CHANNELS = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a16"}
 
 
@@ -56,46 +54,27 @@ class LayerFormat:
         return Flags() if name == "none" else None
 
 
-def as_mapping(quant_config: Any) -> Mapping[str, Any]:
-    """The `quantization_config` that an object stands for, such as SGLang's; a mapping is one already.
-
-    Errors: ValueError for others.
-    """
-    if isinstance(quant_config, Mapping):
-        return quant_config
-    get_name = getattr(quant_config, "get_name", None)
-    name = get_name() if callable(get_name) else None
-    ignored = {key: list(found) for key in _IGNORED if (found := getattr(quant_config, key, None))}
-    if name == "fp8":
-        keys = ("activation_scheme", "weight_block_size", "is_checkpoint_fp8_serialized")
-        return {"quant_method": name, **{key: getattr(quant_config, key, None) for key in keys}, **ignored}
-    if name in ("w8a8_fp8", "w8a8_int8", "mxfp4"):
-        return {"quant_method": name, **ignored}
-    if name in ("modelopt_fp4", "modelopt", "modelopt_fp8"):
-        algorithm = "NVFP4" if name == "modelopt_fp4" else "FP8"
-        return {"quant_method": "modelopt", "quant_algo": algorithm, **ignored}
-    raise ValueError(f"quant_config ({type(quant_config).__name__}, {name!r}) is not one of {_READ}")
-
-
 def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
     """The format of a layer of this name. Errors: ValueError for a config that is not read. Local."""
     if quant_config is None:
         return LayerFormat()
     config = as_mapping(quant_config)
-    skipped = [name for key in _IGNORED for name in config.get(key) or ()]
-    if prefix and any(
-        prefix == name or prefix.startswith(f"{name}.") or fnmatch.fnmatch(prefix, name) for name in skipped
-    ):
+    if skips(config, prefix):
         return LayerFormat()
     kind = config.get("quant_method")
     if kind in ("w8a8_fp8", "w8a8_int8"):
         scheme = SCHEMES["fp8_token" if kind == "w8a8_fp8" else "int8_token"]
         return LayerFormat(scheme=scheme, stored=scheme.weight, names={"values": "weight", "scale": "weight_scale"})
+    if kind == "mxfp8":
+        return _in_blocks("mxfp8")
+    if kind == "blockwise_int8":
+        rows, columns = block_of(config)
+        return _in_blocks(f"int8_block_{rows}x{columns}")
     if kind == "fp8" and config.get("weight_block_size") is None:
         return _per_tensor(config)
     method = method_of({"quantization_config": config}, "quant_config")
     if method is None:
-        raise ValueError(f"quant_config: {kind!r} is not one of {_READ}")
+        raise ValueError(f"quant_config: {kind!r} is not one of {READ}")
     if method.packing != "plain":
         return LayerFormat(scheme=method.scheme, stored=method.stored, method=method)
     if method.values == "_blocks":
@@ -111,6 +90,11 @@ def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
         static=method.input_scale is not None,
         unread=unread,
     )
+
+
+def _in_blocks(name: str) -> LayerFormat:
+    scheme = get_scheme(name)
+    return LayerFormat(scheme=scheme, stored=scheme.weight, names={"values": "weight", "scale": "weight_scale_inv"})
 
 
 def _per_tensor(config: Mapping[str, Any]) -> LayerFormat:
