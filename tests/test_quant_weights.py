@@ -240,13 +240,14 @@ def test_weights_are_refitted_in_place() -> None:
     ("source", "words"),
     [
         (_layer_weights(2.0, "int4_w4a16_g32"), ("'int4_w4a16_g32_zp'", "'int4_w4a16_g32'")),
+        (dataclasses.replace(_layer_weights(2.0), alternating=True), ("alternating True", "of these False and False")),
         (_layer_weights(2.0, w2_bias=torch.ones(1, 4)), ("w2_bias", "((1, 4), torch.float32)", "None")),
         (
             dataclasses.replace(_layer_weights(2.0), w2=_layer_weights(2.0).w2.map(lambda tensor: tensor[:, :3])),
             ("w2 of", "(1, 3, 48)", "(1, 6, 48)"),
         ),
     ],
-    ids=["scheme", "bias", "shape"],
+    ids=["scheme", "rows", "bias", "shape"],
 )
 def test_other_weights_are_not_refitted(source: ExpertWeights, words: tuple[str, ...]) -> None:
     ours = _layer_weights(1.0)

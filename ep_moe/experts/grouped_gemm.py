@@ -74,7 +74,7 @@ class CallShape:
         static_scale: the intermediate's scales are given.
         gathered: rows come from a pool by `row_index`.
         limited: the activation has a limit, one for all experts or one for each.
-        up_first: w13 is [up; gate].
+        up_first: w13 is [up; gate]. alternating: its gate and up rows take turns.
     """
 
     device: torch.device
@@ -94,6 +94,7 @@ class CallShape:
     gathered: bool
     limited: bool
     up_first: bool
+    alternating: bool
 
     @classmethod
     def of(cls, batch: ExpertBatch, weights: ExpertWeights, activation: ActivationConfig) -> "CallShape":
@@ -123,6 +124,7 @@ class CallShape:
             gathered=batch.row_index is not None,
             limited=activation.limit is not None or weights.per_expert.limit is not None,
             up_first=weights.up_first,
+            alternating=weights.alternating,
         )
 
     @property

@@ -89,6 +89,13 @@ def check_fit(
         raise ValueError(f"w13_gate_output_scale is set, activation '{activation.kind.value}' has no gate")
     if weights.up_first and not activation.kind.gated:
         raise ValueError(f"weights are up_first, activation '{activation.kind.value}' has no up half")
+    if weights.alternating and (weights.up_first or not activation.kind.gated):
+        what = "up_first" if weights.up_first else f"without an up half (activation '{activation.kind.value}')"
+        raise ValueError(f"weights are alternating and {what}")
+    if weights.alternating and scheme.weight.block[0] > 1:
+        raise ValueError(
+            f"weights are alternating, scheme '{scheme.name}' has scales of {scheme.weight.block[0]} rows, gate and up"
+        )
     needed = _needed(batch, weights, activation)
     for name, matrix in (("w13", weights.w13), ("w2", weights.w2)):
         for part in ("scale", "zero", "global_scale"):
@@ -204,6 +211,8 @@ class ReferenceExperts:
         if weights.w13_order is not None:
             x = x[:, weights.w13_order[expert]]
         first = x @ dequantize_weight(weights.w13[expert], scheme).t()
+        if weights.alternating:
+            first = torch.cat([first[:, 0::2], first[:, 1::2]], dim=1)
         halves = list(first.chunk(2, dim=1)) if self.activation.kind.gated else [first[:, :0], first]
         if weights.up_first:
             halves.reverse()
@@ -211,7 +220,8 @@ class ReferenceExperts:
             if name in own:
                 half *= own[name]
         if weights.w13_bias is not None:
-            first += weights.w13_bias[expert].float()
+            bias = weights.w13_bias[expert].float()
+            first += torch.cat([bias[0::2], bias[1::2]]) if weights.alternating else bias
         if weights.up_first:
             first = torch.cat(halves, dim=1)
         inner = apply_activation(first, self.activation, own)

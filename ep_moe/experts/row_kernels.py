@@ -156,6 +156,7 @@ def row_gemm(
         static_scale=False,
         limited=False,
         up_first=False,
+        alternating=False,
     )
     given = tuple((name, tensor.dtype) for name, tensor in tensors.items())
     num_flags = tensors["zeros"].shape[0] if "zeros" in tensors else 0

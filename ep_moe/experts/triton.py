@@ -158,6 +158,7 @@ class TritonGemms:
         epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
+            ALTERNATING=shape.alternating,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
@@ -187,7 +188,13 @@ class TritonGemms:
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
         epilogue = Epilogue(
-            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
+            ACTIVATION="identity",
+            GATED=False,
+            ALTERNATING=False,
+            LIMITED=False,
+            REQUANTIZE="none",
+            POWER_OF_TWO=False,
+            ORDER=0,
         )
         numbers = (
             shape.intermediate,

@@ -51,7 +51,8 @@ class ExpertWeights(_Referable):
     """Local experts of one layer; local expert e is physical expert `starts[rank] + e`.
 
     A gated `w13` is [gate; up]: rows [0, I) the gate, rows [I, 2I) the linear half; with `up_first` it is [up; gate],
-    the order of FlashInfer, and so is `w13_bias`.
+    the order of FlashInfer; with `alternating` gate and up rows take turns, gate first, as gpt-oss publishes them. The
+    rows of `w13_bias` lie alike.
     `scheme.weight` describes both matrices; `StoredMatrix(tensor)` is an unquantized one.
     Errors: ValueError for a matrix that is not a `StoredMatrix`.
     """
@@ -67,6 +68,7 @@ class ExpertWeights(_Referable):
     w2_input_scale: torch.Tensor | None = None  # [L] float32, the same for the second GEMM, one for each expert
     per_expert: PerExpert = PerExpert()
     up_first: bool = False
+    alternating: bool = False
     # [L, H] int64: column k of an expert's w13 multiplies column w13_order[k] of its tokens; None: column k
     w13_order: torch.Tensor | None = None
 
@@ -113,12 +115,18 @@ class ExpertWeights(_Referable):
 
         Args:
             source: the same tensors with the same shapes and dtypes, on any device.
-        Errors: ValueError names the scheme, or the first tensor that differs; then nothing is copied.
+        Errors: ValueError names the scheme, the order of w13's rows, or the first tensor that differs; nothing is
+        copied then.
         Local, on the current stream; ordered like any other copy with calls of a layer on that stream.
         """
         if source.scheme != self.scheme:
             raise ValueError(
                 f"weights in scheme '{self.scheme.name}' are refitted with weights in '{source.scheme.name}'"
+            )
+        if (source.up_first, source.alternating) != (self.up_first, self.alternating):
+            raise ValueError(
+                f"w13 of the new weights is up_first {source.up_first} and alternating {source.alternating}, of these "
+                f"{self.up_first} and {self.alternating}"
             )
         mine, theirs = self.named_tensors, source.named_tensors
         for name in (*mine, *(theirs.keys() - mine.keys())):

@@ -84,6 +84,9 @@ FEW_WORDS: dict[tuple[str, Rule], str] = {
         "spill",
     ): "two words of a thread on sm_100, whose tiles are those that were measured on sm_90",
 }
+TURNED_WORDS: dict[tuple[str, Rule], str] = {
+    ("_first_gemm_kernel", "spill"): "six words of a thread on sm_100, for which no tile is measured",
+}
 MEASURED_WORDS: dict[tuple[str, Rule], str] = {
     ("_first_gemm_kernel", "spill"): "two words of a thread, in tiles that were measured with them",
 }
@@ -136,6 +139,7 @@ def _weights(
     bias: bool,
     static: bool,
     own: bool,
+    alternating: bool,
 ) -> ExpertWeights:
     width = 2 * intermediate if gated else intermediate
     shapes = {"w13": (experts, width, hidden), "w2": (experts, hidden, intermediate)}
@@ -147,7 +151,7 @@ def _weights(
         optional["w2_input_scale"] = _empty(experts, dtype=torch.float32)
     names = [field.name for field in dataclasses.fields(PerExpert)] if own else []
     per_expert = PerExpert(**{name: _empty(experts, dtype=torch.float32) for name in names})
-    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, per_expert=per_expert, **optional)
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, per_expert=per_expert, alternating=alternating, **optional)
 
 
 def _batch(
@@ -180,6 +184,7 @@ def _experts(
     bias: bool = False,
     static: bool = False,
     own: bool = False,
+    alternating: bool = False,
     hopper: bool = False,
     excuses: Mapping[tuple[str, Rule], str] = NO_EXCUSES,
 ) -> Case:
@@ -188,8 +193,8 @@ def _experts(
 
     def launch() -> torch.Tensor:
         batch = _batch(scheme, dtype, layout, experts, hidden, expected_rows)
-        gated = activation.kind.gated
-        weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=gated, bias=bias, static=static, own=own)
+        options = {"bias": bias, "static": static, "own": own, "alternating": alternating}
+        weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=activation.kind.gated, **options)
         if not hopper:
             return TritonExperts(activation)(batch, weights)
         gemms = HopperGemms(anywhere=True)
@@ -223,6 +228,14 @@ def _expert_cases() -> list[Case]:
             _experts(f"fp8_block 32x48, {size}", "fp8_block_32x48", excuses=STEPS_OF_16, expected_rows=rows),
             _experts(f"fp8_block gpt-oss, {size}", **GPT_OSS, expected_rows=rows),
             _experts(f"bf16 gpt-oss, {size}", "none", **GPT_OSS, expected_rows=rows, excuses=FEW_WORDS),
+            _experts(
+                f"bf16 gpt-oss in turns, {size}",
+                "none",
+                **GPT_OSS,
+                alternating=True,
+                expected_rows=rows,
+                excuses=TURNED_WORDS if rows == 256 else NO_EXCUSES,
+            ),
             _experts(f"fp8_block gpt-oss per expert, {size}", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 gpt-oss per expert, {size}", "none", **GPT_OSS, own=True, expected_rows=rows),
             _experts(f"bf16 batched, {size}", "none", layout="batched", expected_rows=rows),
@@ -242,6 +255,9 @@ def _expert_cases() -> list[Case]:
     for scheme, excuses in NARROW_TOKENS.items():
         cases += [_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses) for rows in (8, 256)]
     cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
+    cases.append(
+        _experts("mxfp4_w4a16 in turns, 8 rows", "mxfp4_w4a16", alternating=True, excuses=DECODED["mxfp4_w4a16"])
+    )
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
         activation = ActivationConfig(kind=kind)
         cases += [

@@ -313,6 +313,54 @@ def test_up_before_gate(scheme: str, activation: str) -> None:
     assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
 
 
+def in_turns(rows: torch.Tensor | None) -> torch.Tensor | None:
+    """[L, 2I, ...] of gate and up rows, one after the other."""
+    if rows is None or rows.dim() < 2:
+        return rows
+    stored = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    turns = torch.stack(stored.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return turns.view(rows.dtype)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout"),
+    [
+        ("none", Layout.COMPACT),
+        ("fp8_token", Layout.BATCHED),
+        ("int4_w4a8_g48", Layout.FLAT),
+        ("int4_w4a16_g16_zp_f16", Layout.COMPACT),
+        ("mxfp4_w4a16", Layout.FLAT),
+        ("mxfp8", Layout.BATCHED),
+    ],
+)
+def test_rows_of_gate_and_up_in_turns(scheme: str, layout: Layout) -> None:
+    """The bits of the same rows apart, and the torch experts' result."""
+    sizes = {"hidden": 144, "intermediate": 48} if "48" in scheme else {}
+    own = ("w13_output_scale", "w13_gate_output_scale", "limit")
+    case = with_own(make_case(scheme, torch.float32 if scheme == "none" else torch.bfloat16, GPT_OSS, **sizes), *own)
+    apart, batch = case.weights, case.batch(layout)
+    turned = dataclasses.replace(
+        apart, w13=apart.w13.map(lambda part: in_turns(part)), w13_bias=in_turns(apart.w13_bias), alternating=True
+    )
+    assert_equals_torch(dataclasses.replace(case, weights=turned), GPT_OSS, batch)
+    used = slice(None) if layout is Layout.FLAT else used_rows(batch)
+    for experts in (TritonExperts(GPT_OSS), ReferenceExperts(GPT_OSS)):
+        assert_same_bits(experts(batch, turned)[used], experts(batch, apart)[used], type(experts).__name__)
+
+
+def test_rows_that_cannot_take_turns() -> None:
+    case = make_case("fp8_block", torch.bfloat16)
+    batch = case.batch(Layout.COMPACT)
+    for weights, activation, words in (
+        (dataclasses.replace(case.weights, alternating=True), SILU, "alternating, .* has scales of 128 rows"),
+        (dataclasses.replace(case.weights, alternating=True, up_first=True), SILU, "alternating and up_first"),
+        (dataclasses.replace(case.weights, alternating=True), ACTIVATIONS["relu2"], "without an up half"),
+    ):
+        for experts in (TritonExperts(activation), ReferenceExperts(activation)):
+            with pytest.raises(ValueError, match=words):
+                experts(batch, weights)
+
+
 def test_output_scales_without_a_gate() -> None:
     activation = ACTIVATIONS["relu2"]
     case = with_own(make_case("fp8_tensor", torch.bfloat16, activation), "w13_output_scale", "w2_output_scale")

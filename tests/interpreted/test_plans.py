@@ -97,6 +97,12 @@ def scaled(seed: str) -> Given:
     return plain(seed) | {"routed_scaling_factor": 2.5, "b2": torch.randn(EXPERTS, HIDDEN, generator=generator(seed))}
 
 
+def in_turns(seed: str) -> Given:
+    """Rows of w1 alternate, gate first."""
+    b1 = torch.randn(EXPERTS, 2 * INNER, generator=generator(seed))
+    return plain(seed) | {"b1": b1, "gemm1_alpha": 1.702, "gemm1_limit": 3.0}
+
+
 def static(seed: str) -> Given:
     return fp8(seed) | {"use_fp8_w8a8": True, "a1_scale": torch.tensor([0.01]), "a2_scale": torch.tensor([0.02])}
 
@@ -195,6 +201,7 @@ def batched_one(given: Given) -> torch.Tensor:
 
 CALLS = {
     "fused": Call(plain, routed, lambda given: outplace_fused_experts(**given)),
+    "in turns": Call(in_turns, routed, lambda given: outplace_fused_experts(**given), written="w1"),
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),

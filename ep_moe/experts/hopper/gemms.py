@@ -191,6 +191,7 @@ class HopperGemms:
         epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
+            ALTERNATING=False,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
@@ -202,7 +203,13 @@ class HopperGemms:
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
         epilogue = Epilogue(
-            ACTIVATION="identity", GATED=False, LIMITED=False, REQUANTIZE="none", POWER_OF_TWO=False, ORDER=0
+            ACTIVATION="identity",
+            GATED=False,
+            ALTERNATING=False,
+            LIMITED=False,
+            REQUANTIZE="none",
+            POWER_OF_TWO=False,
+            ORDER=0,
         )
         return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True, overlap=self._overlap)
 

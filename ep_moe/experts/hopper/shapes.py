@@ -39,6 +39,8 @@ def obstacle(shape: CallShape) -> str | None:
     rows, weight = shape.scheme.payload, shape.scheme.weight
     if shape.decodes or rows.family not in ("none", "scaled") or shape.row_dtype not in _ROW_DTYPES:
         return f"they do not compute scheme '{shape.scheme.name}' in {shape.dtype}"
+    if shape.alternating:
+        return "gate and up rows of w13 alternate"
     if torch.float32 not in (rows.scale_dtype, weight.scale_dtype) or weight.scale_dtype != rows.scale_dtype:
         return f"scales are {weight.scale_dtype}, not {torch.float32}"
     if weight.granularity in ("block", "group"):

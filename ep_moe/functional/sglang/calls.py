@@ -133,7 +133,7 @@ def outplace_fused_experts(
         a1_scale, a2_scale: static scales of tokens and intermediate, one number each, "fp8" without blocks.
         no_combine: return each expert's weighted output, [T, K, H]. routed_scaling_factor: multiplies the sum.
         gemm1_alpha, gemm1_limit: (clamp(up) + 1) * gate * sigmoid(alpha * gate) of rows of w1 that alternate, gate
-            first; w1 is copied into our order in each call.
+            first.
     Returns: [T, H], or [T, K, H], in the dtype of `hidden_states`.
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of

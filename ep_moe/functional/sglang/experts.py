@@ -17,7 +17,7 @@ from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
 from ep_moe.local_moe import local_moe
-from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
+from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
 from ep_moe.weights import ExpertWeights
 
@@ -95,7 +95,7 @@ def swiglu(alpha: float, limit: float | None) -> ActivationConfig:
 
 
 def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
-    """The weights of a call, checked; rows are copied into our order if gemm1_alpha says that gate and up alternate."""
+    """The weights of a call, checked; views, but for zero points. With gemm1_alpha rows of gate and up alternate."""
     if call.w1.dim() != 3 or call.w2.dim() != 3:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}, w2 {tuple(call.w2.shape)}; 3 dimensions each needed")
     (num_experts, width, _), hidden = call.w1.shape, call.hidden_states.shape[1]
@@ -113,13 +113,8 @@ def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
         if bias is not None:
             check_like(bias, name, needed, tuple(DTYPES.values()))
         biases.append(None if bias is None else bias.detach())
-    if call.gemm1_alpha is not None:
-        if scheme.weight.block[0] > 1:
-            raise ValueError(
-                f"gemm1_alpha is given, rows of gate and up alternate: a scale of {call.block_shape} has both"
-            )
-        w13 = halves_of(w13, scheme)
-        biases[0] = None if biases[0] is None else in_halves(biases[0])
+    if call.gemm1_alpha is not None and scheme.weight.block[0] > 1:
+        raise ValueError(f"gemm1_alpha is given, rows of gate and up alternate: a scale of {call.block_shape} has both")
     return ExpertWeights(
         w13=w13,
         w2=w2,
@@ -128,6 +123,7 @@ def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
         w2_bias=biases[1],
         w13_input_scale=_static(call, "a1_scale", 1),
         w2_input_scale=_static(call, "a2_scale", num_experts),
+        alternating=call.gemm1_alpha is not None,
     )
 
 
@@ -139,20 +135,6 @@ def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
     if given.dtype != torch.float32 or given.numel() not in (1, count):
         raise ValueError(f"{name} is {tuple(given.shape)} {given.dtype}; one float32 number needed")
     return given.detach().reshape(-1).expand(count).contiguous()
-
-
-def in_halves(rows: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, ...] of alternating rows as [gate; up]; bytes, since not every device indexes fp8."""
-    stored = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-    return torch.cat([stored[:, 0::2], stored[:, 1::2]], dim=1).view(rows.dtype)
-
-
-def halves_of(matrix: StoredMatrix, scheme: QuantScheme) -> StoredMatrix:
-    """A weight of alternating rows as [gate; up]; a scale for each row goes with it."""
-    alone = scheme.weight.granularity == "tensor"
-    return StoredMatrix(
-        **{part: tensor if alone and part == "scale" else in_halves(tensor) for part, tensor in matrix.tensors.items()}
-    )
 
 
 class _Plan(NamedTuple):
@@ -239,7 +221,7 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
     """Whether `weights_of` copies large tensors, which would miss later writes to the caller's."""
-    return call.gemm1_alpha is not None or not all(is_view(each, scheme) for each in call.weights)
+    return not all(is_view(each, scheme) for each in call.weights)
 
 
 def kept_or_new(
@@ -253,7 +235,7 @@ def kept_or_new(
         return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
     kept = kept_weights(name, threading.get_ident())
     tokens = call.hidden_states
-    key = scheme.name, tokens.shape[1], tokens.dtype, *identities(tensors)
+    key = scheme.name, call.gemm1_alpha is None, tokens.shape[1], tokens.dtype, *identities(tensors)
     return kept.get(tensors, key, functools.partial(weights_of, call, scheme))
 
 

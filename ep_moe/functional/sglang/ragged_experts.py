@@ -20,9 +20,7 @@ from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_confi
 from ep_moe.functional.sglang.experts import (
     ExpertsCall,
     check_tokens,
-    halves_of,
     has_copies,
-    in_halves,
     kept_or_new,
     run_routed,
     swiglu,
@@ -261,11 +259,14 @@ def _weights(call: RaggedCall) -> tuple[QuantScheme, ExpertWeights]:
             )
         turned = scale.transpose(1, 2).contiguous().view(torch.float8_e8m0fnu)
         matrices.append(StoredMatrix(values.contiguous(), scale=turned))
-    bias = call.b1
     for name, tensor, rows in (("b1", call.b1, given.w1.shape[1]), ("b2", call.b2, given.w2.shape[1])):
         if tensor is not None:
             check_like(tensor, name, (given.w1.shape[0], rows), tuple(DTYPES.values()))
-    if call.gemm1_alpha is not None:
-        matrices[0] = halves_of(matrices[0], scheme)
-        bias = None if bias is None else in_halves(bias)
-    return scheme, ExpertWeights(w13=matrices[0], w2=matrices[1], scheme=scheme, w13_bias=bias, w2_bias=call.b2)
+    return scheme, ExpertWeights(
+        w13=matrices[0],
+        w2=matrices[1],
+        scheme=scheme,
+        w13_bias=call.b1,
+        w2_bias=call.b2,
+        alternating=call.gemm1_alpha is not None,
+    )

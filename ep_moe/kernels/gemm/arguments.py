@@ -115,6 +115,7 @@ class Epilogue(NamedTuple):
 
     ACTIVATION: tl.constexpr  # `CallShape.activation_name`
     GATED: tl.constexpr  # the weights have a gate and an up half
+    ALTERNATING: tl.constexpr  # rows of which take turns, gate first
     LIMITED: tl.constexpr  # the activation clamps its input
     REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
     POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two

@@ -217,6 +217,7 @@ def accumulate_decoded(
     N,
     w_stride,  # V
     GATED: tl.constexpr,
+    ALTERNATING: tl.constexpr,
     TILE,
     SCALES,
     CODES,
@@ -231,7 +232,10 @@ def accumulate_decoded(
     row = tl.arange(0, ROWS)
     if GATED:
         columns = first_column + row // 16 * 8 + row % 8
-        row = columns + row // 8 % 2 * N
+        if ALTERNATING:
+            row = 2 * columns + row // 8 % 2
+        else:
+            row = columns + row // 8 % 2 * N
     else:
         columns = first_column + row
         row = columns

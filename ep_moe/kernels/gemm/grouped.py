@@ -119,6 +119,15 @@ def _accumulate(
 
 
 @triton.jit
+def _to_up(N, EPILOGUE):
+    """From a gate row of w to its up row."""
+    if EPILOGUE.ALTERNATING:
+        return 1
+    else:
+        return N
+
+
+@triton.jit
 def _compute_tile(
     operands,  # Operands
     scalars,  # ExpertScalars
@@ -140,13 +149,15 @@ def _compute_tile(
 ):
     """Return a tile of w @ x + bias, [BLOCK_M, BLOCK_N] float32: of the gate and the up half if GATED, else twice."""
     halves = 2 if EPILOGUE.GATED else 1
+    w_rows = 2 * columns if EPILOGUE.ALTERNATING else columns
     w_offsets = first_column
     up_offsets = first_column
     if SCALES.WEIGHT == "block" or SCALES.WEIGHT == "fold" or CODES.ZERO:
-        w_offsets = scale_offsets(expert, first_column, columns, halves * N, K, SCALES)
+        w_offsets = scale_offsets(expert, first_column, w_rows, halves * N, K, SCALES)
         up_offsets = w_offsets
         if EPILOGUE.GATED:
-            up_offsets = scale_offsets(expert, first_column + N, columns + N, halves * N, K, SCALES)
+            up_rows = w_rows + _to_up(N, EPILOGUE)
+            up_offsets = scale_offsets(expert, first_column + N, up_rows, halves * N, K, SCALES)
     if CODES.KIND != "none":
         gate, up = accumulate_decoded(
             operands,
@@ -158,6 +169,7 @@ def _compute_tile(
             N,
             w_stride,
             EPILOGUE.GATED,
+            EPILOGUE.ALTERNATING,
             TILE,
             SCALES,
             CODES,
@@ -168,9 +180,9 @@ def _compute_tile(
             x_ptrs,
             x_scale_ptrs,
             row_mask,
-            operands.w + (expert.to(tl.int64) * halves * N + columns[:, None]) * w_stride,
+            operands.w + (expert.to(tl.int64) * halves * N + w_rows[:, None]) * w_stride,
             w_offsets,
-            N.to(tl.int64) * w_stride,
+            w_stride if EPILOGUE.ALTERNATING else N.to(tl.int64) * w_stride,
             up_offsets,
             column_mask,
             K,
@@ -188,13 +200,13 @@ def _compute_tile(
             scalars.gate_output_scale,
             expert,
             halves * N,
-            columns,
+            w_rows,
             row_mask,
             column_mask,
             SCALES,
             CODES,
         )
-        up_columns = columns + N
+        up_rows = w_rows + _to_up(N, EPILOGUE)
         up = scale_sums(
             up,
             operands,
@@ -202,7 +214,7 @@ def _compute_tile(
             scalars.output_scale,
             expert,
             halves * N,
-            up_columns,
+            up_rows,
             row_mask,
             column_mask,
             SCALES,
@@ -223,10 +235,10 @@ def _compute_tile(
             CODES,
         )
     if operands.bias is not None:
-        bias_ptrs = operands.bias + expert.to(tl.int64) * halves * N + columns
+        bias_ptrs = operands.bias + expert.to(tl.int64) * halves * N + w_rows
         gate = add_bias(gate, bias_ptrs, column_mask)
         if EPILOGUE.GATED:
-            up = add_bias(up, bias_ptrs + N, column_mask)
+            up = add_bias(up, bias_ptrs + _to_up(N, EPILOGUE), column_mask)
     return gate, up
 
 
