@@ -135,6 +135,8 @@ def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 def writes(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:
     """How often torch has written each tensor; None if that is unknown, or while a CUDA graph is captured. Local."""
     there = [tensor for tensor in tensors if tensor is not None]
+    if not there:
+        return ()
     if any(tensor.is_inference() for tensor in there):
         return None
     if there[0].is_cuda and torch.cuda.is_current_stream_capturing():

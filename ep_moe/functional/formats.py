@@ -142,12 +142,12 @@ def _zero(given: GivenWeight, scheme: QuantScheme, shape: tuple[int, int, int], 
         return torch.full(needed, 128, dtype=torch.uint8, device=given.values.device)
     if flags.use_int8_w8a16:
         check_like(zero, given.zero_name, needed, _ONE_BYTE)
-        return zero
+        return zero.detach()
     packed = (needed[0], needed[1] // 2, *needed[2:])
     if zero.numel() == torch.Size(packed).numel():
         zero = zero.reshape(packed)
     check_like(zero, given.zero_name, packed, _ONE_BYTE)
-    return unpack_nibbles(zero.reshape(*packed[:2], -1).transpose(1, 2)).transpose(1, 2).reshape(needed)
+    return unpack_nibbles(zero.reshape(*packed[:2], -1).transpose(1, 2)).transpose(1, 2).reshape(needed).contiguous()
 
 
 def matrix_of(
@@ -155,7 +155,8 @@ def matrix_of(
 ) -> StoredMatrix:
     """A weight of `shape` [E, N, C] as the runtime has it, checked; `dtype` is the tokens'.
 
-    Its tensors are views where `is_view` says so. Errors: ValueError for other shapes and dtypes. Local.
+    Its tensors are views where `is_view` says so, but for zero points of 4 bits.
+    Errors: ValueError for other shapes and dtypes. Local.
     """
     values, stored = given.values, scheme.weight
     kind = stored.dtype or dtype
@@ -171,7 +172,6 @@ def matrix_of(
 
 
 def is_view(given: GivenWeight, scheme: QuantScheme) -> bool:
-    """Whether `matrix_of` makes views alone, which see later writes to the caller's tensors."""
+    """Whether `matrix_of` makes views, which see later writes to a caller's tensors, but for zero points of 4 bits."""
     scale = given.scale
-    same = scale is None or (scale.dtype == scheme.weight.scale_dtype and scale.is_contiguous())
-    return same and not scheme.weight.zero_point
+    return scale is None or (scale.dtype == scheme.weight.scale_dtype and scale.is_contiguous())

@@ -87,6 +87,8 @@ class Call:
     run: Callable[[Given], torch.Tensor]
     written: str = "w2"  # a weight that is written in place
     many: int = 9  # tokens
+    sequences: int = 1  # of a call
+    launches: int = 6  # of a sequence, or more
 
 
 def plain(seed: str) -> Given:
@@ -101,6 +103,33 @@ def in_turns(seed: str) -> Given:
     """Rows of w1 alternate, gate first."""
     b1 = torch.randn(EXPERTS, 2 * INNER, generator=generator(seed))
     return plain(seed) | {"b1": b1, "gemm1_alpha": 1.702, "gemm1_limit": 3.0}
+
+
+def integers(seed: str) -> Given:
+    """4 bits in groups of 32 around zero points, those of two rows in a byte."""
+    random, given = generator(f"{seed} integers"), dict[str, Any]()
+    for n, (rows, columns) in ((1, (2 * INNER, HIDDEN)), (2, (HIDDEN, INNER))):
+        given[f"w{n}"] = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=random, dtype=torch.uint8)
+        given[f"w{n}_scale"] = torch.rand(EXPERTS, rows, columns // 32, generator=random) / 50 + 0.01
+        zeros = torch.randint(0, 256, (EXPERTS, rows // 2, columns // 32), generator=random, dtype=torch.uint8)
+        given[f"w{n}_zp"] = zeros
+    return given | {"use_int4_w4a16": True, "block_shape": [0, 32]}
+
+
+def rows_apart(given: Given) -> torch.Tensor:
+    """Every expert's own row, tokens weighted or not; and their sum."""
+    apart = outplace_fused_experts(**given, no_combine=True)
+    weighted = outplace_fused_experts(**given, no_combine=True, apply_router_weight_on_input=True)
+    total = outplace_fused_experts(**given, apply_router_weight_on_input=True, routed_scaling_factor=0.5)
+    return torch.cat([apart.flatten(0, 1), weighted.flatten(0, 1), total])
+
+
+def one_expert(given: Given) -> torch.Tensor:
+    """Weights on the input of tokens with one expert, in place."""
+    x = given["hidden_states"].clone()
+    first = {name: given[name][:, :1] for name in ("topk_ids", "topk_weights")}
+    inplace_fused_experts(**given | first | {"hidden_states": x}, apply_router_weight_on_input=True)
+    return x
 
 
 def static(seed: str) -> Given:
@@ -202,14 +231,17 @@ def batched_one(given: Given) -> torch.Tensor:
 CALLS = {
     "fused": Call(plain, routed, lambda given: outplace_fused_experts(**given)),
     "in turns": Call(in_turns, routed, lambda given: outplace_fused_experts(**given), written="w1"),
+    "zero points": Call(integers, routed, lambda given: outplace_fused_experts(**given), written="w2_zp"),
+    "rows apart": Call(plain, routed, rows_apart, sequences=3),
+    "one expert": Call(plain, routed, one_expert),
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
     "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given)),
     "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B", many=34),
     "one gemm fp8": Call(one_gemm("fp8"), sorted_pairs, one, written="B_scale"),
-    "batched": Call(plain, rows, batched),
-    "batched gemm": Call(plain, rows, batched_one, written="w1"),
+    "batched": Call(plain, rows, batched, launches=3),
+    "batched gemm": Call(plain, rows, batched_one, written="w1", launches=2),
 }
 
 
@@ -229,7 +261,8 @@ def test_later_calls(name: str, repeats: list[int], by_kernels: Callable[[], Non
     many = call.inputs("many", call.many)
     kinds = [mine | few, mine | more, other | few, mine | many]
     expected = [call.run(given) for given in kinds]
-    scale = 2.0 if mine[call.written].dtype.is_floating_point and mine[call.written].dtype.itemsize > 1 else 1
+    floats = mine[call.written].dtype.is_floating_point and mine[call.written].dtype.itemsize > 1
+    scale = 2.0 if floats else 3 if mine[call.written].dtype == torch.uint8 else 1
     before = mine[call.written].clone()
     mine[call.written].mul_(scale)
     expected.append(call.run(mine | more))
@@ -242,7 +275,8 @@ def test_later_calls(name: str, repeats: list[int], by_kernels: Callable[[], Non
     start = len(repeats)
     for place in (1, 0, 2, 3, 1):
         compare(call.run(kinds[place]), expected[place], first[place])
-    assert len(repeats) == start + 5  # one sequence for each call
+    assert len(repeats) == start + 5 * call.sequences
+    assert min(repeats[start:]) >= call.launches  # all of a call, and not its first part alone
     mine[call.written].mul_(scale)
     compare(call.run(mine | more), expected[4])
     moved = mine[call.written]

@@ -11,7 +11,7 @@ import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
-from ep_moe.functional.common import check_like, experts_for, kept_weights
+from ep_moe.functional.common import check_like, experts_for, kept_weights, writes
 from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
 from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
@@ -65,6 +65,22 @@ class ExpertsCall(NamedTuple):
         return swiglu(self.gemm1_alpha, self.gemm1_limit)
 
     @property
+    def rows_apart(self) -> bool:
+        """Whether each pair of a token and an expert is a row of its own, for which tokens may be weighted."""
+        return self.apply_router_weight_on_input or self.no_combine
+
+    @property
+    def factor(self) -> float:
+        """What multiplies the sum."""
+        return 1.0 if self.routed_scaling_factor is None or self.no_combine else self.routed_scaling_factor
+
+    @property
+    def packed_zeros(self) -> tuple[torch.Tensor, ...]:
+        """Zero points of 4 bits, two rows in a byte, of which the runtime reads unpacked copies."""
+        zeros = (self.w1_zp, self.w2_zp) if self.use_int4_w4a16 else ()
+        return tuple(zero for zero in zeros if zero is not None)
+
+    @property
     def flags(self) -> Flags:
         """How weights and tokens are stored."""
         return Flags(
@@ -95,7 +111,7 @@ def swiglu(alpha: float, limit: float | None) -> ActivationConfig:
 
 
 def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
-    """The weights of a call, checked; views, but for zero points. With gemm1_alpha rows of gate and up alternate."""
+    """The weights of a call, checked; with gemm1_alpha rows of gate and up alternate."""
     if call.w1.dim() != 3 or call.w2.dim() != 3:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}, w2 {tuple(call.w2.shape)}; 3 dimensions each needed")
     (num_experts, width, _), hidden = call.w1.shape, call.hidden_states.shape[1]
@@ -138,11 +154,16 @@ def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
 
 
 class _Plan(NamedTuple):
-    """What later calls of a kind repeat, unless `get_moe_configs` says something else by then."""
+    """What later calls of a kind repeat.
+
+    Unless `get_moe_configs` says something else by then, or zero points of 4 bits, of which there is a copy, have been
+    written.
+    """
 
     routed: RoutedPlan
     configs_key: tuple[int, int, str | None, int, int]
     configs: dict[int, Any] | None
+    zeros_written: tuple[int, ...]
 
 
 def _key_of(call: ExpertsCall, out: torch.Tensor | None) -> tuple[object, ...]:
@@ -171,21 +192,46 @@ _NUMBERS = slice(_SCALES.stop + 1, None)
 
 def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
     """The weighted sum [T, H], or [T, K, H] if `no_combine`. Errors: ValueError. Local."""
-    if get_config():
+    zeros_written = writes(call.packed_zeros)
+    if get_config() or zeros_written is None:
         return _computed(call, out)[0]
     plans, key = plans_of("fused_experts", threading.get_ident()), _key_of(call, out)
     plan: _Plan | None = plans.get(key)
-    if plan is not None and get_moe_configs(*plan.configs_key) is plan.configs:
-        given = call.hidden_states, call.topk_ids, call.topk_weights, out
-        result = plan.routed(*given, static_scale=call.a1_scale, inner_scale=call.a2_scale)
+    if plan is not None and plan.zeros_written == zeros_written and get_moe_configs(*plan.configs_key) is plan.configs:
+        result = _repeated(plan.routed, call, out)
         if result is not None:
             return result
     result, routed = _computed(call, out)
     if routed is not None:
         found = configs_key(call.flags, call.w2, call.hidden_states.dtype)
-        new = _Plan(routed, found, get_moe_configs(*found))
+        new = _Plan(routed, found, get_moe_configs(*found), zeros_written)
         plans.keep(key, new, call.hidden_states.device, _weights_given(call))
     return result
+
+
+def _given_rows(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Rows, their experts and weights, and what is left to multiply these by."""
+    given = call.hidden_states, call.topk_ids, call.topk_weights
+    if not call.rows_apart:
+        return *given, call.factor
+    return *rows_of(*given, on_input=call.apply_router_weight_on_input, factor=call.factor), 1.0
+
+
+def _out_of_rows(call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
+    """`out`, if rows are written into it."""
+    return out if not call.rows_apart or call.topk_ids.shape[1] == 1 else None
+
+
+def _result(call: ExpertsCall, y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The result of a call, from that of its rows."""
+    return of_rows(y, call.topk_ids.shape[1], no_combine=call.no_combine, out=out) if call.rows_apart else y
+
+
+def _repeated(routed: RoutedPlan, call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
+    """The result of a later call; None if a tensor is not aligned."""
+    x, ids, topk_weights, _ = _given_rows(call)
+    y = routed(x, ids, topk_weights, _out_of_rows(call, out), static_scale=call.a1_scale, inner_scale=call.a2_scale)
+    return None if y is None else _result(call, y, out)
 
 
 def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor, RoutedPlan | None]:
@@ -199,24 +245,24 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
         )
     activation, flags, given = call.between, call.flags, call.weights
     scheme = scheme_of(flags, given)
-    tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
+    tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2, call.w1_zp, call.w2_zp
     weights = kept_or_new("sglang", tensors, call, scheme)
     tiles = found_tiles(flags, call.w2, hidden_states, scheme)
     experts = experts_for(activation, scheme, hidden_states.device, tiles)
     if call.apply_router_weight_on_input and call.b1 is not None:
         raise ValueError("b1 is given, apply_router_weight_on_input takes none: SGLang would multiply it too")
-    factor = 1.0 if call.routed_scaling_factor is None or call.no_combine else call.routed_scaling_factor
-    topk_weights = call.topk_weights.float()
-    if call.apply_router_weight_on_input or call.no_combine:
-        routing = Routing(topk_ids=ids, topk_weights=topk_weights)
-        apart = {"on_input": call.apply_router_weight_on_input, "no_combine": call.no_combine}
-        return run_routed(hidden_states, routing, weights, experts, **apart, factor=factor, out=out), None
+    if call.apply_router_weight_on_input and scheme.payload.quantized:  # scales are multiplied, not tokens
+        routing = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
+        more: dict[str, Any] = {"on_input": True, "no_combine": call.no_combine, "factor": call.factor}
+        return run_routed(hidden_states, routing, weights, experts, **more, out=out), None
+    x, ids, topk_weights, factor = _given_rows(call)
+    topk_weights, into = topk_weights.float(), _out_of_rows(call, out)
     routing = Routing(topk_ids=ids, topk_weights=topk_weights if factor == 1.0 else topk_weights * factor)
-    result = local_moe(hidden_states, routing, weights, experts, out=out)
-    if has_copies(call, scheme):
-        return result, None
-    more: dict[str, Any] = {"factor": factor, "inner_scale": call.a2_scale}
-    return result, RoutedPlan.of(hidden_states, routing, weights, experts, **more, out=out)
+    y, routed = local_moe(x, routing, weights, experts, out=into), None
+    if not has_copies(call, scheme):
+        more = {"factor": factor, "inner_scale": call.a2_scale}
+        routed = RoutedPlan.of(x, routing, weights, experts, **more, out=into)
+    return _result(call, y, out), routed
 
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
@@ -236,7 +282,8 @@ def kept_or_new(
     kept = kept_weights(name, threading.get_ident())
     tokens = call.hidden_states
     key = scheme.name, call.gemm1_alpha is None, tokens.shape[1], tokens.dtype, *identities(tensors)
-    return kept.get(tensors, key, functools.partial(weights_of, call, scheme))
+    make = functools.partial(weights_of, call, scheme)
+    return kept.get(tensors, key, make, copied=bool(call.packed_zeros))
 
 
 def check_tokens(hidden_states: torch.Tensor) -> None:
@@ -262,31 +309,45 @@ def run_routed(
     Args:
         on_input: weights multiply tokens, and not outputs. factor: multiplies the sum. out: optional, [T, H].
     """
-    dtype, ids, routing_weights = x.dtype, routing.topk_ids, routing.topk_weights
-    num_topk = ids.shape[1]
-    apart = num_topk > 1 and (no_combine or on_input)
-    if apart:  # a row for each token and expert, summed afterwards
-        x = x.repeat_interleave(num_topk, dim=0)
-        ids, routing_weights = ids.reshape(-1, 1), routing_weights.reshape(-1, 1)
+    dtype, num_topk, apart = x.dtype, routing.topk_ids.shape[1], on_input or no_combine
+    ids, routing_weights = routing.topk_ids, routing.topk_weights
     tokens: torch.Tensor | Quantized = x
-    if on_input:
-        tokens = _weighted(x, Routing(topk_ids=ids, topk_weights=routing_weights), weights)
+    if on_input and weights.scheme.payload.quantized:
+        x, ids, routing_weights = rows_of(x, ids, routing_weights)
+        tokens = quantize(x, weights.scheme, static_scale=weights.w13_input_scale)
+        tokens, _ = apply_weights_to_input(tokens, Routing(topk_ids=ids, topk_weights=routing_weights))
         routing_weights = torch.full_like(routing_weights, factor)
+    elif apart:
+        tokens, ids, routing_weights = rows_of(x, ids, routing_weights, on_input=on_input, factor=factor)
     elif factor != 1.0:
         routing_weights = routing_weights * factor
     routing = Routing(topk_ids=ids, topk_weights=routing_weights)
-    y = local_moe(tokens, routing, weights, experts, dtype=dtype, out=None if apart else out)
-    if not apart:
-        return y.unsqueeze(1) if no_combine else y
-    y = y.view(-1, num_topk, y.shape[1])
+    alone = not apart or num_topk == 1
+    y = local_moe(tokens, routing, weights, experts, dtype=dtype, out=out if alone else None)
+    return of_rows(y, num_topk, no_combine=no_combine, out=out) if apart else y
+
+
+def rows_of(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, on_input: bool = False, factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A row for each of the T * K pairs of a token and an expert: tokens, ids and weights, of one expert each.
+
+    Args: on_input: weights multiply tokens, and `factor` takes their place; else it multiplies them.
+    """
+    num_topk, topk_weights = topk_ids.shape[1], topk_weights.float()
+    if num_topk > 1:
+        x = x.repeat_interleave(num_topk, dim=0)
+        topk_ids, topk_weights = topk_ids.reshape(-1, 1), topk_weights.reshape(-1, 1)
+    if on_input:
+        return x * topk_weights.to(x.dtype), topk_ids, torch.full_like(topk_weights, factor)
+    return x, topk_ids, topk_weights if factor == 1.0 else topk_weights * factor
+
+
+def of_rows(y: torch.Tensor, num_topk: int, *, no_combine: bool, out: torch.Tensor | None) -> torch.Tensor:
+    """The results of `rows_of` [T * K, H] by token: [T, K, H] if `no_combine`, else their sum [T, H]."""
     if no_combine:
+        return y.view(-1, num_topk, y.shape[1])
+    if num_topk == 1:
         return y
-    return torch.sum(y.float(), 1).to(y.dtype) if out is None else out.copy_(torch.sum(y.float(), 1))
-
-
-def _weighted(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor | Quantized:
-    """Tokens multiplied by their weights, where SGLang multiplies the first GEMM's results."""
-    scheme = weights.scheme
-    if not scheme.payload.quantized:
-        return apply_weights_to_input(x, routing)[0]
-    return apply_weights_to_input(quantize(x, scheme, static_scale=weights.w13_input_scale), routing)[0]
+    total = y.view(-1, num_topk, y.shape[1]).float().sum(1)
+    return total.to(y.dtype) if out is None else out.copy_(total)
