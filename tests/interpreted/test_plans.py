@@ -15,6 +15,7 @@ from ep_moe.experts import create_experts
 from ep_moe.functional import common, plans
 from ep_moe.functional.flashinfer import b12x_fused_moe
 from ep_moe.functional.sglang import (
+    experts,
     gemm,
     inplace_fused_experts,
     invoke_fused_moe_kernel,
@@ -354,7 +355,12 @@ def test_no_pairs(by_kernels: Callable[[], None]) -> None:
         assert bool((c == 7).all())
 
 
-KEPT_AS = {"static": "fused_experts", "one gemm": "invoke_fused_moe_kernel", "batched": "batched_experts"}
+KEPT_AS = {
+    "static": "fused_experts",
+    "zero points": "fused_experts",
+    "one gemm": "invoke_fused_moe_kernel",
+    "batched": "batched_experts",
+}
 
 
 @pytest.mark.parametrize("name", KEPT_AS)
@@ -368,7 +374,8 @@ def test_captured_calls_keep_nothing(
     kept = call.run(given)
     copied: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_: copied.append(self) or self)
-    monkeypatch.setattr(plans, "capturing", lambda device: True)
+    for module in (plans, experts):
+        monkeypatch.setattr(module, "capturing", lambda device: True)
     monkeypatch.setattr(plans, "_tables", dict)
     assert torch.equal(call.run(given), kept)  # by the plan, or as a first call
     plans.plans_of.cache_clear()

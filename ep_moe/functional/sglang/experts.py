@@ -13,7 +13,7 @@ from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
 from ep_moe.functional.common import check_like, experts_for, kept_weights, writes
 from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
-from ep_moe.functional.plans import identities, kinds, plans_of
+from ep_moe.functional.plans import capturing, identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
 from ep_moe.local_moe import local_moe
@@ -75,10 +75,11 @@ class ExpertsCall(NamedTuple):
         return 1.0 if self.routed_scaling_factor is None or self.no_combine else self.routed_scaling_factor
 
     @property
-    def packed_zeros(self) -> tuple[torch.Tensor, ...]:
-        """Zero points of 4 bits, two rows in a byte, of which the runtime reads unpacked copies."""
-        zeros = (self.w1_zp, self.w2_zp) if self.use_int4_w4a16 else ()
-        return tuple(zero for zero in zeros if zero is not None)
+    def makes_zeros(self) -> bool:
+        """Whether the runtime reads zero points that are made: unpacked ones of 4 bits, or 128 where none are given."""
+        if self.use_int4_w4a16:
+            return self.w1_zp is not None
+        return self.use_int8_w8a16 and self.block_shape is not None and self.w1_zp is None
 
     @property
     def flags(self) -> Flags:
@@ -156,8 +157,7 @@ def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
 class _Plan(NamedTuple):
     """What later calls of a kind repeat.
 
-    Unless `get_moe_configs` says something else by then, or zero points of 4 bits, of which there is a copy, have been
-    written.
+    Unless `get_moe_configs` says something else by then, or zero points have been written of which others are made.
     """
 
     routed: RoutedPlan
@@ -192,7 +192,7 @@ _NUMBERS = slice(_SCALES.stop + 1, None)
 
 def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
     """The weighted sum [T, H], or [T, K, H] if `no_combine`. Errors: ValueError. Local."""
-    zeros_written = writes(call.packed_zeros)
+    zeros_written = _zeros_written(call)
     if get_config() or zeros_written is None:
         return _computed(call, out)[0]
     plans, key = plans_of("fused_experts", threading.get_ident()), _key_of(call, out)
@@ -207,6 +207,16 @@ def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
         new = _Plan(routed, found, get_moe_configs(*found), zeros_written)
         plans.keep(key, new, call.hidden_states.device, _weights_given(call))
     return result
+
+
+def _zeros_written(call: ExpertsCall) -> tuple[int, ...] | None:
+    """How often torch has written the zero points that others are made of; None if that is unknown, or a CUDA graph is
+    captured, whose memory these would be, or which would read those of a plan."""
+    if not call.makes_zeros:
+        return ()
+    if capturing(call.w1.device):
+        return None
+    return writes((call.w1_zp, call.w2_zp))
 
 
 def _given_rows(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
@@ -283,7 +293,7 @@ def kept_or_new(
     tokens = call.hidden_states
     key = scheme.name, call.gemm1_alpha is None, tokens.shape[1], tokens.dtype, *identities(tensors)
     make = functools.partial(weights_of, call, scheme)
-    return kept.get(tensors, key, make, copied=bool(call.packed_zeros))
+    return kept.get(tensors, key, make, copied=call.makes_zeros)
 
 
 def check_tokens(hidden_states: torch.Tensor) -> None:
