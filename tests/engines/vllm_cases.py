@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import NaiveBatchedExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 from vllm.v1.worker import ubatching
+from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
 from ep_moe.engines.common.hooks import check_hooks, check_version
@@ -50,7 +51,7 @@ def rows_of(made: Any, rank: int, num_rows: int, seed: int = 0) -> Rows:
     x = torch.randn(num_rows, moe.hidden_dim, generator=random)
     scores = torch.rand(num_rows, moe.num_experts, generator=random)
     weights, ids = scores.topk(moe.experts_per_token, dim=-1)
-    return Rows(x, ids.to(torch.int32), weights)
+    return Rows(x.to(DEVICE), ids.to(DEVICE, torch.int32), weights.to(DEVICE))
 
 
 def call(made: Any, rows: Rows, counts: list[int] | None = None) -> torch.Tensor:
@@ -88,7 +89,7 @@ def faults_are_seen(made: Any) -> None:
     rows = EpMoePrepareAndFinalize._rows
 
     def without_first(self: Any, a1: Any, weights: Any, ids: torch.Tensor, on_input: bool) -> Any:
-        return rows(self, a1, weights, ids.index_fill(0, torch.tensor([0]), -1), on_input)
+        return rows(self, a1, weights, ids.index_fill(0, torch.tensor([0], device=DEVICE), -1), on_input)
 
     with mock.patch.object(EpMoePrepareAndFinalize, "_rows", without_first):
         assert fails(), "a lost token was not seen"
@@ -191,7 +192,7 @@ def two_slots(made: Any) -> None:
     state = layer.quant_method.ep_moe
     kernel = layer.quant_method.moe_kernel
     sizes = dataclasses.replace(kernel.prepare_finalize.transport.config, num_slots=2)
-    shared = made.plugin.transports.get(state.process_group, layer.moe_config.num_experts, sizes, torch.device("cpu"))
+    shared = made.plugin.transports.get(state.process_group, layer.moe_config.num_experts, sizes, torch.device(DEVICE))
     options = dataclasses.replace(kernel.prepare_finalize.options, layout=Layout.COMPACT)
     exchange = EpMoePrepareAndFinalize(shared.transport, options)
     batches = [rows_of(made, made.rank, 5, seed) for seed in (1, 2)]
@@ -241,7 +242,7 @@ def crossed(made: Any) -> None:
     transport = layer.quant_method.moe_kernel.prepare_finalize.transport
     options = RoundOptions(layout=Layout.BATCHED, scheme=get_scheme("none"))
     sizes = dataclasses.replace(transport.config, max_tokens_per_rank=most)
-    own = made.plugin.transports.get(None, moe.num_experts, sizes, torch.device("cpu")).transport
+    own = made.plugin.transports.get(None, moe.num_experts, sizes, torch.device(DEVICE)).transport
 
     def run(ours: bool, our_experts: bool) -> torch.Tensor:
         exchange = (

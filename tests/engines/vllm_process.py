@@ -1,7 +1,8 @@
 """One rank of one version of vLLM: all cases, one after another, since importing vLLM takes 20 seconds.
 
 Run as `python vllm_process.py WORLD RANK PORT CHECKPOINTS [CASE ...]`, with vLLM, its dependencies and a folder of
-entry points on PYTHONPATH and EP_MOE_VLLM=1. It prints a line per case; the last one is "all cases passed".
+entry points on PYTHONPATH and EP_MOE_VLLM=1; EP_MOE_ENGINE_DEVICE=cuda puts models on a GPU. It prints a line per case;
+the last one is "all cases passed".
 """
 
 import contextlib
@@ -23,12 +24,13 @@ import vllm_cases
 import vllm_formats
 import vllm_twins
 from prompts import prompts
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader import get_model
+from vllm_twins import DEVICE
 
 from ep_moe.config import Layout
 
@@ -119,10 +121,10 @@ class Engine:
         if self.dp > 1:
             context["num_tokens_across_dp"] = torch.tensor(counts, dtype=torch.int32)
         if padded:
-            context["is_padding"] = torch.arange(len(ids)) >= len(ids) - padded
+            context["is_padding"] = (torch.arange(len(ids)) >= len(ids) - padded).to(DEVICE)
         positions = torch.cat([torch.arange(length) for length in lengths])
         with torch.no_grad(), set_forward_context(None, self.config, **context):
-            logits = self.model.compute_logits(self.model(ids, positions))
+            logits = self.model.compute_logits(self.model(ids.to(DEVICE), positions.to(DEVICE)))
         return list(logits.split(lengths))[: len(mine)]
 
     def check_ours(self) -> None:
@@ -133,7 +135,7 @@ class Engine:
 
     def check(self, padded: int = 0) -> float:
         """Compare the logits of all prompts with the reference; return the largest error."""
-        reference = torch.load(CHECKPOINTS / self.name / "reference.pt")
+        reference = torch.load(CHECKPOINTS / self.name / "reference.pt", map_location=DEVICE)
         indices = list(range(len(reference)))
         worst = 0.0
         for index, found in zip(indices[RANK % self.dp :: self.dp], self.forward(indices, padded), strict=True):
@@ -164,6 +166,7 @@ def engine(name: str, *, tp: int = 1, **options: Any) -> Iterator[Engine]:
         tensor_parallel_size=tp,
         **options,
     ).create_engine_config()
+    config.device_config = DeviceConfig(device=DEVICE)
     if dp > 1:
         parallel = config.parallel_config
         parallel.data_parallel_size, parallel.data_parallel_rank = dp, RANK

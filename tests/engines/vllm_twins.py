@@ -5,11 +5,13 @@ Only what is beside the experts: the layers of experts and their routers run vLL
 
 import importlib
 import importlib.util
+import os
 import types
 from typing import Any
 
 import torch
 
+DEVICE = os.environ.get("EP_MOE_ENGINE_DEVICE", "cpu")  # of models
 LENGTHS: list[int] = []  # of the sequences of the current forward pass
 LIBRARIES: list[torch.library.Library] = []  # an operation exists as long as its library
 
@@ -27,8 +29,8 @@ def attention(
     k = key.view(-1, self.num_kv_heads, self.head_size).transpose(0, 1)
     v = value.view(-1, self.num_kv_heads, self.head_size).transpose(0, 1)
     k, v = (tensor.repeat_interleave(self.num_heads // self.num_kv_heads, dim=0) for tensor in (k, v))
-    ends = torch.tensor(LENGTHS).cumsum(0)
-    position = torch.arange(q.shape[1])
+    ends = torch.tensor(LENGTHS, device=q.device).cumsum(0)
+    position = torch.arange(q.shape[1], device=q.device)
     sequence = torch.bucketize(position, ends, right=True)
     distance = position[:, None] - position[None]
     seen = (sequence[:, None] == sequence[None]) & (distance >= 0)
@@ -135,13 +137,14 @@ def install() -> None:
     Attention.__init__ = init
     Attention.forward = attention
     torch.accelerator.empty_cache = lambda: None
-    init_workspace_manager(torch.device("cpu"))  # as vLLM's workers do
-    torch.accelerator.current_stream = lambda *_: types.SimpleNamespace(is_capturing=lambda: False)
-    torch.cuda.is_current_stream_capturing = lambda: False
+    init_workspace_manager(torch.device(DEVICE))  # as vLLM's workers do
+    if DEVICE == "cpu":
+        torch.accelerator.current_stream = lambda *_: types.SimpleNamespace(is_capturing=lambda: False)
+        torch.cuda.is_current_stream_capturing = lambda: False
     for name, (schema, function) in _twins().items():
         library, operation = name.split("::")
         if not hasattr(getattr(torch.ops, library), operation):
             fragment = torch.library.Library(library, "FRAGMENT")
             fragment.define(operation + schema)
-            fragment.impl(operation, function, "CPU")
+            fragment.impl(operation, function, "CPU" if DEVICE == "cpu" else "CUDA")
             LIBRARIES.append(fragment)
