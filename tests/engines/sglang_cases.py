@@ -18,7 +18,7 @@ import pytest
 import sglang
 import torch
 from sglang.srt.batch_overlap.operations import _StateDict
-from sglang.srt.eplb import expert_distribution
+from sglang.srt.eplb import expert_distribution, expert_location_updater
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.moe import utils
 from sglang.srt.layers.moe.fused_moe_triton import layer as layers
@@ -189,6 +189,23 @@ def load_is_recorded(made: Any) -> None:
     wanted = counts[first : first + local].tolist()
     assert [given.args[0].tolist() for given in recorder.on_deepep_dispatch_low_latency.call_args_list] == [wanted] * 2
     assert [given.args[0] for given in recorder.on_deepep_dispatch_normal.call_args_list] == [wanted]
+
+
+def balanced(made: Any) -> None:
+    """SGLang's load balancer moves experts between ranks, there and back; outputs differ by the order of sums."""
+    rows, count, ranks = rows_of(made, 7), made.state.sizes.num_experts, made.group.num_ranks
+    before, weights = call(made, rows), next(iter(made.blocks.values())).get_moe_weights()
+    buffers = expert_location_updater.create_temp_buffers(weights)
+    plain = torch.arange(count)
+    turned = plain.roll(3)  # logical expert of each physical one
+    for old, new in ((plain, turned), (turned, plain)):
+        expert_location_updater.update_expert_weights_single_layer(
+            weights, buffers, old.tolist(), new.tolist(), count // ranks, ranks, made.group.rank, ranks
+        )
+        places = new.argsort().to(rows.ids)
+        found = call(made, dataclasses.replace(rows, ids=places[rows.ids.long()]))
+        assert float((found - before).abs().max()) < 1e-6, (found - before).abs().max()
+        assert float((call(made, rows) - before).abs().max() < 1e-6) == (new is plain)
 
 
 def bad_input(made: Any, most: int) -> None:

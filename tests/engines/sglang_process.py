@@ -283,6 +283,8 @@ def qwen3_moe() -> None:
         attempt(sglang_cases.layout_of_the_step, made)
         attempt(sglang_cases.hooks_of_the_dispatcher, made)
         attempt(sglang_cases.load_is_recorded, made)
+        if WORLD > 1:
+            attempt(sglang_cases.balanced, made)
         attempt(sglang_cases.bad_input, made, MAX_TOKENS)
         attempt(sglang_cases.bound_of_the_step, made)
         attempt(sglang_cases.other_layers, made)

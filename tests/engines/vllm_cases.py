@@ -16,6 +16,9 @@ import pytest
 import torch
 import vllm
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
+from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
+from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import layer as factories
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -144,6 +147,22 @@ def parameters_stay(made: Any) -> None:
     for view in views:
         view.data.copy_(view.data[[1, 0, *range(2, view.shape[0])]])
     assert torch.equal(call(made, rows), before)
+
+
+def balanced(made: Any) -> None:
+    """vLLM's expert load balancer moves experts between ranks, there and back; outputs differ by the order of sums."""
+    layer, group, rows = made.experts[0], get_ep_group(), rows_of(made, made.rank, 6)
+    before, weights = call(made, rows), [list(layer.get_expert_weights())]
+    buffers = [torch.empty_like(view) for view in weights[0]]
+    communicator = create_eplb_communicator(group, "torch_nccl", weights, buffers)
+    plain = torch.arange(layer.moe_config.num_experts)[None]
+    turned = plain.roll(3, dims=1)  # logical expert of each physical one
+    for old, new in ((plain, turned), (turned, plain)):
+        rearrange_expert_weights_inplace(old, new, weights, buffers, group.device_group, communicator)
+        places = new[0].argsort().to(rows.ids)
+        found = call(made, dataclasses.replace(rows, ids=places[rows.ids.long()]))
+        assert float((found - before).abs().max()) < 1e-6, (found - before).abs().max()
+        assert float((call(made, rows) - before).abs().max() < 1e-6) == (new is plain)
 
 
 def ranks_without_rows(made: Any) -> None:

@@ -245,6 +245,8 @@ def deepseek_v3(tp: int = 1) -> None:
     """Groups, a bias, a shared expert."""
     for made in family("deepseek_v3", tp):
         attempt(vllm_cases.halves_in_order, made)
+        if made.dp > 1:
+            attempt(vllm_cases.balanced, made)
 
 
 def plain(name: str) -> None:
