@@ -155,8 +155,7 @@ def matrix_of(
 ) -> StoredMatrix:
     """A weight of `shape` [E, N, C] as the runtime has it, checked; `dtype` is the tokens'.
 
-    Its tensors are views where `is_view` says so, but for zero points of 4 bits.
-    Errors: ValueError for other shapes and dtypes. Local.
+    Its tensors are views where `is_view` says so. Errors: ValueError for other shapes and dtypes. Local.
     """
     values, stored = given.values, scheme.weight
     kind = stored.dtype or dtype
@@ -172,6 +171,11 @@ def matrix_of(
 
 
 def is_view(given: GivenWeight, scheme: QuantScheme) -> bool:
-    """Whether `matrix_of` makes views, which see later writes to a caller's tensors, but for zero points of 4 bits."""
+    """Whether `matrix_of` makes views alone, which see later writes to the caller's tensors."""
+    return scale_is_view(given, scheme) and not scheme.weight.zero_point
+
+
+def scale_is_view(given: GivenWeight, scheme: QuantScheme) -> bool:
+    """Whether `matrix_of` makes a view of the scale, or there is none."""
     scale = given.scale
     return scale is None or (scale.dtype == scheme.weight.scale_dtype and scale.is_contiguous())

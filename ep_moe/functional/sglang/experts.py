@@ -12,7 +12,7 @@ import torch
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
 from ep_moe.functional.common import check_like, experts_for, kept_weights, writes
-from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
+from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scale_is_view, scheme_of
 from ep_moe.functional.plans import capturing, identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
@@ -276,8 +276,8 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
 
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
-    """Whether `weights_of` copies large tensors, which would miss later writes to the caller's."""
-    return not all(is_view(each, scheme) for each in call.weights)
+    """Whether `weights_of` copies scales, which would miss later writes to the caller's."""
+    return not all(scale_is_view(each, scheme) for each in call.weights)
 
 
 def kept_or_new(
