@@ -35,6 +35,28 @@ def _one_thread():
     torch.set_num_threads(num_threads)
 
 
+NEEDS_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+Run = Callable[..., Any]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_A_GPU)])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Calls a function with its tensors on a device; its results, and what it writes, come back to the CPU."""
+
+    def call(function: Callable[..., Any], **given: Any) -> Any:
+        there = {
+            name: each.to(request.param) if isinstance(each, torch.Tensor) else each for name, each in given.items()
+        }
+        found = function(**there)
+        for name in ("output", "routing_replay_out"):
+            if given.get(name) is not None:
+                given[name].copy_(there[name])
+                found = given[name] if found is there[name] else found
+        return found.cpu() if isinstance(found, torch.Tensor) else [each.cpu() for each in found]
+
+    return call
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -112,7 +134,7 @@ def test_names_order_and_defaults(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["", "per_token_scale"])
 @pytest.mark.parametrize("tokens", ["bf16", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])
-def test_formats(weights: str, tokens: str, per_token: bool) -> None:
+def test_formats(run: Run, weights: str, tokens: str, per_token: bool) -> None:
     layer = random_layer(weights, True, EXPERTS, HIDDEN, INNER, generator(3))
     x, scale, exact = hidden_states(tokens)
     factor = torch.rand(TOKENS, generator=generator(4)) * 3 + 0.1 if per_token else None
@@ -120,14 +142,14 @@ def test_formats(weights: str, tokens: str, per_token: bool) -> None:
     how = {("mxfp4", "mxfp8"): "mxfp8", ("nvfp4", "nvfp4"): "nvfp4"}.get((weights, tokens), "bf16")
     if factor is not None:
         exact, how = (exact * factor[:, None].double()).bfloat16().double(), "bf16"
-    [found] = trtllm_fp4_block_scale_moe(**given)
+    [found] = run(trtllm_fp4_block_scale_moe, **given)
     ids, chosen = choose(logits(), 1, TOPK)
     check(found, layer(exact, ids, chosen, "swiglu", how, range(EXPERTS)), how)
     if scale is not None:  # dtypes and shapes under which callers hold bytes
         given["hidden_states_scale"] = scale.view(torch.uint8).reshape(-1)
         given["gemm1_weights"] = layer.w1.view(torch.float8_e4m3fn)
         given["gemm2_weights_scale"] = layer.w2_scale
-        assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], found)
+        assert torch.equal(run(trtllm_fp4_block_scale_moe, **given)[0], found)
 
 
 def numbers(low: float, high: float, seed: int) -> torch.Tensor:
@@ -142,7 +164,7 @@ ACTIVATIONS = {3: "swiglu", 4: "geglu", 6: "relu2", 7: "identity"}
 @pytest.mark.parametrize(
     ("number", "own"), [(3, ""), (3, "alpha"), (3, "alpha beta limit"), (3, "limit"), (4, ""), (6, ""), (7, "")]
 )
-def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool) -> None:
+def test_activations_and_scalars(run: Run, number: int, own: str, scalars: str, biased: bool) -> None:
     """Biases, beta and limit are in the units of the unscaled sums; they matter most where scalars are far from 1."""
     layer = random_layer("nvfp4", number in (3, 4), EXPERTS, HIDDEN, INNER, generator(number))
     given: dict[str, torch.Tensor] = {
@@ -169,7 +191,7 @@ def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bo
     fields = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", *SCALARS)
     ours = ("b1", "b2", "alpha", "beta", "limit", *names)
     changes = {field: getattr(layer, name) for field, name in zip(fields, ours, strict=True)}
-    [found] = trtllm_fp4_block_scale_moe(**arguments(layer, x, None, activation_type=number, **changes))
+    [found] = run(trtllm_fp4_block_scale_moe, **arguments(layer, x, None, activation_type=number, **changes))
     check(found, expected, "bf16")
 
 
@@ -192,7 +214,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_routing_methods(name: str, dtype: torch.dtype) -> None:
+def test_routing_methods(run: Run, name: str, dtype: torch.dtype) -> None:
     more, layer = ROUTINGS[name], random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(5))
     method, topk = more["routing_method_type"], more.get("top_k", TOPK)
     # distinct also in bfloat16: of equal scores, the oracle takes any
@@ -201,7 +223,7 @@ def test_routing_methods(name: str, dtype: torch.dtype) -> None:
     replay = torch.full((TOKENS + 3, topk), -7, dtype=torch.int16)
     x, _, exact = hidden_states("bf16")
     changes = {"routing_logits": scores, "routing_bias": bias, "routing_replay_out": replay, **more}
-    [found] = trtllm_fp4_block_scale_moe(**arguments(layer, x, None, **changes))
+    [found] = run(trtllm_fp4_block_scale_moe, **arguments(layer, x, None, **changes))
     ids, chosen = choose(
         scores,
         method,
@@ -219,7 +241,7 @@ def test_routing_methods(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["own_weights", "all_weights"])
 @pytest.mark.parametrize("bounds", [(0, 8), (0, 3, 8), (0, 1, 4, 6, 8)], ids=["1_rank", "2_ranks", "4_ranks"])
-def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None:
+def test_parts_of_all_ranks_add_up(run: Run, bounds: tuple[int, ...], whole: bool) -> None:
     """Each rank passes its own experts' tensors, or all experts' as the documentation's shapes say."""
     made = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(8))
     layer = dataclasses.replace(
@@ -241,7 +263,7 @@ def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None
             name for name, tensor in given.items() if name.startswith(("gemm", "output")) and tensor is not None
         ):
             given[name] = given[name].view(torch.uint8)[rank] if given[name].element_size() == 1 else given[name][rank]
-        [part] = trtllm_fp4_block_scale_moe(**given)
+        [part] = run(trtllm_fp4_block_scale_moe, **given)
         expected = layer(exact, ids, chosen, "swiglu", "bf16", range(first, last))
         idle = (expected == 0).all(1)
         assert torch.equal(part[idle], torch.zeros_like(part[idle]))
@@ -250,12 +272,12 @@ def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None
     assert float(worst_row_error(total, layer(exact, ids, chosen, "swiglu", "bf16", range(EXPERTS)))) < LIMITS["bf16"]
 
 
-def test_rows_before_the_sum() -> None:
+def test_rows_before_the_sum(run: Run) -> None:
     layer = random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = arguments(layer, *hidden_states("bf16")[:2], local_expert_offset=2, local_num_experts=5)
     given["gemm1_weights"], given["gemm1_weights_scale"] = layer.w1[2:7], layer.w1_scale[2:7]
-    [found] = trtllm_fp4_block_scale_moe(**given)
-    rows, weights, permuted = trtllm_fp4_block_scale_moe(**given, do_finalize=False)
+    [found] = run(trtllm_fp4_block_scale_moe, **given)
+    rows, weights, permuted = run(trtllm_fp4_block_scale_moe, **given, do_finalize=False)
     assert (rows.dtype, weights.dtype, permuted.dtype) == (torch.bfloat16, torch.bfloat16, torch.int32)
     assert (rows.shape[1], weights.shape, permuted.shape) == (HIDDEN, (TOKENS, TOPK), (TOKENS * TOPK,))
     ids, chosen = choose(logits(), 1, TOPK)
@@ -268,7 +290,7 @@ def test_rows_before_the_sum() -> None:
     some = here.view(TOKENS, TOPK).any(1)
     assert float(worst_row_error(found[some], expected[some])) < LIMITS["bf16"]
     with pytest.raises(ValueError, match="output is given, but do_finalize=False"):
-        trtllm_fp4_block_scale_moe(**given, do_finalize=False, output=found)
+        run(trtllm_fp4_block_scale_moe, **given, do_finalize=False, output=found)
 
 
 def test_output_is_written_and_other_arguments_change_nothing() -> None:
@@ -440,7 +462,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("mode", MODES)
-def test_b12x(mode: str, activation: str) -> None:
+def test_b12x(run: Run, mode: str, activation: str) -> None:
     more = MODES[mode]
     layer = random_layer("nvfp4", activation == "silu", EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, activation=activation, **more)
@@ -457,23 +479,23 @@ def test_b12x(mode: str, activation: str) -> None:
     how = "nvfp4" if rounded else "bf16"
     ids, weights = given["token_selected_experts"], given["token_final_scales"]
     expected = layer(x, ids, weights, "swiglu" if activation == "silu" else "relu2", how, range(EXPERTS))
-    found = b12x_fused_moe(**given)
+    found = run(b12x_fused_moe, **given)
     check(found, expected, how)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    assert b12x_fused_moe(**given, output=output) is output
+    assert run(b12x_fused_moe, **given, output=output) is output
     assert torch.equal(output, found)
 
 
-def test_b12x_on_two_ranks() -> None:
+def test_b12x_on_two_ranks(run: Run) -> None:
     """A rank passes ids less its first expert; those of the other rank's experts add nothing."""
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, quant_mode="w4a16")
-    expected, total = b12x_fused_moe(**given).double(), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    expected, total = run(b12x_fused_moe, **given).double(), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for first, last in ((0, 5), (5, 8)):
         part = {name: given[name].view(torch.uint8)[first:last] for name in given if name.startswith(("w1_w", "w2_w"))}
         part |= {name: given[name][first:last] for name in ("w1_alpha", "w2_alpha")}
         part |= {"token_selected_experts": given["token_selected_experts"] - first, "num_local_experts": last - first}
-        total += b12x_fused_moe(**given | part).double()
+        total += run(b12x_fused_moe, **given | part).double()
     assert float(worst_row_error(total, expected)) < LIMITS["bf16"]
 
 
