@@ -1,4 +1,7 @@
-"""FlashInfer's FP4 calls against float64, written from the formats and FlashInfer's documentation (`fp4_oracle`)."""
+"""FlashInfer's FP4 calls against float64, written from the formats and FlashInfer's documentation (`fp4_oracle`).
+
+Cases that take `run` are computed by torch and, marked `gpu`, by kernels: on a GPU, or in Triton's interpreter.
+"""
 
 import dataclasses
 import gc
@@ -10,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 from fp4_oracle import Layer, choose, random_layer, random_stored, real, round_nvfp4
+from interpreted.common import CAN_RUN, DEVICE, INTERPRETING
 
+from ep_moe.experts import create_experts
+from ep_moe.functional import common
 from ep_moe.functional.flashinfer import (
     b12x_fused_moe,
     trtllm_fp4_block_scale_moe,
@@ -33,6 +39,39 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+WRITTEN = ("output", "routing_replay_out")
+BY_KERNELS = [pytest.mark.gpu, pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")]
+
+
+def call_on_device(call: Callable[..., Any], **given: Any) -> Any:
+    """A call on tensors moved to the device, with results and written arguments in the caller's memory."""
+    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    found = call(**moved)
+    for name in WRITTEN:
+        if isinstance(given.get(name), torch.Tensor):
+            given[name].copy_(moved[name])
+
+    def back(result: torch.Tensor) -> torch.Tensor:
+        return next((given[name] for name in WRITTEN if moved.get(name) is result), result.cpu())
+
+    return back(found) if isinstance(found, torch.Tensor) else [back(result) for result in found]
+
+
+@pytest.fixture(params=["torch", pytest.param("kernels", marks=BY_KERNELS)])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes a call with tensors in CPU memory, by torch or by kernels."""
+    if request.param == "torch":
+        yield lambda call, **given: call(**given)
+        return
+    if INTERPRETING:  # "auto" means torch there
+        monkeypatch.setattr(
+            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
+        )
+    common._experts_for.cache_clear()
+    yield call_on_device
+    common._experts_for.cache_clear()
 
 
 def generator(seed: int) -> torch.Generator:
@@ -112,7 +151,7 @@ def test_names_order_and_defaults(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["", "per_token_scale"])
 @pytest.mark.parametrize("tokens", ["bf16", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])
-def test_formats(weights: str, tokens: str, per_token: bool) -> None:
+def test_formats(weights: str, tokens: str, per_token: bool, run: Any) -> None:
     layer = random_layer(weights, True, EXPERTS, HIDDEN, INNER, generator(3))
     x, scale, exact = hidden_states(tokens)
     factor = torch.rand(TOKENS, generator=generator(4)) * 3 + 0.1 if per_token else None
@@ -120,14 +159,14 @@ def test_formats(weights: str, tokens: str, per_token: bool) -> None:
     how = {("mxfp4", "mxfp8"): "mxfp8", ("nvfp4", "nvfp4"): "nvfp4"}.get((weights, tokens), "bf16")
     if factor is not None:
         exact, how = (exact * factor[:, None].double()).bfloat16().double(), "bf16"
-    [found] = trtllm_fp4_block_scale_moe(**given)
+    [found] = run(trtllm_fp4_block_scale_moe, **given)
     ids, chosen = choose(logits(), 1, TOPK)
     check(found, layer(exact, ids, chosen, "swiglu", how, range(EXPERTS)), how)
     if scale is not None:  # dtypes and shapes under which callers hold bytes
         given["hidden_states_scale"] = scale.view(torch.uint8).reshape(-1)
         given["gemm1_weights"] = layer.w1.view(torch.float8_e4m3fn)
         given["gemm2_weights_scale"] = layer.w2_scale
-        assert torch.equal(trtllm_fp4_block_scale_moe(**given)[0], found)
+        assert torch.equal(run(trtllm_fp4_block_scale_moe, **given)[0], found)
 
 
 def numbers(low: float, high: float, seed: int) -> torch.Tensor:
@@ -142,7 +181,7 @@ ACTIVATIONS = {3: "swiglu", 4: "geglu", 6: "relu2", 7: "identity"}
 @pytest.mark.parametrize(
     ("number", "own"), [(3, ""), (3, "alpha"), (3, "alpha beta limit"), (3, "limit"), (4, ""), (6, ""), (7, "")]
 )
-def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool) -> None:
+def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool, run: Any) -> None:
     """Biases, beta and limit are in the units of the unscaled sums; they matter most where scalars are far from 1."""
     layer = random_layer("nvfp4", number in (3, 4), EXPERTS, HIDDEN, INNER, generator(number))
     given: dict[str, torch.Tensor] = {
@@ -169,7 +208,7 @@ def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bo
     fields = ("gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", *SCALARS)
     ours = ("b1", "b2", "alpha", "beta", "limit", *names)
     changes = {field: getattr(layer, name) for field, name in zip(fields, ours, strict=True)}
-    [found] = trtllm_fp4_block_scale_moe(**arguments(layer, x, None, activation_type=number, **changes))
+    [found] = run(trtllm_fp4_block_scale_moe, **arguments(layer, x, None, activation_type=number, **changes))
     check(found, expected, "bf16")
 
 
@@ -192,7 +231,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_routing_methods(name: str, dtype: torch.dtype) -> None:
+def test_routing_methods(name: str, dtype: torch.dtype, run: Any) -> None:
     more, layer = ROUTINGS[name], random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(5))
     method, topk = more["routing_method_type"], more.get("top_k", TOPK)
     # distinct also in bfloat16: of equal scores, the oracle takes any
@@ -201,7 +240,7 @@ def test_routing_methods(name: str, dtype: torch.dtype) -> None:
     replay = torch.full((TOKENS + 3, topk), -7, dtype=torch.int16)
     x, _, exact = hidden_states("bf16")
     changes = {"routing_logits": scores, "routing_bias": bias, "routing_replay_out": replay, **more}
-    [found] = trtllm_fp4_block_scale_moe(**arguments(layer, x, None, **changes))
+    [found] = run(trtllm_fp4_block_scale_moe, **arguments(layer, x, None, **changes))
     ids, chosen = choose(
         scores,
         method,
@@ -219,7 +258,7 @@ def test_routing_methods(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["own_weights", "all_weights"])
 @pytest.mark.parametrize("bounds", [(0, 8), (0, 3, 8), (0, 1, 4, 6, 8)], ids=["1_rank", "2_ranks", "4_ranks"])
-def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None:
+def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool, run: Any) -> None:
     """Each rank passes its own experts' tensors, or all experts' as the documentation's shapes say."""
     made = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(8))
     layer = dataclasses.replace(
@@ -241,7 +280,7 @@ def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None
             name for name, tensor in given.items() if name.startswith(("gemm", "output")) and tensor is not None
         ):
             given[name] = given[name].view(torch.uint8)[rank] if given[name].element_size() == 1 else given[name][rank]
-        [part] = trtllm_fp4_block_scale_moe(**given)
+        [part] = run(trtllm_fp4_block_scale_moe, **given)
         expected = layer(exact, ids, chosen, "swiglu", "bf16", range(first, last))
         idle = (expected == 0).all(1)
         assert torch.equal(part[idle], torch.zeros_like(part[idle]))
@@ -250,12 +289,12 @@ def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool) -> None
     assert float(worst_row_error(total, layer(exact, ids, chosen, "swiglu", "bf16", range(EXPERTS)))) < LIMITS["bf16"]
 
 
-def test_rows_before_the_sum() -> None:
+def test_rows_before_the_sum(run: Any) -> None:
     layer = random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = arguments(layer, *hidden_states("bf16")[:2], local_expert_offset=2, local_num_experts=5)
     given["gemm1_weights"], given["gemm1_weights_scale"] = layer.w1[2:7], layer.w1_scale[2:7]
-    [found] = trtllm_fp4_block_scale_moe(**given)
-    rows, weights, permuted = trtllm_fp4_block_scale_moe(**given, do_finalize=False)
+    [found] = run(trtllm_fp4_block_scale_moe, **given)
+    rows, weights, permuted = run(trtllm_fp4_block_scale_moe, **given, do_finalize=False)
     assert (rows.dtype, weights.dtype, permuted.dtype) == (torch.bfloat16, torch.bfloat16, torch.int32)
     assert (rows.shape[1], weights.shape, permuted.shape) == (HIDDEN, (TOKENS, TOPK), (TOKENS * TOPK,))
     ids, chosen = choose(logits(), 1, TOPK)
@@ -268,15 +307,15 @@ def test_rows_before_the_sum() -> None:
     some = here.view(TOKENS, TOPK).any(1)
     assert float(worst_row_error(found[some], expected[some])) < LIMITS["bf16"]
     with pytest.raises(ValueError, match="output is given, but do_finalize=False"):
-        trtllm_fp4_block_scale_moe(**given, do_finalize=False, output=found)
+        run(trtllm_fp4_block_scale_moe, **given, do_finalize=False, output=found)
 
 
-def test_output_is_written_and_other_arguments_change_nothing() -> None:
+def test_output_is_written_and_other_arguments_change_nothing(run: Any) -> None:
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = arguments(layer, *hidden_states("nvfp4")[:2])
-    [expected] = trtllm_fp4_block_scale_moe(**given)
+    [expected] = run(trtllm_fp4_block_scale_moe, **given)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    [found] = trtllm_fp4_block_scale_moe(**given, output=output, enable_pdl=True, tune_max_num_tokens=1)
+    [found] = run(trtllm_fp4_block_scale_moe, **given, output=output, enable_pdl=True, tune_max_num_tokens=1)
     assert found is output
     assert torch.equal(output, expected)
 
@@ -440,7 +479,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("mode", MODES)
-def test_b12x(mode: str, activation: str) -> None:
+def test_b12x(mode: str, activation: str, run: Any) -> None:
     more = MODES[mode]
     layer = random_layer("nvfp4", activation == "silu", EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, activation=activation, **more)
@@ -457,23 +496,23 @@ def test_b12x(mode: str, activation: str) -> None:
     how = "nvfp4" if rounded else "bf16"
     ids, weights = given["token_selected_experts"], given["token_final_scales"]
     expected = layer(x, ids, weights, "swiglu" if activation == "silu" else "relu2", how, range(EXPERTS))
-    found = b12x_fused_moe(**given)
+    found = run(b12x_fused_moe, **given)
     check(found, expected, how)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    assert b12x_fused_moe(**given, output=output) is output
+    assert run(b12x_fused_moe, **given, output=output) is output
     assert torch.equal(output, found)
 
 
-def test_b12x_on_two_ranks() -> None:
+def test_b12x_on_two_ranks(run: Any) -> None:
     """A rank passes ids less its first expert; those of the other rank's experts add nothing."""
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, quant_mode="w4a16")
-    expected, total = b12x_fused_moe(**given).double(), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    expected, total = run(b12x_fused_moe, **given).double(), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for first, last in ((0, 5), (5, 8)):
         part = {name: given[name].view(torch.uint8)[first:last] for name in given if name.startswith(("w1_w", "w2_w"))}
         part |= {name: given[name][first:last] for name in ("w1_alpha", "w2_alpha")}
         part |= {"token_selected_experts": given["token_selected_experts"] - first, "num_local_experts": last - first}
-        total += b12x_fused_moe(**given | part).double()
+        total += run(b12x_fused_moe, **given | part).double()
     assert float(worst_row_error(total, expected)) < LIMITS["bf16"]
 
 
