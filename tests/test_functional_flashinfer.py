@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fp4_oracle import Layer, choose, random_layer, random_stored, real, round_nvfp4
-from interpreted.common import CAN_RUN, DEVICE, INTERPRETING
 
-from ep_moe.experts import create_experts
-from ep_moe.functional import common
 from ep_moe.functional.flashinfer import (
     b12x_fused_moe,
     trtllm_fp4_block_scale_moe,
@@ -39,39 +36,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-WRITTEN = ("output", "routing_replay_out")
-BY_KERNELS = [pytest.mark.gpu, pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")]
-
-
-def call_on_device(call: Callable[..., Any], **given: Any) -> Any:
-    """A call on tensors moved to the device, with results and written arguments in the caller's memory."""
-    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    found = call(**moved)
-    for name in WRITTEN:
-        if isinstance(given.get(name), torch.Tensor):
-            given[name].copy_(moved[name])
-
-    def back(result: torch.Tensor) -> torch.Tensor:
-        return next((given[name] for name in WRITTEN if moved.get(name) is result), result.cpu())
-
-    return back(found) if isinstance(found, torch.Tensor) else [back(result) for result in found]
-
-
-@pytest.fixture(params=["torch", pytest.param("kernels", marks=BY_KERNELS)])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that makes a call with tensors in CPU memory, by torch or by kernels."""
-    if request.param == "torch":
-        yield lambda call, **given: call(**given)
-        return
-    if INTERPRETING:  # "auto" means torch there
-        monkeypatch.setattr(
-            common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
-        )
-    common._experts_for.cache_clear()
-    yield call_on_device
-    common._experts_for.cache_clear()
 
 
 def generator(seed: int) -> torch.Generator:
