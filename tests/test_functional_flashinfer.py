@@ -1,4 +1,7 @@
-"""FlashInfer's FP4 calls against float64, written from the formats and FlashInfer's documentation (`fp4_oracle`)."""
+"""FlashInfer's FP4 calls against float64, written from the formats and FlashInfer's documentation (`fp4_oracle`).
+
+Cases that take `run` are computed by torch and, marked `gpu`, by kernels: on a GPU, or in Triton's interpreter.
+"""
 
 import dataclasses
 import gc
@@ -33,28 +36,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-NEEDS_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
-Run = Callable[..., Any]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_A_GPU)])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Calls a function with its tensors on a device; its results, and what it writes, come back to the CPU."""
-
-    def call(function: Callable[..., Any], **given: Any) -> Any:
-        there = {
-            name: each.to(request.param) if isinstance(each, torch.Tensor) else each for name, each in given.items()
-        }
-        found = function(**there)
-        for name in ("output", "routing_replay_out"):
-            if given.get(name) is not None:
-                given[name].copy_(there[name])
-                found = given[name] if found is there[name] else found
-        return found.cpu() if isinstance(found, torch.Tensor) else [each.cpu() for each in found]
-
-    return call
 
 
 def generator(seed: int) -> torch.Generator:
@@ -134,7 +115,7 @@ def test_names_order_and_defaults(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["", "per_token_scale"])
 @pytest.mark.parametrize("tokens", ["bf16", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("weights", ["mxfp4", "nvfp4"])
-def test_formats(run: Run, weights: str, tokens: str, per_token: bool) -> None:
+def test_formats(weights: str, tokens: str, per_token: bool, run: Any) -> None:
     layer = random_layer(weights, True, EXPERTS, HIDDEN, INNER, generator(3))
     x, scale, exact = hidden_states(tokens)
     factor = torch.rand(TOKENS, generator=generator(4)) * 3 + 0.1 if per_token else None
@@ -164,7 +145,7 @@ ACTIVATIONS = {3: "swiglu", 4: "geglu", 6: "relu2", 7: "identity"}
 @pytest.mark.parametrize(
     ("number", "own"), [(3, ""), (3, "alpha"), (3, "alpha beta limit"), (3, "limit"), (4, ""), (6, ""), (7, "")]
 )
-def test_activations_and_scalars(run: Run, number: int, own: str, scalars: str, biased: bool) -> None:
+def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool, run: Any) -> None:
     """Biases, beta and limit are in the units of the unscaled sums; they matter most where scalars are far from 1."""
     layer = random_layer("nvfp4", number in (3, 4), EXPERTS, HIDDEN, INNER, generator(number))
     given: dict[str, torch.Tensor] = {
@@ -214,7 +195,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_routing_methods(run: Run, name: str, dtype: torch.dtype) -> None:
+def test_routing_methods(name: str, dtype: torch.dtype, run: Any) -> None:
     more, layer = ROUTINGS[name], random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(5))
     method, topk = more["routing_method_type"], more.get("top_k", TOPK)
     # distinct also in bfloat16: of equal scores, the oracle takes any
@@ -241,7 +222,7 @@ def test_routing_methods(run: Run, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["own_weights", "all_weights"])
 @pytest.mark.parametrize("bounds", [(0, 8), (0, 3, 8), (0, 1, 4, 6, 8)], ids=["1_rank", "2_ranks", "4_ranks"])
-def test_parts_of_all_ranks_add_up(run: Run, bounds: tuple[int, ...], whole: bool) -> None:
+def test_parts_of_all_ranks_add_up(bounds: tuple[int, ...], whole: bool, run: Any) -> None:
     """Each rank passes its own experts' tensors, or all experts' as the documentation's shapes say."""
     made = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(8))
     layer = dataclasses.replace(
@@ -272,7 +253,7 @@ def test_parts_of_all_ranks_add_up(run: Run, bounds: tuple[int, ...], whole: boo
     assert float(worst_row_error(total, layer(exact, ids, chosen, "swiglu", "bf16", range(EXPERTS)))) < LIMITS["bf16"]
 
 
-def test_rows_before_the_sum(run: Run) -> None:
+def test_rows_before_the_sum(run: Any) -> None:
     layer = random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = arguments(layer, *hidden_states("bf16")[:2], local_expert_offset=2, local_num_experts=5)
     given["gemm1_weights"], given["gemm1_weights_scale"] = layer.w1[2:7], layer.w1_scale[2:7]
@@ -293,12 +274,12 @@ def test_rows_before_the_sum(run: Run) -> None:
         run(trtllm_fp4_block_scale_moe, **given, do_finalize=False, output=found)
 
 
-def test_output_is_written_and_other_arguments_change_nothing() -> None:
+def test_output_is_written_and_other_arguments_change_nothing(run: Any) -> None:
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = arguments(layer, *hidden_states("nvfp4")[:2])
-    [expected] = trtllm_fp4_block_scale_moe(**given)
+    [expected] = run(trtllm_fp4_block_scale_moe, **given)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    [found] = trtllm_fp4_block_scale_moe(**given, output=output, enable_pdl=True, tune_max_num_tokens=1)
+    [found] = run(trtllm_fp4_block_scale_moe, **given, output=output, enable_pdl=True, tune_max_num_tokens=1)
     assert found is output
     assert torch.equal(output, expected)
 
@@ -462,7 +443,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("mode", MODES)
-def test_b12x(run: Run, mode: str, activation: str) -> None:
+def test_b12x(mode: str, activation: str, run: Any) -> None:
     more = MODES[mode]
     layer = random_layer("nvfp4", activation == "silu", EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, activation=activation, **more)
@@ -486,7 +467,7 @@ def test_b12x(run: Run, mode: str, activation: str) -> None:
     assert torch.equal(output, found)
 
 
-def test_b12x_on_two_ranks(run: Run) -> None:
+def test_b12x_on_two_ranks(run: Any) -> None:
     """A rank passes ids less its first expert; those of the other rank's experts add nothing."""
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, quant_mode="w4a16")

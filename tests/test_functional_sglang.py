@@ -1,4 +1,7 @@
-"""SGLang's fused experts against float64, written from the formats and SGLang's documentation alone."""
+"""SGLang's fused experts against float64, written from the formats and SGLang's documentation alone.
+
+Cases that take `run` are computed by torch and, marked `gpu`, by kernels: on a GPU, or in Triton's interpreter.
+"""
 
 import dataclasses
 import inspect
@@ -114,58 +117,60 @@ def check(found: torch.Tensor, expected: torch.Tensor, case: Case) -> None:
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, biased: bool) -> None:
+def test_formats(name: str, biased: bool, run: Any) -> None:
     case = make_case(name, biased=biased)
-    check(outplace_fused_experts(**case.arguments), case.expected().sum(1), case)
+    check(run(outplace_fused_experts, **case.arguments), case.expected().sum(1), case)
 
 
 @pytest.mark.parametrize("name", ["none", "int4_groups", "int8_groups_zp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_dtypes(name: str, dtype: torch.dtype, run: Any) -> None:
     case = make_case(name, dtype, biased=True)
-    check(outplace_fused_experts(**case.arguments), case.expected().sum(1), case)
+    check(run(outplace_fused_experts, **case.arguments), case.expected().sum(1), case)
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel"])
-def test_static_scales(name: str) -> None:
+def test_static_scales(name: str, run: Any) -> None:
     case = make_case(name)
     case.arguments.update(a1_scale=torch.tensor([0.013]), a2_scale=torch.tensor(0.02))
     case = dataclasses.replace(case, rows="fp8 tensor", inner="fp8 tensor")
-    check(outplace_fused_experts(**case.arguments), case.expected().sum(1), case)
+    check(run(outplace_fused_experts, **case.arguments), case.expected().sum(1), case)
 
 
-def test_scales_with_trailing_ones() -> None:
+def test_scales_with_trailing_ones(run: Any) -> None:
     case = make_case("fp8_channel")
-    expected = outplace_fused_experts(**case.arguments)
+    expected = run(outplace_fused_experts, **case.arguments)
     flat = {name: case.arguments[name].reshape(EXPERTS, -1) for name in ("w1_scale", "w2_scale")}
-    assert torch.equal(outplace_fused_experts(**case.arguments | flat), expected)
+    assert torch.equal(run(outplace_fused_experts, **case.arguments | flat), expected)
 
 
 @pytest.mark.parametrize("name", ["none", "fp8_channel", "int4_groups_zp"])
-def test_gelu(name: str) -> None:
+def test_gelu(name: str, run: Any) -> None:
     case = make_case(name)
-    found = outplace_fused_experts(**case.arguments, activation="gelu")
+    found = run(outplace_fused_experts, **case.arguments, activation="gelu")
     check(found, case.expected("gelu").sum(1), case)
 
 
 @pytest.mark.parametrize("name", ["none", "fp8_tensor", "fp8_channel", "int8_groups_zp", "int4_alone"])
-def test_alternating_rows(name: str) -> None:
+def test_alternating_rows(name: str, run: Any) -> None:
     case = make_case(name, biased=True)
-    found = outplace_fused_experts(**case.arguments, gemm1_alpha=1.702, gemm1_limit=0.8)
+    found = run(outplace_fused_experts, **case.arguments, gemm1_alpha=1.702, gemm1_limit=0.8)
     check(found, case.expected(alpha=1.702, limit=0.8).sum(1), case)
 
 
 @pytest.mark.parametrize("factor", [None, 2.5])
 @pytest.mark.parametrize("name", ["none", "fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("topk", [1, TOPK])
-def test_weights_on_the_input(name: str, topk: int, factor: float | None) -> None:
+def test_weights_on_the_input(name: str, topk: int, factor: float | None, run: Any) -> None:
     case = make_case(name)
     if topk == 1:
         case.arguments["topk_ids"][:, 1:] = -1
     expected = case.expected(on_input=True).sum(1) * (factor or 1.0)
     if topk == 1:
         case.arguments.update({key: case.arguments[key][:, :1] for key in ("topk_ids", "topk_weights")})
-    found = outplace_fused_experts(**case.arguments, apply_router_weight_on_input=True, routed_scaling_factor=factor)
+    found = run(
+        outplace_fused_experts, **case.arguments, apply_router_weight_on_input=True, routed_scaling_factor=factor
+    )
     if name == "none":  # tokens are rounded once more than SGLang's sums
         assert float(worst_row_error(found[:3], expected[:3])) < LIMITS[torch.bfloat16]
     else:
@@ -173,16 +178,16 @@ def test_weights_on_the_input(name: str, topk: int, factor: float | None) -> Non
 
 
 @pytest.mark.parametrize("name", ["none", "fp8_block"])
-def test_without_the_sum(name: str) -> None:
+def test_without_the_sum(name: str, run: Any) -> None:
     """Repeated experts are rows of their own; the scaling factor is that of the sum."""
     case = make_case(name)
     case.arguments["topk_ids"][0] = 2
-    found = outplace_fused_experts(**case.arguments, no_combine=True, routed_scaling_factor=3.0)
+    found = run(outplace_fused_experts, **case.arguments, no_combine=True, routed_scaling_factor=3.0)
     check(found, case.expected(), case)
-    total = outplace_fused_experts(**case.arguments, routed_scaling_factor=3.0)
+    total = run(outplace_fused_experts, **case.arguments, routed_scaling_factor=3.0)
     check(total, case.expected().sum(1) * 3, case)
     alone = {key: case.arguments[key][:, :1] for key in ("topk_ids", "topk_weights")}
-    check(outplace_fused_experts(**case.arguments | alone, no_combine=True), case.expected()[:, :1], case)
+    check(run(outplace_fused_experts, **case.arguments | alone, no_combine=True), case.expected()[:, :1], case)
 
 
 def test_calls_agree() -> None:
