@@ -187,15 +187,6 @@ class TritonGemms:
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        epilogue = Epilogue(
-            ACTIVATION="identity",
-            GATED=False,
-            ALTERNATING=False,
-            LIMITED=False,
-            REQUANTIZE="none",
-            POWER_OF_TWO=False,
-            ORDER=0,
-        )
         numbers = (
             shape.intermediate,
             shape.hidden,
@@ -203,7 +194,7 @@ class TritonGemms:
             shape.max_tiles(tiles.block_m) * tiles.block_m,
             inner_width(shape, tiles, between),
         )
-        return _prepare(_second_gemm_kernel, numbers, epilogue, shape, tiles, between, second=True)
+        return _prepare(_second_gemm_kernel, numbers, Epilogue(), shape, tiles, between, second=True)
 
 
 class TritonExperts(KernelExperts):

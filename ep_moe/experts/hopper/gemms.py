@@ -191,27 +191,16 @@ class HopperGemms:
         epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
-            ALTERNATING=False,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
-            ORDER=0,
         )
         stored = (shape.scheme.activation.dtype or shape.dtype) if between.fused else torch.float32
         return _prepare(shape, tiles, between, epilogue, stored, second=False, overlap=self._overlap)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_hopper_gemm_kernel` for w2 @ intermediate. Local."""
-        epilogue = Epilogue(
-            ACTIVATION="identity",
-            GATED=False,
-            ALTERNATING=False,
-            LIMITED=False,
-            REQUANTIZE="none",
-            POWER_OF_TWO=False,
-            ORDER=0,
-        )
-        return _prepare(shape, tiles, between, epilogue, shape.dtype, second=True, overlap=self._overlap)
+        return _prepare(shape, tiles, between, Epilogue(), shape.dtype, second=True, overlap=self._overlap)
 
 
 def _leaves_room(shape: CallShape, columns: int) -> bool:

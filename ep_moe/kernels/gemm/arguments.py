@@ -111,15 +111,15 @@ class Codes(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """The operations on a tile's sums before they are stored."""
+    """The operations on a tile's sums before they are stored; none by default."""
 
-    ACTIVATION: tl.constexpr  # `CallShape.activation_name`
-    GATED: tl.constexpr  # the weights have a gate and an up half
-    ALTERNATING: tl.constexpr  # rows of which take turns, gate first
-    LIMITED: tl.constexpr  # the activation clamps its input
-    REQUANTIZE: tl.constexpr  # "none", "group", "mxfp8" or "static"
-    POWER_OF_TWO: tl.constexpr  # scales of groups are rounded up to powers of two
-    ORDER: tl.constexpr  # columns are stored as SHUFFLED weights of this PACKED are summed; 0: as they are
+    ACTIVATION: tl.constexpr = "identity"  # `CallShape.activation_name`
+    GATED: tl.constexpr = False  # the weights have a gate and an up half
+    ALTERNATING: tl.constexpr = False  # rows of which take turns, gate first
+    LIMITED: tl.constexpr = False  # the activation clamps its input
+    REQUANTIZE: tl.constexpr = "none"  # or "group", "mxfp8" or "static"
+    POWER_OF_TWO: tl.constexpr = False  # scales of groups are rounded up to powers of two
+    ORDER: tl.constexpr = 0  # columns are stored as SHUFFLED weights of this PACKED are summed; 0: as they are
 
 
 class RowGroups(NamedTuple):
