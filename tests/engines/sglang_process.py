@@ -368,7 +368,7 @@ FAILED: list[str] = []
 
 if __name__ == "__main__":
     START = time.monotonic()
-    faulthandler.dump_traceback_later(280, exit=True)
+    faulthandler.dump_traceback_later(float(os.environ["EP_MOE_ENGINE_SECS"]), exit=True)
     sglang_twins.install_twins()
     load_plugins()
     for case in [name for name in CASES if name in (sys.argv[5:] or CASES)]:

@@ -295,7 +295,7 @@ FAILED: list[str] = []
 
 if __name__ == "__main__":
     START = time.monotonic()
-    faulthandler.dump_traceback_later(280, exit=True)
+    faulthandler.dump_traceback_later(float(os.environ["EP_MOE_ENGINE_SECS"]), exit=True)
     vllm_twins.install()
     from vllm.plugins import load_general_plugins
 
