@@ -19,9 +19,10 @@ from ep_moe.config import ActivationConfig
 from ep_moe.experts.column_order import in_column_order, tell_slow
 from ep_moe.experts.grouped_gemm import Backend, CallShape, PreferredBackend
 from ep_moe.experts.prepared import PreparedCall, RepeatedCall, batch_tensors, weight_tensors, with_dense_rows
+from ep_moe.experts.ready_rows import parts
 from ep_moe.experts.reference import check_fit
 from ep_moe.experts.tile_tables import default_table, find_table, tell_once
-from ep_moe.experts.tuning import ExpertTiles, fit_stages, fit_steps
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.weights import ExpertWeights
 
@@ -84,7 +85,7 @@ class KernelExperts:
         """Compute the experts of every row; `ep_moe.experts.base.Experts` has the arguments and the result.
 
         If the batch has a `row_index` and is not FLAT, the output is [rows of row_index, H]. Weights that are not
-        contiguous are copied for each call.
+        contiguous, or not at a multiple of 16 bytes, are copied for each call.
         Errors: also ValueError for what the backend does not compute, RuntimeError for a GPU that it does not run on.
         Local, on the current stream, no host sync, CUDA-graph safe.
         """
@@ -217,7 +218,10 @@ def _default(shape: CallShape) -> ExpertTiles:
             scaled_sums=scaled,
             fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
         )
-        return fit_steps(table.choose(shape.expected_rows), stored.group_width, across=shape.folds)
+        tiles = table.choose(shape.expected_rows)
+        if all(_sums_within_groups(shape, gemm, tiles.block_m) for gemm in (tiles.first, tiles.second)):
+            return tiles
+        return fit_steps(tiles, stored.group_width, across=shape.folds)
     blocked = stored.granularity == "block"
     table = default_table(
         shape.row_dtype,
@@ -226,6 +230,11 @@ def _default(shape: CallShape) -> ExpertTiles:
         whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
     )
     return table.choose(shape.expected_rows)
+
+
+def _sums_within_groups(shape: CallShape, gemm: GemmTiles, block_m: int) -> bool:
+    """True if no product over K crosses from one scale of weights to the next."""
+    return shape.scheme.weight.group_width % (gemm.block_k // parts(shape, gemm, block_m)) == 0
 
 
 def _launchable(tiles: ExpertTiles, shape: CallShape) -> ExpertTiles:
@@ -250,7 +259,8 @@ def _checked(tiles: ExpertTiles, shape: CallShape, source: str) -> ExpertTiles:
                 f"{source}block_n ({gemm.block_n}) and block_k ({gemm.block_k}) of the {name} GEMM are not multiples "
                 f"of the {width} columns that share a scale in scheme '{shape.scheme.name}'"
             )
-        if not micro and width % gemm.block_k and not (shape.folds and gemm.block_k % width == 0):
+        within = _sums_within_groups(shape, gemm, tiles.block_m)
+        if not micro and not within and not (shape.folds and gemm.block_k % width == 0):
             raise ValueError(
                 f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"

@@ -1,4 +1,4 @@
-"""Grids of the experts' persistent kernels."""
+"""Grids of the experts' persistent kernels, and tensors as they read them."""
 
 import functools
 
@@ -15,3 +15,9 @@ def _num_sms(device: torch.device) -> int:
 def num_programs(device: torch.device, per_sm: int, most: int) -> int:
     """The grid of a persistent kernel: one wave of the device, and at most `most` programs."""
     return min(_num_sms(device) * per_sm if device.type == "cuda" else _CPU_PROGRAMS, most)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it has gaps or is not at a multiple of 16 bytes, as kernels rely on. Local."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor

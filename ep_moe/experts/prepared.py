@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
+from ep_moe.experts.launching import aligned
 from ep_moe.experts.ready_rows import inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
@@ -198,5 +199,6 @@ class RepeatedCall:
             if isinstance(batch, Flat):
                 weighted_sum(y.new_empty(0, y.shape[1]), batch.token_to_row, batch.topk_weights, out=y)
             return
-        named = batch_tensors(with_dense_rows(batch)) | {"y": y} | dict(zip(self.held, self.weights, strict=True))
-        self._prepared.run({name: each if name in _STRIDED else each.contiguous() for name, each in named.items()})
+        named = batch_tensors(with_dense_rows(batch)) | {"y": y}
+        named = {name: each if name in _STRIDED else each.contiguous() for name, each in named.items()}
+        self._prepared.run(named | dict(zip(self.held, map(aligned, self.weights), strict=True)))

@@ -5,6 +5,8 @@ Letters: Q row tiles of all experts.
 
 import math
 
+import torch
+
 from ep_moe.experts.grouped_gemm import Between, CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
@@ -28,6 +30,19 @@ def parts(shape: CallShape, gemm: GemmTiles, block_m: int) -> int:
     """Products in a step over K: of 128 columns each, if rows of weights are short in memory. Local."""
     width = 64 * shape.scheme.weight.packed
     return gemm.block_k // width if shuffles(shape, gemm, block_m) else 1
+
+
+def group_loads(shape: CallShape, gemm: GemmTiles, block_m: int, columns: int, dtype: torch.dtype | None) -> str:
+    """`Codes.SCALES` for numbers of groups, stored in `dtype`, in rows of weights of so many columns. Local."""
+    group, products = shape.scheme.weight.group_width, parts(shape, gemm, block_m)
+    product = gemm.block_k // products
+    if dtype is None or dtype.itemsize > 2 or not shuffles(shape, gemm, block_m) or not group or product % group:
+        return "single"
+    in_product, in_row = (math.ceil(width / group) * dtype.itemsize for width in (product, columns))
+    if in_product * products % 4:
+        return "single"
+    aligned = in_row % 4 == 0 and (in_product % 4 == 0 or in_product * products == 4)
+    return "words" if aligned else "shifted"
 
 
 def inner_order(shape: CallShape, tiles: ExpertTiles, between: Between) -> int:

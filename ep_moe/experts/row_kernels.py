@@ -13,7 +13,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts.grouped_gemm import Between, CallShape
-from ep_moe.experts.launching import num_programs
+from ep_moe.experts.launching import aligned, num_programs
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.row_gemm import RowLists
 from ep_moe.experts.triton import TritonExperts
@@ -116,12 +116,12 @@ def row_gemm_tensors(
         "target": rows.target,
         "factor": rows.factor,
         "zeros": None if rows.zeros is None else as_bytes(rows.zeros),
-        **{f"w_{part}": tensor.contiguous() for part, tensor in weight.tensors.items()},
+        **{f"w_{part}": aligned(tensor) for part, tensor in weight.tensors.items()},
         "bias": None if bias is None else bias.contiguous(),
         "out": out,
     }
     if weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu:  # which Triton has not
-        named["w_scale"] = as_bytes(weight.scale.contiguous())
+        named["w_scale"] = as_bytes(aligned(weight.scale))
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 

@@ -16,6 +16,7 @@ from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.ready_rows import (
     MOST_SCALED_ROWS,
+    group_loads,
     inner_order,
     inner_width,
     parts,
@@ -40,15 +41,23 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Betwee
     products = parts(shape, gemm, tiles.block_m)
     ready = inner_order(shape, tiles, between) if second else ready_width(shape, tiles)
     stored = shape.scheme.weight
+    sums = shape.intermediate if second else shape.hidden
+    scaled = scales.WEIGHT in ("fold", "block")
     kind = "none"
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
-    same_scales = scales.WEIGHT != "fold" or stored.scale_dtype == shape.row_dtype
+    folded = scales.WEIGHT == "fold"
+    same_scales = not folded or stored.scale_dtype == shape.row_dtype
+    shuffled = shuffles(shape, gemm, tiles.block_m)
     pairs = {
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
-        "int8": scales.WEIGHT != "fold" and shape.row_dtype.itemsize == 2,
+        "int8": not folded and shape.row_dtype.itemsize == 2,
         "e2m1": shape.row_dtype == torch.bfloat16,
+        "float8": shuffled
+        and stored.family == "micro"
+        and scales.WEIGHT == "fold"
+        and shape.row_dtype == torch.bfloat16,
     }
     return Codes(
         KIND=kind,
@@ -56,7 +65,9 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Betwee
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // products // (stored.group_width or _ONE_GROUP), 1),
-        SHUFFLED=shuffles(shape, gemm, tiles.block_m),
+        SCALES=group_loads(shape, gemm, tiles.block_m, sums, stored.scale_dtype) if scaled else "single",
+        ZEROS=group_loads(shape, gemm, tiles.block_m, sums, stored.dtype) if stored.zero_point else "single",
+        SHUFFLED=shuffled,
         READY=ready > 0,
         PARTS=products,
         DIVIDE=stored.global_scale == "divisor",

@@ -18,6 +18,7 @@ from triton import next_power_of_2
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, column_order, create_experts
 from ep_moe.experts.grouped_gemm import Between, CallShape
+from ep_moe.experts.ready_rows import group_loads
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
@@ -271,6 +272,34 @@ def test_narrow_tokens(scheme: str, dtype: torch.dtype, expected_rows: int) -> N
     case = make_case(scheme, dtype, GPT_OSS, hidden=hidden, intermediate=intermediate)
     layout = {5: Layout.FLAT, 500: Layout.BATCHED}[expected_rows]
     assert_equals_torch(case, GPT_OSS, case.batch(layout, expected_rows))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "hidden", "loads"),
+    [
+        ("nvfp4_w4a16", torch.bfloat16, 320, "words"),
+        ("nvfp4_w4a16", torch.bfloat16, 336, "shifted"),
+        ("mxfp4_w4a16", torch.bfloat16, 256, "words"),
+        ("mxfp4_w4a16", torch.bfloat16, 288, "shifted"),
+        ("mxfp4_w4a16", torch.float16, 352, "shifted"),
+        ("mxfp4_w4a8", torch.bfloat16, 416, "shifted"),
+        ("int4_w4a16_g32", torch.bfloat16, 320, "words"),
+        ("int4_w4a16_g32", torch.float16, 288, "shifted"),
+        ("int4_w4a16_g32_zp_f16", torch.float16, 384, "words"),
+        ("int4_w4a16_g128", torch.bfloat16, 512, "words"),
+        ("int4_w4a16_g128_zp", torch.bfloat16, 640, "shifted"),
+        ("mxfp8", torch.bfloat16, 256, "words"),
+        ("mxfp8_w8a16", torch.bfloat16, 192, "shifted"),
+    ],
+)
+def test_scales_are_loaded_in_words(scheme: str, dtype: torch.dtype, hidden: int, loads: str) -> None:
+    case = make_case(scheme, dtype, hidden=hidden, intermediate=128)
+    tiles = TritonExperts(SILU).choices(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))[0]
+    step = 256 if case.weights.scheme.weight.packed == 2 else 128
+    tiles = dataclasses.replace(tiles, first=dataclasses.replace(tiles.first, block_k=step))
+    shape = CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
+    assert group_loads(shape, tiles.first, tiles.block_m, hidden, case.weights.scheme.weight.scale_dtype) == loads
+    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tiles)
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])
@@ -617,6 +646,20 @@ def test_tensors_that_are_not_packed() -> None:
     used = used_rows(batch)
     assert_same_bits(out[used], TritonExperts(SILU)(batch, case.weights)[used], "out that is not contiguous")
     assert bool((out[~used] == 7).all())
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g16_zp_f16"])
+def test_weights_at_any_address(scheme: str) -> None:
+    case = make_case(scheme, torch.float16)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        one_further = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:]
+        return one_further.view(tensor.shape).copy_(tensor)
+
+    w13, w2 = case.weights.w13.map(moved), case.weights.w2.map(moved)
+    weights = dataclasses.replace(case.weights, w13=w13, w2=w2)
+    assert weights.w13.values.data_ptr() % 16 == 1
+    assert_equals_torch(dataclasses.replace(case, weights=weights), SILU, case.batch(Layout.COMPACT))
 
 
 def test_scales_that_do_not_go_together() -> None:

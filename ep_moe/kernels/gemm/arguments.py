@@ -102,6 +102,10 @@ class Codes(NamedTuple):
     PAIRS: tl.constexpr  # two weights are decoded at once to 16 bits, by PTX that the interpreter lacks
     ZERO: tl.constexpr  # zero points are stored
     GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
+    SCALES: (
+        tl.constexpr
+    )  # "single": loaded by themselves; "words": with others in words; "shifted": these are not aligned
+    ZEROS: tl.constexpr  # the same for zero points
     SHUFFLED: tl.constexpr  # x and weights are multiplied in another order of columns
     READY: (
         tl.constexpr

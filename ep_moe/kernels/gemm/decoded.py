@@ -12,7 +12,9 @@ thread's weights are 16 neighboring bytes.
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.gemm.group_words import as_bits, from_bits, load_numbers, number_places
 from ep_moe.kernels.gemm.pairs import (
+    decode_float8_words,
     decode_int8,
     decode_int8_words,
     decode_pairs,
@@ -21,7 +23,7 @@ from ep_moe.kernels.gemm.pairs import (
     zero_pairs,
 )
 from ep_moe.kernels.gemm.tokens import load_rows, order_columns
-from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values
+from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values, spread
 from ep_moe.kernels.numerics import INTERPRET
 
 _SECTOR = tl.constexpr(32)  # bytes
@@ -52,17 +54,53 @@ def _prefetch(ptr, offsets, K, row_mask, SCALES):
 
 
 @triton.jit
-def _load_groups(operands, offsets, k, K, row_mask, dtype: tl.constexpr, SCALES, CODES):
-    """Load what decodes the weights of a step: scales, if "fold", and zero points, if ZERO.
+def _load_numbers(
+    ptr,
+    places,
+    offsets,
+    step,
+    part: tl.constexpr,
+    K,
+    row_mask,
+    LOADS: tl.constexpr,
+    AS_BITS: tl.constexpr,
+    TILE,
+    SCALES,
+    CODES,
+):
+    """Load scales, or zero points, of the product that begins at column step + part * BLOCK_K: [R, S], as they are
+    stored, or AS_BITS, the lowest ones of int32.
 
-    Returns: [R, G] each, prepared for `_decode`; each in place of the other if that is not needed, or 1.0.
+    Args:
+        places: of `number_places`. LOADS: as `Codes.SCALES`.
     """
+    if LOADS == "single":
+        numbers = _load_group(ptr, offsets, step + part * TILE.BLOCK_K, K, row_mask, SCALES, CODES)
+        return as_bits(numbers) if AS_BITS else numbers
+    else:
+        bits = load_numbers(ptr, places, offsets, step, part, K, row_mask, LOADS, TILE, SCALES, CODES)
+        return bits if AS_BITS else from_bits(bits, ptr.dtype.element_ty)
+
+
+@triton.jit
+def _load_groups(
+    operands, places, offsets, step, part: tl.constexpr, K, row_mask, dtype: tl.constexpr, TILE, SCALES, CODES
+):
+    """Load what decodes the weights of a product, as `_load_numbers`: scales, if "fold", and zero points, if ZERO.
+
+    Returns: [R, S] each, prepared for `_decode`; each in place of the other if that is not needed, or 1.0.
+    """
+    scale_ptr = operands.w_scale
     if SCALES.WEIGHT == "fold":
-        scale = _load_group(operands.w_scale, offsets, k, K, row_mask, SCALES, CODES)
+        scale = _load_numbers(
+            scale_ptr, places[0], offsets, step, part, K, row_mask, CODES.SCALES, CODES.PAIRS, TILE, SCALES, CODES
+        )
         if CODES.PAIRS:
-            scale = scale_pairs(scale, scale_values(scale), CODES)
+            scale = scale_pairs(scale, scale_ptr.dtype.element_ty, CODES)
     if CODES.ZERO:
-        zero = _load_group(operands.w_zero, offsets, k, K, row_mask, SCALES, CODES)
+        zero = _load_numbers(
+            operands.w_zero, places[1], offsets, step, part, K, row_mask, CODES.ZEROS, CODES.PAIRS, TILE, SCALES, CODES
+        )
         if CODES.PAIRS:
             zero = zero_pairs(zero, dtype)
     if SCALES.WEIGHT == "fold" and CODES.ZERO:
@@ -76,20 +114,25 @@ def _load_groups(operands, offsets, k, K, row_mask, dtype: tl.constexpr, SCALES,
 
 
 @triton.jit
-def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Repeat each of [R, GROUPS] for its neighbors in a row: [R, WIDTH], or [R, 1] for one."""
-    if GROUPS == 1:
-        return groups
-    else:
-        rows: tl.constexpr = groups.shape[0]
-        return tl.reshape(tl.broadcast_to(groups[:, :, None], [rows, GROUPS, WIDTH // GROUPS]), [rows, WIDTH])
+def _number_places(operands, offsets, K, SCALES, CODES):
+    """`number_places` of the scales and of the zero points; any of those that are not loaded in words."""
+    scale_places = 0, 0
+    zero_places = 0, 0
+    if CODES.SCALES != "single":
+        scale_places = number_places(operands.w_scale, offsets, K, CODES.SCALES, CODES)
+    if CODES.ZEROS != "single":
+        zero_places = number_places(operands.w_zero, offsets, K, CODES.ZEROS, CODES)
+    return scale_places, zero_places
 
 
 @triton.jit
 def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
     """Weights [R, BLOCK_K] in `dtype`, in the order of `order_columns` if SHUFFLED."""
-    if CODES.PAIRS and CODES.KIND == "int8" and CODES.SHUFFLED:  # words
-        numbers = decode_int8_words(stored, dtype)
+    if CODES.PAIRS and CODES.PACKED == 1 and CODES.SHUFFLED:  # words
+        if CODES.KIND == "int8":
+            numbers = decode_int8_words(stored, dtype)
+        else:
+            numbers = decode_float8_words(stored, spread(scale, stored.shape[1]))
         blocks = tl.reshape(numbers, [stored.shape[0], TILE.BLOCK_K // 64, 4, 4, 2, 2])  # thread, word, byte: bits 0, 1
         return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 2, 4), [stored.shape[0], TILE.BLOCK_K])
     elif CODES.PAIRS and CODES.KIND == "int8":
@@ -97,9 +140,9 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
     elif CODES.PAIRS:
         width: tl.constexpr = stored.shape[1]
         if SCALES.WEIGHT == "fold":
-            scale = _spread(scale, width, CODES.GROUPS)
+            scale = spread(scale, width)
         if CODES.ZERO:
-            zero = _spread(zero, width, CODES.GROUPS)
+            zero = spread(zero, width)
         else:
             zero = zero_pairs(tl.full([1, 1], 8, tl.int32), dtype)
         if CODES.SHUFFLED:  # words
@@ -166,14 +209,15 @@ def _accumulate(
     x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
     IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.SHUFFLED else 1
     PLACES: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
-    places = tl.arange(0, PLACES)[None, :]
-    w_ptrs += places
+    place = tl.arange(0, PLACES)[None, :]
+    w_ptrs += place
+    places = _number_places(operands, offsets, K, SCALES, CODES)
     if EARLY:
-        groups = _load_groups(operands, offsets, 0, K, column_mask, dtype, SCALES, CODES)
-    if CODES.SHUFFLED and not INTERPRET:
-        if SCALES.WEIGHT == "fold" or SCALES.WEIGHT == "block":
+        groups = _load_groups(operands, places, offsets, 0, 0, K, column_mask, dtype, TILE, SCALES, CODES)
+    if CODES.SHUFFLED and not INTERPRET:  # words are copied early enough
+        if (SCALES.WEIGHT == "fold" or SCALES.WEIGHT == "block") and CODES.SCALES == "single":
             _prefetch(operands.w_scale, offsets, K, column_mask, SCALES)
-        if CODES.ZERO:
+        if CODES.ZERO and CODES.ZEROS == "single":
             _prefetch(operands.w_zero, offsets, K, column_mask, SCALES)
     for step in range(0, K, CODES.PARTS * TILE.BLOCK_K):
         for part in tl.static_range(CODES.PARTS):
@@ -184,21 +228,42 @@ def _accumulate(
                 x = load_rows(x_ptrs, row_mask, K - k, TILE)
                 if CODES.SHUFFLED:
                     x = order_columns(x, CODES.PACKED)
-            stored = _load_stored(w_ptrs, column_mask, places < w_stride - k // (CODES.PACKED * IN_WORD), TILE)
+            stored = _load_stored(w_ptrs, column_mask, place < w_stride - k // (CODES.PACKED * IN_WORD), TILE)
             if EARLY:
                 scale, zero = groups
-                groups = _load_groups(operands, offsets, k + TILE.BLOCK_K, K, column_mask, dtype, SCALES, CODES)
+                groups = _load_groups(
+                    operands, places, offsets, step, part + 1, K, column_mask, dtype, TILE, SCALES, CODES
+                )
             else:
-                scale, zero = _load_groups(operands, offsets, k, K, column_mask, dtype, SCALES, CODES)
+                scale, zero = _load_groups(
+                    operands, places, offsets, step, part, K, column_mask, dtype, TILE, SCALES, CODES
+                )
             w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
             if SCALES.WEIGHT == "block":
                 product = _add_product(tl.zeros_like(acc), x, w, TILE)
-                scale_ptrs = operands.w_scale + offsets + k // SCALES.GROUP_K
-                w_scale = scale_values(tl.load(scale_ptrs, mask=column_mask & (k < K), other=0.0))
-                acc += product * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
+                w_scale = _load_numbers(
+                    operands.w_scale,
+                    places[0],
+                    offsets,
+                    step,
+                    part,
+                    K,
+                    column_mask,
+                    CODES.SCALES,
+                    False,
+                    TILE,
+                    SCALES,
+                    CODES,
+                )
+                w_scale = scale_values(w_scale)
+                acc += product * (w_scale if TILE.SWAP else tl.trans(w_scale))
             elif CODES.SHUFFLED:  # else Triton synchronizes each instruction of a product, as for a sum of both
-                product = _add_product(tl.zeros_like(acc), x, w, TILE)
-                acc = tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
+                if part == 0:
+                    product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                else:
+                    product = _add_product(product, x, w, TILE)
+                if part == CODES.PARTS - 1:
+                    acc = tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
             else:
                 acc = _add_product(acc, x, w, TILE)
             x_ptrs += TILE.BLOCK_K

@@ -55,6 +55,22 @@ _UNPACK = tl.constexpr("mov.b32 {$0, $1}, v; }")
 # and the sums are multiplied by them. e8m0 scales from 2^-60 to 2^63 are exact, smaller ones lose bits.
 _E8M0_MISSING = tl.constexpr(2.0**64)
 _E4M3_MISSING = tl.constexpr(2.0**10)
+_TWICE = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
+_E4M3_PAIR = tl.constexpr(  # e4m3 times 2^126 / _E4M3_MISSING, as bfloat16 twice
+    """
+    {
+    .reg .b16 low, high;
+    .reg .b32 both;
+    .reg .f32 real;
+    mov.b32 {low, high}, $1;
+    cvt.rn.f16x2.e4m3x2 both, low;
+    mov.b32 {low, high}, both;
+    cvt.f32.f16 real, low;
+    mul.f32 real, real, 0f79800000;
+    cvt.rn.bf16x2.f32 $0, real, real;
+    }
+    """
+)
 
 
 @triton.jit
@@ -67,31 +83,27 @@ def missing_factor(scale_dtype: tl.constexpr, CODES):
 
 
 @triton.jit
-def _twice(x):
-    """The bits of a float of 16 bits in both halves of an int32."""
-    return (x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+def scale_pairs(bits, scale_dtype: tl.constexpr, CODES):
+    """Scales as the decoding multiplies by them, the same 16 bits twice.
 
-
-@triton.jit
-def scale_pairs(scale, real, CODES):
-    """Stored scales as the decoding multiplies by them; real: the same as float32."""
-    if CODES.KIND == "e2m1" and scale.dtype == tl.uint8:  # 2^(b - 127) times 2^62; NaN for 255
-        byte = scale.to(tl.int32)
-        return (tl.minimum(byte + 62, 255) << 7 | (byte + 1 >> 2 & 64)) * 0x10001
+    Args:
+        bits: int32, whose lowest bits are scales as they are stored, in `scale_dtype`.
+    """
+    if CODES.KIND == "e2m1" and scale_dtype == tl.uint8:  # 2^(b - 127) times 2^62; NaN if that is above 2^128
+        return tl.minimum((bits & 0xFF) * 128 + 62 * 128, 0x7FFF) * 0x10001
     elif CODES.KIND == "e2m1":
-        power: tl.constexpr = 2.0**126 / missing_factor(scale.dtype, CODES)
-        return _twice((real * power).to(tl.bfloat16))
+        return tl.inline_asm_elementwise(_E4M3_PAIR, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
+    elif CODES.KIND == "float8":  # e8m0
+        byte = bits & 0xFF
+        return (byte << 7 | tl.where((byte + 1 & 0xFE) == 0, 0x40, 0)) * 0x10001
     else:
-        return _twice(scale)
+        return tl.inline_asm_elementwise(_TWICE, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def zero_pairs(zero, dtype: tl.constexpr):
-    """Zero points as the decoding adds them: -(128 + zero), or -(1024 + zero), twice."""
-    if dtype == tl.bfloat16:
-        return (zero.to(tl.int32) | 0xC300) * 0x10001
-    else:
-        return (zero.to(tl.int32) | 0xE400) * 0x10001
+def zero_pairs(bits, dtype: tl.constexpr):
+    """Zero points as the decoding adds them: -(128 + zero), or -(1024 + zero), twice; arguments as of `scale_pairs`."""
+    return (bits & 0xFF | (0xC300 if dtype == tl.bfloat16 else 0xE400)) * 0x10001
 
 
 @triton.jit
@@ -206,6 +218,43 @@ def decode_int8_words(words, dtype: tl.constexpr):
         a, b, c, d = tl.inline_asm_elementwise(_INT8_BF16_WORDS, _FOUR, [words], dtype=bf16, is_pure=True, pack=1)
     else:
         a, b, c, d = tl.inline_asm_elementwise(_INT8_F16_WORDS, _FOUR, [words], dtype=f16, is_pure=True, pack=1)
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+_FLOAT8_WORDS = tl.constexpr(
+    """
+    {
+    .reg .b16 low, high, x, y;
+    .reg .b32 v, z;
+    .reg .f32 f, g;
+    mov.b32 z, 0x80008000;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 v, low;
+    mov.b32 {x, y}, v;
+    cvt.f32.f16 f, x;
+    cvt.f32.f16 g, y;
+    cvt.rn.bf16x2.f32 v, g, f;
+    fma.rn.bf16x2 v, v, $5, z;
+    mov.b32 {$0, $1}, v;
+    cvt.rn.f16x2.e4m3x2 v, high;
+    mov.b32 {x, y}, v;
+    cvt.f32.f16 f, x;
+    cvt.f32.f16 g, y;
+    cvt.rn.bf16x2.f32 v, g, f;
+    fma.rn.bf16x2 v, v, $5, z;
+    mov.b32 {$2, $3}, v;
+    }
+    """
+)
+
+
+@triton.jit
+def decode_float8_words(words, scale):
+    """The four e4m3 in each of words [R, W] times scales, of `scale_pairs`: bfloat16, as `decode_int8_words`."""
+    bf16: tl.constexpr = (tl.bfloat16,) * 4
+    a, b, c, d = tl.inline_asm_elementwise(
+        _FLOAT8_WORDS, "=h,=h,=h,=h,r,r", [words, scale], dtype=bf16, is_pure=True, pack=1
+    )
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 

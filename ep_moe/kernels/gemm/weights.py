@@ -1,7 +1,7 @@
 """Weights as they are stored: loaded, and decoded in registers to the dtype of the rows that they multiply.
 
-Letters: L local experts, K columns that a GEMM reduces over, W rows of its weights, V stored values of a row, G scales
-of a row in a step over K.
+Letters: L local experts, K columns that a GEMM reduces over, W rows of its weights, V stored values of a row, S scales
+of a row in a step over K: of each group once, or twice.
 
 A format is a `KIND` of `Codes`: `decode` turns its stored values into real numbers.
 """
@@ -39,14 +39,20 @@ def scale_values(scale):
 
 
 @triton.jit
-def _spread(groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Repeat each of [BLOCK_N, GROUPS] for its neighbors in a row: [BLOCK_N, WIDTH], or [BLOCK_N, 1] for one."""
-    if GROUPS == 1:
+def repeat(x, TIMES: tl.constexpr):
+    """Each column of x [R, C] so many times: [R, C * TIMES]."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [rows, columns, TIMES]), [rows, columns * TIMES])
+
+
+@triton.jit
+def spread(groups, WIDTH: tl.constexpr):
+    """Repeat each of [R, S] for its neighbors in a row: [R, WIDTH], or [R, 1] for one."""
+    if groups.shape[1] == 1:
         return groups
     else:
-        rows: tl.constexpr = groups.shape[0]
-        spread = tl.broadcast_to(groups[:, :, None], [rows, GROUPS, WIDTH // GROUPS])
-        return tl.reshape(spread, [rows, WIDTH])
+        return repeat(groups, WIDTH // groups.shape[1])
 
 
 @triton.jit
@@ -68,14 +74,14 @@ def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
     """Turn stored values [BLOCK_N, BLOCK_K / PACKED] into weights [BLOCK_N, BLOCK_K] of `dtype`.
 
     Args:
-        scale: [BLOCK_N, G] as they are stored, multiplied if "fold", else any. zero: the same, if ZERO.
+        scale: [BLOCK_N, S] as they are stored, multiplied if "fold", else any. zero: the same, if ZERO.
     Example: the byte 0x2F of "uint4" with zero point 8 and scale 0.5 is 3.5 and -3.
     """
     width: tl.constexpr = stored.shape[1]
     if SCALES.WEIGHT == "fold":
-        scale = _spread(scale_values(scale), width, CODES.GROUPS)
+        scale = spread(scale_values(scale), width)
     if CODES.ZERO:
-        zero = _spread(zero.to(tl.float32), width, CODES.GROUPS)
+        zero = spread(zero.to(tl.float32), width)
     else:
         zero = 8.0 if CODES.KIND == "uint4" else 128.0
     if CODES.KIND == "float8":
