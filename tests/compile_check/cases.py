@@ -97,9 +97,6 @@ TURNED_WORDS: dict[tuple[str, Rule], str] = {
 MEASURED_WORDS: dict[tuple[str, Rule], str] = {
     ("_first_gemm_kernel", "spill"): "two words of a thread, in tiles that were measured with them",
 }
-SPILLED_WORDS: dict[tuple[str, Rule], str] = {
-    ("_first_gemm_kernel", "spill"): "36 words of a thread, in tiles that are faster with them than others without",
-}
 LISTED_WORDS: dict[tuple[str, Rule], str] = {
     (
         "_first_gemm_kernel",
@@ -120,7 +117,7 @@ NARROW_TOKENS: dict[str, tuple[Excuses, Excuses]] = {  # the same
     "mxfp4_w4a8": ({**ORDERED, **BYTE_ROW_SCALES, **FIRST_WIDENED}, {**FEW_SCALES, **BYTE_ROW_SCALES, **FIRST_WIDENED}),
     "nvfp4": (BYTE_ROW_SCALES, {**FEW_SCALES, **BYTE_ROW_SCALES, **MEASURED_WORDS}),
     "int4_w4a8": ({}, {}),
-    "int4_w4a8_g128": ({}, SPILLED_WORDS),
+    "int4_w4a8_g128": ({}, {}),
     "int4_w4a8_g32_zp": (FEW_SCALES, FEW_SCALES),
 }
 FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs the registers"
