@@ -176,6 +176,13 @@ def ranks_without_rows(made: Any) -> None:
     assert torch.allclose(found, whole[: counts[made.rank]], atol=1e-5)  # sums of GEMMs depend on their heights
 
 
+def checked_call(made: Any, rows: Rows) -> None:
+    """A call, and what the device found in it: on a GPU the host does not read ids."""
+    call(made, rows)
+    if DEVICE == "cuda":
+        made.experts[0].quant_method.moe_kernel.prepare_finalize.transport.check()
+
+
 def bad_input(made: Any, most: int) -> None:
     """Errors on every rank that name what is wrong; the next step works. Failing experts end their round."""
     rank, last = made.rank, made.dp - 1
@@ -186,7 +193,7 @@ def bad_input(made: Any, most: int) -> None:
     if rank == last:
         bad[0, 0] = experts + 7
     with pytest.raises(ValueError, match=f"{experts + 7}" if rank == last else f"rank {last}"):
-        call(made, dataclasses.replace(rows, ids=bad))
+        checked_call(made, dataclasses.replace(rows, ids=bad))
     assert torch.equal(call(made, rows), before)
     too_many = rows_of(made, rank, most + 1 if rank == last else 2)
     with pytest.raises(ValueError, match=f"max_tokens_per_rank|rank {last}"):
