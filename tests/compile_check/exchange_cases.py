@@ -91,6 +91,7 @@ def _round(
     topk: int = 8,
     ranks: int = 8,
     experts: int = 32,
+    num_sms: int = 0,
     halves: bool = False,
     counted: bool = False,
     quantized: bool = False,
@@ -104,7 +105,8 @@ def _round(
     scheme = get_scheme(scheme_name)
 
     def launch() -> None:
-        config = TransportConfig(hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype, num_slots=1, max_topk=topk)
+        sizes = {"hidden": hidden, "max_tokens_per_rank": tokens, "max_topk": topk}
+        config = TransportConfig(**sizes, dtype=dtype, num_slots=1, num_sms=num_sms)
         launchers = make_launchers(config, Placement.linear(ranks * experts, ranks), device_code)
         dispatches, combines = launchers.dispatches, launchers.combines
         x: Any = torch.empty(tokens, hidden, dtype=dtype)
@@ -129,7 +131,7 @@ def _round(
         combines.receive(0, plan, None if halves else y, send=not halves, shared=added, out=out)
 
     widths = {"_dispatch_kernel": 16} if poisoned else {"_dispatch_kernel": 16, "_combine_kernel": 16}
-    excused = {**SPILLS, **(excuses or {}), **(LOOKS_FIRST if dtype.itemsize == 2 else {})}
+    excused = {**SPILLS, **(excuses or {}), **(LOOKS_FIRST if dtype.itemsize == 2 and not num_sms else {})}
     return Case(name=f"nvlink {name}", launch=launch, payload_width_bytes=widths, excuses=excused)
 
 
@@ -146,7 +148,9 @@ def exchange_cases() -> list[Case]:
     return [
         _round("fp8_block batched", "fp8_block", batched, counted=True),
         _round("mxfp8 abandoned", "mxfp8", batched, quantized=True, poisoned=True, excuses=BYTE_SCALES),
+        _round("fp8_block, 512 tokens", "fp8_block", batched, tokens=512, ranks=2, experts=128),
         _round("fp8_block, 4096 tokens", "fp8_block", compact, tokens=4096, counted=True),
+        _round("fp8_block, 4096 tokens on 32 SMs", "fp8_block", compact, tokens=4096, ranks=2, experts=128, num_sms=32),
         _round("bf16 flat in halves, 8 tokens", "none", flat, tokens=8, halves=True),
         _round("int8_token, 8 tokens, 1 expert", "int8_token", compact, tokens=8, experts=1),
         _round("fp8_block gpt-oss, 8 tokens", "fp8_block", batched, **gpt_oss, tokens=8),

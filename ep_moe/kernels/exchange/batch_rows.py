@@ -35,7 +35,7 @@ def note_rows(
     EXPERTS: tl.constexpr,
     POOLED: tl.constexpr,
 ):
-    """Note the rows of the batch that tokens have. Returns them, -1 for none, and each one's order in its token.
+    """Note the rows of the batch that tokens have. Returns them, -1 for none.
 
     Example: entry (expert 2, place 3) of a source whose first row for expert 2 is 64 is row 67.
     """
@@ -44,7 +44,6 @@ def note_rows(
     column, here = index % COLUMNS, entry >= 0
     first_row = tl.gather(first_rows, tl.where(here, source * EXPERTS + expert_of(entry), 0), 0)
     to_row = tl.where(here, first_row + place_of(entry), -1)
-    order = tl.reshape(tl.cumsum(tl.reshape(here.to(tl.int32), [TOKENS, COLUMNS]), 1), [TOKENS * COLUMNS]) - 1
     at = (pool_row + index // COLUMNS) * row.K
     mask = mask & (column < row.K)
     if POOLED:
@@ -55,21 +54,21 @@ def note_rows(
         any_row = tl.max(tl.reshape(to_row, [TOKENS, COLUMNS]), 1)  # whether there is one
         noted = tl.max(tl.reshape(mask.to(tl.int32), [TOKENS, COLUMNS]), 1) > 0
         tl.store(own.rows_ptr + (pool_row + tl.arange(0, TOKENS)) * row.K, any_row, mask=noted)
-    else:
+    else:  # columns without a row come last
+        order = tl.reshape(tl.cumsum(tl.reshape(here.to(tl.int32), [TOKENS, COLUMNS]), 1), [TOKENS * COLUMNS]) - 1
         tl.store(own.rows_ptr + at + order, to_row, mask=mask & here)
         tl.store(own.weights_ptr + at + order, weight, mask=mask & here)
         count = tl.sum(tl.reshape(here.to(tl.int32), [TOKENS, COLUMNS]), 1)
         counts = tl.reshape(tl.broadcast_to(count[:, None], [TOKENS, COLUMNS]), [TOKENS * COLUMNS])
         tl.store(own.rows_ptr + at + column, tl.zeros_like(to_row) - 1, mask=mask & (column >= counts))
-    return to_row, tl.where(here, order, -1)
+    return to_row
 
 
 @triton.jit
 def copy_row(
     values,  # [WORDS] int32, a block of the row
     scale,  # [GROUPS]
-    to_row,
-    order,  # of `note_rows`, -1 for other tokens' rows
+    to_row,  # [COLUMNS] int32, the token's rows, -1 for none
     word,
     pool_row,
     leads,
@@ -80,7 +79,11 @@ def copy_row(
     POOLED: tl.constexpr,
     COPY: tl.constexpr,  # copy the values if POOLED; else they are always copied
 ):
-    """Write a block of a token to all of its rows."""
+    """Write a block of a token to all of its rows.
+
+    Rule: each warp reduces over the whole of `to_row`, of which it has all elements, and moves none to other warps
+    (`dispatch_receive._take_ll`).
+    """
     group = tl.arange(0, GROUPS)
     if POOLED:
         if COPY:
@@ -88,12 +91,16 @@ def copy_row(
         if row.G > 0:
             tl.store(batch.out_scale_ptr + group.to(tl.int64) * height + pool_row, scale, mask=(group < row.G) & leads)
     else:
-        for j in range(tl.max(order, 0) + 1):
-            to = tl.max(tl.where(order == j, to_row, 0), 0).to(tl.int64)
-            tl.store(batch.out_ptr + to * row.VALUE_WORDS + word, values, mask=word < row.VALUE_WORDS)
-            if row.G > 0:
-                scale_to = (to // height * row.G + group) * height + to % height
-                tl.store(batch.out_scale_ptr + scale_to, scale, mask=(group < row.G) & leads)
+        column, rows = tl.arange(0, row.COLUMNS), tl.tuple([])
+        for j in tl.static_range(row.K):  # all before the first store: a reduction takes longer than a store
+            rows = rows + tl.tuple([tl.max(tl.where(column == j, to_row, -1), 0)])
+        for j in tl.static_range(row.K):
+            if rows[j] >= 0:
+                to = rows[j].to(tl.int64)
+                tl.store(batch.out_ptr + to * row.VALUE_WORDS + word, values, mask=word < row.VALUE_WORDS)
+                if row.G > 0:
+                    scale_to = (to // height * row.G + group) * height + to % height
+                    tl.store(batch.out_scale_ptr + scale_to, scale, mask=(group < row.G) & leads)
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def _take_ll(
                 entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
                 weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
                 entry = tl.where(column < K, payload_of(entries), -1)
-            to_row, order = note_rows(
+            to_row = note_rows(
                 entry,
                 payload_of(weights).to(tl.float32, bitcast=True),
                 (column >= 0) & (block == 0),
@@ -141,7 +141,6 @@ def _take_ll(
                 payload_of(values),
                 scale,
                 to_row,
-                order,
                 word,
                 pool_row,
                 block == 0,
@@ -228,7 +227,7 @@ def _take_rows(
         sent = (((bits >> token) & 1) > 0) & (column < row.K)
         entry = tl.load(entry_ptr, mask=sent, other=-1)
         weight = tl.load(entry_ptr + row.K, mask=sent, other=0).to(tl.float32, bitcast=True)
-        to_row, order = note_rows(
+        to_row = note_rows(
             entry,
             weight,
             (first + token < present) & (block == 0),
@@ -246,8 +245,7 @@ def _take_rows(
                 copy_row(
                     values[t],
                     scales[t],
-                    to_row,
-                    tl.where(token == t, order, -1),
+                    tl.max(tl.reshape(tl.where(token == t, to_row, -1), [TOKENS, COLUMNS]), 0),
                     word,
                     pool_row + t,
                     block == 0,

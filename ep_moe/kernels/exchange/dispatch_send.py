@@ -25,6 +25,7 @@ from ep_moe.kernels.exchange.wire_layout import (
 )
 from ep_moe.kernels.numerics import (
     INT8_MAX,
+    INTERPRET,
     absmax,
     divide_rows,
     e4m3_scale,
@@ -32,6 +33,8 @@ from ep_moe.kernels.numerics import (
     to_e4m3,
     to_int8,
 )
+
+COMPARED_TOKENS = tl.constexpr(4 if INTERPRET else 128)  # whose ids a sender compares with its own token's at a time
 
 
 class Tokens(NamedTuple):
@@ -76,6 +79,17 @@ class Sending(NamedTuple):
 
 
 @triton.jit
+def _find_ids(tokens, token, first, ids, strides, row: tl.constexpr, COMPARED: tl.constexpr):
+    """Which of the COMPARED tokens from `first` on, if they come before `token`, have its ids: [COMPARED, COLUMNS]."""
+    other = first + tl.arange(0, COMPARED).to(tl.int64)
+    hit = tl.zeros([COMPARED, row.COLUMNS], tl.int32)
+    for k in tl.static_range(row.K):
+        theirs = tl.load(tokens.ids_ptr + other * strides.ids + k, mask=other < token, other=-1).to(tl.int32)
+        hit = hit | (theirs[:, None] == ids[None, :]).to(tl.int32)
+    return hit
+
+
+@triton.jit
 def _read_routing(tokens, token, num_physical, strides, row: tl.constexpr, sending: tl.constexpr):
     """Return a token's experts [COLUMNS] (-1 for repeats and none), their weights with repeats added, and their places.
 
@@ -91,12 +105,13 @@ def _read_routing(tokens, token, num_physical, strides, row: tl.constexpr, sendi
         same = ids == tl.load(own_ids_ptr + k).to(tl.int32)
         weights = tl.where(column < k, weights + tl.where(same, tl.load(own_weights_ptr + k), 0.0), weights)
         repeated += (same & (column > k)).to(tl.int32)
-    other = token // sending.TOKENS * sending.TOKENS + tl.arange(0, sending.TOKENS)
-    hit = tl.zeros([sending.TOKENS, row.COLUMNS], tl.int32)
-    for k in tl.static_range(row.K):
-        theirs = tl.load(tokens.ids_ptr + other * strides.ids + k, mask=other < token, other=-1).to(tl.int32)
-        hit = hit | (theirs[:, None] == ids[None, :]).to(tl.int32)
-    place = tl.sum(hit, 0)
+    if sending.TOKENS <= COMPARED_TOKENS:
+        place = tl.sum(_find_ids(tokens, token, 0, ids, strides, row, sending.TOKENS), 0)
+    else:
+        hits = tl.zeros([COMPARED_TOKENS, row.COLUMNS], tl.int32)
+        for first in range(0, token.to(tl.int32), COMPARED_TOKENS):
+            hits += _find_ids(tokens, token, first, ids, strides, row, COMPARED_TOKENS)
+        place = tl.sum(hits, 0)
     valid = (ids >= 0) & (ids < num_physical) & (repeated == 0)
     return tl.where(valid, ids, -1), weights, place
 

@@ -34,7 +34,7 @@ from ep_moe.transport.one_sided.tuning import (
 )
 
 BLOCK_TOKENS = 64  # tokens per block, if ids are counted block by block
-_COMPARED = 1024  # (token, expert) pairs that an announcer compares at a time
+_COMPARED = 1024  # (token, expert) pairs that an announcer compares at a time, if it can have 4 experts then
 _FEWEST_TOKENS = 16  # smallest T that kernels are compiled for: with it, fewer tokens take no longer
 _MOST_PLANS = 512
 SIZE_STEP = 16  # between the smallest batches
@@ -301,7 +301,7 @@ class RoundPlans:
             LL_BLOCK=ll_block,
             LL_GROUPS=ll_block * 4 // payload.group if fused_quant else row.GROUPS,
             TOKENS=compared_tokens,
-            EXPERT_BLOCK=max(min(num_experts, _COMPARED // compared_tokens), 1),
+            EXPERT_BLOCK=max(min(num_experts, max(_COMPARED // compared_tokens, 4)), 1),
             HAS_NUM_TOKENS=has_num_tokens,
             IDS_COUNTED=ids_counted,
             SEND_LL=payload.may_be_ll and (has_num_tokens or rows <= WORD_TOKENS),

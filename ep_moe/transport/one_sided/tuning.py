@@ -9,11 +9,12 @@ import triton
 
 from ep_moe.kernels.numerics import INTERPRET
 
-WORD_TOKENS = 16  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
+WORD_TOKENS = 64  # up to this T a rank sends rows as LL words: twice the bytes, but no fence
 _HELD_BYTES = 128  # of a thread's registers, for rows that are accumulated
 SENT_BYTES = 32  # of a thread, for each of the rows in flight that a sender weights and sums
 MANY = 2**30  # of programs or words, if nothing limits them
-SELF_COUNTED_TOKENS = 256  # up to this T every program of a dispatch reads all ids itself
+SELF_COUNTED_TOKENS = 512  # up to this T every program of a dispatch reads all ids itself
+_FEW_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +60,17 @@ class Tuning:
             return DispatchTuning(
                 announcers=1, senders=1, receivers=1, num_warps=4, word_block=512, taken_block=1024, taken_tokens=2
             )
-        words = num_tokens <= WORD_TOKENS
-        announcers = min(32, self._share(8)) if num_tokens <= SELF_COUNTED_TOKENS else 1
-        senders = min(num_tokens * 4 if words else num_tokens, 128 if packs else 256)
+        words, self_counted = num_tokens <= WORD_TOKENS, num_tokens <= SELF_COUNTED_TOKENS
+        announcers = min(32, self._share(8)) if self_counted else 1
+        most = 256 if not packs or (num_tokens > _FEW_TOKENS and self_counted) else 128  # receivers that pack need SMs
+        senders = max(min(num_tokens * 4 if words else num_tokens, most), 16)
+        senders = min(senders, self._share(2, announcers))
         taken_tokens = 1 if words else 2 if num_tokens <= 1024 or num_ranks > 4 else 4  # registers hold their rows
         receivers = min(max(num_tokens * num_ranks // taken_tokens, 16), 264, self.most_receivers)
         return DispatchTuning(
             announcers=announcers,
-            senders=min(max(senders, 16), self._share(2, announcers)),
-            receivers=min(receivers, self._share(2, announcers)),
+            senders=senders,
+            receivers=min(receivers, self._share(1, announcers + senders)),
             num_warps=4,
             word_block=512,
             taken_block=2048,
@@ -84,9 +87,9 @@ class Tuning:
             return CombineTuning(
                 senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, rows_in_flight=2
             )
-        wide = self.num_sms > 0 and num_tokens > SELF_COUNTED_TOKENS  # a program uses most of an SM
+        wide = self.num_sms > 0 and num_tokens > _FEW_TOKENS  # a program uses most of an SM
         block = 1024 if num_tokens <= WORD_TOKENS else 8192 if wide else 2048
-        senders, most = max(num_tokens * num_ranks * 4, 32), 328 if SELF_COUNTED_TOKENS < num_tokens <= 1024 else 264
+        senders, most = max(num_tokens * num_ranks * 4, 32), 328 if _FEW_TOKENS < num_tokens <= 1024 else 264
         if wide:  # senders do most of the work
             most = max(self.num_sms * 5 // 8, 1)
         receivers = min(max(num_tokens * 7, 8), 264, max(self.most_receivers // (4 if wide else 1), 1))
