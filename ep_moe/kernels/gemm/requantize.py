@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
+from ep_moe.kernels.gemm.tokens import order_columns
 from ep_moe.kernels.numerics import (
     E2M1_MAX,
     E4M3_MAX,
@@ -51,10 +52,12 @@ def _requantize_kernel(
     rows,
     tiles,  # amax: None unless all rows of an expert share a scale
     intermediate,
+    out_stride,  # intermediate, or more if columns are ordered
     group_width,  # columns that share a scale; intermediate for one scale per token
     scale_stride,
-    PIECES,  # RowGroups: BLOCK is group_width rounded up to a power of two
+    PIECES,  # RowGroups: BLOCK is group_width, or out_stride if that is more, rounded up to a power of two
     POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
+    ORDER: tl.constexpr,  # as `Epilogue.ORDER`; not 0 only if a scale is of a whole row
 ):
     """Requantize all columns of ROWS rows, one scale group after the other."""
     OUT: tl.constexpr = out.data.dtype.element_ty
@@ -77,7 +80,11 @@ def _requantize_kernel(
             values = quantize_to(x, scale[:, None], DTYPE)
             if tl.bfloat16 == OUT:
                 values = to_bf16(e4m3_value(values))
-            tl.store(out.data + offset + column[None, :], values, mask=mask)
+            if ORDER != 0:
+                values = order_columns(values, ORDER)
+                mask = row_mask[:, None] & (column < out_stride)[None, :]
+            out_offset = row.to(tl.int64)[:, None] * out_stride
+            tl.store(out.data + out_offset + column[None, :], values, mask=mask)
 
 
 @triton.jit
@@ -87,8 +94,10 @@ def _requantize_nvfp4_kernel(
     rows,
     tiles,
     intermediate,
+    out_stride,  # intermediate, or more if columns are ordered
     GROUP: tl.constexpr,  # columns that share a scale in e4m3
-    PIECES,  # RowGroups: BLOCK is I rounded up to a power of two
+    PIECES,  # RowGroups: BLOCK is out_stride rounded up to a power of two
+    ORDER: tl.constexpr,  # as `Epilogue.ORDER`
 ):
     """Round ROWS rows to NVFP4, each with a global scale by the rule of weights: `ep_moe.quant.micro.round_trip`."""
     for piece in range(
@@ -106,5 +115,10 @@ def _requantize_nvfp4_kernel(
         scale = e4m3_value(e4m3_group_scale(tl.div_rn(amax, global_scale[:, None])))
         codes = quantize_e2m1(grouped, (scale * global_scale[:, None])[:, :, None])
         real = tl.reshape(e2m1_value(codes) * scale[:, :, None], [PIECES.ROWS, PIECES.BLOCK])
-        tl.store(out.data + offset, round_to(real, out.data.dtype.element_ty), mask=mask)
+        values = round_to(real, out.data.dtype.element_ty)
+        if ORDER != 0:
+            values = order_columns(values, ORDER)
+            mask = row_mask[:, None] & (column < out_stride)[None, :]
+        ptrs = out.data + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(ptrs, values, mask=mask)
         tl.store(out.scale + row, global_scale, mask=row_mask)
