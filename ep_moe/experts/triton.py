@@ -48,7 +48,8 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
     folded = scales.WEIGHT == "fold"
-    same_scales = not folded or stored.scale_dtype == shape.row_dtype
+    of_pairs = (shape.row_dtype, torch.bfloat16) if shape.row_dtype == torch.float16 else (shape.row_dtype,)
+    same_scales = not folded or stored.scale_dtype in of_pairs
     shuffled = shuffles(shape, gemm)
     pairs = {
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
@@ -83,7 +84,7 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
     if grouped:
         within = stored.group_width % (gemm.block_k // parts(shape, gemm)) == 0
         few = within and tiles.block_m <= MOST_SCALED_ROWS and rows.family != "micro"
-        weight = "fold" if shape.folds and not few else "block"
+        weight = "fold" if shape.decodes and not few else "block"
     if rows.family == "micro":
         x = "row" if second and between is Between.NVFP4 else "none"
     else:

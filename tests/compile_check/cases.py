@@ -114,8 +114,8 @@ NARROW_TOKENS: dict[str, tuple[Excuses, Excuses]] = {  # the same
     "mxfp4_w4a8": ({**BYTE_ROW_SCALES, **FIRST_WIDENED}, {**BYTE_ROW_SCALES, **FIRST_WIDENED, **BETWEEN_TILES}),
     "nvfp4": (BYTE_ROW_SCALES, {**BYTE_ROW_SCALES, **BETWEEN_TILES}),
     "int4_w4a8": ({}, {}),
-    "int4_w4a8_g128": ({}, BETWEEN_TILES),
-    "int4_w4a8_g32_zp": (FEW_SCALES, FEW_SCALES),
+    "int4_w4a8_g128": ({}, {}),
+    "int4_w4a8_g32_zp": ({}, BETWEEN_TILES),
 }
 FEW_OUTSIDE = "up to 16 words of a thread, between tiles: the loop over K needs the registers"
 SCALES_INSIDE = "gelu and swiglu on Triton 3.7.1: up to 10 instructions of a step, none on 3.6.0"

@@ -193,11 +193,11 @@ def test_requantize_to_nvfp4(intermediate: int, packed: int) -> None:
 
 
 def test_requantize_to_e4m3_in_an_order() -> None:
-    """A scale for each row, in bfloat16, as "int4_w4a8" stores it; columns beyond the intermediate are zeros."""
+    """A scale for each row, in float16, as "int4_w4a8" stores it; columns beyond the intermediate are zeros."""
     random, stored, (intermediate, width) = generator("order"), get_scheme("int4_w4a8").activation, (80, 128)
     x = torch.randn(32, intermediate, generator=random)
     values, expected_scale = scaled.quantize(x, stored, None)
-    out, scale = torch.full((32, width), 7.0, dtype=torch.bfloat16, device=DEVICE), torch.zeros(1, 32, device=DEVICE)
+    out, scale = torch.full((32, width), 7.0, dtype=torch.float16, device=DEVICE), torch.zeros(1, 32, device=DEVICE)
     num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
     _requantize_kernel[(2,)](
         Stored(x.to(DEVICE), None),

@@ -97,7 +97,7 @@ def _load_groups(
             scale_ptr, places[0], offsets, step, part, K, row_mask, CODES.SCALES, CODES.PAIRS, TILE, SCALES, CODES
         )
         if CODES.PAIRS:
-            scale = scale_pairs(scale, scale_ptr.dtype.element_ty, CODES)
+            scale = scale_pairs(scale, scale_ptr.dtype.element_ty, dtype, CODES)
     if CODES.ZERO:
         zero = _load_numbers(
             operands.w_zero, places[1], offsets, step, part, K, row_mask, CODES.ZEROS, CODES.PAIRS, TILE, SCALES, CODES

@@ -44,7 +44,7 @@ def scale_sums(
     elif SCALES.WEIGHT == "tensor":
         acc *= tl.load(operands.w_scale + expert)
     if SCALES.WEIGHT == "fold":
-        acc *= missing_factor(operands.w_scale.dtype.element_ty, CODES)
+        acc *= missing_factor(operands.w_scale.dtype.element_ty, operands.x.dtype.element_ty, CODES)
     if operands.w_global_scale is not None:
         global_scale = tl.load(operands.w_global_scale + expert)
         if CODES.DIVIDE:

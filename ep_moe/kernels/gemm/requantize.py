@@ -21,7 +21,6 @@ from ep_moe.kernels.numerics import (
     quantize_to,
     round_to,
     scale_for,
-    to_bf16,
 )
 
 
@@ -48,7 +47,7 @@ def _expert_amax_kernel(
 @triton.jit(do_not_specialize=["scale_stride"])
 def _requantize_kernel(
     inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] e4m3, also in bfloat16, or int8; and [ceil(I / group_width), scale_stride]
+    out,  # Stored: [Q * BLOCK_M, out_stride] e4m3, also in float16, or int8; and [ceil(I / group_width), scale_stride]
     rows,
     tiles,  # amax: None unless all rows of an expert share a scale
     intermediate,
@@ -61,7 +60,7 @@ def _requantize_kernel(
 ):
     """Requantize all columns of ROWS rows, one scale group after the other."""
     OUT: tl.constexpr = out.data.dtype.element_ty
-    DTYPE: tl.constexpr = tl.float8e4nv if tl.bfloat16 == OUT else OUT
+    DTYPE: tl.constexpr = tl.float8e4nv if tl.float16 == OUT else OUT
     for piece in range(
         tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
     ):
@@ -78,8 +77,8 @@ def _requantize_kernel(
                 scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
             tl.store(out.scale + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
             values = quantize_to(x, scale[:, None], DTYPE)
-            if tl.bfloat16 == OUT:
-                values = to_bf16(e4m3_value(values))
+            if tl.float16 == OUT:
+                values = round_to(e4m3_value(values), OUT)
             if ORDER != 0:
                 values = order_columns(values, ORDER)
                 mask = row_mask[:, None] & (column < out_stride)[None, :]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
-from ep_moe.kernels.numerics import e2m1_value, e4m3_value, e8m0_value, to_bf16
+from ep_moe.kernels.numerics import e2m1_value, e4m3_value, e8m0_value, round_to, to_bf16
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _prepare_rows_kernel(
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
             scale_ptrs = pool_scale + block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
         if out.scale is not None:
-            x = to_bf16(e4m3_value(x))
+            x = round_to(e4m3_value(x), out.data.dtype.element_ty)
             scale = tl.load(scale_ptrs, mask=row_mask & (first == 0), other=0.0)
             tl.store(out.scale + inner_row, scale, mask=row_mask & (first == 0))
         elif GROUP != 0:
