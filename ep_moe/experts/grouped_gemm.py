@@ -129,25 +129,21 @@ class CallShape:
 
     @property
     def widens_rows(self) -> bool:
-        """True if rows are decoded to bfloat16, which represents their values, before they are multiplied."""
+        """True if rows are decoded to 16 bits, which represent their values, before they are multiplied."""
         rows = self.scheme.payload
         return rows.family == "micro" or (rows.quantized and self.scheme.weight.family == "integer")
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows as they are multiplied."""
-        return torch.bfloat16 if self.widens_rows else self.scheme.payload.dtype or self.dtype
+        """Of the rows as they are multiplied. Float16 represents an e4m3, and an integer of 4 bits times its scale."""
+        if self.widens_rows:
+            return torch.bfloat16 if self.scheme.payload.family == "micro" else torch.float16
+        return self.scheme.payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
         return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.row_dtype
-
-    @property
-    def folds(self) -> bool:
-        """True if decoded weights may be multiplied by their scales before they multiply rows: that rounds them, as
-        tokens in the model's dtype are, but not integers for tokens in fp8."""
-        return self.decodes and (not self.widens_rows or self.scheme.payload.family == "micro")
 
     @property
     def weight_bits(self) -> int:

@@ -210,18 +210,16 @@ def _default(shape: CallShape) -> ExpertTiles:
     """Triton's tiles for calls of shapes without a table of their own."""
     stored, gated = shape.scheme.weight, shape.activation.kind.gated
     if shape.decodes:
-        scaled = stored.group_width > 0 and not shape.folds
         table = default_table(
             shape.row_dtype,
             gated=gated,
             weight_bits=shape.weight_bits,
-            scaled_sums=scaled,
             fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
         )
         tiles = table.choose(shape.expected_rows)
-        if all(_sums_within_groups(shape, gemm, tiles.block_m) for gemm in (tiles.first, tiles.second)):
+        if all(_sums_within_groups(shape, gemm) for gemm in (tiles.first, tiles.second)):
             return tiles
-        return fit_steps(tiles, stored.group_width, across=shape.folds)
+        return fit_steps(tiles, stored.group_width, across=True)
     blocked = stored.granularity == "block"
     table = default_table(
         shape.row_dtype,
@@ -232,9 +230,9 @@ def _default(shape: CallShape) -> ExpertTiles:
     return table.choose(shape.expected_rows)
 
 
-def _sums_within_groups(shape: CallShape, gemm: GemmTiles, block_m: int) -> bool:
+def _sums_within_groups(shape: CallShape, gemm: GemmTiles) -> bool:
     """True if no product over K crosses from one scale of weights to the next."""
-    return shape.scheme.weight.group_width % (gemm.block_k // parts(shape, gemm, block_m)) == 0
+    return shape.scheme.weight.group_width % (gemm.block_k // parts(shape, gemm)) == 0
 
 
 def _launchable(tiles: ExpertTiles, shape: CallShape) -> ExpertTiles:
@@ -259,8 +257,8 @@ def _checked(tiles: ExpertTiles, shape: CallShape, source: str) -> ExpertTiles:
                 f"{source}block_n ({gemm.block_n}) and block_k ({gemm.block_k}) of the {name} GEMM are not multiples "
                 f"of the {width} columns that share a scale in scheme '{shape.scheme.name}'"
             )
-        within = _sums_within_groups(shape, gemm, tiles.block_m)
-        if not micro and not within and not (shape.folds and gemm.block_k % width == 0):
+        within = _sums_within_groups(shape, gemm)
+        if not micro and not within and not (shape.decodes and gemm.block_k % width == 0):
             raise ValueError(
                 f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
                 f"that share a scale in scheme '{shape.scheme.name}'"

@@ -12,7 +12,7 @@ import torch
 
 from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
 from ep_moe.experts.launching import aligned
-from ep_moe.experts.ready_rows import inner_width
+from ep_moe.experts.ready_rows import inner_order, inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.allocation import allocator
@@ -83,7 +83,7 @@ class PreparedCall:
         scheme, num_experts = shape.scheme, shape.num_experts
         max_tiles = shape.max_tiles(tiles.block_m)
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
-        inner = max_tiles * tiles.block_m, inner_width(shape, tiles, between)
+        inner = max_tiles * tiles.block_m, inner_width(shape, tiles)
         groups = between.num_scales(scheme, shape.intermediate)
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tile_expert": ((max_tiles,), torch.int32),
@@ -96,7 +96,7 @@ class PreparedCall:
         if groups:
             pieces["inner_scale"] = (groups, inner[0]), torch.float32
         if not between.fused:
-            pieces["wide"] = inner, torch.float32
+            pieces["wide"] = (inner[0], shape.intermediate), torch.float32
         if summed is not None:
             pieces["rows"] = (shape.max_rows, shape.hidden), shape.dtype
         pieces |= backend.workspace(shape, tiles)
@@ -108,7 +108,8 @@ class PreparedCall:
         halves = ("w13_output_scale", "w13_gate_output_scale")
         scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
         inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
-        requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m)
+        order = inner_order(shape, tiles)
+        requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m, width=inner[1], order=order)
         gathered, packed = rows._replace(row_index="row_index"), Stored("packed", "packed_scale")
         of_first = Operands(*(packed if "packed" in pieces else ("x", "x_scale")), *w13)
         steps: dict[str, tuple[Any, tuple[Any, ...]]] = {

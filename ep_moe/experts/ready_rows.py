@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ep_moe.experts.grouped_gemm import Between, CallShape
+from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
@@ -20,23 +20,22 @@ _COLUMNS = 128  # the same
 _PROGRAMS_PER_SM = 8
 
 
-def shuffles(shape: CallShape, gemm: GemmTiles, block_m: int) -> bool:
+def shuffles(shape: CallShape, gemm: GemmTiles) -> bool:
     """True if a GEMM with these tiles sums its columns in the order in which threads decode weights. Local."""
-    whole = gemm.block_k % (64 * shape.scheme.weight.packed) == 0
-    return shape.decodes and gemm.swap and block_m <= MOST_SCALED_ROWS and whole
+    return shape.decodes and gemm.swap and gemm.block_k % (64 * shape.scheme.weight.packed) == 0
 
 
-def parts(shape: CallShape, gemm: GemmTiles, block_m: int) -> int:
+def parts(shape: CallShape, gemm: GemmTiles) -> int:
     """Products in a step over K: of 128 columns each, if rows of weights are short in memory. Local."""
     width = 64 * shape.scheme.weight.packed
-    return gemm.block_k // width if shuffles(shape, gemm, block_m) else 1
+    return gemm.block_k // width if shuffles(shape, gemm) else 1
 
 
-def group_loads(shape: CallShape, gemm: GemmTiles, block_m: int, columns: int, dtype: torch.dtype | None) -> str:
+def group_loads(shape: CallShape, gemm: GemmTiles, columns: int, dtype: torch.dtype | None) -> str:
     """`Codes.SCALES` for numbers of groups, stored in `dtype`, in rows of weights of so many columns. Local."""
-    group, products = shape.scheme.weight.group_width, parts(shape, gemm, block_m)
+    group, products = shape.scheme.weight.group_width, parts(shape, gemm)
     product = gemm.block_k // products
-    if dtype is None or dtype.itemsize > 2 or not shuffles(shape, gemm, block_m) or not group or product % group:
+    if dtype is None or dtype.itemsize > 2 or not shuffles(shape, gemm) or not group or product % group:
         return "single"
     in_product, in_row = (math.ceil(width / group) * dtype.itemsize for width in (product, columns))
     if in_product * products % 4:
@@ -45,18 +44,14 @@ def group_loads(shape: CallShape, gemm: GemmTiles, block_m: int, columns: int, d
     return "words" if aligned else "shifted"
 
 
-def inner_order(shape: CallShape, tiles: ExpertTiles, between: Between) -> int:
-    """`Epilogue.ORDER` of the intermediate: that of the second GEMM's sums if no kernel stores it but the first GEMM.
-
-    Local.
-    """
-    ordered = shuffles(shape, tiles.second, tiles.block_m) and between in (Between.ROUND, Between.MXFP8)
-    return shape.scheme.weight.packed if ordered else 0
+def inner_order(shape: CallShape, tiles: ExpertTiles) -> int:
+    """`Epilogue.ORDER` of the intermediate, as the second GEMM sums it; 0: as its columns are. Local."""
+    return shape.scheme.weight.packed if shuffles(shape, tiles.second) else 0
 
 
-def inner_width(shape: CallShape, tiles: ExpertTiles, between: Between) -> int:
+def inner_width(shape: CallShape, tiles: ExpertTiles) -> int:
     """Columns of the stored intermediate: whole steps of the second GEMM if they are ordered. Local."""
-    if not inner_order(shape, tiles, between):
+    if not inner_order(shape, tiles):
         return shape.intermediate
     return math.ceil(shape.intermediate / tiles.second.block_k) * tiles.second.block_k
 
@@ -66,7 +61,7 @@ def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
 
     They are prepared if they are decoded to bfloat16, or if their columns are summed in another order. Local.
     """
-    if not shape.widens_rows and not shuffles(shape, tiles.first, tiles.block_m):
+    if not shape.widens_rows and not shuffles(shape, tiles.first):
         return 0
     step = max(tiles.first.block_k, _COLUMNS)
     return math.ceil(shape.hidden / step) * step
@@ -88,7 +83,7 @@ def prepare_rows(shape: CallShape, tiles: ExpertTiles, width: int) -> RepeatedLa
         constants={
             "PIECES": RowGroups(BLOCK_M=tiles.block_m, ROWS=_ROWS, BLOCK=columns),
             "GROUP": stored.block[1] if stored.family == "micro" else 0,
-            "ORDER": shape.scheme.weight.packed if shuffles(shape, tiles.first, tiles.block_m) else 0,
+            "ORDER": shape.scheme.weight.packed if shuffles(shape, tiles.first) else 0,
         },
         options={"num_warps": 4},
         device=shape.device,

@@ -39,14 +39,20 @@ def prepare_tile_list(num_experts: int, max_tiles: int, block_m: int, device: to
     )
 
 
-def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block_m: int) -> Requantize:
-    """Prepare the kernels between the GEMMs; there are none if the first GEMM does what `between` says."""
+def prepare_requantize(
+    shape: CallShape, between: Between, max_tiles: int, block_m: int, *, width: int, order: int
+) -> Requantize:
+    """Prepare the kernels between the GEMMs; there are none if the first GEMM does what `between` says.
+
+    Args:
+        width: columns of the rows that they store. order: `Epilogue.ORDER` of these, of whole rows only.
+    """
     if between.fused:
         return Requantize(None, None)
     stored, intermediate, rows = shape.scheme.activation, shape.intermediate, max_tiles * block_m
     whole_rows = stored.granularity != "group" or between is Between.NVFP4
-    width = intermediate if whole_rows else stored.block[1]
-    block = triton.next_power_of_2(width)
+    group_width = intermediate if whole_rows else stored.block[1]
+    block = triton.next_power_of_2(width if whole_rows else group_width)
     per_program = max(min(_ELEMENTS // block, block_m), 1)
     pieces = RowGroups(BLOCK_M=block_m, ROWS=per_program, BLOCK=block)
 
@@ -61,10 +67,10 @@ def prepare_requantize(shape: CallShape, between: Between, max_tiles: int, block
         )
 
     if between is Between.NVFP4:
-        options: dict[str, Any] = {"num_warps": 4 if block <= 4096 else 16, "GROUP": stored.block[1]}
-        return Requantize(None, prepare(_requantize_nvfp4_kernel, rows // per_program, **options))
-    options = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two}
+        options: dict[str, Any] = {"num_warps": 4 if block <= 4096 else 16, "GROUP": stored.block[1], "ORDER": order}
+        return Requantize(None, prepare(_requantize_nvfp4_kernel, rows // per_program, width, **options))
+    options = {"num_warps": 4 if block <= 4096 else 8, "POWER_OF_TWO": stored.power_of_two, "ORDER": order}
     find_amax = None
     if between is Between.TENSOR:
         find_amax = prepare(_expert_amax_kernel, rows // per_program)
-    return Requantize(find_amax, prepare(_requantize_kernel, rows // per_program, width, rows, **options))
+    return Requantize(find_amax, prepare(_requantize_kernel, rows // per_program, width, group_width, rows, **options))

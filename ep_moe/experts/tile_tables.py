@@ -54,7 +54,6 @@ _CONDITIONS = {
     "group_k": int,
     "whole_blocks": bool,
     "weight_bits": int,
-    "scaled_sums": bool,
     "fp8_weights": bool,
 }
 _log = logging.getLogger(__name__)
@@ -185,7 +184,6 @@ def default_table(
     group_k: int = 0,
     whole_blocks: bool = True,
     weight_bits: int = 0,
-    scaled_sums: bool = False,
     fp8_weights: bool = False,
 ) -> TileTable:
     """The table for shapes without one of their own, as measured fastest on an H200 (docs/BENCHMARKS.md).
@@ -198,14 +196,13 @@ def default_table(
         group_k: columns that share a weight scale, which no step of the reduction crosses; 0 without block scales.
         whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
         weight_bits: of an element of weights that are decoded to `dtype`; 0 if they are not.
-        scaled_sums: whether sums are multiplied by scales of decoded weights in each step, of any number of rows.
         fp8_weights: whether these are fp8 numbers, which are decoded in fewer instructions than integers.
     Errors: ValueError if no table is for this dtype. Local.
     """
     name = str(dtype).removeprefix("torch.")
     group = min(group_k & -group_k, _WIDEST_GROUP)
     facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks}
-    facts |= {"weight_bits": weight_bits, "scaled_sums": scaled_sums, "fp8_weights": fp8_weights}
+    facts |= {"weight_bits": weight_bits, "fp8_weights": fp8_weights}
     for table in read_default_tables():
         wanted = dict(table.when)
         if name in wanted.pop("dtypes", [name]) and wanted.items() <= facts.items():

@@ -35,11 +35,11 @@ _PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2):
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 
 
-def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Between, *, second: bool) -> Codes:
+def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool) -> Codes:
     """How the kernels of one of the GEMMs decode weights of this shape."""
     gemm = tiles.second if second else tiles.first
-    products = parts(shape, gemm, tiles.block_m)
-    ready = inner_order(shape, tiles, between) if second else ready_width(shape, tiles)
+    products = parts(shape, gemm)
+    ready = inner_order(shape, tiles) if second else ready_width(shape, tiles)
     stored = shape.scheme.weight
     sums = shape.intermediate if second else shape.hidden
     scaled = scales.WEIGHT in ("fold", "block")
@@ -48,8 +48,9 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Betwee
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
     folded = scales.WEIGHT == "fold"
-    same_scales = not folded or stored.scale_dtype == shape.row_dtype
-    shuffled = shuffles(shape, gemm, tiles.block_m)
+    of_pairs = (shape.row_dtype, torch.bfloat16) if shape.row_dtype == torch.float16 else (shape.row_dtype,)
+    same_scales = not folded or stored.scale_dtype in of_pairs
+    shuffled = shuffles(shape, gemm)
     pairs = {
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
         "int8": not folded and shape.row_dtype.itemsize == 2,
@@ -65,8 +66,8 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, between: Betwee
         PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // products // (stored.group_width or _ONE_GROUP), 1),
-        SCALES=group_loads(shape, gemm, tiles.block_m, sums, stored.scale_dtype) if scaled else "single",
-        ZEROS=group_loads(shape, gemm, tiles.block_m, sums, stored.dtype) if stored.zero_point else "single",
+        SCALES=group_loads(shape, gemm, sums, stored.scale_dtype) if scaled else "single",
+        ZEROS=group_loads(shape, gemm, sums, stored.dtype) if stored.zero_point else "single",
         SHUFFLED=shuffled,
         READY=ready > 0,
         PARTS=products,
@@ -81,9 +82,9 @@ def _scales(shape: CallShape, tiles: ExpertTiles, between: Between, *, second: b
     grouped = stored.granularity in ("group", "block")
     weight: str = stored.granularity
     if grouped:
-        within = stored.group_width % (gemm.block_k // parts(shape, gemm, tiles.block_m)) == 0
+        within = stored.group_width % (gemm.block_k // parts(shape, gemm)) == 0
         few = within and tiles.block_m <= MOST_SCALED_ROWS and rows.family != "micro"
-        weight = "fold" if shape.folds and not few else "block"
+        weight = "fold" if shape.decodes and not few else "block"
     if rows.family == "micro":
         x = "row" if second and between is Between.NVFP4 else "none"
     else:
@@ -128,14 +129,14 @@ def _prepare(
             "TILE": TileShape(
                 BLOCK_M=tiles.block_m,
                 BLOCK_N=gemm.block_n,
-                BLOCK_K=gemm.block_k // parts(shape, gemm, tiles.block_m),
+                BLOCK_K=gemm.block_k // parts(shape, gemm),
                 GROUP_M=tiles.group_m,
                 SWAP=gemm.swap,
-                EVEN_N=columns % gemm.block_n == 0 and (second or inner_width(shape, tiles, between) == columns),
+                EVEN_N=columns % gemm.block_n == 0,
                 EVEN_K=sums % gemm.block_k == 0,
             ),
             "SCALES": scales,
-            "CODES": _codes(shape, tiles, scales, between, second=second),
+            "CODES": _codes(shape, tiles, scales, second=second),
             "EPILOGUE": epilogue,
         },
         options=options,
@@ -173,7 +174,7 @@ class TritonGemms:
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
-            ORDER=inner_order(shape, tiles, between),
+            ORDER=inner_order(shape, tiles) if between.fused else 0,
         )
         numbers = (
             shape.hidden,
@@ -181,7 +182,7 @@ class TritonGemms:
             shape.scheme.weight.row_values(shape.hidden),
             *((width, 1, 1, 0, 0) if width else (shape.x_stride, shape.scale_height, *shape.scale_strides)),
             rows,
-            inner_width(shape, tiles, between),
+            inner_width(shape, tiles) if between.fused else shape.intermediate,
             float(activation.alpha),
             float(activation.beta),
             math.inf if activation.limit is None else float(activation.limit),
@@ -203,7 +204,7 @@ class TritonGemms:
             shape.hidden,
             shape.scheme.weight.row_values(shape.intermediate),
             shape.max_tiles(tiles.block_m) * tiles.block_m,
-            inner_width(shape, tiles, between),
+            inner_width(shape, tiles),
         )
         return _prepare(_second_gemm_kernel, numbers, Epilogue(), shape, tiles, between, second=True)
 

@@ -82,7 +82,7 @@ def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterato
         sums = halves * tiles.block_m * gemm.block_n // (32 * gemm.num_warps)
         if sums > _MOST_ACCUMULATORS or gemm.num_warps * 32 * gemm.programs_per_sm > _THREADS_OF_SM:
             return
-        if width and width % gemm.block_k and not (shape.folds and gemm.block_k % width == 0):
+        if width and width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
             return
         row_bits = 8 * shape.row_dtype.itemsize
         stages = gemm.num_stages * stage_bytes(tiles.block_m, gemm, row_bits, shape.weight_bits, halves=halves)

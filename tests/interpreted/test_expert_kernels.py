@@ -18,7 +18,7 @@ from triton import next_power_of_2
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import ReferenceExperts, column_order, create_experts
 from ep_moe.experts.grouped_gemm import Between, CallShape
-from ep_moe.experts.ready_rows import group_loads
+from ep_moe.experts.ready_rows import group_loads, inner_order, inner_width
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
 from ep_moe.experts.triton import TritonExperts
@@ -295,8 +295,24 @@ def test_scales_are_loaded_in_words(scheme: str, dtype: torch.dtype, hidden: int
     step = 256 if case.weights.scheme.weight.packed == 2 else 128
     tiles = dataclasses.replace(tiles, first=dataclasses.replace(tiles.first, block_k=step))
     shape = CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
-    assert group_loads(shape, tiles.first, tiles.block_m, hidden, case.weights.scheme.weight.scale_dtype) == loads
+    assert group_loads(shape, tiles.first, hidden, case.weights.scheme.weight.scale_dtype) == loads
     assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tiles)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("block_n", [16, 32, 64, 128])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a8", "nvfp4", "int4_w4a8_g128", "mxfp8", "int8_w8a16"])
+def test_intermediate_in_the_order_of_decoded_weights(scheme: str, block_n: int, block_m: int) -> None:
+    """Stored in tiles of few and of many rows and columns, by either GEMM's kernel or by one between them."""
+    sizes = {"hidden": 256, "intermediate": 128} if scheme.endswith("g128") else {"hidden": 160, "intermediate": 208}
+    case, block_k = make_case(scheme, torch.bfloat16, GPT_OSS, **sizes), 64 * get_scheme(scheme).weight.packed
+    gemm = GemmTiles(block_n=max(block_n, get_scheme(scheme).weight.group_width % 128), block_k=block_k, swap=True)
+    tiles = ExpertTiles(block_m=block_m, first=gemm, second=dataclasses.replace(gemm, block_n=64))
+    batch = case.batch(Layout.COMPACT)
+    shape = CallShape.of(batch, case.weights, GPT_OSS)
+    assert inner_order(shape, tiles) == get_scheme(scheme).weight.packed
+    assert inner_width(shape, tiles) % block_k == 0
+    assert_equals_torch(case, GPT_OSS, batch, tiles=tiles)
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block"])

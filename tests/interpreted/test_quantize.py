@@ -124,12 +124,14 @@ def test_requantize(intermediate: int, group: int, name: str) -> None:
         Rows(row_start=None, num_tokens=num_tokens, row_index=None),
         TileList(*tiles, amax=None, next_tile=None),
         intermediate,
+        intermediate,
         group,
         64,
         PIECES=as_constants(
             RowGroups(BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64), _requantize_kernel, "PIECES"
         ),
         POWER_OF_TWO=stored.power_of_two,
+        ORDER=0,
     )
     finite = expected_scale.isfinite().all(1)
     assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected_values.view(torch.uint8)[finite], "values")
@@ -138,8 +140,24 @@ def test_requantize(intermediate: int, group: int, name: str) -> None:
     assert not bool(scale.t().cpu()[~used].any())
 
 
+def places_of_columns(width: int, packed: int) -> torch.Tensor:
+    """Where columns are stored for weights of `packed` in a byte; written out: thread, word or pair, number in it."""
+    columns = []
+    for column in range(width):
+        stored, half = divmod(column, packed or 1)  # a byte of 64, and which weight of it
+        thread, byte = stored % 64 // 16, stored % 16
+        if packed == 2:
+            number = byte % 4 * 2 + half  # of eight in a word
+            place = byte // 4 * 32 + number % 4 // 2 * 8 + number % 2 * 16 + thread * 2 + number // 4
+        else:
+            place = byte // 2 * 8 + thread * 2 + byte % 2
+        columns.append(stored // 64 * 64 * packed + place if packed else column)
+    return torch.tensor(columns)
+
+
+@pytest.mark.parametrize("packed", [0, 1, 2], ids=lambda packed: f"order-{packed}")
 @pytest.mark.parametrize("intermediate", [80, 256])
-def test_requantize_to_nvfp4(intermediate: int) -> None:
+def test_requantize_to_nvfp4(intermediate: int, packed: int) -> None:
     """Rows of any magnitude, of zeros and of ties, with NaN and infinity: bit for bit what the torch experts see."""
     random, stored = generator(str(intermediate)), get_scheme("nvfp4").activation
     x = torch.randn(32, intermediate, generator=random) * torch.logspace(-12, 9, 32)[:, None]
@@ -147,7 +165,8 @@ def test_requantize_to_nvfp4(intermediate: int) -> None:
     x[8] = torch.randint(-64, 65, (intermediate,), generator=random) / 8 * 448 / 0.75
     values, scale, global_scale = micro._quantize(x, stored, shared=(-1,))
     expected = micro.dequantize_rows(values, scale, stored)
-    out = torch.zeros(32, intermediate, dtype=torch.bfloat16, device=DEVICE)
+    width = math.ceil(intermediate / (64 * packed)) * 64 * packed if packed else intermediate
+    out = torch.full((32, width), 7.0, dtype=torch.bfloat16, device=DEVICE)
     found = torch.zeros(1, 32, device=DEVICE)
     num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
     _requantize_nvfp4_kernel[(2,)](
@@ -156,15 +175,48 @@ def test_requantize_to_nvfp4(intermediate: int) -> None:
         Rows(row_start=None, num_tokens=num_tokens, row_index=None),
         TileList(*tiles, amax=None, next_tile=None),
         intermediate,
+        width,
         GROUP=16,
+        ORDER=packed,
         PIECES=as_constants(
             RowGroups(BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128), _requantize_nvfp4_kernel, "PIECES"
         ),
     )
-    torch.testing.assert_close(out[:31].cpu().float(), expected[:31], rtol=0, atol=0, equal_nan=True)
-    assert not bool(out[31].any())
+    places = places_of_columns(width, packed)
+    torch.testing.assert_close(
+        out[:31, places[:intermediate]].cpu().float(), expected[:31], rtol=0, atol=0, equal_nan=True
+    )
+    assert bool((out[:31, places[intermediate:]] == 0).all())
+    assert bool((out[31] == 7).all())
     assert global_scale is not None
     assert_same_bits(found[0, :31], global_scale[:31, 0], "global scales")
+
+
+def test_requantize_to_e4m3_in_an_order() -> None:
+    """A scale for each row, in float16, as "int4_w4a8" stores it; columns beyond the intermediate are zeros."""
+    random, stored, (intermediate, width) = generator("order"), get_scheme("int4_w4a8").activation, (80, 128)
+    x = torch.randn(32, intermediate, generator=random)
+    values, expected_scale = scaled.quantize(x, stored, None)
+    out, scale = torch.full((32, width), 7.0, dtype=torch.float16, device=DEVICE), torch.zeros(1, 32, device=DEVICE)
+    num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
+    _requantize_kernel[(2,)](
+        Stored(x.to(DEVICE), None),
+        Stored(out, scale),
+        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
+        TileList(*tiles, amax=None, next_tile=None),
+        intermediate,
+        width,
+        intermediate,
+        32,
+        PIECES=as_constants(RowGroups(BLOCK_M=16, ROWS=8, BLOCK=128), _requantize_kernel, "PIECES"),
+        POWER_OF_TWO=False,
+        ORDER=2,
+    )
+    places = places_of_columns(width, 2)
+    torch.testing.assert_close(out[:31, places[:intermediate]].cpu().float(), values[:31].float(), rtol=0, atol=0)
+    torch.testing.assert_close(scale[0, :31].cpu(), expected_scale[:31, 0], rtol=0, atol=0)
+    assert bool((out[:31, places[intermediate:]] == 0).all())
+    assert bool((out[31] == 7).all())
 
 
 def test_experts_with_scales_that_are_powers_of_two() -> None:

@@ -26,6 +26,7 @@ from ep_moe.kernels.gemm.tokens import load_rows, order_columns
 from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values, spread
 from ep_moe.kernels.numerics import INTERPRET
 
+_FEW_ROWS = tl.constexpr(32)  # of a tile: its products are short, and their sums take few registers
 _SECTOR = tl.constexpr(32)  # bytes
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
@@ -96,7 +97,7 @@ def _load_groups(
             scale_ptr, places[0], offsets, step, part, K, row_mask, CODES.SCALES, CODES.PAIRS, TILE, SCALES, CODES
         )
         if CODES.PAIRS:
-            scale = scale_pairs(scale, scale_ptr.dtype.element_ty, CODES)
+            scale = scale_pairs(scale, scale_ptr.dtype.element_ty, dtype, CODES)
     if CODES.ZERO:
         zero = _load_numbers(
             operands.w_zero, places[1], offsets, step, part, K, row_mask, CODES.ZEROS, CODES.PAIRS, TILE, SCALES, CODES
@@ -200,6 +201,7 @@ def _accumulate(
 ):
     """Sum over K: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
     dtype: tl.constexpr = operands.x.dtype.element_ty
+    FEW: tl.constexpr = TILE.BLOCK_M <= _FEW_ROWS
     # read early, a step's groups are there when it begins: they are too small for asynchronous copies
     EARLY: tl.constexpr = not CODES.SHUFFLED and (SCALES.WEIGHT == "fold" or CODES.ZERO)
     if TILE.SWAP:
@@ -257,7 +259,7 @@ def _accumulate(
                 )
                 w_scale = scale_values(w_scale)
                 acc += product * (w_scale if TILE.SWAP else tl.trans(w_scale))
-            elif CODES.SHUFFLED:  # else Triton synchronizes each instruction of a product, as for a sum of both
+            elif CODES.SHUFFLED and FEW:  # else Triton synchronizes each instruction of a product, as for a sum of both
                 if part == 0:
                     product = _add_product(tl.zeros_like(acc), x, w, TILE)
                 else:

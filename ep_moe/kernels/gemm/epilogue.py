@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.pairs import missing_factor
-from ep_moe.kernels.gemm.tokens import ordered_place
+from ep_moe.kernels.gemm.tokens import order_columns, ordered_places
 from ep_moe.kernels.numerics import (
     E4M3_MAX_EXPONENT,
     absmax,
@@ -44,7 +44,7 @@ def scale_sums(
     elif SCALES.WEIGHT == "tensor":
         acc *= tl.load(operands.w_scale + expert)
     if SCALES.WEIGHT == "fold":
-        acc *= missing_factor(operands.w_scale.dtype.element_ty, CODES)
+        acc *= missing_factor(operands.w_scale.dtype.element_ty, operands.x.dtype.element_ty, CODES)
     if operands.w_global_scale is not None:
         global_scale = tl.load(operands.w_global_scale + expert)
         if CODES.DIVIDE:
@@ -84,9 +84,9 @@ def store_tile(
     DTYPE: tl.constexpr = out.data.dtype.element_ty
     places = columns
     if EPILOGUE.ORDER != 0:
-        places = ordered_place(columns, EPILOGUE.ORDER)
         sums = tl.where(column_mask[None, :], sums, 0.0)
-        column_mask = columns < stride
+        places = ordered_places(tl.min(columns, 0), TILE.BLOCK_N, EPILOGUE.ORDER)
+        column_mask = places < stride
     mask = column_mask[None, :]
     if row_mask is not None:
         mask = row_mask[:, None] & mask
@@ -111,4 +111,6 @@ def store_tile(
         values = quantize_to(sums, tl.load(scalars.static_scale + expert), DTYPE)
     else:
         values = round_to(sums, DTYPE)
+    if EPILOGUE.ORDER != 0:
+        values = order_columns(values, EPILOGUE.ORDER)
     tl.store(ptrs, values, mask=mask)

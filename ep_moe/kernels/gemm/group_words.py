@@ -64,7 +64,10 @@ def load_numbers(ptr, places, offsets, step, part: tl.constexpr, K, row_mask, LO
             ptrs = words[:, None] + (place >> 2) + (first >> 2)
         else:
             ptrs = words[:, None] + (place + first >> 2)
-        loaded = tl.load(ptrs, mask=row_mask[:, None] & (byte < end - first), other=0)
+        mask = byte < end - first
+        if not TILE.EVEN_N:
+            mask = mask & row_mask[:, None]
+        loaded = tl.load(ptrs, mask=mask, other=0)
         if CODES.GROUPS > 1:  # repeated at once: else Triton computes the numbers before it moves them
             loaded = repeat(loaded, 2)
         shifts = groups + rows + 8 * (IN_PRODUCT * part % 4) & 31

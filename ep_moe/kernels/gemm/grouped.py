@@ -283,6 +283,9 @@ def _first_gemm_kernel(
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
         column_mask = columns < N
+        reduced = K
+        if EPILOGUE.ORDER != 0:  # whole tiles of zeros may follow
+            reduced = tl.where(first_column < N, K, 0)
         x_scale_ptrs = operands.x_scale
         if SCALES.X != "none":
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
@@ -297,7 +300,7 @@ def _first_gemm_kernel(
             first_column,
             columns,
             column_mask,
-            K,
+            reduced,
             N,
             w_stride,
             x_scale_stride_group,

@@ -55,6 +55,20 @@ _UNPACK = tl.constexpr("mov.b32 {$0, $1}, v; }")
 # and the sums are multiplied by them. e8m0 scales from 2^-60 to 2^63 are exact, smaller ones lose bits.
 _E8M0_MISSING = tl.constexpr(2.0**64)
 _E4M3_MISSING = tl.constexpr(2.0**10)
+# Integers of 4 bits times bfloat16 scales are exact in float16 if scales are from 2^-21 to 2^8, with this factor.
+_UINT4_MISSING = tl.constexpr(2.0**-4)
+_BF16_AS_F16_PAIR = tl.constexpr(  # bfloat16 divided by _UINT4_MISSING, as float16 twice
+    """
+    {
+    .reg .b32 bits;
+    .reg .f32 real;
+    shl.b32 bits, $1, 16;
+    mov.b32 real, bits;
+    mul.f32 real, real, 0f41800000;
+    cvt.rn.f16x2.f32 $0, real, real;
+    }
+    """
+)
 _TWICE = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
 _E4M3_PAIR = tl.constexpr(  # e4m3 times 2^126 / _E4M3_MISSING, as bfloat16 twice
     """
@@ -74,17 +88,19 @@ _E4M3_PAIR = tl.constexpr(  # e4m3 times 2^126 / _E4M3_MISSING, as bfloat16 twic
 
 
 @triton.jit
-def missing_factor(scale_dtype: tl.constexpr, CODES):
-    """The power of two by which weights are decoded too small, for bytes of e8m0 (uint8) or for e4m3."""
+def missing_factor(scale_dtype: tl.constexpr, dtype: tl.constexpr, CODES):
+    """The power of two by which weights are decoded too small to `dtype`; scales of e8m0 are uint8."""
     if CODES.KIND == "e2m1" and CODES.PAIRS:
         return _E8M0_MISSING if scale_dtype == tl.uint8 else _E4M3_MISSING
+    elif CODES.KIND == "uint4" and CODES.PAIRS and scale_dtype != dtype:
+        return _UINT4_MISSING
     else:
         return 1.0
 
 
 @triton.jit
-def scale_pairs(bits, scale_dtype: tl.constexpr, CODES):
-    """Scales as the decoding multiplies by them, the same 16 bits twice.
+def scale_pairs(bits, scale_dtype: tl.constexpr, dtype: tl.constexpr, CODES):
+    """Scales as the decoding to `dtype` multiplies by them, the same 16 bits twice.
 
     Args:
         bits: int32, whose lowest bits are scales as they are stored, in `scale_dtype`.
@@ -96,6 +112,8 @@ def scale_pairs(bits, scale_dtype: tl.constexpr, CODES):
     elif CODES.KIND == "float8":  # e8m0
         byte = bits & 0xFF
         return (byte << 7 | tl.where((byte + 1 & 0xFE) == 0, 0x40, 0)) * 0x10001
+    elif scale_dtype != dtype:
+        return tl.inline_asm_elementwise(_BF16_AS_F16_PAIR, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return tl.inline_asm_elementwise(_TWICE, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
+from ep_moe.kernels.gemm.tokens import order_columns
 from ep_moe.kernels.numerics import (
     E2M1_MAX,
     E4M3_MAX,
@@ -20,7 +21,6 @@ from ep_moe.kernels.numerics import (
     quantize_to,
     round_to,
     scale_for,
-    to_bf16,
 )
 
 
@@ -47,18 +47,20 @@ def _expert_amax_kernel(
 @triton.jit(do_not_specialize=["scale_stride"])
 def _requantize_kernel(
     inner,  # Stored: [Q * BLOCK_M, I] float32
-    out,  # Stored: [Q * BLOCK_M, I] e4m3, also in bfloat16, or int8; and [ceil(I / group_width), scale_stride]
+    out,  # Stored: [Q * BLOCK_M, out_stride] e4m3, also in float16, or int8; and [ceil(I / group_width), scale_stride]
     rows,
     tiles,  # amax: None unless all rows of an expert share a scale
     intermediate,
+    out_stride,  # intermediate, or more if columns are ordered
     group_width,  # columns that share a scale; intermediate for one scale per token
     scale_stride,
-    PIECES,  # RowGroups: BLOCK is group_width rounded up to a power of two
+    PIECES,  # RowGroups: BLOCK is group_width, or out_stride if that is more, rounded up to a power of two
     POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
+    ORDER: tl.constexpr,  # as `Epilogue.ORDER`; not 0 only if a scale is of a whole row
 ):
     """Requantize all columns of ROWS rows, one scale group after the other."""
     OUT: tl.constexpr = out.data.dtype.element_ty
-    DTYPE: tl.constexpr = tl.float8e4nv if tl.bfloat16 == OUT else OUT
+    DTYPE: tl.constexpr = tl.float8e4nv if tl.float16 == OUT else OUT
     for piece in range(
         tl.program_id(0), tl.load(tiles.num_tiles) * (PIECES.BLOCK_M // PIECES.ROWS), tl.num_programs(0)
     ):
@@ -75,9 +77,13 @@ def _requantize_kernel(
                 scale = scale_for(absmax(x, 1), DTYPE, POWER_OF_TWO)
             tl.store(out.scale + start // group_width * scale_stride.to(tl.int64) + row, scale, mask=row_mask)
             values = quantize_to(x, scale[:, None], DTYPE)
-            if tl.bfloat16 == OUT:
-                values = to_bf16(e4m3_value(values))
-            tl.store(out.data + offset + column[None, :], values, mask=mask)
+            if tl.float16 == OUT:
+                values = round_to(e4m3_value(values), OUT)
+            if ORDER != 0:
+                values = order_columns(values, ORDER)
+                mask = row_mask[:, None] & (column < out_stride)[None, :]
+            out_offset = row.to(tl.int64)[:, None] * out_stride
+            tl.store(out.data + out_offset + column[None, :], values, mask=mask)
 
 
 @triton.jit
@@ -87,8 +93,10 @@ def _requantize_nvfp4_kernel(
     rows,
     tiles,
     intermediate,
+    out_stride,  # intermediate, or more if columns are ordered
     GROUP: tl.constexpr,  # columns that share a scale in e4m3
-    PIECES,  # RowGroups: BLOCK is I rounded up to a power of two
+    PIECES,  # RowGroups: BLOCK is out_stride rounded up to a power of two
+    ORDER: tl.constexpr,  # as `Epilogue.ORDER`
 ):
     """Round ROWS rows to NVFP4, each with a global scale by the rule of weights: `ep_moe.quant.micro.round_trip`."""
     for piece in range(
@@ -106,5 +114,10 @@ def _requantize_nvfp4_kernel(
         scale = e4m3_value(e4m3_group_scale(tl.div_rn(amax, global_scale[:, None])))
         codes = quantize_e2m1(grouped, (scale * global_scale[:, None])[:, :, None])
         real = tl.reshape(e2m1_value(codes) * scale[:, :, None], [PIECES.ROWS, PIECES.BLOCK])
-        tl.store(out.data + offset, round_to(real, out.data.dtype.element_ty), mask=mask)
+        values = round_to(real, out.data.dtype.element_ty)
+        if ORDER != 0:
+            values = order_columns(values, ORDER)
+            mask = row_mask[:, None] & (column < out_stride)[None, :]
+        ptrs = out.data + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(ptrs, values, mask=mask)
         tl.store(out.scale + row, global_scale, mask=row_mask)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.tile_list import find_rows
-from ep_moe.kernels.numerics import e2m1_value, e4m3_value, e8m0_value, to_bf16
+from ep_moe.kernels.numerics import e2m1_value, e4m3_value, e8m0_value, round_to, to_bf16
 
 
 @triton.jit
@@ -29,29 +29,37 @@ def order_columns(x, PACKED: tl.constexpr):
     """Order columns of x [R, C], or of decoded weights, as they are summed if weights are SHUFFLED.
 
     Of each 64 stored bytes of a row of weights, a thread of the four that share a row of a fragment has 16: pairs of
-    8-bit weights that are neighbors, or of 4-bit weights (PACKED is 2) that are four apart.
+    8-bit weights that are neighbors, or of 4-bit weights (PACKED is 2) that are four apart. C is a power of two from
+    16; fewer columns than of 64 bytes are those of the whole without the others: `ordered_places` says where they are.
     Example of 8-bit weights: 0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, ...
     """
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
+    THREADS: tl.constexpr = min(columns // (16 * PACKED), 4) if columns >= 16 * PACKED else 1
     if PACKED == 1:
-        blocks = tl.reshape(x, [rows, columns // 64, 4, 8, 2])
+        blocks = tl.reshape(x, [rows, columns // (16 * THREADS), THREADS, 8, 2])
         return tl.reshape(tl.permute(blocks, 0, 1, 3, 2, 4), [rows, columns])
     else:
-        blocks = tl.reshape(x, [rows, columns // 128, 4, 4, 2, 2, 2])  # thread, word, code: 3 bits
+        WORDS: tl.constexpr = min(columns // 8, 4)
+        whole: tl.constexpr = columns // (8 * THREADS * WORDS)
+        blocks = tl.reshape(x, [rows, whole, THREADS, WORDS, 2, 2, 2])  # thread, word, code: 3 bits
         return tl.reshape(tl.permute(blocks, 0, 1, 3, 6, 5, 2, 4), [rows, columns])
 
 
 @triton.jit
-def ordered_place(column, PACKED: tl.constexpr):
-    """Where `order_columns` puts columns. Example of 8-bit weights: column 16 is put at place 2."""
-    if PACKED == 1:
-        thread = column // 16 % 4
-        return column // 64 * 64 + column // 2 % 8 * 8 + thread * 2 + column % 2
-    else:
-        thread = column // 32 % 4
-        code = column % 2 * 16 + column // 2 % 2 * 8 + column // 4 % 2
-        return column // 128 * 128 + column // 8 % 4 * 32 + code + thread * 2
+def ordered_places(first, COLUMNS: tl.constexpr, PACKED: tl.constexpr):
+    """Where the COLUMNS columns from `first` on, a multiple of them, are in an ordered row: [COLUMNS], ascending.
+
+    They are in the order in which `order_columns` returns them.
+    Example of 8-bit weights: the 32 columns from 32 on are at 4, 5, 6, 7, 12, 13, 14, 15, 20, ...
+    """
+    THREADS: tl.constexpr = min(COLUMNS // (16 * PACKED), 4) if COLUMNS >= 16 * PACKED else 1
+    RUN: tl.constexpr = 2 * THREADS  # places one after the other
+    place = tl.arange(0, COLUMNS)
+    begin = first // (64 * PACKED) * (64 * PACKED) + first // (16 * PACKED) % 4 * 2
+    if PACKED == 2:
+        begin += first // 8 % 4 * 32
+    return begin + place // RUN * 8 + place % RUN
 
 
 @triton.jit
@@ -112,7 +120,7 @@ def _prepare_rows_kernel(
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
             scale_ptrs = pool_scale + block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
         if out.scale is not None:
-            x = to_bf16(e4m3_value(x))
+            x = round_to(e4m3_value(x), out.data.dtype.element_ty)
             scale = tl.load(scale_ptrs, mask=row_mask & (first == 0), other=0.0)
             tl.store(out.scale + inner_row, scale, mask=row_mask & (first == 0))
         elif GROUP != 0:
