@@ -66,6 +66,11 @@ class LaunchSequence:
                 there[alias] = there[name].view(dtype)
         return memory, [functools.partial(kernel, _replaced(groups, there.get)) for kernel, groups in self.launches]
 
+    def behind(self, count: int) -> "LaunchSequence":
+        """The same without its first launches, over the same tensors. Local."""
+        device = self.workspace.device
+        return LaunchSequence(self.launches[count:], self.given, self.pieces, device, aliases=self.aliases)
+
     def load(self) -> bool:
         """Make `repeat` work if all kernels are loaded; returns whether they are. Local."""
         names = [*self.given, *self.pieces]

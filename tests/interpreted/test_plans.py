@@ -89,7 +89,7 @@ class Call:
     written: str = "w2"  # a weight that is written in place
     many: int = 9  # tokens
     sequences: int = 1  # of a call
-    launches: int = 6  # of a sequence, or more
+    launches: int = 5  # of a sequence, or more
 
 
 def plain(seed: str) -> Given:
