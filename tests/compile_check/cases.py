@@ -340,6 +340,8 @@ def _hopper_cases() -> list[Case]:
         case("bf16 gpt-oss", "none", **GPT_OSS),
         case("bf16 gpt-oss per expert", "none", **GPT_OSS, own=True),
         case("float16", "none", dtype=torch.float16),
+        case("bf16 gpt-oss in turns", "none", **GPT_OSS, alternating=True),
+        case("fp8_tensor in turns", "fp8_tensor", alternating=True),
     ]
     cases += [case(scheme, scheme) for scheme in ("fp8_token", "fp8_tensor")]
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
