@@ -29,6 +29,7 @@ class JoinedCall:
 
     def __init__(self, sequence: LaunchSequence, call: RepeatedCall, packing: RoutedPacking) -> None:
         self._sequence, self._weights, self._new_result = sequence, call.weights, packing.new_result
+        self._fixed: list[int] | None = None
         self.inputs = packing.inputs  # the tensors of a call without routing
 
     def __call__(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor | None:
@@ -41,8 +42,17 @@ class JoinedCall:
         """
         target = self._new_result() if out is None else out
         addresses = [*map(torch.Tensor.data_ptr, tensors), target.data_ptr()]
-        addresses += map(torch.Tensor.data_ptr, self._weights)
-        return None if self._sequence.repeat(addresses) is None else target
+        if self._fixed is None:
+            addresses += map(torch.Tensor.data_ptr, self._weights)
+        return None if self._sequence.repeat(addresses, self._fixed) is None else target
+
+    def fix_weights(self) -> bool:
+        """From now on, read the weights where they lie now; False if one is not aligned to 16 bytes. Local."""
+        addresses = [weight.data_ptr() for weight in self._weights]
+        if any(address % 16 for address in addresses):
+            return False
+        self._fixed = addresses
+        return True
 
 
 def repeated_experts(experts: Experts, signature: object, weights: ExpertWeights) -> RepeatedCall | None:
