@@ -747,11 +747,15 @@ def test_which_calls_hopper_kernels_take() -> None:
     assert obstacle(shape("none", dtype=torch.float16)) is None
     for scheme in ("fp8_block", "fp8_token", "fp8_tensor"):
         assert obstacle(shape(scheme, intermediate=256)) is None
+    assert obstacle(shape("none", alternating=True, hidden=192)) is None
+    assert obstacle(shape("fp8_token", alternating=True, hidden=384)) is None
     for wrong, words in (
         (shape("none", dtype=torch.float32), "scheme 'none' in torch.float32"),
         (shape("mxfp8"), "scheme 'mxfp8'"),
         (shape("fp8_block_64x32"), r"blocks of scales are (64, 32), not 128 x 128"),
         (shape("fp8_block", intermediate=336), "intermediate (336) is no multiple of 128"),
+        (shape("none", alternating=True, hidden=208), "rows of w13 alternate, and hidden (208) is no multiple of 64"),
+        (shape("fp8_token", alternating=True, hidden=192), "hidden (192) is no multiple of 128"),
         (shape("none", x_stride=100), "rows of x are 200 bytes apart, no multiple of 16"),
         (shape("fp8_token", scale_strides=(64, 2, 1)), "scales of x lie (64, 2, 1) apart"),
     ):

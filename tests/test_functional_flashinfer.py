@@ -408,6 +408,64 @@ def test_compiled_into_one_graph() -> None:
         assert bool(replays[0].any())
 
 
+def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
+def assert_replays(call: Callable[..., Any], given: dict[str, Any], changes: dict[str, torch.Tensor]) -> None:
+    """A captured call, replayed with other inputs, has the bits of an eager one; `changes` are those inputs."""
+    given, changes = on_gpu(given), on_gpu(changes)
+
+    def run(**more: torch.Tensor) -> list[torch.Tensor]:
+        found = call(**given | more)
+        return [found] if isinstance(found, torch.Tensor) else found
+
+    first, graph = [tensor.clone() for tensor in run()], torch.cuda.CUDAGraph()
+    run()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert all(map(torch.equal, captured, first))
+    expected = run(**changes)
+    for name, tensor in changes.items():
+        given[name].copy_(tensor)
+    for tensor in captured:
+        tensor.fill_(-7)
+    graph.replay()
+    for found, wanted, before in zip(captured, expected, first, strict=True):
+        assert torch.equal(found, wanted)
+        assert not torch.equal(found, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("finalized", [True, False], ids=["", "rows"])
+def test_captured_in_a_cuda_graph(tokens: str, finalized: bool) -> None:
+    """With products of numbers, which a captured call makes again."""
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    x, scale, _ = hidden_states(tokens)
+    own = {name: numbers(0.5, 2.0, 30 + index) for index, name in enumerate((*SCALARS, *NUMBERS))}
+    given = arguments(layer, x, scale, do_finalize=finalized, **{name: own[name] for name in SCALARS})
+    given |= {name: own[name] for name in ("gemm1_beta", "gemm1_clamp_limit")}
+    changes = {
+        "hidden_states": x.flip(0),
+        "routing_logits": logits().flip(1),
+        "output2_scale_scalar": own["gemm1_alpha"],
+    }
+    assert_replays(trtllm_fp4_block_scale_moe, given, changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["nvfp4", "w4a16"])
+def test_b12x_captured_in_a_cuda_graph(mode: str) -> None:
+    layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
+    given = b12x_arguments(layer, **MODES[mode])
+    changes = {"x": given["x"].flip(0), "token_selected_experts": given["token_selected_experts"].flip(0)}
+    assert_replays(b12x_fused_moe, given, changes | {"w2_alpha": given["w1_alpha"]})
+
+
 # b12x_fused_moe
 
 

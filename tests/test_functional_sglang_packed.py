@@ -201,3 +201,26 @@ def test_bad_sizes_and_shards(tmp_path: Path) -> None:
     own = made("gptq")
     load(own, tensors, only="down_proj.qweight")
     assert torch.equal(layer.w2_qweight, own.w2_qweight)
+
+
+def test_gptq_rules_for_modules(tmp_path: Path) -> None:
+    """Rules are matched with the names of experts in `prefix`; the whole layer has one."""
+    tensors, _ = write(tmp_path, "gptq_int8")
+    config = LAYOUTS["gptq"].config | {
+        "dynamic": {r"+:.*layers\.0\..*_proj": {"bits": 8, "sym": True}, "-:.*layers.1": {}}
+    }
+    layer = made("gptq", quant_config=config, prefix=PREFIX)
+    assert load(layer, tensors) == sum(PREFIX in key for key in tensors)
+    same(layer, tmp_path)
+    assert hasattr(made("gptq", quant_config=config, prefix="model.layers.1.mlp.experts"), "w13_weight")
+    assert made("gptq", quant_config=config, prefix="model.layers.2.mlp.experts").w13_qweight.dtype == torch.uint8
+    attributes = {"weight_bits": 4, "group_size": GROUP, "checkpoint_format": "gptq", "dynamic": config["dynamic"]}
+    quantized = SimpleNamespace(get_name=lambda: "gptq", **attributes)
+    assert hasattr(made("gptq", quant_config=quantized, prefix="model.layers.1.mlp.experts"), "w13_weight")
+    for rules, prefix, words in (
+        ({r"-:.*\.1\.up_proj": {}}, PREFIX, rf"different rules for {PREFIX}.0.gate_proj and {PREFIX}.1.up_proj"),
+        ({r"+:.*\.w2": {"group_size": 16}}, PREFIX, rf"different rules for {PREFIX}.0.w1 and {PREFIX}.0.w2"),
+        ({"-:.*layers.1": {}}, "", "rules for names of modules, and prefix is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made("gptq", quant_config=LAYOUTS["gptq"].config | {"dynamic": rules}, prefix=prefix)

@@ -281,6 +281,42 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
         assert_same_bits(other(batch, weights)[sound], y[sound], f"tiles in groups of {group_m}")
 
 
+def in_turns(tensor: torch.Tensor) -> torch.Tensor:
+    """[L, 2I, ...] with rows [gate; up] as rows that take turns, gate first; [L] stays as it is."""
+    if tensor.dim() == 1:
+        return tensor
+    return torch.stack(as_bytes(tensor).chunk(2, 1), 2).flatten(1, 2).view(tensor.dtype).contiguous()
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["", "gathered"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_token"])
+def test_hopper_gemms_of_rows_in_turns(scheme: str, pool: bool) -> None:
+    """Rows of gate and up that take turns have the bits of rows apart, at counts and columns that fill no tile."""
+    model = Model(
+        hidden=1152,
+        intermediate=336,
+        experts=len(ODD_ROWS),
+        num_topk=1,
+        activation=GPT_OSS,
+        biased=scheme != "fp8_token",
+    )
+    apart, experts = make_weights(model, scheme), make_experts("hopper", model.activation)
+    bias = None if apart.w13_bias is None else in_turns(apart.w13_bias)
+    weights = dataclasses.replace(apart, w13=apart.w13.map(in_turns), w13_bias=bias, alternating=True)
+    ids = torch.arange(len(ODD_ROWS), device="cuda").repeat_interleave(torch.tensor(ODD_ROWS, device="cuda"))
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator("cuda").manual_seed(4), device="cuda")]
+    rows = make_rows(model, scheme, len(ids))
+    rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
+    batch = gathered(rows, model, scheme) if pool else lay_out(rows, Layout.COMPACT, model, scheme)
+    backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
+    assert backend is experts.preferred
+    used = used_rows(batch)
+    expected, found = experts(batch, apart)[used], experts(batch, weights)[used]
+    assert found.shape[0] == len(ids)
+    assert_same_bits(found, expected, "rows in turns")
+    assert_same_bits(experts(batch, weights)[used], expected, "a repeated call")
+
+
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor"])
 @pytest.mark.parametrize("kind", ["triton", "hopper"])

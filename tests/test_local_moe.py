@@ -191,3 +191,30 @@ def test_nothing_is_read_back_on_a_gpu(scheme: str, layout: Layout) -> None:
     assert (
         worst_row_error(out.cpu()[rows], reference[rows]) < ROW_ERROR_LIMITS["fp8" if scheme != "none" else "bfloat16"]
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"])
+def test_later_calls_on_a_gpu(scheme: str) -> None:
+    """A first call is launched kernel by kernel, later ones start with one kernel for several of them: the same bits.
+
+    At one to four blocks of 128 tokens, and at more, by two kinds of experts: with 7 and with 300.
+    """
+    device = torch.device("cuda")
+    for num_experts in (NUM_EXPERTS, 300):
+        random = torch.Generator(device).manual_seed(5)
+        shapes = (num_experts, 2 * INTERMEDIATE, 64), (num_experts, 64, INTERMEDIATE)
+        plain = [torch.randn(shape, generator=random, device=device).bfloat16() / 8 for shape in shapes]
+        chosen = get_scheme(scheme)
+        w13, w2 = (quantize_weight(w, chosen) if scheme != "none" else StoredMatrix(w) for w in plain)
+        weights, experts = ExpertWeights(w13=w13, w2=w2, scheme=chosen), create_experts("auto", ACTIVATION, device)
+        for count in (1, 17, 127, 128, 129, 384, 512, 513):
+            outs = []
+            for seed in (1, 2, 1):
+                random.manual_seed(seed)
+                x = torch.randn(count, 64, generator=random, device=device).bfloat16()
+                ids = torch.randint(-1, num_experts + 1, (count, NUM_TOPK), generator=random, device=device).int()
+                factors = torch.rand(count, NUM_TOPK, generator=random, device=device)
+                outs.append(local_moe(x, Routing(topk_ids=ids, topk_weights=factors), weights, experts))
+            assert torch.equal(outs[0], outs[2]), f"{count} tokens, {num_experts} experts"
+            assert bool((outs[0] != outs[1]).any())

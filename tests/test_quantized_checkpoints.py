@@ -527,6 +527,55 @@ def test_damage_is_named(tmp_path: Path, name: str, suffix: str, damage: Any, wo
     assert [word for word in (BROKEN, *words) if word not in str(caught.value)] == []
 
 
+IN_EXPERTS = r".*\.experts\.\d"
+
+
+def write_dynamic(directory: Path, rules: dict[str, Any], *, plain_up: bool = False) -> dict[str, torch.Tensor]:
+    """A dense module in 4 bits, the experts in 8, of expert 1 the up half in bfloat16; returns the real weights."""
+    (four, real), (eight, of_experts) = make("gptq"), make("gptq_int8")
+    tensors = {key: eight[key] if ".experts." in key else tensor for key, tensor in four.items()}
+    if plain_up:
+        name = base(1, "up")
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(name)}
+        tensors[f"{name}.weight"] = of_experts[name].bfloat16()
+    save_file(tensors, directory / "model.safetensors")
+    write_config(directory, LAYOUTS["gptq"].config | {"dynamic": rules})
+    return {name: of_experts[name] if ".experts." in name else weight for name, weight in real.items()}
+
+
+@pytest.mark.parametrize("key", [f"+:{IN_EXPERTS}", IN_EXPERTS], ids=["+:", "plain"])
+def test_gptq_rules_for_modules(tmp_path: Path, key: str) -> None:
+    """The first rule that matches counts; modules without one are as the config says."""
+    real = write_dynamic(tmp_path, {key: {"bits": 8, "sym": True, "desc_act": True}, ".*": {}})
+    found = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)[0]
+    assert found.scheme.name == LAYOUTS["gptq_int8"].scheme
+    for expert in range(EXPERTS):
+        for part, expected in zip(("w13", "w2"), layer_of(real, expert), strict=True):
+            assert torch.equal(dequantize_weight(getattr(found, part)[expert], found.scheme), expected)
+    with Checkpoint.open(tmp_path).dense(F32) as dense:
+        assert torch.equal(dense[f"{DENSE}.weight"], real[DENSE])
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({}, (".experts.0.", "gptq values")),
+        ({f"+:{IN_EXPERTS}": {"bits": 3}}, ("dynamic", "bits 3")),
+        ({f"+:{IN_EXPERTS}": {"pack_dtype": "int8"}}, ("dynamic", "pack_dtype")),
+        ({"-:(": {}}, ("dynamic", "'-:('")),
+        ([], ("dynamic []",)),
+        ({f"-:{IN_EXPERTS}": {}}, (base(0, "down"), "is quantized", "a rule of the config")),
+        ({r"-:.*\.1\.up_proj": {}, f"+:{IN_EXPERTS}": {"bits": 8, "sym": True}}, (base(1, "up"), "bfloat16", "int32")),
+    ],
+    ids=lambda value: next(iter(value), "none") if isinstance(value, dict) else "",
+)
+def test_gptq_rules_that_do_not_fit(tmp_path: Path, rules: Any, words: tuple[str, ...]) -> None:
+    write_dynamic(tmp_path, rules, plain_up="up_proj" in str(rules))
+    with pytest.raises(ValueError) as caught:
+        ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
 def changed(name: str, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     config = copy.deepcopy(LAYOUTS[name].config)
     inner = config

@@ -4,7 +4,8 @@
 
 A result is compared with torch's first. `call_us` and `torch_us`: the median of replays of a captured call with a cold
 L2; torch's way is argsort, two `grouped_mm` in bfloat16, the activation between them and `index_add_`, without routing.
-`host_us`: the median of the calls' time on the host with an idle GPU before each; `row_us`: of calls in a row.
+`host_us`: the median of the calls' time on the host with an idle GPU before each; `row_us`: of calls in a row. All
+kernels compile at first, in a process for each case. A table of all rows is last.
 
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts.
 """
@@ -15,6 +16,8 @@ import io
 import json
 import pstats
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +35,7 @@ from ep_moe.functional.sglang import (
     outplace_fused_experts,
     routing_from_topk,
     triton_kernel_fused_experts,
+    triton_kernel_fused_experts_with_bias,
     try_get_optimal_moe_config,
 )
 from ep_moe.functional.vllm import BatchedTritonExperts, invoke_moe_batched_triton_kernel
@@ -43,7 +47,9 @@ from ep_moe.weights import ExpertWeights
 
 DEVICE = torch.device("cuda", 0)
 LIMITS = {"bfloat16": 2e-2, "fp8": 1e-1, "fp4": 3e-1}  # by the format of tokens
-TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
+GROUP = 128  # columns that share a scale and a zero point of 4-bit integers
+TOKENS = (1, 16, 64, 128, 512, 4096)
+HOST_TOKENS = (16, 128)
 Call = Callable[[], torch.Tensor]
 
 
@@ -58,13 +64,15 @@ class Weights(NamedTuple):
     plain2: torch.Tensor
 
 
-def stored(scheme: str, experts: int, rows: int, columns: int) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """A random weight, its scales, and the same in bfloat16."""
+def stored(
+    scheme: str, experts: int, rows: int, columns: int, *, compared: bool
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """A random weight, its scales, and, if it is compared with torch's, the same in bfloat16."""
     if scheme == "none":
         plain = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=DEVICE)
         return plain.normal_(std=0.03), None, plain
     chosen = get_scheme(scheme)
-    plain = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    plain = torch.empty(experts if compared else 0, rows, columns, dtype=torch.bfloat16, device=DEVICE)
     if scheme.startswith("fp8"):
         values = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=DEVICE)
         scale = torch.rand(experts, rows // 128, columns // 128, device=DEVICE) * 1e-3 + 1e-3
@@ -79,15 +87,15 @@ def stored(scheme: str, experts: int, rows: int, columns: int) -> tuple[torch.Te
             scale = (torch.rand(experts, rows, columns // 16, device=DEVICE) * 0.02 + 0.01).to(torch.float8_e4m3fn)
     one = torch.ones(experts, device=DEVICE) if scheme.startswith("nvfp4") else None
     matrix = StoredMatrix(values, scale=scale, global_scale=one)
-    for expert in range(experts):
+    for expert in range(plain.shape[0]):
         plain[expert] = dequantize_weight(matrix[expert], chosen)
     return values, scale, plain
 
 
-def weights_of(scheme: str, experts: int, hidden: int, intermediate: int) -> Weights:
+def weights_of(scheme: str, experts: int, hidden: int, intermediate: int, *, compared: bool) -> Weights:
     """Those of a layer with a gate."""
-    w1, scale1, plain1 = stored(scheme, experts, 2 * intermediate, hidden)
-    w2, scale2, plain2 = stored(scheme, experts, hidden, intermediate)
+    w1, scale1, plain1 = stored(scheme, experts, 2 * intermediate, hidden, compared=compared)
+    w2, scale2, plain2 = stored(scheme, experts, hidden, intermediate, compared=compared)
     return Weights(w1, scale1, w2, scale2, plain1, plain2)
 
 
@@ -98,21 +106,29 @@ def by_torch(
     weights: Weights,
     between: Callable[[torch.Tensor], torch.Tensor],
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    on_input: bool = False,
+    combined: bool = True,
 ) -> torch.Tensor:
-    """Two grouped GEMMs of routed tokens, and the weighted sum."""
+    """Two grouped GEMMs of routed tokens, and the weighted sum, or every expert's own weighted row [T, K, H]."""
     flat, count = ids.reshape(-1), weights.w1.shape[0]
     order = torch.argsort(flat)
     token, expert = order // ids.shape[1], flat[order]
     counts = torch.zeros(count, dtype=torch.int32, device=flat.device)
     ends = counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int32)).cumsum(0).int()
-    first = grouped_mm(x[token], weights.plain1.transpose(1, 2), offs=ends)
+    factor = factors.reshape(-1)[order].to(x.dtype)[:, None]
+    rows = x[token] * factor if on_input else x[token]
+    first = grouped_mm(rows, weights.plain1.transpose(1, 2), offs=ends)
     if biases is not None:
         first += biases[0][expert]
     y = grouped_mm(between(first), weights.plain2.transpose(1, 2), offs=ends)
     if biases is not None:
         y += biases[1][expert]
-    y = y * factors.reshape(-1)[order].to(y.dtype)[:, None]
-    return torch.zeros_like(x).index_add_(0, token, y)
+    if not on_input:
+        y = y * factor
+    if combined:
+        return torch.zeros_like(x).index_add_(0, token, y)
+    return torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
 
 
 def swiglu(rows: torch.Tensor, alpha: float, limit: float, up_first: bool) -> torch.Tensor:
@@ -120,6 +136,11 @@ def swiglu(rows: torch.Tensor, alpha: float, limit: float, up_first: bool) -> to
     gate, up = rows.chunk(2, dim=-1)[:: -1 if up_first else 1]
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up + 1)
+
+
+def swiglu_in_turns(rows: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation of columns that take turns, gate first."""
+    return swiglu(torch.cat([rows[:, ::2], rows[:, 1::2]], 1), 1.702, 7.0, False)
 
 
 def gated(rows: torch.Tensor, up_first: bool) -> torch.Tensor:
@@ -135,6 +156,7 @@ class Case(NamedTuple):
     limit: float
     ours: Call
     torchs: Call | None
+    timed: bool = False  # on the GPU too
 
 
 def trtllm(preset: str, scheme: str, weights: Weights, tokens: int) -> Case:
@@ -174,7 +196,7 @@ def trtllm(preset: str, scheme: str, weights: Weights, tokens: int) -> Case:
     def torchs() -> torch.Tensor:
         return by_torch(x, routing.topk_ids, routing.topk_weights * (0.8 if deepseek else 1), weights, between, narrow)
 
-    return Case("trtllm_fp4_block_scale_moe", LIMITS["bfloat16"], ours, torchs)
+    return Case("trtllm_fp4_block_scale_moe", LIMITS["bfloat16"], ours, torchs, timed=True)
 
 
 def routed(preset: str, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -200,11 +222,11 @@ def fused(preset: str, scheme: str, weights: Weights, tokens: int) -> Case:
     def torchs() -> torch.Tensor:
         return by_torch(x, ids, factors, weights, lambda rows: gated(rows, False))
 
-    return Case("fused_experts", LIMITS["fp8" if flags else "bfloat16"], ours, torchs)
+    return Case("fused_experts", LIMITS["fp8" if flags else "bfloat16"], ours, torchs, timed=True)
 
 
 def others(preset: str, scheme: str, weights: Weights, tokens: int) -> Iterator[Case]:
-    """Calls whose host time alone is of interest."""
+    """The other calls at these sizes."""
     x, factors, ids = routed(preset, tokens)
     experts, limit = weights.w1.shape[0], LIMITS["bfloat16"]
     if scheme.startswith("nvfp4"):
@@ -221,8 +243,11 @@ def others(preset: str, scheme: str, weights: Weights, tokens: int) -> Iterator[
                 ),
                 lambda: by_torch(x, ids, factors, weights, lambda rows: gated(rows, True)),
             )
+    if scheme.startswith("mxfp4"):
+        yield with_bias(weights, x, factors, ids)
     if scheme != "none":
         return
+    yield from paths(weights, x, factors, ids)
     own = ExpertWeights(w13=StoredMatrix(weights.w1), w2=StoredMatrix(weights.w2))
     kernels = create_experts("auto", LAYER_PRESETS[preset].sizes.activation, DEVICE)
     routing = Routing(topk_ids=ids, topk_weights=factors)
@@ -250,6 +275,85 @@ def others(preset: str, scheme: str, weights: Weights, tokens: int) -> Iterator[
 
     yield Case("invoke_fused_moe_kernel", limit, one_gemm, gathered)
     yield from batched(weights, x, experts, config)
+
+
+def paths(weights: Weights, x: torch.Tensor, factors: torch.Tensor, ids: torch.Tensor) -> Iterator[Case]:
+    """SGLang's fused experts by their less usual arguments."""
+    given, limit = (x, weights.w1, weights.w2, factors, ids), LIMITS["bfloat16"]
+
+    def silu_of(rows: torch.Tensor) -> torch.Tensor:
+        return gated(rows, False)
+
+    yield Case(
+        "fused_experts, gemm1_alpha",
+        limit,
+        lambda: outplace_fused_experts(*given, gemm1_alpha=1.702, gemm1_limit=7.0),
+        lambda: by_torch(x, ids, factors, weights, swiglu_in_turns),
+        timed=True,
+    )
+    yield Case(
+        "fused_experts, no_combine",
+        limit,
+        lambda: outplace_fused_experts(*given, no_combine=True).flatten(0, 1),
+        lambda: by_torch(x, ids, factors, weights, silu_of, combined=False).flatten(0, 1),
+        timed=True,
+    )
+    yield Case(
+        "fused_experts, weights on the input",
+        limit,
+        lambda: outplace_fused_experts(*given, apply_router_weight_on_input=True),
+        lambda: by_torch(x, ids, factors, weights, silu_of, on_input=True),
+        timed=True,
+    )
+    (first, plain1), (second, plain2) = (zero_points(w.shape) for w in (weights.w1, weights.w2))
+    flags: dict[str, Any] = {"use_int4_w4a16": True, "block_shape": [0, GROUP]}
+    flags |= {f"w{n}_{name}": part[name] for n, part in ((1, first), (2, second)) for name in ("scale", "zp")}
+    integers = weights._replace(plain1=plain1, plain2=plain2)
+    yield Case(
+        "fused_experts, zero points",
+        limit,
+        lambda: outplace_fused_experts(x, first["values"], second["values"], factors, ids, **flags),
+        lambda: by_torch(x, ids, factors, integers, silu_of),
+        timed=True,
+    )
+    yield with_bias(weights, x, factors, ids)
+
+
+def zero_points(shape: torch.Size) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A weight [E, N, K] of 4 bits around zero points of groups, as SGLang has it, and the same in bfloat16."""
+    experts, rows, columns = shape
+    values = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=DEVICE)
+    zero = torch.randint(0, 256, (experts, rows // 2, columns // GROUP), dtype=torch.uint8, device=DEVICE)
+    scale = (torch.rand(experts, rows, columns // GROUP, device=DEVICE) * 0.01 + 0.002).bfloat16()
+    codes = torch.stack([values & 15, values >> 4], 3).view(shape)
+    points = torch.stack([zero & 15, zero >> 4], 2).view(experts, rows, -1)
+    centered = codes.bfloat16() - points.bfloat16().repeat_interleave(GROUP, 2)
+    return {"values": values, "scale": scale, "zp": zero}, centered * scale.repeat_interleave(GROUP, 2)
+
+
+class Precision(NamedTuple):
+    """The part of triton_kernels' PrecisionConfig that is read."""
+
+    weight_scale: torch.Tensor
+
+
+def with_bias(weights: Weights, x: torch.Tensor, factors: torch.Tensor, ids: torch.Tensor) -> Case:
+    """triton_kernels' form with biases, of weights in bfloat16 or MXFP4."""
+    experts, width = weights.w1.shape[:2]
+    b1, b2 = (torch.randn(experts, n, device=DEVICE).bfloat16() for n in (width, weights.w2.shape[1]))
+    data = routing_from_topk(factors, ids, experts)
+    pcg1, pcg2 = (
+        None if scale is None else Precision(scale.view(torch.uint8).transpose(1, 2))
+        for scale in (weights.w1_scale, weights.w2_scale)
+    )
+    turned = weights.w1.transpose(1, 2), pcg1, b1, weights.w2.transpose(1, 2), pcg2, b2
+    return Case(
+        "triton_kernel_fused_experts_with_bias",
+        LIMITS["bfloat16"],
+        lambda: triton_kernel_fused_experts_with_bias(x, *turned, *data, gemm1_alpha=1.702, gemm1_clamp_limit=7.0),
+        lambda: by_torch(x, ids, factors, weights, swiglu_in_turns, (b1, b2)),
+        timed=True,
+    )
 
 
 def batched(weights: Weights, x: torch.Tensor, experts: int, config: Any) -> Iterator[Case]:
@@ -353,7 +457,8 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one case."""
     preset, scheme, make = SCHEMES[name]
     sizes = LAYER_PRESETS[preset].sizes
-    weights = weights_of(scheme, sizes.num_experts, sizes.hidden, sizes.intermediate)
+    made = sizes.num_experts, sizes.hidden, sizes.intermediate
+    weights = weights_of(scheme, *made, compared=not options.compile_only)
     for tokens in options.tokens:
         cases = [make(preset, scheme, weights, tokens)]
         if tokens in options.others:
@@ -365,14 +470,14 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 continue
             if case.torchs is not None:
                 row["error"] = float(worst_row_error(found, case.torchs()))
-                if not row["error"] < case.limit:
-                    raise SystemExit(f"{row} exceeds {case.limit}")
-            if not options.host_only and case is cases[0]:
+                row["right"] = row["error"] < case.limit
+            if not options.host_only and case.timed:
                 row["call_us"] = gpu_us(case.ours)
                 if case.torchs is not None:
                     row["torch_us"] = gpu_us(case.torchs)
                     row["faster"] = row["torch_us"] / row["call_us"]
-            row["host_us"], row["row_us"] = host_us(case.ours)
+            if tokens in options.host:
+                row["host_us"], row["row_us"] = host_us(case.ours)
             if tokens in options.profile:
                 print(json.dumps(row), profile(case.ours, 28), sep="\n", flush=True)
             yield row
@@ -382,21 +487,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--others", nargs="*", type=int, default=[16], help="tokens at which other calls are timed")
+    parser.add_argument(
+        "--others", nargs="*", type=int, default=[16, 128, 512], help="tokens at which other calls are timed"
+    )
+    parser.add_argument("--host", nargs="*", type=int, default=list(HOST_TOKENS), help="tokens with the host's time")
     parser.add_argument("--profile", nargs="*", type=int, default=[], help="tokens at which calls are profiled")
     parser.add_argument("--host-only", action="store_true", help="only the host's time")
     parser.add_argument("--compile-only", action="store_true", help="compile kernels, time nothing")
     parser.add_argument("--out", type=Path, help="file that rows are appended to")
-    options = parser.parse_args()
+    options, found = parser.parse_args(), list[dict[str, Any]]()
+    if not options.compile_only:
+        compile_all(options)
     for name in options.cases:
         for row in rows(name, options):
             rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            found.append(rounded)
             line = json.dumps(rounded)
             print(line, flush=True)
             if options.out is not None:
                 with options.out.open("a") as file:
                     file.write(f"{line}\n")
         torch.cuda.empty_cache()
+    print(torch.cuda.get_device_name(), torch.__version__, *table(found), sep="\n")
+    if not all(row.get("right", True) for row in found):
+        raise SystemExit("results that are not torch's: WRONG")
+
+
+def compile_all(options: argparse.Namespace) -> None:
+    """Compile the kernels of all cases, each in a process; those of a call are found in Triton's cache then."""
+    numbers: list[str] = []
+    for name in ("tokens", "others"):
+        numbers += [f"--{name}", *map(str, getattr(options, name))]
+    command = [sys.executable, __file__, "--compile-only", *numbers, "--cases"]
+    processes = [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in options.cases]
+    for name, process in zip(options.cases, processes, strict=True):
+        if process.wait():
+            raise SystemExit(f"{name}: its kernels were not compiled")
+
+
+def table(found: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each row; a star stands behind one that misses an aim."""
+    yield f"{'case':16} {'call':40} {'T':>5} {'call_us':>8} {'torch_us':>8} {'faster':>7} {'host_us':>8} {'row_us':>7}"
+    for row in found:
+        numbers = [(name, row.get(name)) for name in ("call_us", "torch_us", "faster", "host_us", "row_us")]
+        cells = [
+            "" if value is None else f"{value:.2f}" if name == "faster" else f"{value:.0f}" for name, value in numbers
+        ]
+        misses = row.get("host_us", 0) > 60 or (row["tokens"] <= 512 and row.get("faster", 1) < 1)
+        widths = zip(cells, (8, 8, 7, 8, 7), strict=True)
+        shown = " ".join(cell.rjust(width) for cell, width in widths)
+        wrong = "" if row.get("right", True) else " WRONG"
+        yield f"{row['case']:16} {row['call']:40} {row['tokens']:5} {shown}{' *' * misses}{wrong}"
 
 
 if __name__ == "__main__":

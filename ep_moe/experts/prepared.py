@@ -65,6 +65,7 @@ class PreparedCall:
 
     Attributes:
         sequence: the kernels, whose workspace has the intermediates.
+        row_tiles: how many there are at most, and of how many rows each.
         steps: their names: "tile_list", "gather", "first", "find_amax", "requantize", "second", "sum", if they are
             there.
     Local; nothing is launched.
@@ -82,6 +83,7 @@ class PreparedCall:
     ) -> None:
         scheme, num_experts = shape.scheme, shape.num_experts
         max_tiles = shape.max_tiles(tiles.block_m)
+        self.row_tiles = max_tiles, tiles.block_m
         between = Between.of(scheme, tiles.first.block_n, static=shape.static_scale)
         inner = max_tiles * tiles.block_m, inner_width(shape, tiles)
         groups = between.num_scales(scheme, shape.intermediate)
@@ -166,7 +168,8 @@ class RepeatedCall:
         prepared: the launches. batch, weights: of a first call; of the batch nothing is kept alive but its scheme.
 
     Attributes:
-        sequence: the launches. weights: the tensors that they read, by the names `held`.
+        sequence: the launches, first that of the tile list. weights: the tensors that they read, by the names `held`.
+        row_tiles: as of `PreparedCall`.
         y_shape, dtype: of the output.
         in_place: there are rows, and the launches read all tensors where they are: no copies, no sum of FLAT.
     """
@@ -175,6 +178,7 @@ class RepeatedCall:
         given, held = batch_tensors(batch), weight_tensors(weights)
         self._prepared, self.sequence, self.dtype = prepared, prepared.sequence, batch.dtype
         self.weights, self.held = list(held.values()), tuple(held)
+        self.row_tiles = prepared.row_tiles
         self._scheme = batch.scheme  # a signature has its id
         shape = self.y_shape = batch.output_shape
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

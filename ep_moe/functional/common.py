@@ -17,6 +17,8 @@ from ep_moe.quant import QuantScheme, get_scheme
 
 _MOST_EXPERTS = 64  # implementations for activations, schemes, devices and threads
 
+_VERSION = operator.attrgetter("_version")
+
 Kept = TypeVar("Kept")
 _log = logging.getLogger(__name__)
 
@@ -137,11 +139,11 @@ def writes(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:
     there = [tensor for tensor in tensors if tensor is not None]
     if not there:
         return ()
-    if any(tensor.is_inference() for tensor in there):
+    if True in map(torch.Tensor.is_inference, there):
         return None
     if there[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return tuple(tensor._version for tensor in there)
+    return (*map(_VERSION, there),)
 
 
 def _nothing() -> None:

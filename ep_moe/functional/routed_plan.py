@@ -62,7 +62,9 @@ class RoutedPlan:
             num_experts=num_experts,
             out=out,
         )
-        return None if joined is None else cls(joined, weights, factor, inner_scale)
+        if joined is None or not joined.fix_weights():  # that they lie elsewhere is seen by who keeps the plan
+            return None
+        return cls(joined, weights, factor, inner_scale)
 
     def __call__(
         self,

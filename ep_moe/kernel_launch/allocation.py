@@ -56,10 +56,11 @@ class Workspace:
     Attributes:
         allocate: allocates the memory, [bytes] uint8.
         offsets: of the pieces, in bytes, in their order.
+        device: of the memory.
     """
 
     def __init__(self, pieces: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-        self._pieces = dict(pieces)
+        self._pieces, self.device = dict(pieces), device
         self.offsets: list[int] = []
         end = 0
         for shape, dtype in self._pieces.values():

@@ -46,6 +46,7 @@ class LaunchSequence:
         self.workspace = Workspace(pieces, device)
         self.loaded: Callable[[list[int]], None] | None = None
         self._numbers: list[int] = []
+        self._placed: tuple[int, list[int]] = (0, [])  # a workspace's address, those of its pieces, and the numbers
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Launch with these tensors; returns the memory of the workspace. Local, no host sync."""
@@ -66,6 +67,11 @@ class LaunchSequence:
                 there[alias] = there[name].view(dtype)
         return memory, [functools.partial(kernel, _replaced(groups, there.get)) for kernel, groups in self.launches]
 
+    def behind(self, count: int) -> "LaunchSequence":
+        """The same without its first launches, over the same tensors. Local."""
+        device = self.workspace.device
+        return LaunchSequence(self.launches[count:], self.given, self.pieces, device, aliases=self.aliases)
+
     def load(self) -> bool:
         """Make `repeat` work if all kernels are loaded; returns whether they are. Local."""
         names = [*self.given, *self.pieces]
@@ -74,20 +80,24 @@ class LaunchSequence:
         numbers: list[int] = []
         launches = [(kernel.repeat, _flat(groups, positions, len(names), numbers)) for kernel, groups in self.launches]
         if all(repeat is not None for repeat, _ in launches):
+            self._placed = (0, [])
             self._numbers, self.loaded = numbers, _in_a_row(launches, len(names) + len(numbers))
         return self.loaded is not None
 
-    def repeat(self, addresses: list[int]) -> torch.Tensor | None:
+    def repeat(self, addresses: list[int], fixed: list[int] | None = None) -> torch.Tensor | None:
         """`run` with the addresses of all tensors that are given, if the kernels are loaded for them; else None.
 
-        Local, no host sync.
+        Args: fixed: the last addresses of those given, which are known to be aligned. Local, no host sync.
         """
         loaded, workspace = self.loaded, self.workspace
         if loaded is None or functools.reduce(operator.or_, addresses) & 15:
             return None
         memory = workspace.allocate()
-        base = memory.data_ptr()
-        loaded([*addresses, *[base + offset for offset in workspace.offsets], *self._numbers])
+        base, (known, places) = memory.data_ptr(), self._placed
+        if base != known:  # the allocator often gives the same memory again
+            places = [*[base + offset for offset in workspace.offsets], *self._numbers]
+            self._placed = base, places
+        loaded([*addresses, *places] if fixed is None else [*addresses, *fixed, *places])
         return memory
 
 

@@ -11,6 +11,7 @@ from ep_moe.layout.base import TokenRows
 from ep_moe.layout.frame import make_frame
 from ep_moe.layout.triton import (
     CopyShape,
+    PlaceShape,
     block_tokens,
     copy_launch,
     count_launches,
@@ -66,8 +67,9 @@ class PairLists:
             "target": ((rows,), torch.int32),
         }
         given, counts = ("ids", "weights", "local_ids", "local_weights"), ("expert_num_tokens", "expert_row_start")
-        if blocks == 1:
-            placed = prepare_merge_and_place(shape, own, (1, 1), frame, device)
+        at_once = PlaceShape.of(shape, own, (1, 1), frame)
+        if at_once is not None:
+            placed = prepare_merge_and_place(at_once, device)
             launches: list[tuple[object, tuple[str | None, ...]]] = [(placed, (*given, "before", *counts))]
         else:
             merge = merge_launch(num_pairs, 1, own, (1, 1), ids_dtype, device)

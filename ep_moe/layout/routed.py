@@ -14,6 +14,7 @@ from ep_moe.layout.base import Batched, BatchTemplate, Compact, ExpertBatch, Pac
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.layout.triton import (
     CopyShape,
+    PlaceShape,
     block_tokens,
     copy_launch,
     count_launches,
@@ -23,7 +24,10 @@ from ep_moe.layout.triton import (
     weighted_sum,
 )
 from ep_moe.quant import Quantized
-from ep_moe.quant.triton import largest_or_scale, quantize_launch
+from ep_moe.quant.triton import QuantizeShape, largest_or_scale, quantize_launch
+
+PLACED = ("ids", "weights", "local_ids", "topk_weights", "before", "expert_num_tokens", "expert_row_start")
+QUANTIZED = ("tokens", "number", "values", "values_scale:bytes")  # names of the launches' tensors, in their order
 
 
 class RoutedPacking:
@@ -34,9 +38,11 @@ class RoutedPacking:
 
     Attributes:
         template: of the batches, whose memory also has what the sum of their results needs.
-        sequence: the launches, over `inputs`.
+        sequence: the launches, over `inputs`: of `quantizing`, if tokens are quantized, of `placing`, and others.
+        placing: the launch that merges repeats and counts; None if that takes several.
+        quantizing: the launch that quantizes tokens, None if there is none.
         new_result: allocates what `weighted_sum` returns.
-        device: of all tensors.
+        device: of all tensors. ids_dtype: of `topk_ids`.
     Errors: ValueError unless `packable`. Local; nothing is launched.
     """
 
@@ -46,6 +52,7 @@ class RoutedPacking:
         if not packable(x, topk_ids, topk_weights, sizes):
             raise ValueError(f"tokens for layout {sizes.layout.value} are empty, or their rows have gaps")
         (num_tokens, num_topk), self.device = topk_ids.shape, topk_ids.device
+        self.ids_dtype = topk_ids.dtype
         self._sizes, self._summed = sizes, topk_ids.shape
         values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
         self._hidden = x.hidden if isinstance(x, Quantized) else x.shape[1]
@@ -54,6 +61,8 @@ class RoutedPacking:
         self._number = self._quantizes and whole  # quantization takes a number, `largest_or_scale`
         self._pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._launches: list[tuple[RepeatedLaunch, tuple[str | None, ...]]] = []
+        self.placing: PlaceShape | None = None
+        self.quantizing: QuantizeShape | None = None
         source = "tokens"
         if self._quantizes:
             source = "values"
@@ -102,8 +111,8 @@ class RoutedPacking:
         assert stored.dtype is not None
         self._pieces["values"] = (num_tokens, stored.row_values(hidden)), stored.dtype
         self._pieces["values_scale"] = (stored.num_groups(hidden), num_tokens), stored.scale_dtype
-        launch = quantize_launch(stored, num_tokens, hidden, x.stride(0), self._sizes.static, x.dtype, self.device)
-        self._launches.append((launch, ("tokens", "number", "values", "values_scale:bytes")))
+        self.quantizing = QuantizeShape(stored, num_tokens, hidden, x.stride(0), self._sizes.static, x.dtype)
+        self._launches.append((quantize_launch(self.quantizing, self.device), QUANTIZED))
         values, scale = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in self._pieces.values())
         return values, scale.t()
 
@@ -117,9 +126,10 @@ class RoutedPacking:
         self._pieces |= dict.fromkeys(counts, ((experts,), torch.int32))
         own, strides = (self._sizes.first, self._sizes.first + experts), (topk_ids.stride(0), topk_weights.stride(0))
         routing, local = ("ids", "weights"), ("local_ids", "topk_weights")
-        if num_tokens <= block_tokens(num_topk):
-            launch = prepare_merge_and_place(topk_ids.shape, own, strides, frame, self.device)
-            self._launches.append((launch, (*routing, *local, "before", *counts)))
+        self.placing = PlaceShape.of(topk_ids.shape, own, strides, frame)
+        if self.placing is not None:
+            launch = prepare_merge_and_place(self.placing, self.device)
+            self._launches.append((launch, PLACED))
             return
         merge = merge_launch(num_tokens, num_topk, own, strides, topk_ids.dtype, self.device)
         count, add = count_launches(num_tokens, num_topk, frame, self.device)

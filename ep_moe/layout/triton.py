@@ -8,7 +8,7 @@ Letters: N received token rows, K top-k, H hidden, G scale groups, L local exper
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,7 +33,8 @@ from ep_moe.quant import QuantScheme, as_bytes
 _LAST_ID = torch.iinfo(torch.int32).max
 _MERGE_IDS = 1024  # ids that one program merges
 _BLOCK_COMPARISONS = 4096  # of ids, by which a token's program finds its rows' order within the block of tokens
-_BLOCK_TOKENS = 64  # the most tokens of a block
+_BLOCK_IDS = 512  # the most ids of a block
+_MOST_BLOCKS = 4  # of tokens that one program merges and counts: more take several kernels
 _FEWEST_BINS = 32  # of a histogram: one for each thread of a warp
 _COUNTED_EXPERTS = 32  # experts that one program counts
 _SUMMED_COUNTS = 4096  # counts that are summed at a time
@@ -97,7 +98,8 @@ def merge_launch(
 
 def block_tokens(num_topk: int) -> int:
     """The tokens of a block, in which the rows of an expert are counted."""
-    return min(max(_BLOCK_COMPARISONS // triton.next_power_of_2(num_topk) ** 2, 1), _BLOCK_TOKENS)
+    columns = triton.next_power_of_2(num_topk)
+    return max(min(_BLOCK_COMPARISONS // columns**2, _BLOCK_IDS // columns), 1)
 
 
 def _ids_constants(experts: int, num_topk: int) -> Ids:
@@ -168,25 +170,59 @@ def _count_launches(
     return count, add
 
 
-def prepare_merge_and_place(
-    ids_shape: torch.Size, own: tuple[int, int], strides: tuple[int, int], frame: Frame, device: torch.device
-) -> RepeatedLaunch:
-    """Prepare `merge_repeats` and `_count_rows` of at most `block_tokens` as one launch, for experts [own[0], own[1]).
+class PlaceShape(NamedTuple):
+    """What determines the launch that merges and counts tokens of a few blocks.
+
+    Example: `of(shape, own, strides, frame)` is None for 300 tokens with 8 experts each, which are five blocks of 64.
+    """
+
+    num_tokens: int
+    num_topk: int
+    experts: int
+    own: tuple[int, int]  # [first, last) of all experts
+    strides: tuple[int, int]  # of rows of ids and weights
+    height: int  # rows of an expert if BATCHED
+    alignment: int  # of starts if not
+    batched: bool
+
+    @classmethod
+    def of(
+        cls, ids_shape: torch.Size, own: tuple[int, int], strides: tuple[int, int], frame: Frame
+    ) -> "PlaceShape | None":
+        """The shape of a launch for ids [N, K]; None if one program would have to look at too many of them."""
+        num_tokens, num_topk = ids_shape
+        if num_tokens > _MOST_BLOCKS * block_tokens(num_topk):
+            return None
+        batched = frame.layout is Layout.BATCHED
+        own_experts = frame.num_local_experts
+        return cls(num_tokens, num_topk, own_experts, own, strides, frame.height, frame.alignment, batched)
+
+    @property
+    def settings(self) -> tuple[int, ...]:
+        """The numbers that the kernel takes."""
+        return self.num_tokens, *self.own, *self.strides, self.height, self.alignment
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Those of the kernel."""
+        return {
+            "IDS": _ids_constants(self.experts, self.num_topk),
+            "EXPERTS": max(triton.next_power_of_2(self.experts + 1), _FEWEST_BINS),
+            "BLOCKS": triton.cdiv(self.num_tokens, block_tokens(self.num_topk)),
+            "BATCHED": self.batched,
+        }
+
+
+def prepare_merge_and_place(shape: PlaceShape, device: torch.device) -> RepeatedLaunch:
+    """Prepare `merge_repeats` and `_count_rows` of a few blocks of tokens as one launch.
 
     It takes ids and weights, local ids and weights, counts before each block, counts of experts, and starts.
-    strides: of rows of ids and weights.
     """
-    num_tokens, num_topk = ids_shape
-    experts = frame.num_local_experts
     return RepeatedLaunch(
         _merge_and_place_kernel,
         1,
-        settings=(num_tokens, *own, *strides, frame.height, frame.alignment),
-        constants={
-            "IDS": _ids_constants(experts, num_topk),
-            "EXPERTS": max(triton.next_power_of_2(experts + 1), _FEWEST_BINS),
-            "BATCHED": frame.layout is Layout.BATCHED,
-        },
+        settings=shape.settings,
+        constants=shape.constants,
         options={},
         device=device,
     )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +74,7 @@ def local_moe(
         if batch is not None:
             result = packing.weighted_sum(experts(batch, weights), batch, out)
             if call is None:
-                kind.keep(key, weights, experts, out)
+                kind.keep(key, packing.inputs(x, ids, factors, weights.w13_input_scale), weights, experts, out)
             return result
     packed = _pack(x, routing, weights, kind.sizes)
     if isinstance(packed.batch, Flat):
@@ -103,7 +104,11 @@ def repeated_call(
     Local; nothing is launched.
     """
     chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype
-    return _kind_of(x, routing, weights, chosen).joined(weights, experts, out, before)
+    kind = _kind_of(x, routing, weights, chosen)
+    if kind.packing is None:
+        return None
+    tensors = kind.packing.inputs(x, routing.topk_ids, routing.topk_weights, weights.w13_input_scale)
+    return kind.joined(tensors, weights, experts, out, before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,9 +169,16 @@ class _Kind:
         self._sequences: dict[object, tuple[object, LaunchSequence]] = {}  # one for all layers of a model
         self._alive: dict[object, tuple[weakref.ref[Any], ...]] = {}
 
-    def keep(self, key: object, weights: ExpertWeights, experts: Experts, out: torch.Tensor | None) -> None:
+    def keep(
+        self,
+        key: object,
+        tensors: Sequence[torch.Tensor],
+        weights: ExpertWeights,
+        experts: Experts,
+        out: torch.Tensor | None,
+    ) -> None:
         """Make one sequence of the launches of a call that has returned, if all of them are loaded."""
-        call = self.joined(weights, experts, out)
+        call = self.joined(tensors, weights, experts, out)
         if call is None:
             return
         if len(self.calls) >= _MOST_CALLS:
@@ -178,12 +190,16 @@ class _Kind:
 
     def joined(
         self,
+        tensors: Sequence[torch.Tensor],
         weights: ExpertWeights,
         experts: Experts,
         out: torch.Tensor | None,
         routing: "LaunchSequence | None" = None,
     ) -> "JoinedCall | None":
-        """The call with these weights as one sequence; None if a part is no repeated launch of a loaded kernel."""
+        """The call with these weights as one sequence; None if a part is no repeated launch of a loaded kernel.
+
+        Args: tensors: the packing's `inputs`.
+        """
         packing = self.packing
         if packing is None:
             return None
@@ -196,7 +212,7 @@ class _Kind:
         key = id(computed.sequence), id(summed), id(routing)
         found = self._sequences.get(key)
         if found is None:
-            sequence = join(packing, computed, summed, routing)
+            sequence = join(packing, computed, summed, tensors, routing)
             if sequence is None:
                 return None
             if len(self._sequences) >= _MOST_CALLS:

@@ -12,7 +12,8 @@ from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.prepared import RepeatedCall
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
-from ep_moe.layout.routed import RoutedPacking
+from ep_moe.layout.routed import PLACED, QUANTIZED, RoutedPacking
+from ep_moe.local_moe.start import NAMES, NAMES_ALONE, start_launch
 from ep_moe.weights import ExpertWeights
 
 _OF_BATCH = {"x": "x", "x_scale": "scale", "row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
@@ -28,6 +29,7 @@ class JoinedCall:
 
     def __init__(self, sequence: LaunchSequence, call: RepeatedCall, packing: RoutedPacking) -> None:
         self._sequence, self._weights, self._new_result = sequence, call.weights, packing.new_result
+        self._fixed: list[int] | None = None
         self.inputs = packing.inputs  # the tensors of a call without routing
 
     def __call__(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor | None:
@@ -40,8 +42,17 @@ class JoinedCall:
         """
         target = self._new_result() if out is None else out
         addresses = [*map(torch.Tensor.data_ptr, tensors), target.data_ptr()]
-        addresses += map(torch.Tensor.data_ptr, self._weights)
-        return None if self._sequence.repeat(addresses) is None else target
+        if self._fixed is None:
+            addresses += map(torch.Tensor.data_ptr, self._weights)
+        return None if self._sequence.repeat(addresses, self._fixed) is None else target
+
+    def fix_weights(self) -> bool:
+        """From now on, read the weights where they lie now; False if one is not aligned to 16 bytes. Local."""
+        addresses = [weight.data_ptr() for weight in self._weights]
+        if any(address % 16 for address in addresses):
+            return False
+        self._fixed = addresses
+        return True
 
 
 def repeated_experts(experts: Experts, signature: object, weights: ExpertWeights) -> RepeatedCall | None:
@@ -53,19 +64,38 @@ def repeated_experts(experts: Experts, signature: object, weights: ExpertWeights
 
 
 def join(
-    packing: RoutedPacking, call: RepeatedCall, summed: RepeatedLaunch, routing: LaunchSequence | None = None
+    packing: RoutedPacking,
+    call: RepeatedCall,
+    summed: RepeatedLaunch,
+    tensors: Sequence[torch.Tensor],
+    routing: LaunchSequence | None = None,
 ) -> LaunchSequence | None:
     """The launches of packing, experts and sum as one sequence; None if a kernel is not loaded yet.
 
+    What comes before the copy of rows is one launch there, of a kernel of its own, which is loaded here.
+
     Args:
-        summed: the sum's launch. routing: launches before all of these, whose workspace has "ids" and "weights".
-    Local; nothing is launched.
+        summed: the sum's launch. tensors: `inputs` of a call, with which that kernel is tried. routing: launches
+            before all of these, whose workspace has "ids" and "weights".
+    Local. No kernel is loaded while a CUDA graph is captured.
     """
     packed, computed = packing.sequence, call.sequence
-    prefix, given = "0" if routing is None else "1", packed.given
-    parts: list[tuple[LaunchSequence, dict[str, str]]] = [(packed, {})]
+    parts: list[tuple[LaunchSequence, dict[str, str]]] = []
+    of_routing = dict[str, str]()
     if routing is not None:
-        parts = [(routing, {}), (packed, {name: f"0:{name}" for name in _ROUTED})]
+        parts.append((routing, {}))
+        of_routing = {name: f"0:{name}" for name in _ROUTED}
+    start = None
+    if packing.placing is not None:
+        start = start_launch(packing.placing, packing.quantizing, call.row_tiles, packing.ids_dtype, packing.device)
+        names = NAMES_ALONE if packing.quantizing is None else NAMES
+        prefix, last = f"{len(parts) + 1}:", f"{len(parts) + 2}:"
+        whole_names = {name: f"{prefix}{name}" for name in (*PLACED, *QUANTIZED)} | of_routing
+        whole_names |= {name: name.replace("tiles:", last) for name in names[1]}
+        parts.append((LaunchSequence([(start, names)], (), {}, packing.device), whole_names))
+        packed, computed = packed.behind(1 + (packing.quantizing is not None)), computed.behind(1)
+    prefix, given = str(len(parts)), packed.given
+    parts.append((packed, of_routing))
     of_batch = {name: f"{prefix}:{piece}" for name, piece in _OF_BATCH.items()}
     parts.append((computed, {**of_batch, "y": "y"}))
     inputs = [f"{prefix}:{name}" for name in given if routing is None or name not in _ROUTED]
@@ -81,4 +111,10 @@ def join(
         {"y": (call.y_shape, call.dtype)},
         packing.device,
     )
+    if start is not None and not start.loaded:
+        if packing.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        named = {f"{prefix}:{name}": tensor for name, tensor in zip(given, tensors, strict=True)}
+        _, launches = whole.bound(named)  # ids that routing has not written yet are none, or any
+        launches[0 if routing is None else len(routing.launches)]()
     return whole if whole.load() else None

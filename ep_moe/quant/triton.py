@@ -4,7 +4,7 @@ Letters: T rows, H row width, G scale groups of a row.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,8 +35,8 @@ def quantize(
     scale = torch.empty(groups, num_tokens, dtype=stored.scale_dtype, device=x.device)
     if values.numel():
         given = largest_or_scale(x, stored, static_scale)
-        launch = quantize_launch(stored, num_tokens, width, x.stride(0), static_scale is not None, x.dtype, x.device)
-        launch((x, given, values, as_bytes(scale)))
+        shape = QuantizeShape(stored, num_tokens, width, x.stride(0), static_scale is not None, x.dtype)
+        quantize_launch(shape, x.device)((x, given, values, as_bytes(scale)))
     return values, scale.t()
 
 
@@ -49,48 +49,68 @@ def largest_or_scale(x: torch.Tensor, stored: TensorFormat, static_scale: torch.
     return x.detach().abs().amax().float() if stored.granularity == "tensor" else None
 
 
-@functools.lru_cache(maxsize=_MOST_LAUNCHES)
-def quantize_launch(
-    stored: TensorFormat,
-    num_tokens: int,
-    width: int,
-    stride: int,
-    static: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> RepeatedLaunch:
-    """The launch of calls with these sizes, of x in `dtype` with rows `stride` apart.
+class QuantizeShape(NamedTuple):
+    """What determines the launch of `quantize`."""
 
-    It takes x, `largest_or_scale`, values, and scales [G, T] as bytes if they have one byte.
+    stored: TensorFormat
+    num_tokens: int
+    width: int
+    stride: int  # between rows of x
+    static: bool
+    dtype: torch.dtype  # of x, which Triton reads off the tensors of the first call
+
+
+class QuantizeKernel(NamedTuple):
+    """How a shape is quantized.
+
+    `MICRO` formats take `GROUPS` as MicroTile, others as Groups, with `SCALE` and `POWER_OF_TWO`.
     """
-    del dtype  # Triton reads it off the tensors of the first call
-    group, groups = stored.block[1] if stored.granularity == "group" else width, stored.num_groups(width)
-    constants: dict[str, Any]
-    if stored.family == "micro":
-        assert not static
-        tokens = min(_MICRO_TOKENS, triton.next_power_of_2(num_tokens))
-        columns = max(min(_PROGRAM_COLUMNS // tokens, triton.next_power_of_2(width)), group)
-        programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns)
-        num_warps = max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1)
-        kernel = _quantize_micro_rows_kernel
-        constants = {"TILE": MicroTile(H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)}
-    else:
+
+    programs: int
+    num_warps: int
+    GROUPS: Groups | MicroTile
+    MICRO: bool
+    SCALE: str
+    POWER_OF_TWO: bool
+
+    @classmethod
+    def of(cls, shape: QuantizeShape) -> "QuantizeKernel":
+        """The kernel of this shape."""
+        stored, num_tokens, width = shape.stored, shape.num_tokens, shape.width
+        group, groups = stored.block[1] if stored.granularity == "group" else width, stored.num_groups(width)
+        if stored.family == "micro":
+            assert not shape.static
+            tokens = min(_MICRO_TOKENS, triton.next_power_of_2(num_tokens))
+            columns = max(min(_PROGRAM_COLUMNS // tokens, triton.next_power_of_2(width)), group)
+            programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(width, columns)
+            num_warps = max(tokens * columns // stored.packed // (32 * _THREAD_COLUMNS), 1)
+            tile = MicroTile(H=width, WIDTH=group, TOKENS=tokens, COLUMNS=columns)
+            return cls(programs, num_warps, tile, True, "own", False)
         columns = triton.next_power_of_2(group)
         program_groups = min(max(_PROGRAM_COLUMNS // columns, 1), triton.next_power_of_2(num_tokens * groups))
         programs = triton.cdiv(num_tokens * groups, program_groups)
         num_warps = min(max(program_groups * columns // (32 * _THREAD_COLUMNS), 1), _MAX_WARPS)
-        kernel = _quantize_rows_kernel
-        constants = {
-            "GROUPS": Groups(H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups),
-            "SCALE": "static" if static else "tensor" if stored.granularity == "tensor" else "own",
-            "POWER_OF_TWO": stored.power_of_two,
-        }
+        scale = "static" if shape.static else "tensor" if stored.granularity == "tensor" else "own"
+        found = Groups(H=width, WIDTH=group, COLUMNS=columns, G=groups, BLOCK=program_groups)
+        return cls(programs, num_warps, found, False, scale, stored.power_of_two)
+
+
+@functools.lru_cache(maxsize=_MOST_LAUNCHES)
+def quantize_launch(shape: QuantizeShape, device: torch.device) -> RepeatedLaunch:
+    """The launch of calls of this shape.
+
+    It takes x, `largest_or_scale`, values, and scales [G, T] as bytes if they have one byte.
+    """
+    kernel = QuantizeKernel.of(shape)
+    constants: dict[str, Any] = {"TILE": kernel.GROUPS}
+    if not kernel.MICRO:
+        constants = {name: getattr(kernel, name) for name in ("GROUPS", "SCALE", "POWER_OF_TWO")}
     return RepeatedLaunch(
-        kernel,
-        programs,
-        settings=(num_tokens, stride),
+        _quantize_micro_rows_kernel if kernel.MICRO else _quantize_rows_kernel,
+        kernel.programs,
+        settings=(shape.num_tokens, shape.stride),
         constants=constants,
-        options={"num_warps": num_warps},
+        options={"num_warps": kernel.num_warps},
         device=device,
     )
 
@@ -107,7 +127,7 @@ def quantize_sequence(x: torch.Tensor, stored: TensorFormat, *, static: bool) ->
         "values": ((num_tokens, stored.row_values(width)), stored.dtype),
         "values_scale": ((stored.num_groups(width), num_tokens), stored.scale_dtype),
     }
-    launch = quantize_launch(stored, num_tokens, width, x.stride(0), static, x.dtype, x.device)
+    launch = quantize_launch(QuantizeShape(stored, num_tokens, width, x.stride(0), static, x.dtype), x.device)
     given = ("tokens", "number") if static or stored.granularity == "tensor" else ("tokens",)
     launches = [(launch, ("tokens", "number", "values", "values_scale:stored"))]
     aliases = {"values_scale:stored": ("values_scale", kept)}

@@ -6,7 +6,7 @@ Activations that a checkpoint scales statically in groups (NVFP4's `input_scale`
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ep_moe.config import DTYPES
@@ -84,7 +84,38 @@ def _gptq(config: Config) -> Method:
         parts={"zero": ".qzeros", "scale": ".scales"},
         order=".g_idx",
         middle_zero=config["sym"],
+        rules=tuple(_gptq_rules(config)),
     )
+
+
+_OF_QUANTIZATION = ("desc_act", "static_groups", "true_sequential", "act_group_aware", "damp_percent", "mse")
+
+
+def _gptq_rules(config: Config) -> Iterator[tuple[str, Method | None]]:
+    """GPTQModel's `dynamic`: regexes of module names after "-:", which are not quantized, or "+:" or nothing, with
+    other values of bits, group_size and sym."""
+    found = config.get("dynamic")
+    if found is None:
+        return
+    if not isinstance(found, Mapping):
+        raise _UnreadError(config, "dynamic")
+    for key, changes in found.items():
+        pattern = str(key).removeprefix("-:").removeprefix("+:")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"dynamic {shown(key)}: {error}") from None
+        if str(key).startswith("-:"):
+            yield pattern, None
+            continue
+        changes = changes or {}
+        known = ("bits", "group_size", "sym", *_OF_QUANTIZATION)
+        if not isinstance(changes, Mapping) or any(name not in known for name in changes):
+            raise ValueError(f"dynamic {shown(key)}: {shown(changes)}, of which {', '.join(known)} are known")
+        try:
+            yield pattern, _gptq({**config, **changes, "dynamic": None})
+        except ValueError as error:
+            raise ValueError(f"dynamic {shown(key)}: {error}") from None
 
 
 def _awq(config: Config) -> Method:

@@ -5,6 +5,7 @@ Letters: E stacked experts, N and K rows and columns of a weight, G scale groups
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,8 @@ class Method:
         input_scale: suffix of static activation scales.
         dropped: suffixes of tensors that are not needed and not read.
         middle_zero: zero points are stored, and every one must be the middle of the range.
+        rules: modules that are stored otherwise: a regex that matches the start of their name, and their method, None
+            if they are not quantized; the first that matches counts.
     """
 
     name: str
@@ -53,6 +56,11 @@ class Method:
     input_scale: str | None = None
     dropped: tuple[str, ...] = ()
     middle_zero: bool = False
+    rules: tuple[tuple[str, "Method | None"], ...] = ()
+
+    def of(self, module: str) -> "Method | None":
+        """The method of a module of this name; None if it is not quantized. Local."""
+        return next((other for pattern, other in self.rules if re.match(pattern, module)), self)
 
     @property
     def stored(self) -> TensorFormat:
@@ -151,7 +159,10 @@ def collect(tensors: Mapping[str, StoredTensor], method: Method | None) -> dict[
     for name, values in tensors.items():
         if name.endswith(method.values) and values.dtype == method.values_dtype and len(values.shape) > 1:
             base = name.removesuffix(method.values)
-            weight = _put_together(base, values, tensors, method)
+            own = method.of(base)
+            if own is None:
+                raise ValueError(f"{name} in {values.file} is quantized, and a rule of the config says that it is not")
+            weight = _put_together(base, values, tensors, own)
             found[weight.name] = weight
             used |= {name, *(part.name for part in weight.parts.values())}
             used |= {f"{base}{suffix}" for suffix in (*method.dropped, method.order, method.input_scale) if suffix}

@@ -20,15 +20,19 @@ from ep_moe.experts.hopper.experts import HopperExperts
 from ep_moe.experts.hopper.gemms import HopperGemms
 from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
+from ep_moe.kernels.gemm.arguments import TileList
+from ep_moe.kernels.rows.start import Placed, Quantizing
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
+from ep_moe.layout.frame import make_frame
 from ep_moe.layout.listed_pairs import ragged_pairs, sorted_pairs
 from ep_moe.layout.pair_lists import PairLists
 from ep_moe.layout.routed import RoutedPacking
-from ep_moe.layout.triton import merge_repeats, pack, weighted_sum
+from ep_moe.layout.triton import PlaceShape, merge_repeats, pack, weighted_sum
+from ep_moe.local_moe.start import start_launch
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme
-from ep_moe.quant.triton import quantize
+from ep_moe.quant.triton import QuantizeShape, quantize
 from ep_moe.routing import Routing
 from ep_moe.routing.triton import route, to_physical
 from ep_moe.transport.collective.launchers import plan_send, write_rows
@@ -333,6 +337,8 @@ def _hopper_cases() -> list[Case]:
         case("bf16 gpt-oss", "none", **GPT_OSS),
         case("bf16 gpt-oss per expert", "none", **GPT_OSS, own=True),
         case("float16", "none", dtype=torch.float16),
+        case("bf16 gpt-oss in turns", "none", **GPT_OSS, alternating=True),
+        case("fp8_tensor in turns", "fp8_tensor", alternating=True),
     ]
     cases += [case(scheme, scheme) for scheme in ("fp8_token", "fp8_tensor")]
     for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
@@ -459,6 +465,49 @@ def _routed(scheme_name: str, num_tokens: int, layout: Layout, *, experts: int =
     return Case(name=name, launch=launch, payload_width_bytes=copying, excuses=excuses)
 
 
+def _start(scheme_name: str, num_tokens: int, *, experts: int = 256, topk: int = 8, hopper: bool = False) -> Case:
+    """The first launch of a call of one rank's own tokens: lists, and quantization; Hopper's kernels have counters."""
+    scheme, dtype, hidden, device = get_scheme(scheme_name), torch.bfloat16, 7168, torch.device("cpu")
+    empty = functools.partial(_empty, device="cpu")
+    max_tiles = num_tokens * topk // 16 + experts
+
+    def launch() -> None:
+        frame = make_frame(
+            TokenRows(
+                x=torch.empty(num_tokens, hidden, dtype=dtype, device="meta"),
+                scale=None,
+                local_topk_ids=torch.empty(num_tokens, topk, dtype=torch.int32, device="meta"),
+                topk_weights=torch.empty(num_tokens, topk, device="meta"),
+            ),
+            Layout.COMPACT,
+            num_local_experts=experts,
+            capacity=num_tokens,
+            alignment=1,
+            max_rows=None,
+        )
+        placing = PlaceShape.of(torch.Size((num_tokens, topk)), (0, experts), (topk, topk), frame)
+        assert placing is not None
+        stored, quantizing, rows = scheme.payload, None, Quantizing(None, None, None, None)
+        if stored.quantized:
+            assert stored.dtype is not None
+            quantizing = QuantizeShape(stored, num_tokens, hidden, hidden, False, dtype)
+            values = empty(num_tokens, stored.row_values(hidden), dtype=stored.dtype)
+            kept = torch.uint8 if stored.scale_dtype.itemsize == 1 else stored.scale_dtype
+            scale = empty(stored.num_groups(hidden), num_tokens, dtype=kept)
+            rows = Quantizing(empty(num_tokens, hidden, dtype=dtype), None, values, scale)
+        names = {"weights": torch.float32, "local_weights": torch.float32}
+        placed = Placed(*(empty(num_tokens, experts, dtype=names.get(name, torch.int32)) for name in Placed._fields))
+        lists = {name: empty(max_tiles, dtype=torch.int32) for name in TileList._fields}
+        tiles = TileList(**(lists if hopper else {**lists, "stored": None, "next_tile": None, "amax": None}))
+        start_launch(placing, quantizing, (max_tiles, 16), torch.int32, device)((placed, tiles, rows))
+
+    excuses: dict[tuple[str, Rule], str] = {}
+    if scheme.payload.family == "micro":
+        excuses["_start_call_kernel", "narrow"] = BYTE_SCALES["_quantize_micro_rows_kernel", "narrow"]
+    name = f"start of a call, {scheme_name}, {num_tokens} tokens, {experts} experts"
+    return Case(name=name, launch=launch, excuses=excuses)
+
+
 def _pairs(num_pairs: int, experts: int) -> Case:
     """Pairs as lists by expert, copied as words of 4 bytes."""
 
@@ -493,6 +542,11 @@ def _listed_pairs(num_pairs: int, experts: int, *, mapped: bool) -> Case:
 def _row_cases() -> list[Case]:
     cases = [
         _routed("none", 16, Layout.COMPACT),
+        _start("none", 256, hopper=True),
+        _start("fp8_block", 128, experts=32, topk=6),
+        _start("fp8_token", 16, experts=8),
+        _start("nvfp4", 16),
+        _start("mxfp8", 64, experts=128, topk=4),
         _routed("fp8_block", 64, Layout.BATCHED, experts=32, topk=6),
         _routed("nvfp4", 1, Layout.COMPACT, experts=8, topk=4),
         _pairs(8, 128),

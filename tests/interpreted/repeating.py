@@ -53,8 +53,8 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         self.repeat = again
 
-    def counted(self: LaunchSequence, addresses: list[int]) -> torch.Tensor | None:
-        memory = repeat(self, addresses)
+    def counted(self: LaunchSequence, addresses: list[int], fixed: list[int] | None = None) -> torch.Tensor | None:
+        memory = repeat(self, addresses, fixed)
         if memory is not None:
             found.append(len(self.launches))
         return memory

@@ -35,13 +35,16 @@ def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
     return torch.randn(tokens, HIDDEN, generator=random).bfloat16(), Routing(topk_ids=ids, topk_weights=weights)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
 @pytest.mark.parametrize(
-    ("scheme", "tokens", "launches"),
+    ("scheme", "tokens", "launches", "given"),
     [
-        pytest.param("none", 5, 6, id="few"),
-        pytest.param("fp8_block", 150, 9, id="quantized"),
-        pytest.param("fp8_tensor", 3, None, id="largest magnitude"),
+        pytest.param("none", 5, 5, False, id="few"),
+        pytest.param("none", 5, 5, True, id="few, out"),
+        pytest.param("fp8_block", 260, 5, True, id="quantized, two blocks of tokens"),
+        pytest.param("none", 1030, 8, False, id="more blocks than one program counts"),
+        pytest.param("nvfp4", 20, 7, False, id="quantized in groups of 16"),
+        pytest.param("fp8_tensor", 3, None, False, id="largest magnitude"),
+        pytest.param("fp8_tensor", 3, None, True, id="largest magnitude, out"),
     ],
 )
 def test_local_moe(scheme: str, tokens: int, launches: int | None, given: bool, repeats: list[int]) -> None:

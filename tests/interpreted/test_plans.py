@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fp4_oracle
@@ -25,6 +26,7 @@ from ep_moe.functional.sglang import (
     ragged_pairs,
     routing_from_topk,
     triton_kernel_fused_experts,
+    triton_kernel_fused_experts_with_bias,
 )
 from ep_moe.functional.vllm import BatchedTritonExperts, invoke_moe_batched_triton_kernel
 from ep_moe.functional.vllm import gemm as batched_gemm
@@ -89,7 +91,7 @@ class Call:
     written: str = "w2"  # a weight that is written in place
     many: int = 9  # tokens
     sequences: int = 1  # of a call
-    launches: int = 6  # of a sequence, or more
+    launches: int = 5  # of a sequence, or more
 
 
 def plain(seed: str) -> Given:
@@ -115,6 +117,15 @@ def integers(seed: str) -> Given:
         zeros = torch.randint(0, 256, (EXPERTS, rows // 2, columns // 32), generator=random, dtype=torch.uint8)
         given[f"w{n}_zp"] = zeros
     return given | {"use_int4_w4a16": True, "block_shape": [0, 32]}
+
+
+def overridden(given: Given) -> torch.Tensor:
+    """Tiles of two overrides and of none."""
+    with override_config(CONFIG):
+        first = outplace_fused_experts(**given)
+    with override_config(CONFIG | {"BLOCK_SIZE_M": 32}):
+        second = outplace_fused_experts(**given)
+    return torch.cat([first, second, outplace_fused_experts(**given)])
 
 
 def rows_apart(given: Given) -> torch.Tensor:
@@ -170,6 +181,22 @@ def by_expert(seed: str, tokens: int) -> Given:
     data, gather, scatter = routing_from_topk(given["topk_weights"], given["topk_ids"], EXPERTS)
     more = {"routing_data": data, "gather_indx": gather, "scatter_indx": scatter}
     return {"hidden_states": given["hidden_states"], **more}
+
+
+def turned_mxfp4(seed: str) -> Given:
+    """Rows of gate and up in turns, transposed views of ours, and biases."""
+    random = generator(f"{seed} mxfp4")
+    layer = fp4_oracle.random_layer("mxfp4", True, EXPERTS, HIDDEN, INNER, random)
+    given = {"w1": layer.w1, "w1_scale": layer.w1_scale, "w2": layer.w2, "w2_scale": layer.w2_scale}
+    given = {name: tensor.view(torch.uint8).transpose(1, 2) for name, tensor in given.items()}
+    widths = {"b1": 2 * INNER, "b2": HIDDEN}
+    return given | {name: torch.randn(EXPERTS, n, generator=random) for name, n in widths.items()}
+
+
+def by_expert_with_bias(given: Given) -> torch.Tensor:
+    scales = {f"w{n}_pcg": SimpleNamespace(weight_scale=given[f"w{n}_scale"]) for n in (1, 2)}
+    rest = {name: given[name] for name in given if not name.endswith("_scale")}
+    return triton_kernel_fused_experts_with_bias(**rest, **scales, gemm1_alpha=1.702, gemm1_clamp_limit=3.0)
 
 
 def one_gemm(form: str) -> Callable[[str], Given]:
@@ -256,6 +283,8 @@ CALLS = {
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
     "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given)),
+    "by expert in MXFP4": Call(turned_mxfp4, by_expert, by_expert_with_bias, written="b2"),
+    "overridden": Call(plain, routed, overridden, sequences=3),
     "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B", many=34),
     "one gemm fp8": Call(one_gemm("fp8"), sorted_pairs, one, written="B_scale"),
     "one gemm zero points": Call(one_gemm_of_integers, sorted_pairs, one, written="B_zp", sequences=0),

@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
 from ep_moe.experts.hopper.gather import prepare_gather
-from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, is_hopper, obstacle, say_once
+from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle, say_once
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
@@ -27,7 +27,6 @@ from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Pipeline
 from ep_moe.kernels.hopper.grouped import _hopper_gemm_kernel
 from ep_moe.kernels.hopper.overlap import THREADS
 
-_STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 _SHARED_BYTES = 232448 - 1024  # of an SM, less barriers
 _MAXNREG = 168  # times 12 warps fill the register file; the warp groups take 232 of a thread, the loading warp 40
 _GLUON_TYPES = {
@@ -63,7 +62,7 @@ class _HopperGemm:
     ) -> None:
         pipeline = constants_of["PIPE"]
         self._tma_scales = constants_of["SCALES"].X == "group" and not pipeline.COPIED_SCALES
-        self._block_k = pipeline.BLOCK_K
+        self._block_k, self._alternating = pipeline.BLOCK_K, constants_of["EPILOGUE"].ALTERNATING
         self._new_launch = functools.partial(
             RepeatedLaunch,
             _hopper_gemm_kernel,
@@ -97,7 +96,12 @@ class _HopperGemm:
             return _descriptor(tensor, 1, BLOCK_M.value)
         if name == "out":
             return _descriptor(_rows_of(tensor), HALF_M.value, HALF_N.value)
-        return _descriptor(_rows_of(tensor), (HALF_M if name == "x" else HALF_N).value, self._block_k)
+        if name == "x":
+            return _descriptor(_rows_of(tensor), HALF_M.value, self._block_k)
+        rows = _rows_of(tensor)
+        if self._alternating:  # a gate row and its up row are one, so that boxes have rows of one of them
+            rows = rows.view(rows.shape[0] // 2, 2 * rows.shape[1])
+        return _descriptor(rows, HALF_N.value, self._block_k)
 
     def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
         """Launch; tensors that are not aligned to 16 bytes are copied. Local, no host sync."""
@@ -191,6 +195,7 @@ class HopperGemms:
         epilogue = Epilogue(
             ACTIVATION=shape.activation_name,
             GATED=activation.kind.gated,
+            ALTERNATING=shape.alternating,
             LIMITED=shape.limited,
             REQUANTIZE=between.value if between.fused else "none",
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
@@ -226,12 +231,12 @@ def _prepare(
         sums, columns = columns, sums
     gated, weight, payload = epilogue.GATED, shape.scheme.weight, shape.scheme.payload
     item_bytes, activation = shape.row_dtype.itemsize, shape.activation
-    block_k, grouped = _STEP_BYTES // item_bytes, payload.granularity == "group"
+    block_k, grouped = STEP_BYTES // item_bytes, payload.granularity == "group"
     halves = 1 if second and _leaves_room(shape, columns) else 2
     column_tiles = triton.cdiv(columns, HALF_N.value * (1 if gated else halves))
     stored_halves = 1 if gated else halves
     half_bytes = HALF_M.value * HALF_N.value * stored.itemsize
-    stage_bytes = _STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
+    stage_bytes = STEP_BYTES * (BLOCK_M.value + halves * HALF_N.value) + 4 * BLOCK_M.value * grouped
     buffers = stored_halves if 2 * stored_halves * half_bytes + 3 * stage_bytes <= _SHARED_BYTES else 1
     stages = min((_SHARED_BYTES - 2 * buffers * half_bytes) // stage_bytes, 8)
     rows = shape.max_tiles(BLOCK_M.value) * BLOCK_M.value

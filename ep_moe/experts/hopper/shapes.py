@@ -14,6 +14,7 @@ LEAST_ROWS = {1: 64, 2: 96}
 BLOCK = 128  # rows and columns of a weight that share a scale, and columns of a row
 _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MOST_ROWS = 2**31 - 2**16  # TMA's coordinates are int32
+STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 TMA_BYTES = 16  # strides are multiples of it
 _log = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ def obstacle(shape: CallShape) -> str | None:
     rows, weight = shape.scheme.payload, shape.scheme.weight
     if shape.decodes or rows.family not in ("none", "scaled") or shape.row_dtype not in _ROW_DTYPES:
         return f"they do not compute scheme '{shape.scheme.name}' in {shape.dtype}"
-    if shape.alternating:
-        return "gate and up rows of w13 alternate"
+    if shape.alternating and shape.hidden * shape.row_dtype.itemsize % STEP_BYTES:
+        width = STEP_BYTES // shape.row_dtype.itemsize
+        return f"gate and up rows of w13 alternate, and hidden ({shape.hidden}) is no multiple of {width}"
     if torch.float32 not in (rows.scale_dtype, weight.scale_dtype) or weight.scale_dtype != rows.scale_dtype:
         return f"scales are {weight.scale_dtype}, not {torch.float32}"
     if weight.granularity in ("block", "group"):

@@ -108,24 +108,26 @@ def b12x_fused_moe(
     """
     if output_dtype != torch.bfloat16:
         raise ValueError(f"output_dtype ({output_dtype}) is not torch.bfloat16")
-    call = B12xCall(
-        x=x,
-        w1_weight=w1_weight,
-        w1_weight_sf=w1_weight_sf,
-        w2_weight=w2_weight,
-        w2_weight_sf=w2_weight_sf,
-        token_selected_experts=token_selected_experts,
-        token_final_scales=token_final_scales,
-        num_experts=num_experts,
-        top_k=top_k,
-        w1_alpha=w1_alpha,
-        w2_alpha=w2_alpha,
-        fc2_input_scale=fc2_input_scale,
-        num_local_experts=num_experts if num_local_experts is None else num_local_experts,
-        output=output,
-        activation=activation,
-        quant_mode=_mode_of(quant_mode, activation_precision),
-        source_format=source_format,
+    call = B12xCall._make(  # in the order of its fields, in less time than by their names
+        (
+            x,
+            w1_weight,
+            w1_weight_sf,
+            w2_weight,
+            w2_weight_sf,
+            token_selected_experts,
+            token_final_scales,
+            num_experts,
+            top_k,
+            w1_alpha,
+            w2_alpha,
+            fc2_input_scale,
+            num_experts if num_local_experts is None else num_local_experts,
+            output,
+            activation,
+            _mode_of(quant_mode, activation_precision),
+            source_format,
+        )
     )
     if not torch.compiler.is_compiling():
         return _compute(call)

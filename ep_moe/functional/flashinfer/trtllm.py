@@ -200,7 +200,9 @@ class _Plan:
         before = loaded_sequence(call.routing_logits, self.routing, call.routing_bias)
         if before is not None:
             given = x, routing, self.weights, self.experts
-            self.joined = repeated_call(*given, **self.options, out=call.output, before=before)
+            joined = repeated_call(*given, **self.options, out=call.output, before=before)
+            if joined is not None and joined.fix_weights():  # others are other weights, with plans of their own
+                self.joined = joined
 
 
 def _tokens_of(call: Fp4Call, made: Fp4Weights) -> tuple[torch.Tensor | Quantized, QuantScheme]:

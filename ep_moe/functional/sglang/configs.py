@@ -61,6 +61,12 @@ def get_config() -> Config | None:
     return _override.get()
 
 
+def override_key() -> str:
+    """What plans of calls depend on beside their arguments: the override as text, empty without one. Local."""
+    override = _override.get()
+    return str(override) if override else ""
+
+
 def get_config_dtype_str(
     dtype: torch.dtype,
     use_int8_w8a16: bool | None = False,

@@ -15,7 +15,7 @@ from ep_moe.functional.common import check_like, experts_for, kept_weights, writ
 from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scale_is_view, scheme_of
 from ep_moe.functional.plans import capturing, identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
-from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
+from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_moe_configs, override_key
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
@@ -173,7 +173,8 @@ def _key_of(call: ExpertsCall, out: torch.Tensor | None) -> tuple[object, ...]:
     if out is not None:
         given.append(out)
     numbers, fields = None if block is None else (*block,), _fields_of(call)
-    return *fields[_FLAGS], numbers, *fields[_NUMBERS], *kinds(given), *identities(_weights_given(call))
+    flags = *fields[_FLAGS], numbers, *fields[_NUMBERS], override_key()
+    return *flags, *kinds(given), *identities(_weights_given(call))
 
 
 def _fields_of(call: ExpertsCall) -> tuple[Any, ...]:
@@ -193,7 +194,7 @@ _NUMBERS = slice(_SCALES.stop + 1, None)
 def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
     """The weighted sum [T, H], or [T, K, H] if `no_combine`. Errors: ValueError. Local."""
     zeros_written = _zeros_written(call)
-    if get_config() or zeros_written is None:
+    if zeros_written is None:
         return _computed(call, out)[0]
     plans, key = plans_of("fused_experts", threading.get_ident()), _key_of(call, out)
     plan: _Plan | None = plans.get(key)

@@ -109,7 +109,7 @@ class FusedMoE(torch.nn.Module):
             gemm1_clamp_limit=gemm1_clamp_limit,
         )
         self._activation = _activation_of(self.moe_runner_config)
-        self._format = layer_format(quant_config, prefix)
+        self._format = layer_format(quant_config, prefix, num_experts=num_experts)
         if gemm1_alpha is not None and self._format.stored.granularity == "block":
             raise ValueError(f"gemm1_alpha ({gemm1_alpha}) has alternating rows, which blocks of scales do not hold")
         self._share = Share(

@@ -17,7 +17,12 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "w8a8_fp8": {},
     "w8a8_int8": {},
     "mxfp4": {},
-    "gptq": {"bits": "weight_bits", "group_size": "group_size", "checkpoint_format": "checkpoint_format"},
+    "gptq": {
+        "bits": "weight_bits",
+        "group_size": "group_size",
+        "checkpoint_format": "checkpoint_format",
+        "dynamic": "dynamic",
+    },
     "awq": {"bits": "weight_bits", "group_size": "group_size", "zero_point": "zero_point"},
 }
 _WHOLE = {

@@ -19,6 +19,7 @@ from ep_moe.weights.methods import method_of
 from ep_moe.weights.quantized import Method
 
 _FIELDS = ("w13", "w2")
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of an expert's modules
 _ONE_FOR_CHANNELS = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a16"}
 
 
@@ -54,8 +55,11 @@ class LayerFormat:
         return Flags() if name == "none" else None
 
 
-def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
-    """The format of a layer of this name. Errors: ValueError for a config that is not read. Local."""
+def layer_format(quant_config: Any, prefix: str, *, num_experts: int = 1) -> LayerFormat:
+    """The format of a layer of this name, whose experts are modules in it. Local.
+
+    Errors: ValueError for a config that is not read, and for one with different rules for its experts.
+    """
     if quant_config is None:
         return LayerFormat()
     config = as_mapping(quant_config)
@@ -75,6 +79,10 @@ def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
     method = method_of({"quantization_config": config}, "quant_config")
     if method is None:
         raise ValueError(f"quant_config: {kind!r} is not one of {READ}")
+    if method.rules:
+        method = _method_of_experts(method, prefix, num_experts)
+        if method is None:
+            return LayerFormat()
     if method.packing != "plain":
         return LayerFormat(scheme=method.scheme, stored=method.stored, method=method)
     if method.values == "_blocks":
@@ -90,6 +98,22 @@ def layer_format(quant_config: Any, prefix: str) -> LayerFormat:
         static=method.input_scale is not None,
         unread=unread,
     )
+
+
+def _method_of_experts(method: Method, prefix: str, num_experts: int) -> Method | None:
+    """The method that a config's rules give to all of a layer's experts, None if they are not quantized."""
+    if not prefix:
+        raise ValueError("quant_config: dynamic has rules for names of modules, and prefix is empty")
+    by_names = [
+        {name: method.of(name) for expert in range(num_experts) for name in (f"{prefix}.{expert}.{p}" for p in names)}
+        for names in _PROJECTIONS
+    ]
+    found = next((each for each in by_names if any(own is not method for own in each.values())), by_names[0])
+    (first, own), *others = found.items()
+    for name, other in others:
+        if other != own:
+            raise ValueError(f"quant_config: dynamic has different rules for {first} and {name}, of one layer")
+    return own
 
 
 def _in_blocks(name: str) -> LayerFormat:

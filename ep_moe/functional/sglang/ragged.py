@@ -126,7 +126,8 @@ def triton_kernel_fused_experts_with_bias(
         w1_pcg, w2_pcg: triton_kernels' PrecisionConfig, whose `weight_scale` [E, H / 32, 2I] MXFP4 needs; else None.
         b1, b2: [E, 2I] and [E, H]. activation: "silu", whatever the alpha.
         gemm1_alpha, gemm1_clamp_limit: (clamp(up) + 1) * gate * sigmoid(alpha * gate); a limit of None does not clamp.
-        The others, result and errors: as there. w1 is copied into our order in each call.
+        The others, result and errors: as there. Weights, and scales of MXFP4, that are no transposed views of ours are
+            copied in each call.
     """
     if activation != "silu":
         raise ValueError(f"activation ({activation!r}) is not 'silu', of which this call has the form with an alpha")

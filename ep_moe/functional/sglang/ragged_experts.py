@@ -6,17 +6,18 @@ a contiguous one is copied in each call.
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs of a token and an expert.
 """
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig
-from ep_moe.functional.common import check_like, experts_for
+from ep_moe.functional.common import check_like, experts_for, kept_weights
 from ep_moe.functional.formats import scheme_of
 from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
-from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_config, get_moe_configs
+from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_moe_configs, override_key
 from ep_moe.functional.sglang.experts import (
     ExpertsCall,
     check_tokens,
@@ -136,7 +137,7 @@ def _key_of(call: RaggedCall, out: torch.Tensor | None) -> tuple[object, ...]:
     """All that a plan depends on."""
     block, fields = call.block_shape, _fields_of(call)
     given = [call.hidden_states, *call.by_expert]
-    absent = call.expert_map is None, out is None, block if block is None else (*block,)
+    absent = call.expert_map is None, out is None, block if block is None else (*block,), override_key()
     given += [tensor for tensor in (call.expert_map, out) if tensor is not None]
     return *fields[_FLAGS], *fields[_NUMBERS], *absent, *kinds(given), *identities(call.weights_given)
 
@@ -148,7 +149,7 @@ def _fields_of(call: RaggedCall) -> tuple[Any, ...]:
 def compute(call: RaggedCall, out: torch.Tensor | None = None) -> torch.Tensor:
     """The weighted sum [T, H], in `out` if there is one. Errors: ValueError. Local."""
     data = call.by_expert
-    plannable = data.own_rows and not call.apply_router_weight_on_input and not get_config()
+    plannable = data.own_rows and not call.apply_router_weight_on_input
     if not plannable:
         return _computed(call, out, None)[0]
     plans, key = plans_of("triton_kernel", threading.get_ident()), _key_of(call, out)
@@ -200,9 +201,7 @@ def _computed(
     if on_input:
         return run_routed(x, routing, weights, experts, on_input=True, out=out), None
     result = local_moe(x, routing, weights, experts, out=out)
-    if call.is_mxfp4 or has_copies(given, scheme):
-        return result, None
-    if pairs is None:
+    if pairs is None or (_copies_mxfp4(call) if call.is_mxfp4 else has_copies(given, scheme)):
         return result, None
     return result, RoutedPlan.of(x, routing, weights, experts, inner_scale=call.a2_scale, out=out, before=pairs)
 
@@ -246,7 +245,23 @@ def _weights(call: RaggedCall) -> tuple[QuantScheme, ExpertWeights]:
         if getattr(call, argument) not in (False, None):
             raise ValueError(f"{argument} is given, MXFP4 weights take none")
     scheme = get_scheme("mxfp4_w4a16")
-    matrices = []
+    if _copies_mxfp4(call):
+        return scheme, _mxfp4_weights(call, scheme)
+    tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2
+    key = scheme.name, call.gemm1_alpha is None, call.hidden_states.shape[1], *identities(tensors)
+    make = functools.partial(_mxfp4_weights, call, scheme)
+    return scheme, kept_weights("triton_kernel", threading.get_ident()).get(tensors, key, make)
+
+
+def _copies_mxfp4(call: RaggedCall) -> bool:
+    """Whether MXFP4 weights or their scales are not views of ours, transposed; a scale may be missing."""
+    there = [tensor for tensor in (call.w1, call.w2, call.w1_scale, call.w2_scale) if tensor is not None]
+    return not all(tensor.transpose(1, 2).is_contiguous() for tensor in there if tensor.dim() == 3)
+
+
+def _mxfp4_weights(call: RaggedCall, scheme: QuantScheme) -> ExpertWeights:
+    """MXFP4 weights of a call, checked."""
+    given, matrices = call.as_experts(), []
     for name, values in (("w1", given.w1), ("w2", given.w2)):
         scale = getattr(call, f"{name}_scale")
         if scale is None:
@@ -257,16 +272,16 @@ def _weights(call: RaggedCall) -> tuple[QuantScheme, ExpertWeights]:
                 f"{name}_pcg.weight_scale is {tuple(scale.shape)} {scale.dtype}; "
                 f"{(values.shape[0], groups, values.shape[1])} of one byte needed"
             )
-        turned = scale.transpose(1, 2).contiguous().view(torch.float8_e8m0fnu)
-        matrices.append(StoredMatrix(values.contiguous(), scale=turned))
+        turned = scale.detach().transpose(1, 2).contiguous().view(torch.float8_e8m0fnu)
+        matrices.append(StoredMatrix(values.detach().contiguous(), scale=turned))
     for name, tensor, rows in (("b1", call.b1, given.w1.shape[1]), ("b2", call.b2, given.w2.shape[1])):
         if tensor is not None:
             check_like(tensor, name, (given.w1.shape[0], rows), tuple(DTYPES.values()))
-    return scheme, ExpertWeights(
+    return ExpertWeights(
         w13=matrices[0],
         w2=matrices[1],
         scheme=scheme,
-        w13_bias=call.b1,
-        w2_bias=call.b2,
+        w13_bias=None if call.b1 is None else call.b1.detach(),
+        w2_bias=None if call.b2 is None else call.b2.detach(),
         alternating=call.gemm1_alpha is not None,
     )

@@ -27,22 +27,45 @@ def _tile_list_kernel(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
     expert = tl.arange(0, EXPERTS)
-    is_expert = expert < num_experts
-    counts = tl.load(rows.num_tokens + expert, mask=is_expert, other=0)
+    counts = tl.load(rows.num_tokens + expert, mask=expert < num_experts, other=0)
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
     end = tl.cumsum(num_tiles, 0)
     if tl.program_id(0) == 0:
-        tl.store(tiles.first_tile + expert, end - num_tiles, mask=is_expert)
-        tl.store(tiles.num_tiles, tl.sum(num_tiles, 0))
-        if tiles.amax is not None:
-            tl.store(tiles.amax + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
-        if tiles.next_tile is not None:
-            tl.store(tiles.next_tile + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        put_totals(num_tiles, end, tiles, num_experts, EXPERTS)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
     if tiles.stored is not None:
         tl.store(tiles.stored + tile, tl.zeros([TILES], tl.int32), mask=tile < max_tiles)
     tl.store(tiles.tile_expert + tile, tl.minimum(owner, num_experts - 1), mask=tile < max_tiles)
+
+
+@triton.jit
+def put_totals(num_tiles, end, tiles, num_experts, EXPERTS: tl.constexpr):
+    """Store what the list has beside its entries, from each expert's tiles and the sums of these, [EXPERTS]."""
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < num_experts
+    tl.store(tiles.first_tile + expert, end - num_tiles, mask=is_expert)
+    tl.store(tiles.num_tiles, tl.sum(num_tiles, 0))
+    if tiles.amax is not None:
+        tl.store(tiles.amax + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
+    if tiles.next_tile is not None:
+        tl.store(tiles.next_tile + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit
+def list_tiles(counts, tiles, max_tiles, L: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """As `_tile_list_kernel`, by one program that has the experts' tokens [EXPERTS]; entries behind the last tile are
+    left as they are: nothing reads them."""
+    expert = tl.arange(0, EXPERTS)
+    num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(num_tiles, 0)
+    put_totals(num_tiles, end, tiles, L, EXPERTS)
+    entries = tiles.tile_expert + (end - num_tiles)
+    for i in range(tl.max(num_tiles, 0)):
+        tl.store(entries + i, expert, mask=num_tiles > i)
+    if tiles.stored is not None:
+        for start in range(0, max_tiles, EXPERTS):
+            tl.store(tiles.stored + start + expert, tl.zeros([EXPERTS], tl.int32), mask=start + expert < max_tiles)
 
 
 @triton.jit

@@ -124,11 +124,12 @@ def compute_tiles(
             else:
                 scale_ptr = scalars.output_scale
             mask = columns < PIPE.N
+            w_rows = 2 * columns if EPILOGUE.ALTERNATING else columns
             sums = finish_sums(
-                sums, operands, x_scale_ptrs, scale_ptr, expert, PIPE.W, columns, row_mask, mask, SCALES, CODES
+                sums, operands, x_scale_ptrs, scale_ptr, expert, PIPE.W, w_rows, row_mask, mask, SCALES, CODES
             )
             if PIPE.HALVES == 2:
-                other = columns + TO_OTHER
+                other = w_rows + (1 if EPILOGUE.ALTERNATING else TO_OTHER)
                 other_mask = mask if EPILOGUE.GATED else other < PIPE.N
                 other_sums = finish_sums(
                     other_sums,
@@ -176,7 +177,7 @@ def compute_tiles(
 @gluon.jit
 def _hopper_gemm_kernel(
     x_desc,  # rows of the batch, or of the intermediate: [rows, K] in boxes of 64 x BLOCK_K
-    w_desc,  # [L * W, K] in boxes of 128 x BLOCK_K
+    w_desc,  # [L * W, K] in boxes of 128 x BLOCK_K; [L * N, 2 * K] if gate and up rows take turns
     x_scale_desc,  # [G or L * G, rows] float32 in boxes of 1 x 128 if groups of 128 columns have scales, else None
     out_desc,  # [rows, N] in boxes of 64 x 128
     operands,  # Operands, of which x, w and w_zero are None

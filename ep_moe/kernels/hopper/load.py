@@ -47,8 +47,14 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
                 scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
             scale_mask = gl.arange(0, BLOCK_M, BY_LANE) < left
         both = left > HALF_M  # else nobody reads the lower 64 rows
-        w_row = expert * PIPE.W + column_tile * (HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N)
-        other_w_row = w_row + (PIPE.N if EPILOGUE.GATED else HALF_N)
+        w_row = column_tile * (HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N)
+        other_w_row = w_row
+        if EPILOGUE.ALTERNATING:  # a row of the descriptor has a gate row and then the up row of the same column
+            w_row += expert * PIPE.N
+            other_w_row += expert * PIPE.N
+        else:
+            w_row += expert * PIPE.W
+            other_w_row += expert * PIPE.W + (PIPE.N if EPILOGUE.GATED else HALF_N)
         for k in range(PIPE.STEPS):
             stage = step % PIPE.STAGES
             full = buffers.full.index(stage)
@@ -69,7 +75,9 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
             x_other = buffers.x.index(2 * stage + 1)
             tma.async_copy_global_to_shared(x_desc, [row + HALF_M, column], full, x_other, pred=both)
             if PIPE.HALVES == 2:
-                tma.async_copy_global_to_shared(w_desc, [other_w_row, column], full, buffers.w.index(2 * stage + 1))
+                other_column = column + (PIPE.STEPS * PIPE.BLOCK_K if EPILOGUE.ALTERNATING else 0)
+                other_w = buffers.w.index(2 * stage + 1)
+                tma.async_copy_global_to_shared(w_desc, [other_w_row, other_column], full, other_w)
             step += 1
         t = following
     put_tile(drawn, number, 0, 0, 0, 0, 0)

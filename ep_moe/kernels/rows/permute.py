@@ -168,6 +168,64 @@ def _sum_counts_kernel(
     tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
 
 
+@triton.jit
+def merge_and_place(
+    ids_ptr,
+    weights_ptr,
+    local_ids_ptr,
+    local_weights_ptr,
+    before_ptr,
+    expert_num_tokens_ptr,
+    expert_row_start_ptr,
+    num_tokens,
+    first,
+    last,
+    ids_stride,
+    weights_stride,
+    capacity,
+    alignment,
+    IDS,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BATCHED: tl.constexpr,
+):
+    """As `_merge_and_place_kernel`, by one program; returns the counts of experts [EXPERTS].
+
+    Example: L = 3 and local ids [[0, 2], [-1, 0]] are the bins 0, 2, 3, 0 of a histogram: counts [2, 0, 1].
+    """
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < IDS.L
+    total = tl.zeros([EXPERTS], tl.int32)
+    for block in range(BLOCKS):
+        ids = _merge_repeats(
+            ids_ptr,
+            weights_ptr,
+            local_ids_ptr,
+            local_weights_ptr,
+            (tl.arange(0, IDS.TOKENS) + block * IDS.TOKENS).to(tl.int64),
+            num_tokens,
+            first,
+            last,
+            ids_stride,
+            weights_stride,
+            IDS.K,
+            IDS.COLUMNS,
+        )
+        nowhere = tl.zeros(ids.shape, tl.int32) + IDS.L
+        counted = tl.where((ids >= 0) & (tl.arange(0, IDS.COLUMNS) < IDS.K)[None, :], ids, nowhere)
+        count = tl.histogram(tl.reshape(counted, [IDS.TOKENS * IDS.COLUMNS]), EXPERTS)
+        tl.store(before_ptr + expert + block * IDS.L, total, mask=is_expert)
+        total += tl.where(is_expert, count, 0)
+    if BATCHED:
+        row_start = expert * capacity
+    else:
+        aligned = (total + alignment - 1) // alignment * alignment
+        row_start = tl.cumsum(aligned, 0) - aligned
+    tl.store(expert_num_tokens_ptr + expert, total, mask=is_expert)
+    tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
+    return total
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "first", "last", "ids_stride", "weights_stride", "capacity", "alignment"],
 )
@@ -176,7 +234,7 @@ def _merge_and_place_kernel(
     weights_ptr,  # [N, K] float32, rows `weights_stride` apart
     local_ids_ptr,  # [N, K] int32, out
     local_weights_ptr,  # [N, K] float32, out
-    before_ptr,  # [1, L] int32, out: zeros, the rows of each expert in earlier blocks
+    before_ptr,  # [B, L] int32, out: rows of each expert in earlier blocks
     expert_num_tokens_ptr,  # [L] int32, out
     expert_row_start_ptr,  # [L] int32, out
     num_tokens,
@@ -188,40 +246,30 @@ def _merge_and_place_kernel(
     alignment,  # of starts if not BATCHED
     IDS,  # Ids
     EXPERTS: tl.constexpr,  # L + 1 rounded up to a power of two
+    BLOCKS: tl.constexpr,  # B
     BATCHED: tl.constexpr,
 ):
-    """What the three kernels above store, for tokens of one block: one program, in one launch.
-
-    Example: L = 3 and local ids [[0, 2], [-1, 0]] are the bins 0, 2, 3, 0 of a histogram: counts [2, 0, 1].
-    """
-    expert = tl.arange(0, EXPERTS)
-    is_expert = expert < IDS.L
-    ids = _merge_repeats(
+    """What the three kernels above store, for tokens of a few blocks: one program, in one launch."""
+    merge_and_place(
         ids_ptr,
         weights_ptr,
         local_ids_ptr,
         local_weights_ptr,
-        tl.arange(0, IDS.TOKENS).to(tl.int64),
+        before_ptr,
+        expert_num_tokens_ptr,
+        expert_row_start_ptr,
         num_tokens,
         first,
         last,
         ids_stride,
         weights_stride,
-        IDS.K,
-        IDS.COLUMNS,
+        capacity,
+        alignment,
+        IDS,
+        EXPERTS,
+        BLOCKS,
+        BATCHED,
     )
-    nowhere = tl.zeros(ids.shape, tl.int32) + IDS.L
-    counted = tl.where((ids >= 0) & (tl.arange(0, IDS.COLUMNS) < IDS.K)[None, :], ids, nowhere)
-    count = tl.histogram(tl.reshape(counted, [IDS.TOKENS * IDS.COLUMNS]), EXPERTS)
-    total = tl.where(is_expert, count, 0)
-    tl.store(before_ptr + expert, tl.zeros([EXPERTS], tl.int32), mask=is_expert)
-    if BATCHED:
-        row_start = expert * capacity
-    else:
-        aligned = (total + alignment - 1) // alignment * alignment
-        row_start = tl.cumsum(aligned, 0) - aligned
-    tl.store(expert_num_tokens_ptr + expert, total, mask=is_expert)
-    tl.store(expert_row_start_ptr + expert, row_start.to(tl.int32), mask=is_expert)
 
 
 @triton.jit

@@ -45,8 +45,26 @@ def _quantize_rows_kernel(
     POWER_OF_TWO: tl.constexpr,  # round scales up to powers of two
 ):
     """Quantize BLOCK groups: group i is group i % G of row i // G; the last of a row may be short."""
+    program = tl.program_id(0)
+    quantize_rows(program, x_ptr, given_ptr, values_ptr, scale_ptr, num_tokens, x_stride, GROUPS, SCALE, POWER_OF_TWO)
+
+
+@triton.jit
+def quantize_rows(
+    program,
+    x_ptr,
+    given_ptr,
+    values_ptr,
+    scale_ptr,
+    num_tokens,
+    x_stride,
+    GROUPS,
+    SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """As `_quantize_rows_kernel`, one of its programs."""
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
-    index = tl.program_id(0).to(tl.int64) * GROUPS.BLOCK + tl.arange(0, GROUPS.BLOCK)
+    index = program.to(tl.int64) * GROUPS.BLOCK + tl.arange(0, GROUPS.BLOCK)
     token, group = index // GROUPS.G, index % GROUPS.G
     column = tl.arange(0, GROUPS.COLUMNS)
     inside = (
@@ -87,11 +105,17 @@ def _quantize_micro_rows_kernel(
     TILE,  # MicroTile
 ):
     """Quantize TOKENS rows of COLUMNS columns to "mxfp8" or "nvfp4"; the last group of a row may be short."""
+    quantize_micro_rows(tl.program_id(0), x_ptr, values_ptr, scale_ptr, num_tokens, x_stride, TILE)
+
+
+@triton.jit
+def quantize_micro_rows(program, x_ptr, values_ptr, scale_ptr, num_tokens, x_stride, TILE):
+    """As `_quantize_micro_rows_kernel`, one of its programs."""
     PACKED: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
     GROUPS: tl.constexpr = TILE.COLUMNS // TILE.WIDTH
     pieces = tl.cdiv(TILE.H, TILE.COLUMNS)
-    token = (tl.program_id(0) // pieces).to(tl.int64) * TILE.TOKENS + tl.arange(0, TILE.TOKENS)
-    piece = tl.program_id(0) % pieces
+    token = (program // pieces).to(tl.int64) * TILE.TOKENS + tl.arange(0, TILE.TOKENS)
+    piece = program % pieces
     column = piece * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     is_token = (token < num_tokens)[:, None]
     x_ptrs = x_ptr + (token * x_stride)[:, None] + column[None, :]

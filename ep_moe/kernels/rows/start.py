@@ -1,0 +1,114 @@
+"""The first kernel of a call without transport: one program finds the rows and row tiles of experts, others quantize.
+
+Letters: N token rows, K top-k, H hidden, L local experts, B blocks of tokens, Q row tiles of all experts.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ep_moe.kernels.gemm.tile_list import list_tiles
+from ep_moe.kernels.rows.permute import merge_and_place
+from ep_moe.kernels.rows.quantize import quantize_micro_rows, quantize_rows
+
+
+class Placed(NamedTuple):
+    """The tensors of `_merge_and_place_kernel`, in its order."""
+
+    ids: Any
+    weights: Any
+    local_ids: Any
+    local_weights: Any
+    before: Any
+    expert_num_tokens: Any
+    expert_row_start: Any
+
+
+class Quantizing(NamedTuple):
+    """The tensors of `_quantize_rows_kernel`, in its order, x first; all None if tokens stay as they are."""
+
+    x: Any
+    given: Any
+    data: Any  # the values: a tuple of the compiler has `values` of its own
+    scale: Any
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "first",
+        "last",
+        "ids_stride",
+        "weights_stride",
+        "capacity",
+        "alignment",
+        "max_tiles",
+    ],
+)
+def _start_call_kernel(
+    placed,  # Placed
+    tiles,  # TileList, out
+    quantizing,  # Quantizing
+    num_tokens,
+    first,
+    last,
+    ids_stride,
+    weights_stride,
+    capacity,
+    alignment,
+    max_tiles,
+    x_stride,
+    IDS,  # Ids
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of a row tile
+    GROUPS,  # Groups or MicroTile; None if tokens stay as they are
+    MICRO: tl.constexpr,
+    SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """What `_merge_and_place_kernel`, `_tile_list_kernel` and a quantizing kernel store, in one launch.
+
+    Example: with 9 programs, program 0 makes the lists and program i + 1 is the quantizing kernel's program i of 8.
+    """
+    program = tl.program_id(0) - 1
+    if quantizing.x is not None and program >= 0:
+        if MICRO:
+            quantize_micro_rows(program, quantizing.x, quantizing.data, quantizing.scale, num_tokens, x_stride, GROUPS)
+        else:
+            quantize_rows(
+                program,
+                quantizing.x,
+                quantizing.given,
+                quantizing.data,
+                quantizing.scale,
+                num_tokens,
+                x_stride,
+                GROUPS,
+                SCALE,
+                POWER_OF_TWO,
+            )
+    if program < 0:
+        counts = merge_and_place(
+            placed.ids,
+            placed.weights,
+            placed.local_ids,
+            placed.local_weights,
+            placed.before,
+            placed.expert_num_tokens,
+            placed.expert_row_start,
+            num_tokens,
+            first,
+            last,
+            ids_stride,
+            weights_stride,
+            capacity,
+            alignment,
+            IDS,
+            EXPERTS,
+            BLOCKS,
+            BATCHED,
+        )
+        list_tiles(counts, tiles, max_tiles, IDS.L, EXPERTS, BLOCK_M)

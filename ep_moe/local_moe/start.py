@@ -1,0 +1,49 @@
+"""The launcher of the kernel that does in one launch what comes before the copy of rows: lists and quantization."""
+
+import functools
+from typing import Any
+
+import torch
+
+from ep_moe.kernel_launch.repeated import RepeatedLaunch
+from ep_moe.kernels.gemm.arguments import TileList
+from ep_moe.kernels.rows.start import Placed, Quantizing, _start_call_kernel
+from ep_moe.layout.routed import PLACED, QUANTIZED
+from ep_moe.layout.triton import PlaceShape
+from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
+
+_MOST_LAUNCHES = 512
+_LEAST_WARPS = 4  # of the program that makes the lists
+_NOTHING: dict[str, Any] = {"GROUPS": None, "MICRO": False, "SCALE": "own", "POWER_OF_TWO": False}
+# names of the tensors, of packing and of the experts' tile list, in their order
+NAMES = Placed(*PLACED), TileList(*(f"tiles:{name}" for name in TileList._fields)), Quantizing(*QUANTIZED)
+NAMES_ALONE = NAMES[0], NAMES[1], Quantizing(None, None, None, None)
+
+
+@functools.lru_cache(maxsize=_MOST_LAUNCHES)
+def start_launch(
+    placing: PlaceShape,
+    quantizing: QuantizeShape | None,
+    row_tiles: tuple[int, int],
+    ids_dtype: torch.dtype,
+    device: torch.device,
+) -> RepeatedLaunch:
+    """The launch for routing, tokens and row tiles of these shapes; it takes tensors as `NAMES` says.
+
+    Args: row_tiles: as of `PreparedCall`. ids_dtype: of the routing. Local; nothing is launched.
+    """
+    del ids_dtype  # Triton reads it off the tensors of the first call
+    max_tiles, block_m = row_tiles
+    programs, num_warps, stride, constants = 1, _LEAST_WARPS, 0, _NOTHING
+    if quantizing is not None:
+        kernel = QuantizeKernel.of(quantizing)
+        programs, num_warps, stride = 1 + kernel.programs, max(kernel.num_warps, num_warps), quantizing.stride
+        constants = {name: getattr(kernel, name) for name in _NOTHING}
+    return RepeatedLaunch(
+        _start_call_kernel,
+        programs,
+        settings=(*placing.settings, max_tiles, stride),
+        constants={**placing.constants, "BLOCK_M": block_m, **constants},
+        options={"num_warps": num_warps},
+        device=device,
+    )
