@@ -78,14 +78,14 @@ def test_results_of_all_ones(num_ranks: int) -> None:
 FEW: dict[str, Any] = {
     "rounds": 100_000,
     "hidden": 512,
-    "max_tokens": 48,
+    "max_tokens": 96,
     "num_experts": 18,
     "max_topk": 6,
     "look_every": 100,
     "delay": 300_000,
     "num_graphs": 2,
 }
-MANY = {**FEW, "rounds": 2000, "max_tokens": 300, "shapes": 6, "seed": 1}  # ids are counted before they are sent
+MANY = {**FEW, "rounds": 2000, "max_tokens": 600, "shapes": 6, "seed": 1}  # ids are counted before they are sent
 
 
 def stress_on_rank(group: EPGroup, options: dict[str, Any]) -> int:
