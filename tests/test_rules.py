@@ -174,6 +174,44 @@ def test_retired_names_stay_retired(folder: Path) -> None:
     assert sorted(set(found)) == []
 
 
+# torch's functions that make tensors on the default device, which engines set while they make a model
+FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "randint", "randperm", "logspace"}
+OF_ENGINES = {
+    "group",
+    "layout",
+    "weights",
+    "transport",
+    "experts",
+    "local_moe",
+    "layer",
+    "routing",
+    "quant",
+    "placement",
+}
+
+
+def without_device(source: str) -> list[str]:
+    """Calls of torch's factories that leave the device to the default."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in files() if room_of(path) in OF_ENGINES], ids=lambda path: path.stem)
+def test_tensors_are_made_on_a_named_device(path: Path) -> None:
+    assert without_device(path.read_text()) == []
+
+
+def test_the_device_rule_sees() -> None:
+    assert without_device("torch.zeros(3, dtype=x)") == ["torch.zeros(3, dtype=x)"]
+    assert without_device("torch.zeros(3, device='cpu'), torch.full_like(x, 1), torch.ones(2, **like)") == []
+
+
 def test_every_folder_is_packaged() -> None:
     packages = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in files()}

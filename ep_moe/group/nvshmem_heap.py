@@ -132,7 +132,7 @@ class NvshmemBuffer:
     def destroy(self) -> None:
         """Give this part up; memory is freed by the next buffer that is made once every rank has. Local, repeatable."""
         self.addresses = ()
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._started.released.add(self._number)
 
 

@@ -123,4 +123,4 @@ class SymmetricBuffer:
     def destroy(self) -> None:
         """Unmap all parts here; memory is freed once every rank has done so. Local; calling it twice is fine."""
         self._mapped, self.addresses = None, ()
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -23,6 +23,7 @@ from ep_moe.testing.rounds import (
     compute_experts,
     expected_output,
 )
+from ep_moe.transport.round_kind import RoundKind
 
 
 def check_sit_out(make: TransportFactory, group: EPGroup) -> None:
@@ -246,6 +247,23 @@ def check_nan_weights(make: TransportFactory, group: EPGroup) -> None:
         transport.destroy()
 
 
+def check_default_device(make: TransportFactory, group: EPGroup) -> None:
+    """A transport is the same under any default device of torch's, such as those that engines set while they make a
+    model. Collective.
+    """
+    for layout in Layout:
+        name = f"default device, {layout.value}"
+        tokens = tuple(range(2, 2 + group.num_ranks))
+        case = TransportCase(name=name, tokens=tokens, num_topk=2, num_experts=2 * group.num_ranks, layout=layout)
+        placement, config = case.make_placement(), case.config
+        with torch.device("meta"):
+            transport = make(group, placement, config)
+            transport.warmup([RoundKind(num_topk=2, scheme="none", layout=layout)])
+        check_round(transport, case, group.device)
+        transport.check()
+        transport.destroy()
+
+
 # by name; each takes a factory and the group, on every rank
 CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
     "refusals": check_refusals,
@@ -257,6 +275,7 @@ CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
     "layers": check_layers,
     "sit_out": check_sit_out,
     "nan_weights": check_nan_weights,
+    "default_device": check_default_device,
     "destroyed": check_destroyed,
 }
 

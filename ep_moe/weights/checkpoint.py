@@ -239,7 +239,7 @@ class Checkpoint:
 
         Errors: ValueError, on every rank alike, for a gate and an up half in different orders. Local.
         """
-        own, orders = torch.arange(self.config.hidden), list[torch.Tensor]()
+        own, orders = torch.arange(self.config.hidden, device="cpu"), list[torch.Tensor]()
         for expert in range(self.config.num_experts):
             halves: list[torch.Tensor] = []
             for _, stored in self._parts(layer, "w13", expert):
@@ -259,13 +259,13 @@ class Checkpoint:
 
         Errors: ValueError for one that is not positive.
         """
-        scales = torch.zeros(self.config.num_experts)
+        scales = torch.zeros(self.config.num_experts, device="cpu")
         for expert in range(self.config.num_experts):
             for _, stored in self._parts(layer, field, expert):
                 part = stored.parts.get("input_scale") if isinstance(stored, QuantizedTensor) else None
                 if part is None:
                     return None
-                scale = torch.empty(part.shape)
+                scale = torch.empty(part.shape, device="cpu")
                 reader.read_into(part, scale)
                 if not bool(scale > 0):
                     raise ValueError(f"{part.name} in {part.file} is {scale.item()}, not positive")
@@ -314,7 +314,7 @@ class DenseTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
         dtype = self._dtype if isinstance(stored, QuantizedTensor) else stored.dtype
-        tensor = torch.empty(stored.shape, dtype=dtype)
+        tensor = torch.empty(stored.shape, dtype=dtype, device="cpu")
         read_dequantized(self._reader, stored, tensor)
         return tensor
 

@@ -150,7 +150,7 @@ class TensorReader:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._file: io.FileIO | None = None
-        self._portion = torch.empty(0, dtype=torch.uint8)  # staging buffer for another dtype or device
+        self._portion = torch.empty(0, dtype=torch.uint8, device="cpu")  # staging buffer for another dtype or device
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -188,7 +188,7 @@ class TensorReader:
                 continue
             num_bytes = place.shape[0] * row_bytes
             if self._portion.numel() < num_bytes:
-                self._portion = torch.empty(num_bytes, dtype=torch.uint8)
+                self._portion = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             portion = self._portion[:num_bytes].view(stored.dtype).view(place.shape)
             _fill(file, portion, stored)
             place.copy_(portion)

@@ -125,7 +125,7 @@ def stored_parts(matrix: StoredMatrix, stored: TensorFormat, config: Config) -> 
         parts[method.parts["global_scale"]] = matrix.global_scale.reshape((1,) if divides else ()).clone()
     if method.packing == "int32":
         columns = matrix.values.shape[-1] * stored.packed
-        parts[".weight_shape"] = torch.tensor([matrix.values.shape[-2], columns])
+        parts[".weight_shape"] = torch.tensor([matrix.values.shape[-2], columns], device="cpu")
     return {suffix: tensor.contiguous() for suffix, tensor in parts.items()}
 
 
@@ -204,7 +204,7 @@ def _read_all(reader: TensorReader, tensors: Mapping[str, AnyTensor]) -> dict[st
     found = {}
     for name, stored in tensors.items():
         assert isinstance(stored, StoredTensor)
-        found[name] = torch.empty(stored.shape, dtype=stored.dtype)
+        found[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         reader.read_into(stored, found[name])
     return found
 
@@ -217,7 +217,7 @@ def _experts(
     stacked: dict[str, list[torch.Tensor]] = {}
     for expert in range(moe.num_experts):
         for field, shape in {"w13": (moe.w13_rows, moe.hidden), "w2": (moe.hidden, moe.intermediate)}.items():
-            matrix = torch.empty(shape)
+            matrix = torch.empty(shape, device="cpu")
             checkpoint.read_field(reader, layer, field, expert, matrix)
             apart = scheme.weight.granularity in ("block", "tensor")
             whole = None if apart else quantize_weight(matrix, scheme)

@@ -103,7 +103,7 @@ def weights_of(module: ExpertsModule, experts: Sequence[int] | None = None) -> E
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"{name} has has_post_expert_norm=True: a norm after each expert is not computed here")
-    index = None if experts is None else torch.tensor(list(experts), dtype=torch.int64)
+    index = None if experts is None else torch.tensor(list(experts), dtype=torch.int64, device="cpu")
     scheme = fp8.scheme_of(module)
     if scheme.weight.quantized and (module.is_transposed or module.has_bias):
         raise ValueError(f"{name} has weights in fp8 that are transposed or have biases, which is not read here")

@@ -43,7 +43,7 @@ def plan_send(
         return launchers.plan_send(topk_ids, owner, fingerprint=fingerprint, layer=layer, header=header)
     (num_tokens, num_topk), num_ranks, num_physical = topk_ids.shape, header.shape[0], owner.shape[0]
     valid = (topk_ids >= 0) & (topk_ids < num_physical)
-    pairs = torch.zeros(num_tokens, num_ranks, dtype=torch.int32)
+    pairs = torch.zeros(num_tokens, num_ranks, dtype=torch.int32, device="cpu")
     for column in range(num_topk):
         ids = topk_ids[:, column]
         fresh = valid[:, column] & (topk_ids[:, :column] != ids.unsqueeze(1)).all(1)

@@ -66,8 +66,8 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         check_waits_for_all(config, "a collective")
         super().__init__(group, placement, config)
         self._owner = torch.repeat_interleave(
-            torch.arange(group.num_ranks, dtype=torch.int32),
-            torch.tensor([placement.num_local_experts(r) for r in range(group.num_ranks)]),
+            torch.arange(group.num_ranks, dtype=torch.int32, device="cpu"),
+            torch.tensor([placement.num_local_experts(r) for r in range(group.num_ranks)], device="cpu"),
         ).to(group.device)  # [P] int32, physical expert -> rank
 
     def _send(self, tokens: Tokens, slot: int) -> _Round:

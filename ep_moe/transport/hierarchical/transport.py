@@ -77,7 +77,8 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         self._relay = make_relay(group, self.nodes, placement, config, inside)
         spans = self.nodes.experts(placement)
         self._owner = torch.repeat_interleave(
-            torch.arange(len(spans), dtype=torch.int32), torch.tensor([last - first for first, last in spans])
+            torch.arange(len(spans), dtype=torch.int32, device="cpu"),
+            torch.tensor([last - first for first, last in spans], device="cpu"),
         ).to(group.device)  # [P] int32, physical expert -> node
         on_gpu = group.device.type == "cuda" and self._relay is not None
         self._stream = torch.cuda.Stream(group.device) if on_gpu else None

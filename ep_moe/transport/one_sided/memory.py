@@ -55,7 +55,7 @@ class PeerMemory:
         self._check_reached(group, puts)
         bases = [addresses[group.rank if puts >> rank & 1 else rank] for rank in range(group.num_ranks)]
         self.abort = self._buffer.local[aborts_at:][:8].view(torch.int64)
-        self._urgent = torch.zeros(1, dtype=torch.int64, pin_memory=group.device.type == "cuda")
+        self._urgent = torch.zeros(1, dtype=torch.int64, pin_memory=group.device.type == "cuda", device="cpu")
         aborts = [start + aborts_at if start else 0 for start in addresses]
         aborts_ptr = torch.tensor(aborts, dtype=torch.int64, device=group.device)
         self.links = [
@@ -110,7 +110,7 @@ class PeerMemory:
     def destroy(self) -> None:
         """Free everything. Local; calling it twice is fine."""
         self.links = []
-        self.abort = torch.zeros(1, dtype=torch.int64)
+        self.abort = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._buffer.destroy()
 
 

@@ -44,7 +44,7 @@ class SlotStates:
     """
 
     def __init__(self, config: TransportConfig, device: torch.device, ranks: Ranks) -> None:
-        self.report = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.report = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         num_ranks, max_experts = ranks.R, ranks.L
         rows = num_ranks * config.max_tokens_per_rank
 

@@ -175,7 +175,7 @@ class Decoder:
             raise ValueError(f"rank {refused[0]} refused its prompts; its own error says why")
         num_steps = max(other.new_tokens for other in requests)
         if not num_steps:
-            return torch.full((prompts.shape[0], options.max_new_tokens), NONE)
+            return torch.full((prompts.shape[0], options.max_new_tokens), NONE, device="cpu")
         logits = self._prefill(model, prompts, mask, shape, max(other.prefills for other in requests))
         sequences = self._begin(prompts, mask, options)
         if logits is not None:
@@ -244,8 +244,8 @@ class Decoder:
     def _exchange(self, request: _Request) -> list[_Request]:
         """The requests of all ranks. Collective, host sync."""
         group = self._session.group
-        table = torch.zeros(group.num_ranks, len(dataclasses.fields(_Request)), dtype=torch.int64)
-        table[group.rank] = torch.tensor(request.to_ints())
+        table = torch.zeros(group.num_ranks, len(dataclasses.fields(_Request)), dtype=torch.int64, device="cpu")
+        table[group.rank] = torch.tensor(request.to_ints(), device="cpu")
         return [
             _Request(
                 refused=bool(refused), rows=rows, prefills=prefills, new_tokens=new, ends=bool(ends), cold=bool(cold)
@@ -342,7 +342,7 @@ class Decoder:
             sampling = Sampling(
                 temperature=torch.full_like(like, options.temperature),
                 top_p=torch.full_like(like, options.top_p),
-                seeds=torch.tensor(options.seeds_of(num_rows), dtype=torch.int64).to(prompts.device),
+                seeds=torch.tensor(options.seeds_of(num_rows), dtype=torch.int64, device="cpu").to(prompts.device),
             )
         lengths = prompts.new_full((num_rows,), num_columns) if mask is None else mask.sum(-1)
         sequences.begin(0, lengths - 1, torch.full_like(lengths, options.max_new_tokens), sampling)

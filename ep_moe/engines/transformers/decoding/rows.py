@@ -103,12 +103,12 @@ class RowDecoder:
             transport.check()
             return []
         first, device = starts[0].row, self._session.group.device
-        lengths = torch.tensor([len(start.prompt) for start in starts])
+        lengths = torch.tensor([len(start.prompt) for start in starts], device="cpu")
         longest = int(lengths.max())
         padded = [(0,) * (longest - len(start.prompt)) + start.prompt for start in starts]
         mask = None
         if bool((lengths < longest).any()):
-            mask = (torch.arange(longest) >= longest - lengths[:, None]).long().to(device)
+            mask = (torch.arange(longest, device="cpu") >= longest - lengths[:, None]).long().to(device)
         sampled = any(start.temperature > 0 for start in starts)
         decoder.clear(first, len(starts))
         capacity = pass_shape(len(starts), longest + 1, sampled).capacity

@@ -60,7 +60,7 @@ class Sequences:
             tensor.zero_()
         self.end_ids.fill_(NONE)
         if end_ids:
-            self.end_ids[: len(end_ids)] = torch.tensor(end_ids)
+            self.end_ids[: len(end_ids)] = torch.tensor(end_ids, device="cpu")
 
     def begin(
         self, first: int, positions: torch.Tensor, left: torch.Tensor, sampling: "Sampling | None" = None
