@@ -19,6 +19,7 @@ from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing, route
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
+from ep_moe.testing.transports import engine_defaults
 from ep_moe.transport import create_transport
 from ep_moe.transport.round_kind import RoundKind
 from ep_moe.weights import ExpertWeights
@@ -314,9 +315,11 @@ def test_a_warm_up_runs_what_the_layer_will_run(scheme: str, layout: Layout) -> 
     assert layer.transport.num_rounds == before
     sizes = warmup.row_counts(30)
     assert sizes == [1, 2, 4, 8, 16, 30]
-    warmup.compute_alone(layer, NUM_TOPK, sizes)
+    with engine_defaults():
+        warmup.compute_alone(layer, NUM_TOPK, sizes)
     assert layer.transport.num_rounds == before
-    with mock.patch.object(layer.transport, "dispatch_send", wraps=layer.transport.dispatch_send) as sent:
+    watched = mock.patch.object(layer.transport, "dispatch_send", wraps=layer.transport.dispatch_send)
+    with watched as sent, engine_defaults():
         warmup.run_rounds(layer, NUM_TOPK, sizes, padded=True)
     rows = [call.args[0].shape[0] for call in sent.call_args_list]
     assert rows == [size for size in sizes for _ in range(2)]

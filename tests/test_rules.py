@@ -174,8 +174,10 @@ def test_retired_names_stay_retired(folder: Path) -> None:
     assert sorted(set(found)) == []
 
 
-# torch's functions that make tensors on the default device, which engines set while they make a model
-FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "randint", "randperm", "logspace"}
+# torch's functions that make tensors on the default device, and those that make them of the default dtype: engines set
+# both while they make a model
+FACTORIES = {"tensor", "full", "arange", "randint", "randperm"}
+OF_DEFAULT_DTYPE = {"zeros", "ones", "empty", "rand", "randn", "logspace", "linspace", "eye"}
 OF_ENGINES = {
     "group",
     "layout",
@@ -190,26 +192,28 @@ OF_ENGINES = {
 }
 
 
-def without_device(source: str) -> list[str]:
-    """Calls of torch's factories that leave the device to the default."""
-    return [
-        ast.unparse(node)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
-        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
-    ]
+def left_to_defaults(source: str) -> list[str]:
+    """Calls of torch's factories that leave device or dtype to the defaults."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = ast.unparse(node.func).removeprefix("torch.")
+            needed = {"device", "dtype"} if name in OF_DEFAULT_DTYPE else {"device"} if name in FACTORIES else set()
+            given = {keyword.arg for keyword in node.keywords}
+            if None not in given and needed - given:
+                found.append(ast.unparse(node))
+    return found
 
 
 @pytest.mark.parametrize("path", [path for path in files() if room_of(path) in OF_ENGINES], ids=lambda path: path.stem)
-def test_tensors_are_made_on_a_named_device(path: Path) -> None:
-    assert without_device(path.read_text()) == []
+def test_tensors_have_a_named_device_and_dtype(path: Path) -> None:
+    assert left_to_defaults(path.read_text()) == []
 
 
-def test_the_device_rule_sees() -> None:
-    assert without_device("torch.zeros(3, dtype=x)") == ["torch.zeros(3, dtype=x)"]
-    assert without_device("torch.zeros(3, device='cpu'), torch.full_like(x, 1), torch.ones(2, **like)") == []
+def test_the_rule_of_defaults_sees() -> None:
+    for wrong in ("torch.zeros(3, dtype=x)", "torch.rand(3, device=x)", "torch.tensor([1])"):
+        assert left_to_defaults(wrong) == [wrong]
+    assert left_to_defaults("torch.zeros(3, dtype=x, device='cpu'), torch.full_like(x, 1), torch.ones(2, **like)") == []
 
 
 def test_every_folder_is_packaged() -> None:

@@ -199,7 +199,7 @@ class DriverLaunch:
             self._config.stream = self._current_stream(self._index)
             status = self._launch(*self._addresses)
         if status == _NO_CONTEXT and again:
-            torch.zeros(1, device=self._device)  # a torch kernel makes the context current
+            torch.zeros(1, dtype=torch.float32, device=self._device)  # a torch kernel makes the context current
             self(values, again=False)
         elif status:
             raise RuntimeError(_REFUSED.format(status))
@@ -274,7 +274,7 @@ class DriverSequence:
                 if status:
                     break
         if status == _NO_CONTEXT and again:
-            torch.zeros(1, device=self._device)  # a torch kernel makes the context current
+            torch.zeros(1, dtype=torch.float32, device=self._device)  # a torch kernel makes the context current
             self(values, again=False)
         elif status:
             raise RuntimeError(_REFUSED.format(status))

@@ -104,5 +104,5 @@ def run_micro_batches(layer: "ExpertParallelMoE", num_topk: int, sizes: Sequence
 def _tokens(layer: "ExpertParallelMoE", rows: int, num_topk: int) -> tuple[torch.Tensor, Routing]:
     config, device = layer.transport.config, layer.transport.device
     ids = torch.full((rows, num_topk), -1, dtype=torch.int32, device=device)
-    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, num_topk, device=device))
+    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, num_topk, dtype=torch.float32, device=device))
     return torch.zeros(rows, config.hidden, dtype=config.dtype, device=device), routing

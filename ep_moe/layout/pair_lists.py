@@ -48,7 +48,7 @@ class PairLists:
             x=torch.empty(num_pairs, 1, dtype=torch.int32, device="meta"),
             scale=None,
             local_topk_ids=torch.empty(shape, dtype=torch.int32, device="meta"),
-            topk_weights=torch.empty(shape, device="meta"),
+            topk_weights=torch.empty(shape, dtype=torch.float32, device="meta"),
         )
         frame = make_frame(
             like, Layout.COMPACT, num_local_experts=num_experts, capacity=num_pairs, alignment=1, max_rows=None

@@ -71,7 +71,7 @@ class RoutedPacking:
             x=_shape_of(values),
             scale=None if scale is None else _shape_of(scale),
             local_topk_ids=torch.empty(num_tokens, num_topk, dtype=torch.int32, device="meta"),
-            topk_weights=torch.empty(num_tokens, num_topk, device="meta"),
+            topk_weights=torch.empty(num_tokens, num_topk, dtype=torch.float32, device="meta"),
         )
         frame = make_frame(
             rows,

@@ -58,7 +58,7 @@ def quantize_weight(weight: torch.Tensor, stored: TensorFormat) -> StoredMatrix:
         shift = spread(zero, tile, rows, columns)
     else:
         scale = _scale_of(2 * tiles.abs().amax(dim=(-3, -1)), stored)
-        shift = torch.full((), (largest + 1) / 2, device=weight.device)
+        shift = torch.full((), (largest + 1) / 2, dtype=torch.float32, device=weight.device)
     codes = (weight / spread(scale.float(), tile, rows, columns)).round_() + shift
     values = codes.nan_to_num_(nan=0.0).clamp_(0, largest).to(torch.uint8)
     return StoredMatrix(
@@ -76,7 +76,7 @@ def dequantize_weight(matrix: StoredMatrix, stored: TensorFormat) -> torch.Tenso
     tile = stored.tile(rows, columns)
     tiled = (*lead, math.ceil(rows / tile[0]), math.ceil(columns / tile[1]))
     if matrix.zero is None:
-        shift = torch.full((), 2.0 ** (_bits(stored) - 1), device=codes.device)
+        shift = torch.full((), 2.0 ** (_bits(stored) - 1), dtype=torch.float32, device=codes.device)
     else:
         shift = spread(matrix.zero.reshape(tiled).float(), tile, rows, columns)
     scale = spread(matrix.scale.reshape(tiled).float(), tile, rows, columns)

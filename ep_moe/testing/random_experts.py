@@ -49,7 +49,11 @@ class RandomExperts:
         hidden, intermediate, width = self._config.hidden, self._config.intermediate, self._width
 
         def normal(*shape: int, std: float) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=self._device).mul_(std).to(self._dtype)
+            return (
+                torch.randn(shape, generator=generator, dtype=torch.float32, device=self._device)
+                .mul_(std)
+                .to(self._dtype)
+            )
 
         return Expert(
             w13=normal(width, hidden, std=hidden**-0.5),

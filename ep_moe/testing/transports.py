@@ -3,9 +3,11 @@
 Letters: T tokens on a rank, K top-k, H hidden.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -247,21 +249,34 @@ def check_nan_weights(make: TransportFactory, group: EPGroup) -> None:
         transport.destroy()
 
 
-def check_default_device(make: TransportFactory, group: EPGroup) -> None:
-    """A transport is the same under any default device of torch's, such as those that engines set while they make a
-    model. Collective.
+def check_defaults(make: TransportFactory, group: EPGroup) -> None:
+    """A transport is the same whatever torch's default device and dtype are: engines set them while they make a model.
+
+    Collective.
     """
-    for layout in Layout:
-        name = f"default device, {layout.value}"
-        tokens = tuple(range(2, 2 + group.num_ranks))
-        case = TransportCase(name=name, tokens=tokens, num_topk=2, num_experts=2 * group.num_ranks, layout=layout)
+    for layout, scheme in itertools.product(Layout, ("none", "fp8_block")):
+        name = f"defaults, {layout.value}, {scheme}"
+        tokens, shapes = tuple(range(2, 2 + group.num_ranks)), {"num_topk": 2, "num_experts": 2 * group.num_ranks}
+        case = TransportCase(name=name, tokens=tokens, scheme=scheme, layout=layout, **shapes)
         placement, config = case.make_placement(), case.config
-        with torch.device("meta"):
+        with engine_defaults():
             transport = make(group, placement, config)
-            transport.warmup([RoundKind(num_topk=2, scheme="none", layout=layout)])
+            transport.warmup([RoundKind(num_topk=2, scheme=scheme, layout=layout)])
         check_round(transport, case, group.device)
         transport.check()
         transport.destroy()
+
+
+@contextlib.contextmanager
+def engine_defaults() -> Iterator[None]:
+    """A default device without memory and a default dtype of 16 bits: what depends on them fails. Local."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 # by name; each takes a factory and the group, on every rank
@@ -275,7 +290,7 @@ CHECKS: dict[str, Callable[[TransportFactory, EPGroup], None]] = {
     "layers": check_layers,
     "sit_out": check_sit_out,
     "nan_weights": check_nan_weights,
-    "default_device": check_default_device,
+    "defaults": check_defaults,
     "destroyed": check_destroyed,
 }
 

@@ -29,12 +29,12 @@ def make_routing(
     Local.
     """
     device = generator.device
-    scores = torch.rand(num_tokens, placement.num_physical, generator=generator, device=device)
+    scores = torch.rand(num_tokens, placement.num_physical, generator=generator, dtype=torch.float32, device=device)
     if name == "skewed":
         scores[:, :HOT_EXPERTS] += HEAT
     if name == "one_rank":
         scores[:, placement.starts[-2] :] += 1
-    weights = torch.rand(num_tokens, num_topk, generator=generator, device=device) + 0.1
+    weights = torch.rand(num_tokens, num_topk, generator=generator, dtype=torch.float32, device=device) + 0.1
     ids = scores.topk(num_topk, dim=1).indices.int()
     return Routing(topk_ids=ids, topk_weights=weights / weights.sum(1, keepdim=True))
 

@@ -259,13 +259,13 @@ class Checkpoint:
 
         Errors: ValueError for one that is not positive.
         """
-        scales = torch.zeros(self.config.num_experts, device="cpu")
+        scales = torch.zeros(self.config.num_experts, dtype=torch.float32, device="cpu")
         for expert in range(self.config.num_experts):
             for _, stored in self._parts(layer, field, expert):
                 part = stored.parts.get("input_scale") if isinstance(stored, QuantizedTensor) else None
                 if part is None:
                     return None
-                scale = torch.empty(part.shape, device="cpu")
+                scale = torch.empty(part.shape, dtype=torch.float32, device="cpu")
                 reader.read_into(part, scale)
                 if not bool(scale > 0):
                     raise ValueError(f"{part.name} in {part.file} is {scale.item()}, not positive")

@@ -217,7 +217,7 @@ def _experts(
     stacked: dict[str, list[torch.Tensor]] = {}
     for expert in range(moe.num_experts):
         for field, shape in {"w13": (moe.w13_rows, moe.hidden), "w2": (moe.hidden, moe.intermediate)}.items():
-            matrix = torch.empty(shape, device="cpu")
+            matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
             checkpoint.read_field(reader, layer, field, expert, matrix)
             apart = scheme.weight.granularity in ("block", "tensor")
             whole = None if apart else quantize_weight(matrix, scheme)

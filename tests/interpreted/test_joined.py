@@ -16,6 +16,7 @@ from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing
 from ep_moe.routing import triton as routing_kernels
+from ep_moe.testing.transports import engine_defaults
 from ep_moe.weights import ExpertWeights
 from interpreted.common import DEVICE, generator
 
@@ -26,6 +27,10 @@ EXPERTS, TOPK, HIDDEN, INNER = 4, 2, 64, 96
 def stored(scheme: str, *shape: int) -> StoredMatrix:
     values = torch.randn(*shape, generator=generator(f"{scheme} {shape}")) / 8
     return StoredMatrix(values.bfloat16()) if scheme == "none" else quantize_weight(values, get_scheme(scheme))
+
+
+def twice(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows, rows])
 
 
 def routed(seed: str, tokens: int) -> tuple[torch.Tensor, Routing]:
@@ -74,6 +79,23 @@ def test_local_moe(scheme: str, tokens: int, launches: int | None, given: bool, 
     del weights, call
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor", "int4_w4a16_g32", "int4_w4a8", "nvfp4", "mxfp8"])
+def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
+    """Calls whose parts are made while an engine has set a default device and dtype: the bits of others."""
+    weights = ExpertWeights(
+        w13=stored(scheme, EXPERTS, 2 * INNER, HIDDEN),
+        w2=stored(scheme, EXPERTS, HIDDEN, INNER),
+        scheme=get_scheme(scheme),
+    )
+    x, routing = routed("defaults", 70)
+    more = Routing(topk_ids=twice(routing.topk_ids), topk_weights=twice(routing.topk_weights))
+    experts = TritonExperts(ActivationConfig(kind="silu"))
+    with engine_defaults():
+        found = [local_moe(twice(x), more, weights, experts) for _ in range(3)]
+    expected = local_moe(x, routing, weights, experts)  # of another number of rows: nothing is found again
+    assert all(torch.equal(one, twice(expected)) for one in found)
 
 
 @pytest.mark.parametrize("deepseek", [False, True], ids=["plain", "groups and bias"])

@@ -69,11 +69,13 @@ def _compare(norm: Norm) -> bool:
     random = torch.Generator().manual_seed(_SEED)
     (width,) = norm.weight.shape
     probe = copy.copy(norm)
-    vars(probe)["_parameters"] = dict(norm._parameters) | {"weight": torch.randn(width, generator=random, device="cpu")}
+    vars(probe)["_parameters"] = dict(norm._parameters) | {
+        "weight": torch.randn(width, generator=random, dtype=torch.float32, device="cpu")
+    }
     # rows of such size that eps matters in some of them
     rows = (
-        torch.randn(_PROBES, width, generator=random, device="cpu")
-        * torch.logspace(-4, 2, _PROBES, device="cpu")[:, None]
+        torch.randn(_PROBES, width, generator=random, dtype=torch.float32, device="cpu")
+        * torch.logspace(-4, 2, _PROBES, dtype=torch.float32, device="cpu")[:, None]
     )
     try:
         expected = type(norm).forward(probe, rows)

@@ -147,9 +147,9 @@ def _probe_of(router: Router, form: Form, dtype: torch.dtype) -> tuple[Router, l
     """A router of the same class and attributes with random parameters on the CPU, and arguments of its forward."""
     random = torch.Generator().manual_seed(_SEED)
     num_experts, hidden = router.weight.shape
-    weight = torch.randn(num_experts, hidden, generator=random, device="cpu") * (2.0 / hidden**0.5)
+    weight = torch.randn(num_experts, hidden, generator=random, dtype=torch.float32, device="cpu") * (2.0 / hidden**0.5)
     biases = {
-        name: torch.randn(tensor.shape, generator=random, device="cpu") * 0.3
+        name: torch.randn(tensor.shape, generator=random, dtype=torch.float32, device="cpu") * 0.3
         for name, tensor in (*router._parameters.items(), *router._buffers.items())
         if name != "weight" and tensor is not None
     }
@@ -158,8 +158,9 @@ def _probe_of(router: Router, form: Form, dtype: torch.dtype) -> tuple[Router, l
         name: biases[name].to(dtype) for name in router._parameters if name in biases
     }
     vars(probe)["_buffers"] = {name: biases[name] for name in router._buffers if name in biases}
-    inputs = [torch.randn(_PROBES, hidden, generator=random, device="cpu").to(dtype)]
-    return probe, [*inputs, torch.randn(num_experts, generator=random, device="cpu")] if form.takes_bias else inputs
+    inputs = [torch.randn(_PROBES, hidden, generator=random, dtype=torch.float32, device="cpu").to(dtype)]
+    bias = torch.randn(num_experts, generator=random, dtype=torch.float32, device="cpu")
+    return probe, [*inputs, bias] if form.takes_bias else inputs
 
 
 def forward_of(router: Router, compared: dict[object, torch.dtype]) -> RouterForward:

@@ -109,7 +109,7 @@ def _load_packed(part: Part, target: torch.Tensor, loaded: torch.Tensor, name: s
     if part.what == "order":
         shared = part.field == "w2" and share.tp_size > 1
         if shared and ranks > 1:
-            like = torch.empty(target.shape, device="meta")
+            like = torch.empty(target.shape, dtype=torch.float32, device="meta")
             loaded = _own(loaded, like, 0, share, name)
         store_order(part, target[half] if part.field == "w13" else target, loaded, shared, name)
         return
@@ -121,7 +121,13 @@ def _load_packed(part: Part, target: torch.Tensor, loaded: torch.Tensor, name: s
     rows = rows // 2 if first else rows
     found = unpacked(part, loaded, rows * (ranks if first else 1), name)
     whole = not first and part.what != "values" and target.dim() < 2  # a scale for each row
-    own = _own(found, torch.empty(rows, columns, device="meta"), None if whole else 0 if first else 1, share, name)
+    own = _own(
+        found,
+        torch.empty(rows, columns, dtype=torch.float32, device="meta"),
+        None if whole else 0 if first else 1,
+        share,
+        name,
+    )
     if first:
         target = target.narrow(0, rows * (1 - half if share.up_first else half), rows)
     store(part, target, own)

@@ -221,7 +221,7 @@ class LowLatency:
         table = self._row_of(round_)
         expert, token = torch.nonzero(table >= 0, as_tuple=True)
         place = expert * table.shape[1] + table[expert, token]
-        weights = torch.ones(place.shape[0], 1, device=place.device)
+        weights = torch.ones(place.shape[0], 1, dtype=torch.float32, device=place.device)
         return place, expert.int().unsqueeze(1), weights
 
     def _flat_rows(self, round_: _Round) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

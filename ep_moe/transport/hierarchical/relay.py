@@ -221,7 +221,7 @@ class Relay:
                 rows[here] = y[there]
         else:
             index = torch.full((num_rows, maps[0].shape[1]), -1, dtype=torch.int32, device=y.device)
-            weights = torch.zeros(index.shape, device=y.device)
+            weights = torch.zeros(index.shape, dtype=torch.float32, device=y.device)
             for here, there in places:
                 index[here], weights[here] = maps[0][there], maps[1][there]
             rows = weighted_sum(y, index, weights)

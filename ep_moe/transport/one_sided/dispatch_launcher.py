@@ -67,7 +67,7 @@ class DispatchLauncher:
         self._context, self._plans = context, plans
         device = context.device
         self.unused = torch.zeros(4, dtype=torch.int32, device=device)  # for arguments that a launch does not need
-        self._unscaled = torch.zeros(4, device=device)
+        self._unscaled = torch.zeros(4, dtype=torch.float32, device=device)
         self.no_batch = Batch(self.unused, self._unscaled)
         self._unused_address, self._unscaled_address = self.unused.data_ptr(), self._unscaled.data_ptr()
 
@@ -224,7 +224,7 @@ class DispatchLauncher:
         like: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
         counts = torch.empty(plan.blocks + 1, num_physical + 1, **like)
         planned = torch.empty(ids.shape, **like)
-        planned_weights = torch.empty(ids.shape, device=ids.device)
+        planned_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         options: dict[str, Any] = {"launch_pdl": True} if early else {}
         _count_block_kernel[(plan.blocks, triton.cdiv(num_physical, _BLOCK_EXPERTS))](
             ids,

@@ -322,7 +322,7 @@ class RoundPlans:
             x=torch.empty(shape, dtype=scheme.payload.dtype or self._config.dtype, device="meta"),
             scale=torch.empty(rows, groups, dtype=scheme.payload.scale_dtype, device="meta") if groups else None,
             local_topk_ids=torch.empty(rows, k, dtype=torch.int32, device="meta"),
-            topk_weights=torch.empty(rows, k, device="meta"),
+            topk_weights=torch.empty(rows, k, dtype=torch.float32, device="meta"),
         )
         return make_frame(
             pool,

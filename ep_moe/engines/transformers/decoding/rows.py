@@ -114,8 +114,8 @@ class RowDecoder:
         capacity = pass_shape(len(starts), longest + 1, sampled).capacity
         logits = decoder.prefill(self._model, torch.tensor(padded, device=device), mask, first, capacity)
         sampling = Sampling(
-            temperature=torch.tensor([start.temperature for start in starts], device=device),
-            top_p=torch.tensor([start.top_p for start in starts], device=device),
+            temperature=torch.tensor([start.temperature for start in starts], dtype=torch.float32, device=device),
+            top_p=torch.tensor([start.top_p for start in starts], dtype=torch.float32, device=device),
             seeds=torch.tensor([start.seed for start in starts], dtype=torch.int64, device=device),
         )
         wanted = torch.tensor([start.max_new_tokens for start in starts], device=device)

@@ -38,8 +38,8 @@ class Sequences:
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # the row wants another token
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.greedy = torch.ones(rows, dtype=torch.bool, device=device)  # takes the likeliest token in sampled passes
-        self.temperature = torch.ones(rows, device=device)
-        self.top_p = torch.ones(rows, device=device)
+        self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.end_ids = torch.full((MOST_END_IDS,), NONE, dtype=torch.int64, device=device)
         self.made = torch.full((steps, rows), NONE, dtype=torch.int64, device=device)  # by pass; NONE for other rows
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # the row of `made` that the next pass writes
