@@ -54,6 +54,7 @@ SCHEMES = (
     *("fp8_w8a16", "fp8_w8a16_tensor", "fp8_w8a16_block", "int8_w8a16", "int8_w8a16_g128_zp", "mxfp8_w8a16"),
 )
 PROBLEMS = (*((DEEPSEEK, scheme) for scheme in SCHEMES), (GPT_OSS, "none"), (GPT_OSS, "mxfp4_w4a16"))
+NAMES = tuple(name if preset == DEEPSEEK else f"{preset}:{name}" for preset, name in PROBLEMS)
 ROWS = (FEW, MANY)
 BACKENDS: dict[str, type[TritonExperts | HopperExperts]] = {"triton": TritonExperts, "hopper": HopperExperts}
 REPEATS = {FEW: 15, MANY: 7}
@@ -82,44 +83,29 @@ def few(first: tuple[int, ...], second: tuple[int, ...]) -> ExpertTiles:
     return ExpertTiles(block_m=16, first=gemm(first[0] // 2, *first[1:]), second=gemm(*second))
 
 
-FOUR_BITS = ("nvfp4", "mxfp4_w4a8", "int4_w4a8_g128", "int4_w4a16_g128")
-FOUR_BITS_MANY = (both(256, 64, 8, 3, 1), both(256, 128, 8, 2, 1), both(256, 128, 8, 3, 1, 4))
-EIGHT_BITS_MANY = (both(256, 32, 8, 3, 1), both(256, 128, 8, 2, 1), both(256, 64, 8, 4, 1))
+FIRST_FEW = (64, 256, 4, 3, 4)
+SAME_FEW = few(FIRST_FEW, FIRST_FEW)
+DECODED_BYTES_FEW = few((64, 256, 4, 2, 4), (64, 256, 4, 2, 4))
+INT4_LONG_STEPS = ("int4_w4a8_g128", "int4_w4a16_g32", "int4_w4a16_g128")
 BLOCKS_MANY = (
-    plain(128, (128, 8, 3, 1), (128, 8, 3, 1)),
-    plain(128, (128, 8, 4, 1), (128, 8, 4, 1)),
-    plain(128, (128, 8, 4, 1), (128, 8, 4, 1), 8),
-    plain(64, (128, 8, 4, 1), (128, 4, 4, 2)),
+    plain(64, (128, 8, 3, 1), (128, 4, 3, 2), 8),
     plain(64, (128, 8, 3, 1), (128, 4, 3, 2), 32),
-)
-FIRST_FEW, SECOND_FEW = (64, 256, 4, 3, 4), (64, 128, 4, 4, 4)
-FOUR_BITS_FEW = (
-    few((64, 256, 4, 2, 4), SECOND_FEW),
-    few((64, 128, 4, 4, 4), SECOND_FEW),
-    few(FIRST_FEW, (64, 256, 4, 3, 4)),
-    few(FIRST_FEW, (64, 128, 4, 5, 4)),
-    few((128, 256, 8, 3, 2), (128, 128, 8, 4, 2)),
+    plain(64, (128, 8, 3, 1), (128, 8, 3, 2)),
 )
 CANDIDATES: dict[str, tuple[ExpertTiles, ...]] = {
-    **{f"{DEEPSEEK}:{scheme}:{MANY}": FOUR_BITS_MANY for scheme in FOUR_BITS},
-    f"{GPT_OSS}:mxfp4_w4a16:{MANY}": FOUR_BITS_MANY,
-    **{f"{DEEPSEEK}:{scheme}:{MANY}": EIGHT_BITS_MANY for scheme in ("mxfp8", "int8_w8a16", "fp8_w8a16")},
-    f"{DEEPSEEK}:int8_block:{MANY}": BLOCKS_MANY,
-    f"{DEEPSEEK}:fp8_block:{MANY}": BLOCKS_MANY,
-    **{f"{DEEPSEEK}:{scheme}:{FEW}": FOUR_BITS_FEW for scheme in ("nvfp4", "mxfp4_w4a8")},
-    f"{GPT_OSS}:mxfp4_w4a16:{FEW}": FOUR_BITS_FEW,
-    f"{DEEPSEEK}:mxfp8:{FEW}": (
-        few((64, 256, 4, 2, 4), (64, 256, 4, 2, 4)),
-        few((64, 128, 4, 4, 4), (64, 128, 4, 4, 4)),
-        few((64, 128, 4, 3, 4), (64, 128, 4, 3, 4)),
-        few((128, 128, 8, 3, 2), (128, 128, 8, 3, 2)),
-    ),
+    **{f"{DEEPSEEK}:{scheme}:{FEW}": (SAME_FEW,) for scheme in (*INT4_LONG_STEPS, "mxfp4_w4a16", "nvfp4_w4a16")},
+    **{f"{DEEPSEEK}:{scheme}:{FEW}": (DECODED_BYTES_FEW,) for scheme in ("fp8_w8a16", "int8_w8a16", "mxfp8_w8a16")},
+    f"{DEEPSEEK}:mxfp8:{FEW}": (few((64, 256, 4, 2, 4), FIRST_FEW),),
+    f"{GPT_OSS}:mxfp4_w4a16:{FEW}": (SAME_FEW, few((128, 256, 8, 3, 2), (128, 128, 8, 4, 2))),
+    f"{GPT_OSS}:mxfp4_w4a16:64": (both(64, 64, 8, 4, 2),),
+    f"{GPT_OSS}:mxfp4_w4a16:128": (both(128, 64, 4, 3, 2),),
     **{
-        f"{DEEPSEEK}:{scheme}:{rows}": (both(rows, 128, 4, 2, 2), both(rows, 128, 8, 3, 1), both(rows, 128, 8, 2, 2))
-        for scheme in ("nvfp4", "int4_w4a16_g128")
+        f"{DEEPSEEK}:{scheme}:{rows}": (both(rows, 128, 4, 2, 2), both(rows, 64, 8, 3, 1))
+        for scheme in ("mxfp8", "int8_w8a16")
         for rows in (64, 128)
     },
-    f"{DEEPSEEK}:int8_w8a16:128": (both(128, 32, 4, 3, 2), both(128, 128, 4, 2, 2), both(128, 64, 8, 3, 1)),
+    f"{DEEPSEEK}:int4_w4a16_g128:{MANY}": (both(256, 64, 8, 3, 1, 4),),
+    **{f"{DEEPSEEK}:{scheme}:{MANY}": BLOCKS_MANY for scheme in ("int8_block", "fp8_block")},
 }
 
 
@@ -384,16 +370,15 @@ def short(tiles: ExpertTiles) -> str:
 def main() -> None:
     """Compile, then time."""
     parser = argparse.ArgumentParser(description="Times every scheme of docs/formats.md")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, help="of DeepSeek-V3's sizes; all, and gpt-oss-120b's")
+    parser.add_argument("--problems", nargs="+", choices=NAMES, metavar="NAME", help="instead of all, after none")
     parser.add_argument("--compile", type=int, default=0, help="processes that compile first")
     parser.add_argument("--secs", type=float, default=300, help="after which no other scheme is begun")
     parser.add_argument("--candidates", action="store_true", help="time other tiles, too")
     parser.add_argument("--steps", action="store_true", help="time the kernels of each call one by one, too")
     parser.add_argument("--out", type=Path, default=Path("format_rates.jsonl"))
     arguments = parser.parse_args()
-    arguments.problems = PROBLEMS
-    if arguments.schemes:
-        arguments.problems = [(DEEPSEEK, name) for name in dict.fromkeys(("none", *arguments.schemes))]
+    chosen = [PROBLEMS[NAMES.index(name)] for name in arguments.problems or NAMES]
+    arguments.problems = list(dict.fromkeys([(preset, "none") for preset, _ in chosen] + chosen))
     if arguments.compile:
         compile_all(arguments.problems, arguments.compile, candidates=arguments.candidates)
     run(arguments)
