@@ -137,7 +137,7 @@ def _round(
 
 def small_round(device_code: str = "") -> Case:
     """Rows and words between two ranks: the smallest kernels that still have all parts. device_code: NVSHMEM's."""
-    sizes = {"tokens": 24, "hidden": 256, "topk": 1, "ranks": 2, "experts": 2}
+    sizes = {"tokens": 72, "hidden": 256, "topk": 1, "ranks": 2, "experts": 2}
     return _round("small", "none", Layout.COMPACT, device_code=device_code, **sizes)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ _HELD_BYTES = 128  # of a thread's registers, for rows that are accumulated
 SENT_BYTES = 32  # of a thread, for each of the rows in flight that a sender weights and sums
 MANY = 2**30  # of programs or words, if nothing limits them
 SELF_COUNTED_TOKENS = 512  # up to this T every program of a dispatch reads all ids itself
-_FEW_TOKENS = 256
+_FEW_TOKENS = 256  # up to this T a limit of `num_sms` takes programs as they are, and halves launch fewer of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +88,10 @@ class Tuning:
                 senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, rows_in_flight=2
             )
         wide = self.num_sms > 0 and num_tokens > _FEW_TOKENS  # a program uses most of an SM
-        block = 1024 if num_tokens <= WORD_TOKENS else 8192 if wide else 2048
         senders, most = max(num_tokens * num_ranks * 4, 32), 328 if _FEW_TOKENS < num_tokens <= 1024 else 264
+        # smaller blocks for the fewest tokens, and where some senders would have two larger ones and others one
+        small = num_tokens <= 16 or (num_tokens <= 64 and senders > most)
+        block = 1024 if small else 8192 if wide else 2048
         if wide:  # senders do most of the work
             most = max(self.num_sms * 5 // 8, 1)
         receivers = min(max(num_tokens * 7, 8), 264, max(self.most_receivers // (4 if wide else 1), 1))
