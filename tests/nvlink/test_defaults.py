@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from nvlink.common import on_ranks
 
 from ep_moe import ExpertParallelMoE, MoEConfig, Placement, RoutingConfig, TransportConfig
 from ep_moe.config import Layout
@@ -14,6 +13,7 @@ from ep_moe.quant import get_scheme
 from ep_moe.testing.random_experts import RandomExperts
 from ep_moe.testing.transports import engine_defaults
 from ep_moe.transport.one_sided import NvlinkTransport
+from nvlink.common import on_ranks
 
 SIZES = [1, 6]
 
