@@ -256,8 +256,8 @@ def check_defaults(make: TransportFactory, group: EPGroup) -> None:
     """
     for layout, scheme in itertools.product(Layout, ("none", "fp8_block")):
         name = f"defaults, {layout.value}, {scheme}"
-        tokens, shapes = tuple(range(2, 2 + group.num_ranks)), {"num_topk": 2, "num_experts": 2 * group.num_ranks}
-        case = TransportCase(name=name, tokens=tokens, scheme=scheme, layout=layout, **shapes)
+        tokens, experts = tuple(range(2, 2 + group.num_ranks)), 2 * group.num_ranks
+        case = TransportCase(name=name, tokens=tokens, num_topk=2, num_experts=experts, scheme=scheme, layout=layout)
         placement, config = case.make_placement(), case.config
         with engine_defaults():
             transport = make(group, placement, config)
