@@ -328,7 +328,7 @@ def test_the_kernels_of_a_graph_take_as_long_as_its_replay() -> None:
 # The layer.
 
 
-def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
+def test_bench_layer_and_its_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--preset", "tiny", "--tokens", "5", "--tokens", "24", "--quant", "fp8_block", "--routing", "skewed"]
     more = ["--placement", "round_robin", "--layout", "batched", "--repeats", "3", "--warmup", "1"]
     more += ["--micro-batches", "2", "--num-sms", "20"]
@@ -337,10 +337,12 @@ def test_bench_layer_and_its_rows(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
-    records = read_records(tmp_path / "rows")
+    records, progress = read_records(tmp_path / "rows"), capfd.readouterr().err
     assert [record.shapes["tokens_per_rank"] for record in records] == [5, 24]
     for record, row in zip(records, report["rows"], strict=True):
         gathered = record.baselines["allgather_reducescatter"]
+        told = f"call_us {record.figures['call_us']:.5g}"  # as soon as it is known: the run may be cut off
+        assert told in progress
         assert set(record.figures) >= PHASE_FIGURES | HOST_FIGURES
         assert set(gathered) >= PHASE_FIGURES | HOST_FIGURES
         assert min([*record.figures.values(), *gathered.values()]) > 0

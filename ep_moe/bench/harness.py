@@ -57,6 +57,9 @@ class Work:
         for theirs in figures.values():
             for name in [name for name in theirs if name.endswith(self.whole)]:
                 theirs[f"{name.removesuffix(self.whole)}speedup_ratio"] = theirs[name] / ours[name]
+        times = {name: us for name, us in ours.items() if name.endswith("_us")}
+        if times:  # of a long run that is cut off, these are what is left
+            tell(group, f"{self.what}: " + ", ".join(f"{name} {us:.5g}" for name, us in times.items()))
         row: Row = {"ok": not broken, "broken": broken}
         row |= {} if self.limit is None else {"row_error_limit": self.limit}
         baselines = {name: theirs for name, theirs in figures.items() if theirs}
