@@ -28,7 +28,7 @@ ENGINES = {"vllm": "0.26.0", "sglang": "0.5.17"}
 WHEELS = {  # release and its compiled parts, as parts of their names
     "vllm-0.26.0": r"vllm/(_C|_moe_C)_stable_libtorch|vllm/(spinloop|_rust_tool_parser)|third_party/deep_gemm/",
     "sglang-0.5.17": r"\.(cuh?|hpp|h|inl)$",  # it compiles small kernels on first use
-    "sglang-kernel-0.4.5": r"sgl_kernel/sm90/common_ops",
+    "sglang-kernel-0.4.5": r"sgl_kernel/(sm90/common_ops|spatial_ops)",
 }
 RUN = """#!/bin/bash
 # unpacks /tmp/engines.tar.xz once, and runs a command with an engine's paths: run.sh vllm|sglang COMMAND...
