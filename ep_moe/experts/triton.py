@@ -55,15 +55,12 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
         "uint4": same_scales and shape.row_dtype.itemsize == 2,
         "int8": not folded and shape.row_dtype.itemsize == 2,
         "e2m1": shape.row_dtype == torch.bfloat16,
-        "float8": shuffled
-        and stored.family == "micro"
-        and scales.WEIGHT == "fold"
-        and shape.row_dtype == torch.bfloat16,
+        "float8": stored.family == "micro" and folded and shape.row_dtype == torch.bfloat16,
     }
     return Codes(
         KIND=kind,
         PACKED=stored.packed,
-        PAIRS=pairs.get(kind, False) and not triton.knobs.runtime.interpret,
+        PAIRS=shuffled and pairs.get(kind, False) and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // products // (stored.group_width or _ONE_GROUP), 1),
         SCALES=group_loads(shape, gemm, sums, stored.scale_dtype) if scaled else "single",

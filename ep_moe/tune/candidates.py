@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.ready_rows import shuffles
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles, stage_bytes
 
 _MOST_ACCUMULATORS = 224  # float32 registers of a thread for sums; more would spill
@@ -70,9 +71,10 @@ def _changed(gemm: GemmTiles, name: str, value: int) -> GemmTiles:
 
 
 def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterator[ExpertTiles]:
-    """The tiles, if a GPU can hold their sums and stages and no step crosses from one scale to the next.
+    """The tiles, if a GPU can hold their sums and stages, no step crosses from one scale to the next, and weights that
+    are decoded are read in whole words: one by one they took longer in every run.
 
-    Those of Hopper's kernels do both.
+    Those of Hopper's kernels do all three.
     """
     if tiles.backend == HOPPER_TILES.backend:
         yield tiles
@@ -83,6 +85,8 @@ def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterato
         if sums > _MOST_ACCUMULATORS or gemm.num_warps * 32 * gemm.programs_per_sm > _THREADS_OF_SM:
             return
         if width and width % gemm.block_k and not (shape.decodes and gemm.block_k % width == 0):
+            return
+        if shape.decodes and not shuffles(shape, gemm):
             return
         row_bits = 8 * shape.row_dtype.itemsize
         stages = gemm.num_stages * stage_bytes(tiles.block_m, gemm, row_bits, shape.weight_bits, halves=halves)

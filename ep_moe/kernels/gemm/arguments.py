@@ -99,7 +99,7 @@ class Codes(NamedTuple):
 
     KIND: tl.constexpr  # "none": multiplied as stored; "float8", "int8", "uint8", "uint4" or "e2m1"
     PACKED: tl.constexpr  # elements in a stored value, the first in its lowest bits
-    PAIRS: tl.constexpr  # two weights are decoded at once to 16 bits, by PTX that the interpreter lacks
+    PAIRS: tl.constexpr  # SHUFFLED weights are decoded two at once to 16 bits, by PTX that the interpreter lacks
     ZERO: tl.constexpr  # zero points are stored
     GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
     SCALES: (

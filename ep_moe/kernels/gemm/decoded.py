@@ -15,9 +15,7 @@ import triton.language as tl
 from ep_moe.kernels.gemm.group_words import as_bits, from_bits, load_numbers, number_places
 from ep_moe.kernels.gemm.pairs import (
     decode_float8_words,
-    decode_int8,
     decode_int8_words,
-    decode_pairs,
     decode_words,
     scale_pairs,
     zero_pairs,
@@ -128,32 +126,26 @@ def _number_places(operands, offsets, K, SCALES, CODES):
 
 @triton.jit
 def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
-    """Weights [R, BLOCK_K] in `dtype`, in the order of `order_columns` if SHUFFLED."""
-    if CODES.PAIRS and CODES.PACKED == 1 and CODES.SHUFFLED:  # words
+    """Weights [R, BLOCK_K] in `dtype`, in the order of `order_columns` if SHUFFLED; stored are words if PAIRS."""
+    rows: tl.constexpr = stored.shape[0]
+    width: tl.constexpr = stored.shape[1]
+    if CODES.PAIRS and CODES.PACKED == 1:
         if CODES.KIND == "int8":
             numbers = decode_int8_words(stored, dtype)
         else:
-            numbers = decode_float8_words(stored, spread(scale, stored.shape[1]))
-        blocks = tl.reshape(numbers, [stored.shape[0], TILE.BLOCK_K // 64, 4, 4, 2, 2])  # thread, word, byte: bits 0, 1
-        return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 2, 4), [stored.shape[0], TILE.BLOCK_K])
-    elif CODES.PAIRS and CODES.KIND == "int8":
-        return decode_int8(stored, dtype)
+            numbers = decode_float8_words(stored, spread(scale, width))
+        blocks = tl.reshape(numbers, [rows, TILE.BLOCK_K // 64, 4, 4, 2, 2])  # thread, word, byte: bits 0, 1
+        return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 2, 4), [rows, TILE.BLOCK_K])
     elif CODES.PAIRS:
-        width: tl.constexpr = stored.shape[1]
         if SCALES.WEIGHT == "fold":
             scale = spread(scale, width)
         if CODES.ZERO:
             zero = spread(zero, width)
         else:
             zero = zero_pairs(tl.full([1, 1], 8, tl.int32), dtype)
-        if CODES.SHUFFLED:  # words
-            rows: tl.constexpr = stored.shape[0]
-            w = decode_words(stored, scale, zero, dtype, SCALES, CODES)
-            blocks = tl.reshape(w, [rows, TILE.BLOCK_K // 128, 4, 4, 2, 2, 2])  # thread, word, code: bits 2, 0, 1
-            return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 6, 2, 4), [rows, TILE.BLOCK_K])
-        else:
-            low, high = decode_pairs(stored, scale, zero, dtype, SCALES, CODES)
-            return tl.reshape(tl.join(low, high), [stored.shape[0], TILE.BLOCK_K])
+        w = decode_words(stored, scale, zero, dtype, SCALES, CODES)
+        blocks = tl.reshape(w, [rows, TILE.BLOCK_K // 128, 4, 4, 2, 2, 2])  # thread, word, code: bits 2, 0, 1
+        return tl.reshape(tl.permute(blocks, 0, 1, 3, 5, 6, 2, 4), [rows, TILE.BLOCK_K])
     else:
         w = decode(stored, scale, zero, dtype, SCALES, CODES)
         return order_columns(w, CODES.PACKED) if CODES.SHUFFLED else w
@@ -209,7 +201,7 @@ def _accumulate(
     else:
         acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
     x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
-    IN_WORD: tl.constexpr = 4 if CODES.PAIRS and CODES.SHUFFLED else 1
+    IN_WORD: tl.constexpr = 4 if CODES.PAIRS else 1
     PLACES: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
     place = tl.arange(0, PLACES)[None, :]
     w_ptrs += place
@@ -307,7 +299,7 @@ def accumulate_decoded(
         columns = first_column + row
         row = columns
     w_ptr = operands.w
-    if CODES.PAIRS and CODES.SHUFFLED:  # words of four or eight codes
+    if CODES.PAIRS:  # words of four or eight codes
         w_ptr = tl.multiple_of(w_ptr.to(tl.pointer_type(tl.int32)), 16)
         w_stride = w_stride // 4
     offsets = scale_offsets(expert, first_column, row, halves * N, K, SCALES)

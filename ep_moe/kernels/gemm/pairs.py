@@ -1,7 +1,7 @@
 """Weights decoded two at once to 16 bits, by PTX that works on both halves of a register.
 
 Triton's own operations would decode them one by one, and convert each from float32. Its interpreter has no PTX: there,
-and for dtypes that are not listed here, `ep_moe.kernels.gemm.weights` decodes. `Codes.PAIRS` says which.
+and for tiles that do not read whole words, `ep_moe.kernels.gemm.weights` decodes. `Codes.PAIRS` says which.
 
 Letters: G scales of a row of weights in a step over K.
 """
@@ -9,48 +9,6 @@ Letters: G scales of a row of weights in a step over K.
 import triton
 import triton.language as tl
 
-# $2 is the byte, in the low bits of a register, v the result, $3 and $4 hold a number twice each.
-# Integers: codes in the low bits of 128.0 (bfloat16) or 1024.0 (float16) are added to it; $3 is -(that + zero point).
-_UINT4_BF16 = tl.constexpr(
-    """
-    {
-    .reg .b32 v, c;
-    mul.lo.u32 v, $2, 0x1001;
-    lop3.b32 v, v, 0x000F000F, 0x43004300, 0xEA;
-    mov.b32 c, 0x3F803F80;
-    fma.rn.bf16x2 v, v, c, $3;
-    """
-)
-_UINT4_F16 = tl.constexpr(
-    """
-    {
-    .reg .b32 v;
-    mul.lo.u32 v, $2, 0x1001;
-    lop3.b32 v, v, 0x000F000F, 0x64006400, 0xEA;
-    add.rn.f16x2 v, v, $3;
-    """
-)
-# e2m1: sign, exponent and mantissa, moved to where bfloat16 has them, are the number times 2^-126; $3 is the scale.
-_E2M1_BF16 = tl.constexpr(
-    """
-    {
-    .reg .b32 v, w, c;
-    mul.lo.u32 v, $2, 0x00040040;
-    shl.b32 w, v, 6;
-    and.b32 v, v, 0x01C001C0;
-    lop3.b32 v, w, 0x80008000, v, 0xEA;
-    mov.b32 c, 0x80008000;
-    fma.rn.bf16x2 v, v, $3, c;
-    """
-)
-_SCALE_BF16 = tl.constexpr(
-    """
-    mov.b32 c, 0x80008000;
-    fma.rn.bf16x2 v, v, $4, c;
-    """
-)
-_SCALE_F16 = tl.constexpr("mul.rn.f16x2 v, v, $4;")
-_UNPACK = tl.constexpr("mov.b32 {$0, $1}, v; }")
 # 2^126 times the largest scale of e8m0, or e4m3, would overflow: weights are decoded too small by these powers of two,
 # and the sums are multiplied by them. e8m0 scales from 2^-60 to 2^63 are exact, smaller ones lose bits.
 _E8M0_MISSING = tl.constexpr(2.0**64)
@@ -124,107 +82,44 @@ def zero_pairs(bits, dtype: tl.constexpr):
     return (bits & 0xFF | (0xC300 if dtype == tl.bfloat16 else 0xE400)) * 0x10001
 
 
-@triton.jit
-def decode_pairs(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
-    """The first and the second numbers of bytes, in `dtype`; scale, if "fold", and zero as the functions above."""
-    codes = stored.to(tl.int32)
-    if CODES.KIND == "e2m1":
-        return tl.inline_asm_elementwise(
-            _E2M1_BF16 + _UNPACK,
-            "=h,=h,r,r",
-            [codes, scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
-    elif SCALES.WEIGHT == "fold" and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _UINT4_BF16 + _SCALE_BF16 + _UNPACK,
-            "=h,=h,r,r,r",
-            [codes, zero, scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
-    elif SCALES.WEIGHT == "fold":
-        return tl.inline_asm_elementwise(
-            _UINT4_F16 + _SCALE_F16 + _UNPACK,
-            "=h,=h,r,r,r",
-            [codes, zero, scale],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    elif dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _UINT4_BF16 + _UNPACK,
-            "=h,=h,r,r",
-            [codes, zero],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            _UINT4_F16 + _UNPACK, "=h,=h,r,r", [codes, zero], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
-        )
-
-
 # int8: the low 7 bits of a byte are added to 128.0 (bfloat16), from which 128 is subtracted, or 256 if the byte is
 # negative; in float16 the byte plus 128 is added to 1024.0.
-_INT8_BF16 = """
+_INT8_BF16 = tl.constexpr(
+    """
     {
     .reg .b32 v, w, c, m, n;
     mov.b32 c, 0x3F803F80;
     mov.b32 m, 0x43004300;
     mov.b32 n, 0xC300C300;
-    prmt.b32 v, BYTES, 0, 0x4140;
+    prmt.b32 v, $4, 0, 0x4140;
     lop3.b32 w, v, 0x00800080, n, 0xEA;
     lop3.b32 v, v, 0x007F007F, m, 0xEA;
     fma.rn.bf16x2 v, v, c, w;
-    mov.b32 LOW, v;
-    prmt.b32 v, BYTES, 0, 0x4342;
+    mov.b32 {$0, $1}, v;
+    prmt.b32 v, $4, 0, 0x4342;
     lop3.b32 w, v, 0x00800080, n, 0xEA;
     lop3.b32 v, v, 0x007F007F, m, 0xEA;
     fma.rn.bf16x2 v, v, c, w;
-    mov.b32 HIGH, v;
+    mov.b32 {$2, $3}, v;
     }
-"""
-_INT8_F16 = """
+    """
+)
+_INT8_F16 = tl.constexpr(
+    """
     {
     .reg .b32 v, w, c;
     mov.b32 c, 0xE480E480;
-    xor.b32 w, BYTES, 0x80808080;
+    xor.b32 w, $4, 0x80808080;
     prmt.b32 v, w, 0x64646464, 0x4140;
     add.rn.f16x2 v, v, c;
-    mov.b32 LOW, v;
+    mov.b32 {$0, $1}, v;
     prmt.b32 v, w, 0x64646464, 0x4342;
     add.rn.f16x2 v, v, c;
-    mov.b32 HIGH, v;
+    mov.b32 {$2, $3}, v;
     }
-"""
-
-
-def _int8(ptx: str, *, words: bool) -> tl.constexpr:
-    """PTX for the bytes of a word, to four numbers, or for four bytes in a register, to two pairs."""
-    names = ("$4", "{$0, $1}", "{$2, $3}") if words else ("$2", "$0", "$1")
-    for name, register in zip(("BYTES", "LOW", "HIGH"), names, strict=True):
-        ptx = ptx.replace(name, register)
-    return tl.constexpr(ptx)
-
-
-_INT8_BF16_BYTES, _INT8_F16_BYTES = _int8(_INT8_BF16, words=False), _int8(_INT8_F16, words=False)
-_INT8_BF16_WORDS, _INT8_F16_WORDS = _int8(_INT8_BF16, words=True), _int8(_INT8_F16, words=True)
+    """
+)
 _FOUR = tl.constexpr("=h,=h,=h,=h,r")
-
-
-@triton.jit
-def decode_int8(stored, dtype: tl.constexpr):
-    """Signed bytes as numbers in `dtype`, four at a time; exact."""
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_INT8_BF16_BYTES, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        return tl.inline_asm_elementwise(_INT8_F16_BYTES, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -233,9 +128,9 @@ def decode_int8_words(words, dtype: tl.constexpr):
     bf16: tl.constexpr = (tl.bfloat16,) * 4
     f16: tl.constexpr = (tl.float16,) * 4
     if dtype == tl.bfloat16:
-        a, b, c, d = tl.inline_asm_elementwise(_INT8_BF16_WORDS, _FOUR, [words], dtype=bf16, is_pure=True, pack=1)
+        a, b, c, d = tl.inline_asm_elementwise(_INT8_BF16, _FOUR, [words], dtype=bf16, is_pure=True, pack=1)
     else:
-        a, b, c, d = tl.inline_asm_elementwise(_INT8_F16_WORDS, _FOUR, [words], dtype=f16, is_pure=True, pack=1)
+        a, b, c, d = tl.inline_asm_elementwise(_INT8_F16, _FOUR, [words], dtype=f16, is_pure=True, pack=1)
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
@@ -284,13 +179,17 @@ def _words(constants: str, codes: str, finish: str) -> tl.constexpr:
 
 
 def _uint4_words(magic: str) -> str:
+    """Codes in the low bits of 128.0 (bfloat16) or 1024.0 (float16), `magic`."""
     codes = [f"lop3.b32 v0, $8, 0x000F000F, {magic}, 0xEA;"]
     codes += [f"shr.b32 w, $8, {4 * j};\nlop3.b32 v{j}, w, 0x000F000F, {magic}, 0xEA;" for j in (1, 2, 3)]
     return "\n".join(codes)
 
 
 def _e2m1_words() -> str:
-    """Codes masked and multiplied: one copy has the sign at bit 15, another the magnitude at bits 6 to 8."""
+    """Codes masked and multiplied: one copy has the sign at bit 15, another the magnitude at bits 6 to 8.
+
+    In bfloat16 that is the number times 2^-126.
+    """
     codes = ["shr.u32 w, $8, 8;"]
     for j in range(4):
         mask, factor = ("0x000F000F", "0x1040") if j % 2 == 0 else ("0x00F000F0", "0x0104")
@@ -319,7 +218,7 @@ def _join_words(a, e, b, f, c, g, d, h):
 
 @triton.jit
 def decode_words(words, scale, zero, dtype: tl.constexpr, SCALES, CODES):
-    """The numbers of eight codes in each of words [R, W], as `_join_words`; scale and zero as for `decode_pairs`.
+    """The numbers of eight codes in each of words [R, W], as `_join_words`; scale, if "fold", and zero as above.
 
     Codes four apart are in the halves of one register, so that no byte has to be moved.
     """
