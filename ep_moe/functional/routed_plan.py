@@ -25,12 +25,19 @@ class RoutedPlan:
     Args:
         joined: the launches. weights: of that call. factor: multiplies the routing weights.
         inner_scale: the caller's static scale of the intermediate, of which `weights` may have copies.
+        lists_tokens: tokens are among the lists of `listed`.
     """
 
     def __init__(
-        self, joined: "JoinedCall", weights: ExpertWeights, factor: float, inner_scale: torch.Tensor | None
+        self,
+        joined: "JoinedCall",
+        weights: ExpertWeights,
+        factor: float,
+        inner_scale: torch.Tensor | None,
+        *,
+        lists_tokens: bool,
     ) -> None:
-        self._joined, self._weights, self._factor = joined, weights, factor
+        self._joined, self._weights, self._factor, self._lists_tokens = joined, weights, factor, lists_tokens
         self._inner_scale = CopiedScale(weights.w2_input_scale, inner_scale)
 
     @classmethod
@@ -43,6 +50,7 @@ class RoutedPlan:
         *,
         num_local_experts: int | None = None,
         num_experts: int | None = None,
+        tokens_in_sum: int = 1,
         factor: float = 1.0,
         inner_scale: torch.Tensor | None = None,
         out: torch.Tensor | None,
@@ -50,7 +58,9 @@ class RoutedPlan:
     ) -> "RoutedPlan | None":
         """The plan of a call of `local_moe` that has returned; None if it was no sequence of loaded launches.
 
-        Args: before: launches that find the routing, as of `repeated_call`; the plan's calls are then `listed`. Local.
+        Args: before: launches that find the routing, and perhaps tokens, as of `repeated_call`; the plan's calls are
+            then `listed`.
+        Local.
         """
         joined = repeated_call(
             x,
@@ -60,11 +70,13 @@ class RoutedPlan:
             before=before,
             num_local_experts=num_local_experts,
             num_experts=num_experts,
+            tokens_in_sum=tokens_in_sum,
             out=out,
         )
         if joined is None or not joined.fix_weights():  # that they lie elsewhere is seen by who keeps the plan
             return None
-        return cls(joined, weights, factor, inner_scale)
+        lists_tokens = before is not None and "tokens" in before.pieces
+        return cls(joined, weights, factor, inner_scale, lists_tokens=lists_tokens)
 
     def __call__(
         self,
@@ -98,8 +110,11 @@ class RoutedPlan:
         static_scale: torch.Tensor | None = None,
         inner_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """`__call__` where launches find the routing, which are given `lists`. Local, no host sync."""
+        """`__call__` where launches find the routing, which are given `lists`. Local, no host sync.
+
+        Args: x: tokens as the caller has them, also if they are listed.
+        """
         if not self._inner_scale.update(inner_scale):
             return None
         first, _, _, *numbers = self._joined.inputs(x, lists[0], lists[0], static_scale)
-        return self._joined([first, *lists, *numbers], out)
+        return self._joined([*lists, *numbers] if self._lists_tokens else [first, *lists, *numbers], out)

@@ -203,6 +203,7 @@ class PackingSizes:
     capacity: int
     static: bool  # tokens are quantized with a scale that is given
     expected_rows: int  # hint of the batches
+    tokens_in_sum: int = 1  # so many tokens in a row have one sum; divides their number
 
 
 def packable(

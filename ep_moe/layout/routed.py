@@ -53,7 +53,8 @@ class RoutedPacking:
             raise ValueError(f"tokens for layout {sizes.layout.value} are empty, or their rows have gaps")
         (num_tokens, num_topk), self.device = topk_ids.shape, topk_ids.device
         self.ids_dtype = topk_ids.dtype
-        self._sizes, self._summed = sizes, topk_ids.shape
+        self._sizes, together = sizes, sizes.tokens_in_sum
+        self._summed = torch.Size((num_tokens // together, num_topk * together))
         values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
         self._hidden = x.hidden if isinstance(x, Quantized) else x.shape[1]
         self._quantizes = scale is None and sizes.scheme.payload.quantized
@@ -102,7 +103,7 @@ class RoutedPacking:
         }
         kind = Batched if sizes.layout is Layout.BATCHED else Compact
         self.template = BatchTemplate(kind, object(), fields, self.sequence.workspace)
-        self.new_result = allocator((num_tokens, self._hidden), (self._hidden, 1), sizes.dtype, self.device)
+        self.new_result = allocator((self._summed[0], self._hidden), (self._hidden, 1), sizes.dtype, self.device)
         self._sums: dict[object, RepeatedLaunch] = {}
 
     def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +190,10 @@ class RoutedPacking:
         return self._sums.get(_sum_key(dtype, True, out))
 
     def weighted_sum(self, y: torch.Tensor, batch: ExpertBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`ep_moe.layout.weighted_sum` of the experts' output for a batch. Local, no host sync."""
+        """`ep_moe.layout.weighted_sum` of the experts' output for a batch, of each `tokens_in_sum` tokens.
+
+        Local, no host sync.
+        """
         key = _sum_key(y.dtype, y.is_contiguous(), out)
         target = self.new_result() if out is None else out
         launch, memory = self._sums.get(key), batch.memory
@@ -199,7 +203,7 @@ class RoutedPacking:
             base = memory.data_ptr()
             launch.repeat((y_address, base + offset_of("token_to_row"), base + offset_of("topk_weights"), address))
             return target
-        rows, weights = self.view(batch, "token_to_row"), self.view(batch, "topk_weights")
+        rows, weights = (self.view(batch, name).view(self._summed) for name in ("token_to_row", "topk_weights"))
         fits = target.shape == (self._summed[0], self._hidden) and target.device == self.device
         if not fits or not y.is_contiguous() or target.stride(1) != 1:
             return weighted_sum(y, rows, weights, out=target)

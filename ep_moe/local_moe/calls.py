@@ -40,6 +40,7 @@ def local_moe(
     num_local_experts: int | None = None,
     num_experts: int | None = None,
     dtype: torch.dtype | None = None,
+    tokens_in_sum: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Merge repeated experts, pack, compute the local experts, and sum their weighted outputs in float32.
@@ -55,12 +56,13 @@ def local_moe(
         num_local_experts: L, by default that of `weights`.
         num_experts: E, by default L; tiles are chosen for T * K / E rows per expert.
         dtype: the model's; by default that of x, and required if x is `Quantized`.
-        out: optional result, [T, H] in the model's dtype.
-    Returns: `out`, or [T, H] in the model's dtype; a token without a local expert is zero.
+        tokens_in_sum: n, so many tokens in a row have one sum, as if they were one token; not in layout FLAT.
+        out: optional result, [T / n, H] in the model's dtype.
+    Returns: `out`, or [T / n, H] in the model's dtype; a token without a local expert is zero.
     Errors: ValueError, with the value and the limit, for arguments that do not fit each other.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
-    chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype
+    chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
     kind = _kind_of(x, routing, weights, chosen)
     packing = kind.packing
     if packing is not None:
@@ -79,7 +81,9 @@ def local_moe(
     packed = _pack(x, routing, weights, kind.sizes)
     if isinstance(packed.batch, Flat):
         return experts(packed.batch, weights, out=out)
-    return weighted_sum(experts(packed.batch, weights), packed.token_to_row, packed.topk_weights, out=out)
+    summed = -1, tokens_in_sum * routing.topk_ids.shape[1]
+    rows, factors = packed.token_to_row.reshape(summed), packed.topk_weights.reshape(summed)
+    return weighted_sum(experts(packed.batch, weights), rows, factors, out=out)
 
 
 def repeated_call(
@@ -93,17 +97,19 @@ def repeated_call(
     num_local_experts: int | None = None,
     num_experts: int | None = None,
     dtype: torch.dtype | None = None,
+    tokens_in_sum: int = 1,
     out: torch.Tensor | None = None,
 ) -> "JoinedCall | None":
     """The launches of a call of `local_moe` that has returned, for callers that know which later calls are like it.
 
     Args:
-        before: launches that come first, in whose workspace "ids" and "weights" are those of the routing.
+        before: launches that come first, in whose workspace "ids" and "weights" are those of the routing, and "tokens"
+            those of x, if it has them.
         The others: of the call; later ones differ in addresses and values of tensors alone.
     Returns: None if not all of the call is repeated launches, which it is on GPUs if rows have no gaps.
     Local; nothing is launched.
     """
-    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype
+    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
     kind = _kind_of(x, routing, weights, chosen)
     if kind.packing is None:
         return None
@@ -137,7 +143,7 @@ def local_rows(
     Returns: T * min(K, L) rows; a repeated expert has one row, at its first place, and the sum of its weights.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
-    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype
+    chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, 1
     kind = _kind_of(x, routing, weights, chosen)
     packing = kind.packing
     if packing is not None:
@@ -150,7 +156,7 @@ def local_rows(
     return ExpertRows(y=y, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights)
 
 
-_Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None]
+_Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None, int]
 
 
 class _Kind:
@@ -276,7 +282,7 @@ def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSi
 
 def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen) -> PackingSizes:
     """Check the arguments of `local_moe`; what they ask for."""
-    layout, first, num_local_experts, num_experts, dtype = chosen
+    layout, first, num_local_experts, num_experts, dtype, tokens_in_sum = chosen
     num_local = weights.num_local_experts if num_local_experts is None else num_local_experts
     num_total = num_local if num_experts is None else num_experts
     num_rows, num_topk = routing.topk_ids.shape
@@ -292,6 +298,10 @@ def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights
     values = x.values if isinstance(x, Quantized) else x
     if values.shape[0] != num_rows:
         raise ValueError(f"topk_ids has {num_rows} rows, x is {tuple(values.shape)}")
+    if tokens_in_sum < 1 or num_rows % tokens_in_sum:
+        raise ValueError(f"tokens_in_sum ({tokens_in_sum}) does not divide the number of tokens ({num_rows})")
+    if tokens_in_sum > 1 and layout is Layout.FLAT:
+        raise ValueError(f"tokens_in_sum ({tokens_in_sum}) is not 1: layout flat sums each token by itself")
     return PackingSizes(
         layout=layout,
         scheme=weights.scheme,
@@ -302,6 +312,7 @@ def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights
         static=weights.w13_input_scale is not None,
         # not as packing assumes, that all of a token's experts are local, which would choose tiles for too many rows
         expected_rows=max(math.ceil(num_rows * num_topk / max(num_total, 1)), 1),
+        tokens_in_sum=tokens_in_sum,
     )
 
 

@@ -17,7 +17,7 @@ from ep_moe.local_moe.start import NAMES, NAMES_ALONE, start_launch
 from ep_moe.weights import ExpertWeights
 
 _OF_BATCH = {"x": "x", "x_scale": "scale", "row_start": "expert_row_start", "num_tokens": "expert_num_tokens"}
-_ROUTED = ("ids", "weights")  # names of packing's inputs that routing computes
+_FOUND = ("tokens", "ids", "weights")  # names of packing's inputs that launches before it may make
 
 
 class JoinedCall:
@@ -76,7 +76,7 @@ def join(
 
     Args:
         summed: the sum's launch. tensors: `inputs` of a call, with which that kernel is tried. routing: launches
-            before all of these, whose workspace has "ids" and "weights".
+            before all of these, whose workspace has "ids", "weights" and perhaps "tokens".
     Local. No kernel is loaded while a CUDA graph is captured.
     """
     packed, computed = packing.sequence, call.sequence
@@ -84,7 +84,7 @@ def join(
     of_routing = dict[str, str]()
     if routing is not None:
         parts.append((routing, {}))
-        of_routing = {name: f"0:{name}" for name in _ROUTED}
+        of_routing = {name: f"0:{name}" for name in _FOUND if name in routing.pieces}
     start = None
     if packing.placing is not None:
         start = start_launch(packing.placing, packing.quantizing, call.row_tiles, packing.ids_dtype, packing.device)
@@ -98,9 +98,9 @@ def join(
     parts.append((packed, of_routing))
     of_batch = {name: f"{prefix}:{piece}" for name, piece in _OF_BATCH.items()}
     parts.append((computed, {**of_batch, "y": "y"}))
-    inputs = [f"{prefix}:{name}" for name in given if routing is None or name not in _ROUTED]
+    inputs = [f"{prefix}:{name}" for name in given if name not in of_routing]
     if routing is not None:
-        first = 1 + ("tokens_scale" in given)
+        first = ("tokens" not in of_routing) + ("tokens_scale" in given)
         inputs[first:first] = [f"0:{name}" for name in routing.given]
     held = [f"{len(parts) - 1}:{name}" for name in call.held]
     rows = f"{prefix}:token_to_row", f"{prefix}:topk_weights"

@@ -27,6 +27,7 @@ from ep_moe.layout.base import PackingSizes
 from ep_moe.layout.frame import make_frame
 from ep_moe.layout.listed_pairs import ragged_pairs, sorted_pairs
 from ep_moe.layout.pair_lists import PairLists
+from ep_moe.layout.pair_rows import pair_rows
 from ep_moe.layout.routed import RoutedPacking
 from ep_moe.layout.triton import PlaceShape, merge_repeats, pack, weighted_sum
 from ep_moe.local_moe.start import start_launch
@@ -524,6 +525,21 @@ def _pairs(num_pairs: int, experts: int) -> Case:
     return Case(name=f"pairs as lists, {num_pairs} pairs, {experts} experts", launch=launch)
 
 
+def _pair_rows(
+    num_tokens: int, hidden: int, topk: int, dtype: torch.dtype, ids_dtype: torch.dtype, *, on_input: bool
+) -> Case:
+    """Each pair as a row of its own."""
+
+    def launch() -> None:
+        sizes, strides = (num_tokens, topk, hidden), (hidden, topk, topk)
+        rows = pair_rows(*sizes, strides, (dtype, ids_dtype), torch.device("cpu"), on_input=on_input, factor=2.5)
+        widths = {"x": (hidden, dtype), "topk_ids": (topk, ids_dtype), "topk_weights": (topk, torch.float32)}
+        rows.run({name: _empty(num_tokens, width, dtype=t, device="cpu") for name, (width, t) in widths.items()})
+
+    name = f"rows of pairs, {num_tokens} tokens of {hidden} {str(dtype).removeprefix('torch.')}, top {topk}"
+    return Case(name=name, launch=launch)
+
+
 def _listed_pairs(num_pairs: int, experts: int, *, mapped: bool) -> Case:
     """The expert of each pair, from lists of blocks and from lists without gaps."""
 
@@ -555,6 +571,9 @@ def _row_cases() -> list[Case]:
         _routed("nvfp4", 1, Layout.COMPACT, experts=8, topk=4),
         _pairs(8, 128),
         _pairs(1000, 256),
+        _pair_rows(16, 2048, 8, torch.bfloat16, torch.int32, on_input=True),
+        _pair_rows(1, 2880, 4, torch.float16, torch.int64, on_input=True),
+        _pair_rows(128, 7168, 6, torch.float32, torch.int64, on_input=False),
         _listed_pairs(8, 128, mapped=False),
         _listed_pairs(1000, 256, mapped=True),
     ]

@@ -51,7 +51,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         monkeypatch.setattr(
             common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
-        for module in (gemm, batched_gemm, ragged_pairs):
+        for module in (experts, gemm, batched_gemm, ragged_pairs):
             monkeypatch.setattr(module, "by_kernels", lambda *_: True)
         forget()
 
@@ -128,12 +128,16 @@ def overridden(given: Given) -> torch.Tensor:
     return torch.cat([first, second, outplace_fused_experts(**given)])
 
 
+def own_rows(given: Given) -> torch.Tensor:
+    """Every expert's own row."""
+    return outplace_fused_experts(**given, no_combine=True).flatten(0, 1)
+
+
 def rows_apart(given: Given) -> torch.Tensor:
     """Every expert's own row, tokens weighted or not; and their sum."""
-    apart = outplace_fused_experts(**given, no_combine=True)
     weighted = outplace_fused_experts(**given, no_combine=True, apply_router_weight_on_input=True)
     total = outplace_fused_experts(**given, apply_router_weight_on_input=True, routed_scaling_factor=0.5)
-    return torch.cat([apart.flatten(0, 1), weighted.flatten(0, 1), total])
+    return torch.cat([own_rows(given), weighted.flatten(0, 1), total])
 
 
 def one_expert(given: Given) -> torch.Tensor:
@@ -277,8 +281,9 @@ CALLS = {
     "fused": Call(plain, routed, lambda given: outplace_fused_experts(**given)),
     "in turns": Call(in_turns, routed, lambda given: outplace_fused_experts(**given), written="w1"),
     "zero points": Call(integers, routed, lambda given: outplace_fused_experts(**given), written="w2_zp"),
-    "rows apart": Call(plain, routed, rows_apart, sequences=3),
-    "one expert": Call(plain, routed, one_expert),
+    "rows apart": Call(plain, routed, rows_apart, sequences=3, launches=6),
+    "rows apart, static": Call(static, routed, own_rows, launches=6, written="a2_scale"),
+    "one expert": Call(plain, routed, one_expert, launches=6),
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),

@@ -5,7 +5,7 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, W = 2I.
 
 import functools
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
 from ep_moe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
 
 
 class ExpertsCall(NamedTuple):
@@ -67,7 +70,12 @@ class ExpertsCall(NamedTuple):
     @property
     def rows_apart(self) -> bool:
         """Whether each pair of a token and an expert is a row of its own, for which tokens may be weighted."""
-        return self.apply_router_weight_on_input or self.no_combine
+        return self.apply_router_weight_on_input or (self.no_combine and self.topk_ids.shape[1] > 1)
+
+    @property
+    def tokens_in_sum(self) -> int:
+        """How many rows that are apart have one sum."""
+        return self.topk_ids.shape[1] if self.rows_apart and not self.no_combine else 1
 
     @property
     def factor(self) -> float:
@@ -220,29 +228,20 @@ def _zeros_written(call: ExpertsCall) -> tuple[int, ...] | None:
     return writes((call.w1_zp, call.w2_zp))
 
 
-def _given_rows(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Rows, their experts and weights, and what is left to multiply these by."""
-    given = call.hidden_states, call.topk_ids, call.topk_weights
-    if not call.rows_apart:
-        return *given, call.factor
-    return *rows_of(*given, on_input=call.apply_router_weight_on_input, factor=call.factor), 1.0
-
-
-def _out_of_rows(call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
-    """`out`, if rows are written into it."""
-    return out if not call.rows_apart or call.topk_ids.shape[1] == 1 else None
-
-
-def _result(call: ExpertsCall, y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _result(call: ExpertsCall, y: torch.Tensor) -> torch.Tensor:
     """The result of a call, from that of its rows."""
-    return of_rows(y, call.topk_ids.shape[1], no_combine=call.no_combine, out=out) if call.rows_apart else y
+    return y.view(-1, call.topk_ids.shape[1], y.shape[1]) if call.no_combine else y
 
 
 def _repeated(routed: RoutedPlan, call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
     """The result of a later call; None if a tensor is not aligned."""
-    x, ids, topk_weights, _ = _given_rows(call)
-    y = routed(x, ids, topk_weights, _out_of_rows(call, out), static_scale=call.a1_scale, inner_scale=call.a2_scale)
-    return None if y is None else _result(call, y, out)
+    x, ids, topk_weights = call.hidden_states, call.topk_ids, call.topk_weights
+    scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
+    if call.rows_apart:
+        y = routed.listed(x, [x, ids, topk_weights.float()], out, **scales)
+    else:
+        y = routed(x, ids, topk_weights, out, **scales)
+    return None if y is None else _result(call, y)
 
 
 def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor, RoutedPlan | None]:
@@ -266,14 +265,19 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
         routing = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
         more: dict[str, Any] = {"on_input": True, "no_combine": call.no_combine, "factor": call.factor}
         return run_routed(hidden_states, routing, weights, experts, **more, out=out), None
-    x, ids, topk_weights, factor = _given_rows(call)
-    topk_weights, into = topk_weights.float(), _out_of_rows(call, out)
+    x, topk_weights, factor = hidden_states, call.topk_weights.float(), call.factor
+    before = None
+    if call.rows_apart:
+        before = _pair_launches(x, ids, topk_weights, on_input=call.apply_router_weight_on_input, factor=factor)
+        x, ids, topk_weights = rows_of(x, ids, topk_weights, on_input=call.apply_router_weight_on_input, factor=factor)
+        factor = 1.0
     routing = Routing(topk_ids=ids, topk_weights=topk_weights if factor == 1.0 else topk_weights * factor)
-    y, routed = local_moe(x, routing, weights, experts, out=into), None
-    if not has_copies(call, scheme):
-        more = {"factor": factor, "inner_scale": call.a2_scale}
-        routed = RoutedPlan.of(x, routing, weights, experts, **more, out=into)
-    return _result(call, y, out), routed
+    shared: dict[str, Any] = {"tokens_in_sum": call.tokens_in_sum, "out": out}
+    y, routed = local_moe(x, routing, weights, experts, **shared), None
+    if not has_copies(call, scheme) and call.rows_apart == (before is not None):
+        more = {"factor": factor, "inner_scale": call.a2_scale, "before": before}
+        routed = RoutedPlan.of(x, routing, weights, experts, **more, **shared)
+    return _result(call, y), routed
 
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
@@ -321,6 +325,7 @@ def run_routed(
         on_input: weights multiply tokens, and not outputs. factor: multiplies the sum. out: optional, [T, H].
     """
     dtype, num_topk, apart = x.dtype, routing.topk_ids.shape[1], on_input or no_combine
+    tokens_in_sum = num_topk if apart and not no_combine else 1
     ids, routing_weights = routing.topk_ids, routing.topk_weights
     tokens: torch.Tensor | Quantized = x
     if on_input and weights.scheme.payload.quantized:
@@ -333,9 +338,8 @@ def run_routed(
     elif factor != 1.0:
         routing_weights = routing_weights * factor
     routing = Routing(topk_ids=ids, topk_weights=routing_weights)
-    alone = not apart or num_topk == 1
-    y = local_moe(tokens, routing, weights, experts, dtype=dtype, out=out if alone else None)
-    return of_rows(y, num_topk, no_combine=no_combine, out=out) if apart else y
+    y = local_moe(tokens, routing, weights, experts, dtype=dtype, tokens_in_sum=tokens_in_sum, out=out)
+    return y.view(-1, num_topk, y.shape[1]) if no_combine else y
 
 
 def rows_of(
@@ -346,6 +350,11 @@ def rows_of(
     Args: on_input: weights multiply tokens, and `factor` takes their place; else it multiplies them.
     """
     num_topk, topk_weights = topk_ids.shape[1], topk_weights.float()
+    launches = _pair_launches(x, topk_ids, topk_weights, on_input=on_input, factor=factor)
+    if launches is not None:
+        given = dict(zip(launches.given, (x, topk_ids, topk_weights), strict=True))
+        found = launches.workspace.views(launches.run(given))
+        return found["tokens"], found["ids"], found["weights"]
     if num_topk > 1:
         x = x.repeat_interleave(num_topk, dim=0)
         topk_ids, topk_weights = topk_ids.reshape(-1, 1), topk_weights.reshape(-1, 1)
@@ -354,11 +363,19 @@ def rows_of(
     return x, topk_ids, topk_weights if factor == 1.0 else topk_weights * factor
 
 
-def of_rows(y: torch.Tensor, num_topk: int, *, no_combine: bool, out: torch.Tensor | None) -> torch.Tensor:
-    """The results of `rows_of` [T * K, H] by token: [T, K, H] if `no_combine`, else their sum [T, H]."""
-    if no_combine:
-        return y.view(-1, num_topk, y.shape[1])
-    if num_topk == 1:
-        return y
-    total = y.view(-1, num_topk, y.shape[1]).float().sum(1)
-    return total.to(y.dtype) if out is None else out.copy_(total)
+def by_kernels(x: torch.Tensor) -> bool:
+    """Whether a kernel makes rows of tokens like these. Local."""
+    return x.is_cuda
+
+
+def _pair_launches(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, on_input: bool, factor: float
+) -> "LaunchSequence | None":
+    """The launch that does what `rows_of` does with tokens like x; None where torch does. Nothing is launched."""
+    (num_tokens, num_topk), hidden, given = topk_ids.shape, x.shape[1], (x, topk_ids, topk_weights)
+    if not by_kernels(x) or not num_tokens * num_topk * hidden or any(each.stride(1) != 1 for each in given):
+        return None
+    from ep_moe.layout.pair_rows import pair_rows  # Triton exists only on Linux
+
+    sizes, strides = (num_tokens, num_topk, hidden), (x.stride(0), topk_ids.stride(0), topk_weights.stride(0))
+    return pair_rows(*sizes, strides, (x.dtype, topk_ids.dtype), x.device, on_input=on_input, factor=factor)

@@ -1,11 +1,56 @@
-"""Pairs of a token and an expert, from lists that name pairs by expert to the expert of each pair.
+"""Pairs of a token and an expert: as rows of their own, and from lists that name pairs by expert.
 
 A pair that no list names keeps what the first of two launches fills in.
-Letters: P pairs, M places of a list, E experts.
+Letters: T tokens, K top-k, H hidden, P pairs, M places of a list, E experts.
 """
 
 import triton
 import triton.language as tl
+
+from ep_moe.kernels.numerics import round_to
+
+
+@triton.jit(do_not_specialize=["ids_stride", "weights_stride"])
+def _pair_rows_kernel(
+    x_ptr,  # [T, H], rows `x_stride` apart
+    ids_ptr,  # [T, K], rows `ids_stride` apart
+    weights_ptr,  # [T, K] float32, rows `weights_stride` apart
+    tokens_ptr,  # [P, H], out, P = T * K
+    pair_ids_ptr,  # [P], out
+    pair_weights_ptr,  # [P] float32, out
+    x_stride,
+    ids_stride,
+    weights_stride,
+    factor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # K rounded up to a power of two
+    BLOCK: tl.constexpr,  # columns of H that one program copies
+    ON_INPUT: tl.constexpr,
+):
+    """A token's row for each of its K pairs: as it is, or ON_INPUT times the pair's weight.
+
+    Pairs get their weight times `factor`, or ON_INPUT `factor` alone.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside)
+    for k in tl.static_range(K):
+        row = x
+        if ON_INPUT:
+            weight = round_to(tl.load(weights_ptr + token * weights_stride + k), x.dtype)
+            row = round_to(x.to(tl.float32) * weight.to(tl.float32), x.dtype)
+        tl.store(tokens_ptr + (token * K + k) * H + column, row, mask=inside)
+    if tl.program_id(1) == 0:
+        pair = tl.arange(0, COLUMNS)
+        there = pair < K
+        tl.store(pair_ids_ptr + token * K + pair, tl.load(ids_ptr + token * ids_stride + pair, mask=there), mask=there)
+        if ON_INPUT:
+            weights = tl.full([COLUMNS], 1.0, tl.float32)
+        else:
+            weights = tl.load(weights_ptr + token * weights_stride + pair, mask=there)
+        tl.store(pair_weights_ptr + token * K + pair, weights * factor, mask=there)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
