@@ -136,14 +136,15 @@ def test_static_input_scale(experts: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.COMPACT, Layout.BATCHED])
-def test_tokens_in_one_sum(layout: Layout) -> None:
-    """Each pair of a token and an expert as a token of its own, and their sum."""
-    x, ids, weights = tokens(21)
-    apart = Routing(topk_ids=ids.reshape(-1, 1), topk_weights=weights.reshape(-1, 1))
+def test_a_row_for_each_expert_of_a_token(layout: Layout) -> None:
+    ids, weights = tokens(21)[1:]
+    x = tokens(21 * NUM_TOPK)[0]
     out = torch.full((21, HIDDEN), float("nan"))
-    given = x.repeat_interleave(NUM_TOPK, dim=0), apart, local_weights(0, NUM_EXPERTS, "none"), cpu_experts()
-    assert local_moe(*given, layout=layout, tokens_in_sum=NUM_TOPK, out=out) is out
-    found = expected(x, ids, weights, 0, NUM_EXPERTS)
+    routing = Routing(topk_ids=ids, topk_weights=weights)
+    given = x, routing, local_weights(0, NUM_EXPERTS, "none"), cpu_experts()
+    assert local_moe(*given, layout=layout, out=out) is out
+    apart = expected(x, ids.reshape(-1, 1), weights.reshape(-1, 1), 0, NUM_EXPERTS)
+    found = apart.view(21, NUM_TOPK, HIDDEN).sum(1)
     idle = (found == 0).all(1)
     assert torch.equal(out[idle], torch.zeros_like(out[idle]))
     assert worst_row_error(out[~idle], found[~idle]) < ROW_ERROR_LIMITS["float32"]
@@ -152,9 +153,8 @@ def test_tokens_in_one_sum(layout: Layout) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens_in_sum": 2}, "tokens_in_sum (2) does not divide the number of tokens (5)"),
-        ({"tokens_in_sum": 5, "layout": Layout.FLAT}, "tokens_in_sum (5) is not 1: layout flat"),
-        ({"tokens_in_sum": 5, "out": torch.zeros(5, HIDDEN)}, "out is (5, 48)"),
+        ({"x": torch.zeros(15, HIDDEN), "layout": Layout.FLAT}, "x is (15, 48), 3 rows a token, which layout flat"),
+        ({"x": torch.zeros(15, HIDDEN), "out": torch.zeros(15, HIDDEN)}, "out is (15, 48)"),
         ({"num_local_experts": 4}, "num_local_experts (4) is not that of the weights (3)"),
         ({"local_expert_offset": -1}, "local experts [-1, 2) are not in [0, num_experts (None))"),
         ({"local_expert_offset": 5, "num_experts": 7}, "local experts [5, 8) are not in [0, num_experts (7))"),
@@ -163,7 +163,7 @@ def test_tokens_in_one_sum(layout: Layout) -> None:
         ({"x": quantize(torch.zeros(5, HIDDEN), get_scheme("fp8_block"))}, "dtype is needed if x is Quantized"),
         ({"out": torch.zeros(4, HIDDEN)}, "out is (4, 48)"),
     ],
-    ids=["divides", "flat", "summed", "num_local_experts", "negative", "beyond", "dtype", "rows", "quantized", "out"],
+    ids=["flat", "summed", "num_local_experts", "negative", "beyond", "dtype", "rows", "quantized", "out"],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     x, ids, weights = tokens(5)

@@ -50,7 +50,6 @@ class RoutedPlan:
         *,
         num_local_experts: int | None = None,
         num_experts: int | None = None,
-        tokens_in_sum: int = 1,
         factor: float = 1.0,
         inner_scale: torch.Tensor | None = None,
         out: torch.Tensor | None,
@@ -70,7 +69,6 @@ class RoutedPlan:
             before=before,
             num_local_experts=num_local_experts,
             num_experts=num_experts,
-            tokens_in_sum=tokens_in_sum,
             out=out,
         )
         if joined is None or not joined.fix_weights():  # that they lie elsewhere is seen by who keeps the plan

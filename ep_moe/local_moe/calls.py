@@ -40,7 +40,6 @@ def local_moe(
     num_local_experts: int | None = None,
     num_experts: int | None = None,
     dtype: torch.dtype | None = None,
-    tokens_in_sum: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Merge repeated experts, pack, compute the local experts, and sum their weighted outputs in float32.
@@ -49,19 +48,20 @@ def local_moe(
     rank's part of the sum; over all ranks the parts add up to the layer's output.
 
     Args:
-        x: [T, H] in the model's dtype, quantized here if the scheme of `weights` quantizes tokens; or `Quantized`.
+        x: [T, H] in the model's dtype, quantized here if the scheme of `weights` quantizes tokens; or `Quantized`. Or
+            [T * K, H], a row for each expert of a token; not in layout FLAT.
         routing: ids of all E experts, [T, K]. Ids outside [local_expert_offset, local_expert_offset +
             num_local_experts), including -1 and ids of no expert, are ignored, as in FlashInfer.
         weights: of the L local experts. experts: the implementation that computes them.
         num_local_experts: L, by default that of `weights`.
         num_experts: E, by default L; tiles are chosen for T * K / E rows per expert.
         dtype: the model's; by default that of x, and required if x is `Quantized`.
-        tokens_in_sum: n, so many tokens in a row have one sum, as if they were one token; not in layout FLAT.
-        out: optional result, [T / n, H] in the model's dtype.
-    Returns: `out`, or [T / n, H] in the model's dtype; a token without a local expert is zero.
+        out: optional result, [T, H] in the model's dtype.
+    Returns: `out`, or [T, H] in the model's dtype; a token without a local expert is zero.
     Errors: ValueError, with the value and the limit, for arguments that do not fit each other.
     Local, on the current stream. On a GPU no host sync, and safe in CUDA graphs, if `experts` is.
     """
+    routing, tokens_in_sum = _of_rows(x, routing)
     chosen = layout, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
     kind = _kind_of(x, routing, weights, chosen)
     packing = kind.packing
@@ -97,7 +97,6 @@ def repeated_call(
     num_local_experts: int | None = None,
     num_experts: int | None = None,
     dtype: torch.dtype | None = None,
-    tokens_in_sum: int = 1,
     out: torch.Tensor | None = None,
 ) -> "JoinedCall | None":
     """The launches of a call of `local_moe` that has returned, for callers that know which later calls are like it.
@@ -109,6 +108,7 @@ def repeated_call(
     Returns: None if not all of the call is repeated launches, which it is on GPUs if rows have no gaps.
     Local; nothing is launched.
     """
+    routing, tokens_in_sum = _of_rows(x, routing)
     chosen = Layout.COMPACT, local_expert_offset, num_local_experts, num_experts, dtype, tokens_in_sum
     kind = _kind_of(x, routing, weights, chosen)
     if kind.packing is None:
@@ -154,6 +154,15 @@ def local_rows(
     packed = _pack(x, routing, weights, kind.sizes)
     y = experts(packed.batch, weights)
     return ExpertRows(y=y, token_to_row=packed.token_to_row, topk_weights=packed.topk_weights)
+
+
+def _of_rows(x: torch.Tensor | Quantized, routing: Routing) -> tuple[Routing, int]:
+    """The routing of the rows of x, and how many of them have one sum."""
+    num_rows, ids = (x if isinstance(x, torch.Tensor) else x.values).shape[0], routing.topk_ids
+    if num_rows == ids.shape[0] or num_rows != ids.numel():
+        return routing, 1
+    apart = ids.reshape(-1, 1), routing.topk_weights.reshape(-1, 1)
+    return Routing(topk_ids=apart[0], topk_weights=apart[1]), ids.shape[1]
 
 
 _Chosen = tuple[Layout, int, int | None, int | None, torch.dtype | None, int]
@@ -298,10 +307,8 @@ def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights
     values = x.values if isinstance(x, Quantized) else x
     if values.shape[0] != num_rows:
         raise ValueError(f"topk_ids has {num_rows} rows, x is {tuple(values.shape)}")
-    if tokens_in_sum < 1 or num_rows % tokens_in_sum:
-        raise ValueError(f"tokens_in_sum ({tokens_in_sum}) does not divide the number of tokens ({num_rows})")
     if tokens_in_sum > 1 and layout is Layout.FLAT:
-        raise ValueError(f"tokens_in_sum ({tokens_in_sum}) is not 1: layout flat sums each token by itself")
+        raise ValueError(f"x is {tuple(values.shape)}, {tokens_in_sum} rows a token, which layout flat does not sum")
     return PackingSizes(
         layout=layout,
         scheme=weights.scheme,

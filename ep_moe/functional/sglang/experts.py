@@ -271,12 +271,13 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
         before = _pair_launches(x, ids, topk_weights, on_input=call.apply_router_weight_on_input, factor=factor)
         x, ids, topk_weights = rows_of(x, ids, topk_weights, on_input=call.apply_router_weight_on_input, factor=factor)
         factor = 1.0
+    if call.tokens_in_sum > 1:
+        ids, topk_weights = (each.view(-1, call.tokens_in_sum) for each in (ids, topk_weights))
     routing = Routing(topk_ids=ids, topk_weights=topk_weights if factor == 1.0 else topk_weights * factor)
-    shared: dict[str, Any] = {"tokens_in_sum": call.tokens_in_sum, "out": out}
-    y, routed = local_moe(x, routing, weights, experts, **shared), None
+    y, routed = local_moe(x, routing, weights, experts, out=out), None
     if not has_copies(call, scheme) and call.rows_apart == (before is not None):
         more = {"factor": factor, "inner_scale": call.a2_scale, "before": before}
-        routed = RoutedPlan.of(x, routing, weights, experts, **more, **shared)
+        routed = RoutedPlan.of(x, routing, weights, experts, **more, out=out)
     return _result(call, y), routed
 
 
@@ -325,7 +326,6 @@ def run_routed(
         on_input: weights multiply tokens, and not outputs. factor: multiplies the sum. out: optional, [T, H].
     """
     dtype, num_topk, apart = x.dtype, routing.topk_ids.shape[1], on_input or no_combine
-    tokens_in_sum = num_topk if apart and not no_combine else 1
     ids, routing_weights = routing.topk_ids, routing.topk_weights
     tokens: torch.Tensor | Quantized = x
     if on_input and weights.scheme.payload.quantized:
@@ -337,8 +337,10 @@ def run_routed(
         tokens, ids, routing_weights = rows_of(x, ids, routing_weights, on_input=on_input, factor=factor)
     elif factor != 1.0:
         routing_weights = routing_weights * factor
+    if apart and not no_combine:
+        ids, routing_weights = (each.view(-1, num_topk) for each in (ids, routing_weights))
     routing = Routing(topk_ids=ids, topk_weights=routing_weights)
-    y = local_moe(tokens, routing, weights, experts, dtype=dtype, tokens_in_sum=tokens_in_sum, out=out)
+    y = local_moe(tokens, routing, weights, experts, dtype=dtype, out=out)
     return y.view(-1, num_topk, y.shape[1]) if no_combine else y
 
 
