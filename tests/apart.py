@@ -1,7 +1,8 @@
-"""Runs test files that need their own environment in separate processes, in parallel with the session.
+"""Runs groups of test files that need their own environment in separate processes, in parallel with the session.
 
-The test of such a file has the mark `apart(path)`, runs after all others, and waits for `outcome(path)`. Many other
-tests only wait, for ranks or for time to pass; these files use the idle core, at lower priority.
+The test of such a group has the mark `apart(files)`, runs after all others, and waits for `outcome(files)`. Many other
+tests only wait, for ranks or for time to pass; these files use the idle core, at lower priority. Files share a process,
+since its start, with its imports, takes as long as the tests of a short file.
 """
 
 import concurrent.futures
@@ -13,39 +14,47 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-SECS = 600.0  # timeout of a file
+SECS = 600.0  # timeout of a group
 LESS_PRIORITY = ("nice", "-n", "5")
 
-_files: dict[Path, "concurrent.futures.Future[tuple[int, str]]"] = {}
+Files = tuple[Path, ...]
+_groups: dict[Files, "concurrent.futures.Future[tuple[int, str]]"] = {}
 _running: set["subprocess.Popen[str]"] = set()
 _lock = threading.Lock()
 _ended = threading.Event()
-_cores = threading.Semaphore(0)  # free cores for files
-_waited = threading.Event()  # set once the session only waits for files
+_cores = threading.Semaphore(0)  # free cores for groups
+_waited = threading.Event()  # set once the session only waits for groups
 _pools: list[concurrent.futures.ThreadPoolExecutor] = []
 
 
-def start(paths: Iterable[Path]) -> None:
-    """Run these files, one per core; the session keeps one core until it waits for an `outcome`."""
+def groups(folder: Path, count: int, *, without: Iterable[str] = ()) -> list[Files]:
+    """All test files of a folder in so many groups."""
+    files = sorted(path for path in folder.glob("test_*.py") if path.name not in without)
+    assert len(files) >= count, f"{folder} has {len(files)} files"
+    return [tuple(files[first::count]) for first in range(count)]
+
+
+def start(files: Iterable[Files]) -> None:
+    """Run these groups, one per core; the session keeps one core until it waits for an `outcome`."""
     cores = len(os.sched_getaffinity(0))
     _cores.release(max(cores - 1, 1))
     pool = concurrent.futures.ThreadPoolExecutor(cores)
     _pools.append(pool)
-    _files.update((path, pool.submit(_run, path)) for path in dict.fromkeys(paths))
+    _groups.update((group, pool.submit(_run, group)) for group in dict.fromkeys(files))
 
 
-def outcome(path: Path) -> tuple[int, str]:
-    """The exit code of a file's tests and the end of their output. Blocks until they have ended."""
+def outcome(files: Files) -> tuple[int, str]:
+    """The exit code of a group's tests and the end of their output. Blocks until they have ended."""
     if not _waited.is_set():
         _waited.set()
         _cores.release()
-    return _files[path].result()
+    return _groups[files].result()
 
 
 def stop() -> None:
-    """End files that still run, and start no more."""
+    """End groups that still run, and start no more."""
     _ended.set()
-    _cores.release(len(_files) + 1)  # wakes threads that wait for a core
+    _cores.release(len(_groups) + 1)  # wakes threads that wait for a core
     for pool in _pools:
         pool.shutdown(wait=False, cancel_futures=True)
     with _lock:
@@ -53,11 +62,16 @@ def stop() -> None:
             process.terminate()
 
 
-def _run(path: Path) -> tuple[int, str]:
-    command = [*LESS_PRIORITY, sys.executable, "-m", "pytest", str(path), "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+def interpreted(files: Files) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of these files in Triton's interpreter."""
+    command = [sys.executable, "-m", "pytest", *map(str, files), "--tb=short", "-p", "no:cacheprovider"]
+    return command, {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _run(files: Files) -> tuple[int, str]:
+    command, environment = interpreted(files)
     with _cores:
-        return _run_on_a_core(command, environment)
+        return _run_on_a_core([*LESS_PRIORITY, *command], environment)
 
 
 def _run_on_a_core(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
@@ -73,7 +87,7 @@ def _run_on_a_core(command: list[str], environment: dict[str, str]) -> tuple[int
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return 1, f"this file takes more than {SECS:g} s"
+        return 1, f"these files take more than {SECS:g} s"
     finally:
         with _lock, contextlib.suppress(KeyError):
             _running.remove(process)

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server that forks ranks, and the files that run apart."""
+    """Start the server that forks ranks, and the groups of files that run apart."""
     if session.config.option.collectonly:
         return
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in files that run apart, whose ranks import less

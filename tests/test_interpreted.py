@@ -1,20 +1,15 @@
-"""Every file of `interpreted/` in Triton's interpreter, in a process each: Triton reads TRITON_INTERPRET at import."""
+"""The files of `interpreted/` in Triton's interpreter, in other processes: Triton reads TRITON_INTERPRET at import."""
 
 from pathlib import Path
 
 import apart
 import pytest
 
-FOLDER = Path(__file__).parent / "interpreted"
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+GROUPS = apart.groups(Path(__file__).parent / "interpreted", 3)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.apart(FOLDER / name)) for name in FILES])
-def test_kernels_in_the_interpreter(name: str) -> None:
-    code, said = apart.outcome(FOLDER / name)
+@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.apart(files)) for files in GROUPS])
+def test_kernels_in_the_interpreter(files: apart.Files) -> None:
+    code, said = apart.outcome(files)
     assert code == 0, said
-
-
-def test_there_are_files() -> None:
-    assert FILES

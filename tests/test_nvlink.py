@@ -1,4 +1,4 @@
-"""Every file of `nvlink/` in Triton's interpreter, in a process each: Triton reads TRITON_INTERPRET at import."""
+"""The files of `nvlink/` in Triton's interpreter, in other processes: Triton reads TRITON_INTERPRET at import."""
 
 import dataclasses
 import gc
@@ -14,19 +14,14 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-FOLDER = TESTS / "nvlink"
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+GROUPS = apart.groups(TESTS / "nvlink", 3)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.apart(FOLDER / name)) for name in FILES])
-def test_the_transport_in_the_interpreter(name: str) -> None:
-    code, said = apart.outcome(FOLDER / name)
+@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.apart(files)) for files in GROUPS])
+def test_the_transport_in_the_interpreter(files: apart.Files) -> None:
+    code, said = apart.outcome(files)
     assert code == 0, said
-
-
-def test_there_are_files() -> None:
-    assert FILES
 
 
 @pytest.mark.parametrize("num_sms", [3, 16, 100])

@@ -1,8 +1,6 @@
 """The one-sided transport with lost ranks or refused rounds, in Triton's interpreter; options of each transport."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import apart
@@ -14,29 +12,25 @@ from ep_moe.placement import Placement
 from ep_moe.transport import TRANSPORTS
 
 FOLDER = Path(__file__).parent / "nvlink_faults"
-PATIENT = ("test_refused.py", "test_sent_once.py")  # no rank is lost: others may use the cores meanwhile
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+PATIENT = "test_refused.py", "test_sent_once.py"  # no rank is lost: others may use the cores meanwhile
+REFUSALS = tuple(FOLDER / name for name in PATIENT)
+[FAULTS] = apart.groups(FOLDER, 1, without=PATIENT)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.apart(FOLDER / name)) for name in PATIENT])
-def test_refusals_in_the_interpreter(name: str) -> None:
-    code, said = apart.outcome(FOLDER / name)
+@pytest.mark.apart(REFUSALS)
+def test_refusals_in_the_interpreter() -> None:
+    code, said = apart.outcome(REFUSALS)
     assert code == 0, said
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in PATIENT])
-def test_faults_in_the_interpreter(name: str) -> None:
-    command = [sys.executable, "-m", "pytest", str(FOLDER / name), "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+@pytest.mark.timeout(600)
+def test_faults_in_the_interpreter() -> None:
+    command, environment = apart.interpreted(FAULTS)
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=280
+        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=580
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-def test_there_are_files() -> None:
-    assert len(FILES) == 7
 
 
 def test_who_can_go_on_without_a_rank() -> None:

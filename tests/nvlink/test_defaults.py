@@ -43,8 +43,7 @@ def layers_on_rank(group: EPGroup, scheme: str, layout: Layout) -> list[torch.Te
     return results
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize(("scheme", "layout"), [("none", Layout.COMPACT), ("fp8_block", Layout.FLAT)])
 def test_defaults_of_engines_do_not_matter(scheme: str, layout: Layout) -> None:
     for without, under in on_ranks(layers_on_rank, scheme, layout):
         assert bool(without.isfinite().all())
