@@ -72,7 +72,7 @@ def _changed(gemm: GemmTiles, name: str, value: int) -> GemmTiles:
 
 def _fitting(tiles: ExpertTiles, shape: CallShape, shared_bytes: int) -> Iterator[ExpertTiles]:
     """The tiles, if a GPU can hold their sums and stages, no step crosses from one scale to the next, and weights that
-    are decoded are read in whole words: one by one they took longer in every run.
+    are decoded are read in whole words: others are decoded one by one.
 
     Those of Hopper's kernels do all three.
     """

@@ -75,7 +75,7 @@ class ExpertsCall(NamedTuple):
     @property
     def tokens_in_sum(self) -> int:
         """How many rows that are apart have one sum."""
-        return self.topk_ids.shape[1] if self.rows_apart and not self.no_combine else 1
+        return self.topk_ids.shape[1] if self.apply_router_weight_on_input and not self.no_combine else 1
 
     @property
     def factor(self) -> float:
@@ -268,8 +268,9 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
     x, topk_weights, factor = hidden_states, call.topk_weights.float(), call.factor
     before = None
     if call.rows_apart:
-        before = _pair_launches(x, ids, topk_weights, on_input=call.apply_router_weight_on_input, factor=factor)
-        x, ids, topk_weights = rows_of(x, ids, topk_weights, on_input=call.apply_router_weight_on_input, factor=factor)
+        on_input, given_rows = call.apply_router_weight_on_input, (x, ids, topk_weights)
+        before = _pair_launches(*given_rows, on_input=on_input, factor=factor)
+        x, ids, topk_weights = rows_of(*given_rows, on_input=on_input, factor=factor)
         factor = 1.0
     if call.tokens_in_sum > 1:
         ids, topk_weights = (each.view(-1, call.tokens_in_sum) for each in (ids, topk_weights))
@@ -337,7 +338,7 @@ def run_routed(
         tokens, ids, routing_weights = rows_of(x, ids, routing_weights, on_input=on_input, factor=factor)
     elif factor != 1.0:
         routing_weights = routing_weights * factor
-    if apart and not no_combine:
+    if on_input and not no_combine:
         ids, routing_weights = (each.view(-1, num_topk) for each in (ids, routing_weights))
     routing = Routing(topk_ids=ids, topk_weights=routing_weights)
     y = local_moe(tokens, routing, weights, experts, dtype=dtype, out=out)
