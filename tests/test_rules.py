@@ -193,15 +193,31 @@ OF_ENGINES = {
 
 
 def left_to_defaults(source: str) -> list[str]:
-    """Calls of torch's factories that leave device or dtype to the defaults."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    """Calls of torch's factories that leave device or dtype to the defaults; `**like` gives what all its dicts have."""
+    found, tree = [], ast.parse(source)
+    mappings = mappings_of(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = ast.unparse(node.func).removeprefix("torch.")
             needed = {"device", "dtype"} if name in OF_DEFAULT_DTYPE else {"device"} if name in FACTORIES else set()
             given = {keyword.arg for keyword in node.keywords}
-            if None not in given and needed - given:
+            for keyword in node.keywords:
+                if keyword.arg is None:
+                    given |= mappings.get(ast.unparse(keyword.value), set())
+            if needed - given:
                 found.append(ast.unparse(node))
+    return found
+
+
+def mappings_of(tree: ast.Module) -> dict[str, set[str | None]]:
+    """The keys of dicts, by the names that they are assigned to: those that all of a name have."""
+    found: dict[str, set[str | None]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            keys = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                name = ast.unparse(target)
+                found[name] = found.get(name, keys) & keys
     return found
 
 
@@ -213,7 +229,10 @@ def test_tensors_have_a_named_device_and_dtype(path: Path) -> None:
 def test_the_rule_of_defaults_sees() -> None:
     for wrong in ("torch.zeros(3, dtype=x)", "torch.rand(3, device=x)", "torch.tensor([1])"):
         assert left_to_defaults(wrong) == [wrong]
-    assert left_to_defaults("torch.zeros(3, dtype=x, device='cpu'), torch.full_like(x, 1), torch.ones(2, **like)") == []
+    assert left_to_defaults("torch.zeros(3, dtype=x, device='cpu'), torch.full_like(x, 1)") == []
+    both = "like = {'device': x, 'dtype': y}\ntorch.ones(2, **like)"
+    assert left_to_defaults(both) == []
+    assert left_to_defaults(both.replace(", 'dtype': y", "")) == ["torch.ones(2, **like)"]
 
 
 def test_every_folder_is_packaged() -> None:

@@ -50,7 +50,8 @@ class Dispatched:
 def no_tokens(config: TransportConfig, num_topk: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
     """x [0, H] and its routing [0, K]. Local."""
     like: dict[str, Any] = {"device": device}
-    ids, weights = torch.empty(0, num_topk, dtype=torch.int32, **like), torch.empty(0, num_topk, **like)
+    ids = torch.empty(0, num_topk, dtype=torch.int32, **like)
+    weights = torch.empty(0, num_topk, dtype=torch.float32, **like)
     return torch.empty(0, config.hidden, dtype=config.dtype, **like), Routing(topk_ids=ids, topk_weights=weights)
 
 

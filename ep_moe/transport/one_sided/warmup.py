@@ -60,7 +60,7 @@ def _kernels_of(
     if kind.quantized:
         x = _empty_quantized(rows, config.hidden, scheme, context.device)
     ids = torch.full((rows, kind.num_topk), -1, dtype=kind.ids_dtype, **like)
-    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, **like))
+    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(rows, kind.num_topk, dtype=torch.float32, **like))
     count = torch.zeros(1, dtype=torch.int32, **like) if kind.counted else None
     plan = plans.make(
         rows,
