@@ -18,6 +18,7 @@ from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.rows import RowShare
 from ep_moe.engines.common.transports import with_topk
 from ep_moe.layer import ExpertParallelMoE
+from ep_moe.layer.warmup import round_kinds
 from ep_moe.transport import Transport
 from ep_moe.weights import ExpertWeights
 
@@ -29,6 +30,8 @@ class EngineLayer:
         plugin: shared with the other layers. name: of the layer. sizes, kind: what it computes.
         share: which of the engine's rows this rank sends.
         process_group: the ranks, None for this rank alone. num_slots: rounds that may be open at once.
+        halves: the ways in which rounds are called, whose kernels are compiled at load: whether the halves of the
+            dispatch are called apart, and whether those of the combine are.
     Collective at the first layer: ranks join the group of the transports.
     """
 
@@ -42,10 +45,11 @@ class EngineLayer:
         share: RowShare,
         process_group: dist.ProcessGroup | None,
         num_slots: int,
+        halves: tuple[tuple[bool, bool], ...],
     ) -> None:
         self.plugin, self.name, self.sizes, self.kind, self.share = plugin, name, sizes, kind, share
         self.process_group = process_group
-        self._num_slots = num_slots
+        self._num_slots, self._halves = num_slots, halves
         self._number = plugin.transports.number_module()
         self._order = RowOrder()
         self._device = torch.empty(0).device  # engines make their models under their device
@@ -137,3 +141,12 @@ class EngineLayer:
         if kind not in self.plugin.warm:
             self.plugin.warm.add(kind)
             warm_up([moe_layer], self.sizes.num_topk)
+            if self._device.type == "cuda":
+                rounds = round_kinds(moe_layer, self.sizes.num_topk, padded=False)
+                moe_layer.transport.warmup(
+                    [
+                        dataclasses.replace(round_, split_dispatch=dispatch, split_combine=combine)
+                        for round_ in rounds
+                        for dispatch, combine in self._halves
+                    ]
+                )

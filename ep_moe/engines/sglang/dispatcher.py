@@ -80,15 +80,16 @@ class EpMoeDispatcher(BaseDispatcher):
         return [self._between.register_hook(hook)]
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> EpMoeDispatchOutput:
-        """`dispatch_a`, the registered hooks, and `dispatch_b`. Collective."""
-        self.dispatch_a(hidden_states, topk_output)
-        self._between(self)
-        return self.dispatch_b()
+        """`dispatch_a`, the registered hooks, and `dispatch_b`; without hooks in one launch. Collective."""
+        if self._between.hook_dict:
+            self.dispatch_a(hidden_states, topk_output)
+            self._between(self)
+            return self.dispatch_b()
+        return self._output(0, self._begin(hidden_states, topk_output, 0, apart=False))
 
     def combine(self, combine_input: EpMoeCombineInput) -> torch.Tensor:
-        """`combine_a` and `combine_b`. Collective."""
-        self.combine_a(combine_input)
-        return self.combine_b()
+        """`combine_a` and `combine_b` in one launch. Collective."""
+        return self._results(0, combine_input)
 
     def dispatch_a(self, hidden_states: torch.Tensor, topk_output: Any, tbo_subbatch_index: int | None = None) -> None:
         """Send this rank's rows.
@@ -99,7 +100,11 @@ class EpMoeDispatcher(BaseDispatcher):
         Errors: those of `Transport.dispatch_send`, on all ranks. Any other failure of this rank is raised here; the
         other ranks get NaN for its part. Collective.
         """
-        state, slot = self._state, tbo_subbatch_index or 0
+        self._begin(hidden_states, topk_output, tbo_subbatch_index or 0, apart=True)
+
+    def _begin(self, hidden_states: torch.Tensor, topk_output: Any, slot: int, *, apart: bool) -> Dispatched | None:
+        """Send this rank's rows; returns what arrives, None if it is received apart. Collective."""
+        state = self._state
         made = state.of_step()
         transport, begun = made.transport, made.transport.num_rounds
         # the bound of the round is the same on all ranks, also on one that fails
@@ -117,7 +122,8 @@ class EpMoeDispatcher(BaseDispatcher):
             transport.sit_out(num_topk=state.sizes.num_topk, **options)
             raise
         try:
-            transport.dispatch_send(x, routing, layout=made.config.layout, **options)
+            call = transport.dispatch_send if apart else transport.dispatch
+            dispatched = call(x, routing, layout=made.config.layout, **options)
         except PeerLostError as error:
             self._lost(error)
             raise
@@ -126,17 +132,22 @@ class EpMoeDispatcher(BaseDispatcher):
                 transport.sit_out(num_topk=state.sizes.num_topk, **options)
             raise
         self._rounds[slot] = _Round(made, hidden_states.shape[0])
+        return dispatched
 
     def dispatch_b(self, tbo_subbatch_index: int | None = None) -> EpMoeDispatchOutput:
         """Lay out what arrives for the experts. Collective."""
         slot = tbo_subbatch_index or 0
-        made = self._rounds[slot].made
         try:
-            dispatched = made.transport.dispatch_recv(slot=slot)
+            dispatched = self._rounds[slot].made.transport.dispatch_recv(slot=slot)
         except PeerLostError as error:
             self._lost(error)
             raise
-        batch = dispatched.batch
+        return self._output(slot, dispatched)
+
+    def _output(self, slot: int, dispatched: Dispatched | None) -> EpMoeDispatchOutput:
+        """What the experts get."""
+        assert dispatched is not None
+        batch, made = dispatched.batch, self._rounds[slot].made
         if not self._state.equal_rows:
             self._record(batch.expert_num_tokens)
         return EpMoeDispatchOutput(batch.x, batch.scale, dispatched, self._state, made)
@@ -154,12 +165,19 @@ class EpMoeDispatcher(BaseDispatcher):
 
     def combine_b(self, tbo_subbatch_index: int | None = None) -> torch.Tensor:
         """Receive the results of this rank's rows. Returns: [T, H]. Collective."""
-        slot, share = tbo_subbatch_index or 0, self._state.share
-        (made, num_rows), dispatched = self._rounds.pop(slot), self._returning.pop(slot)
+        return self._results(tbo_subbatch_index or 0, None)
+
+    def _results(self, slot: int, returned: EpMoeCombineInput | None) -> torch.Tensor:
+        """The results of this rank's rows, [T, H]; `returned`: the experts' output, None if it has been sent."""
+        share, (made, num_rows) = self._state.share, self._rounds.pop(slot)
         config = made.transport.config
         output = torch.empty(num_rows, config.hidden, dtype=config.dtype, device=made.transport.device)
         try:
-            made.transport.combine_recv(dispatched, out=output[share.own(num_rows)])
+            own = output[share.own(num_rows)]
+            if returned is None:
+                made.transport.combine_recv(self._returning.pop(slot), out=own)
+            else:
+                made.transport.combine(returned.hidden_states, returned.dispatched, out=own)
         except PeerLostError as error:
             self._lost(error)
             raise

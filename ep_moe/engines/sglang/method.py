@@ -20,6 +20,8 @@ from ep_moe.layer import ExpertParallelMoE
 from ep_moe.transport import Dispatched
 
 ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
+_HALVES_OF_HOOKS = ((True, False),)  # with a2a "deepep" hooks may run between the halves of a dispatch
+_HALVES_OF_TWO = ((True, True),)  # batches in turns
 
 
 class LayerMethod(EngineLayer):
@@ -50,6 +52,7 @@ class LayerMethod(EngineLayer):
             share=RowShare(sharers=ranks if self.equal_rows else 1, rank=layer.moe_ep_rank),
             process_group=get_moe_ep_group().device_group if ranks > 1 else None,
             num_slots=2 if is_tbo_enabled() else 1,
+            halves=((False, False), *(() if self.equal_rows else _HALVES_OF_HOOKS), *_HALVES_OF_TWO * is_tbo_enabled()),
         )
         self.weights_on_input = bool(runner.apply_router_weight_on_input)
         self._layer = layer

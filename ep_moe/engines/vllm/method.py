@@ -17,12 +17,14 @@ from ep_moe.engines.common.engine_layer import EngineLayer
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.vllm.experts import EpMoeBatchedExperts, EpMoeStandardExperts
 from ep_moe.engines.vllm.prepare_finalize import EpMoePrepareAndFinalize, RoundOptions
-from ep_moe.engines.vllm.step import share_of, tokens_of_ranks
+from ep_moe.engines.vllm.step import in_micro_batch, share_of, tokens_of_ranks
 from ep_moe.group import PeerLostError
 from ep_moe.layer import ExpertParallelMoE
 
 SMALL_STEP = 1024  # tokens of all ranks up to which "auto" packs rows (COMPACT) instead of gathering them (FLAT)
 ATTRIBUTE = "ep_moe"  # of a method: its `LayerMethod`
+_HALVES = ((False, False), (False, True))  # shared experts run between the halves of a combine
+_HALVES_OF_MICRO_BATCHES = ((True, True),)
 
 
 class LayerMethod(EngineLayer):
@@ -37,6 +39,7 @@ class LayerMethod(EngineLayer):
     def __init__(self, plugin: Plugin, layer: Any, moe: Any, kind: LayerKind) -> None:
         parallel = moe.moe_parallel_config
         share = share_of(parallel)
+        micro_batches = bool(get_current_vllm_config().parallel_config.use_ubatching)
         sizes = LayerSizes(
             hidden=moe.hidden_dim,
             intermediate=moe.intermediate_size_per_partition,
@@ -52,7 +55,8 @@ class LayerMethod(EngineLayer):
             kind=kind,
             share=share,
             process_group=get_ep_group().device_group if parallel.ep_size > 1 else None,
-            num_slots=2 if get_current_vllm_config().parallel_config.use_ubatching else 1,
+            num_slots=2 if micro_batches else 1,
+            halves=_HALVES + _HALVES_OF_MICRO_BATCHES * micro_batches,
         )
         self._moe = moe
         self._kernels: dict[Layout, mk.FusedMoEKernel] = {}
@@ -76,7 +80,8 @@ class LayerMethod(EngineLayer):
         x, ids, values = call["x"], call["topk_ids"], self.kind.loaded.values_name
         kernel = self._kernels[self._layout(x.shape[0])]
         exchange: EpMoePrepareAndFinalize = kernel.prepare_finalize
-        exchange.begin()
+        apart = in_micro_batch()
+        exchange.begin(dispatch_apart=apart, combine_apart=apart or call["shared_experts"] is not None)
         try:
             return kernel.apply(
                 hidden_states=x,

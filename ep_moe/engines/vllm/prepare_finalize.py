@@ -70,6 +70,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.options = options
         self._open: dict[int, Dispatched] = {}
         self._sent: set[int] = set()
+        self._apart: dict[int, tuple[bool, bool]] = {}  # of a slot's round: whether dispatch and combine are halved
 
     @property
     def activation_format(self) -> Any:
@@ -96,11 +97,15 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """True: vLLM runs shared experts between `combine_send` and `combine_recv`."""
         return True
 
-    def begin(self) -> None:
-        """Forget the previous round of the caller's slot, before a call of the kernel. Local."""
+    def begin(self, *, dispatch_apart: bool = True, combine_apart: bool = True) -> None:
+        """Forget the previous round of the caller's slot, before a call of the kernel. Local.
+
+        Args: dispatch_apart, combine_apart: whether anything runs between the halves; if not, both are one launch.
+        """
         slot = current_slot()
         self._sent.discard(slot)
         self._open.pop(slot, None)
+        self._apart[slot] = dispatch_apart, combine_apart
 
     def fail(self, num_rows: int, num_topk: int) -> None:
         """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
@@ -155,7 +160,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], mk.PrepareResultType]]:
-        """Send this rank's rows.
+        """Send this rank's rows; unless `begin` was told that the halves are apart, what arrives is laid out, too.
 
         Args:
             a1: [T, H] in the transport's dtype. topk_ids: [T, K] physical, -1 none. topk_weights: [T, K].
@@ -176,8 +181,9 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         except ValueError as error:
             self._sent.add(slot)
             transport.refuse(error, slot=slot)
+        apart, _ = self._apart.get(slot, (True, True))
         try:
-            transport.dispatch_send(
+            dispatched = (transport.dispatch_send if apart else transport.dispatch)(
                 x,
                 routing,
                 layout=options.layout,
@@ -189,7 +195,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         finally:
             if transport.num_rounds != begun:
                 self._sent.add(slot)
-        return _nothing, lambda: self._receive(slot)
+        return _nothing, lambda: self._receive(slot, dispatched)
 
     def finalize(
         self,
@@ -215,7 +221,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Weight, sum and send the experts' output.
+        """Weight, sum and send the experts' output; the receiver does unless the halves are apart.
 
         Args:
             output: [T, H], written by the receiver; rows that another rank sends become zero.
@@ -224,13 +230,17 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """
         del topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         slot = current_slot()
-        dispatched = self._open[slot]
-        self.transport.combine_send(fused_expert_output, dispatched)
+        dispatched, (_, apart) = self._open[slot], self._apart.get(slot, (True, True))
+        if apart:
+            self.transport.combine_send(fused_expert_output, dispatched)
         aliased = fused_expert_output.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
 
         def receive() -> None:
-            own = output[self.options.share.own(output.shape[0])]
-            found = self.transport.combine_recv(dispatched, out=None if aliased else own)
+            own = None if aliased else output[self.options.share.own(output.shape[0])]
+            if apart:
+                found = self.transport.combine_recv(dispatched, out=own)
+            else:
+                found = self.transport.combine(fused_expert_output, dispatched, out=own)
             whole_output(self.options.share, found if aliased else None, output)
             self._open.pop(slot, None)
 
@@ -260,8 +270,9 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             input_scale=self.options.input_scale,
         )
 
-    def _receive(self, slot: int) -> mk.PrepareResultType:
-        dispatched = self.transport.dispatch_recv(slot=slot)
+    def _receive(self, slot: int, dispatched: Dispatched | None) -> mk.PrepareResultType:
+        """The batch of a round, received now unless it has been."""
+        dispatched = dispatched or self.transport.dispatch_recv(slot=slot)
         self._open[slot] = dispatched
         batch = dispatched.batch
         metadata = BatchMetadata(expert_num_tokens=batch.expert_num_tokens, expert_num_tokens_cpu=None, batch=batch)

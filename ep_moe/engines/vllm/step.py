@@ -21,6 +21,11 @@ def current_slot() -> int:
     return int(ubatching.dbo_current_ubatch_id())
 
 
+def in_micro_batch() -> bool:
+    """Whether the caller is one of two micro-batches, which run in turns. Local."""
+    return bool(ubatching.dbo_enabled())
+
+
 def tokens_of_ranks(num_rows: int) -> tuple[int, int]:
     """Tokens of this step before they are shared: the most of any data-parallel rank, and of all of them.
 
