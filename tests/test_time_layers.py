@@ -87,7 +87,7 @@ def lose(layer: Any) -> None:
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setitem(time_layers.CASES, "bf16", SMALL)
-    return argparse.Namespace(rank=0, nproc=1, case=["bf16"], tokens=[TOKENS], budget_secs=60.0)
+    return argparse.Namespace(rank=0, nproc=1, case=["bf16"], tokens=[TOKENS], budget_secs=60.0, kernels=False)
 
 
 def run(engine: Stub, options: argparse.Namespace, file: RowsFile | None = None) -> time_layers.Timer:

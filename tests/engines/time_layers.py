@@ -33,6 +33,7 @@ import torch
 from ep_moe.bench.harness import largest_of_ranks
 from ep_moe.config import MoEConfig
 from ep_moe.group import EPGroup
+from ep_moe.profiling.kernels import profile_kernels
 from ep_moe.profiling.timing import GRAPH_WARMUP, Captured, slowest, spread, time_calls
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import OURS, Record, RowsFile, append_records, device_name, now, versions
@@ -48,6 +49,7 @@ SAMPLE_ROWS = 16  # that the oracle computes
 SEED, WARMUP, REPEATS, TURNS = 0, 5, 20, 2  # both sides are timed in turns
 # a baseline may round scales up to powers of two, for which the scheme's limit is not meant: it must be the same layer
 BASELINE_LIMITS = {"fp8": 1e-1, "bfloat16": 2e-2}
+PROFILED, KERNEL_NAME = 5, 70  # calls whose kernels are shown, characters of a kernel's name
 ENDS_AFTER_SECS = 20  # beyond the budget, for what is under way
 ENGINES = {"vllm": "time_vllm", "sglang": "time_sglang"}  # modules beside this file
 
@@ -249,7 +251,8 @@ class Timer:
             x[sample], ids[sample].long(), weights[sample].float(), get_scheme(case.scheme)
         )
         group.wait_for_all("expected output")
-        runs: dict[str, Callable[[], list[float]]] = {}
+        calls: dict[str, Callable[[], object]] = {}
+        captured_calls = []
         figures: dict[str, dict[str, float]] = {}
         for label, layer in layers.by_label.items():
             call = self._engine.call_of(layer, x, logits)
@@ -258,6 +261,7 @@ class Timer:
                 errors = {"worst_row_error": worst_row_error(output[sample], expected)}
                 if graph:
                     captured = capture(self._engine, call)
+                    captured_calls.append(call)  # its tensors are read by the graph
                     errors["worst_graph_row_error"] = worst_row_error(captured.replayed(), output)
                     call = captured.replay
             except Exception:
@@ -276,14 +280,19 @@ class Timer:
                 self.failed.append(text)
                 continue
             figures[label] = errors
-            runs[label] = functools.partial(time_calls, call, group, warmup=WARMUP, repeats=REPEATS)
-        samples: dict[str, list[float]] = {label: [] for label in runs}
+            calls[label] = call
+        samples: dict[str, list[float]] = {label: [] for label in calls}
         for _ in range(TURNS):
-            for label, run in runs.items():
-                samples[label] += run()
+            for label, call in calls.items():
+                samples[label] += time_calls(call, group, warmup=WARMUP, repeats=REPEATS)
         for label, us in samples.items():
             figures[label] |= spread("call", slowest(group, {"call": us}, whole="call")["call"])
         self._record(layers, tokens, figures, graph=graph)
+        if self._options.kernels:
+            for label, call in calls.items():
+                kernels = profile_kernels(call, group, repeats=PROFILED)
+                if self._rank == 0:
+                    print(f"{case.preset}, {tokens} tokens, kernels of {label}\n{kernels_table(kernels)}", flush=True)
 
     def _record(self, layers: Layers, tokens: int, figures: dict[str, dict[str, float]], *, graph: bool) -> None:
         case = layers.case
@@ -389,6 +398,20 @@ def table_of(records: Sequence[Record]) -> str:
     return markdown_table(columns)
 
 
+def kernels_table(kernels: Sequence[tuple[str, float]]) -> str:
+    """Microseconds of each kernel and how often it runs, per call of `PROFILED`, the slowest first. Local."""
+    times: dict[str, list[float]] = {}
+    for name, us in kernels:
+        times.setdefault(name, []).append(us)
+    slowest_first = sorted(times.items(), key=lambda item: -sum(item[1]))
+    columns = [
+        ("us a call", [f"{sum(us) / PROFILED:.1f}" for _, us in slowest_first]),
+        ("times", [f"{len(us) / PROFILED:g}" for _, us in slowest_first]),
+        ("kernel", [name[:KERNEL_NAME] for name, _ in slowest_first]),
+    ]
+    return markdown_table(columns)
+
+
 def say(rank: int, text: str) -> None:
     """A line of progress."""
     print(f"rank {rank}: {text}", flush=True)
@@ -402,6 +425,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, RowsFile]:
     parser.add_argument("--gpus", help="GPUs by number, such as 0,1; by default the first ones")
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of each rank")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel, too")
     parser.add_argument("--budget-secs", type=float, default=240.0, help="no measurement begins after that")
     parser.add_argument("--append", type=Path, help="add the rows to this .jsonl file; needs --commit")
     parser.add_argument("--commit", default="", help="commit that is measured; needs --append")
