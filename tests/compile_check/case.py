@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-Rule = Literal["case", "spill", "loop_spill", "many_spills", "shared", "tensor_core", "narrow", "order", "excuse"]
+Rule = Literal[
+    "case", "spill", "loop_spill", "many_spills", "shared", "tensor_core", "in_flight", "narrow", "order", "excuse"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

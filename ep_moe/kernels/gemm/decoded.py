@@ -11,6 +11,7 @@ thread's weights are 16 neighboring bytes.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from ep_moe.kernels.gemm.group_words import as_bits, from_bits, load_numbers, number_places
 from ep_moe.kernels.gemm.pairs import (
@@ -177,6 +178,20 @@ def _add_product(acc, x, w, TILE):
 
 
 @triton.jit
+def _wait_for(acc, TILE):
+    """acc, after the product that it is the result of has been computed.
+
+    Triton would leave the products of a step running on Hopper while the next step's weights are decoded into registers
+    that they still read (triton-lang/triton issue 9433, and 11781 for the assembler). A use of their sums, which this
+    is, makes it wait. On later chips sums are not in registers, and on earlier ones no product is left running.
+    """
+    if INTERPRET or not TILE.SWAP or cuda_capability_geq(10):
+        return acc
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _accumulate(
     operands,
     x_ptrs,
@@ -259,7 +274,7 @@ def _accumulate(
                 if part == CODES.PARTS - 1:
                     acc = tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
             else:
-                acc = _add_product(acc, x, w, TILE)
+                acc = _wait_for(_add_product(acc, x, w, TILE), TILE)
             x_ptrs += TILE.BLOCK_K
             w_ptrs += PLACES
     return acc

@@ -35,6 +35,11 @@ def _product(
     return _case(name, kernels._product_kernel, x, w, bias, flag, y, 512, excuses=excuses, **sizes)
 
 
+def _decoded_product(name: str) -> Case:
+    x, w, y = _empty(64, 512, dtype=BF16), _empty(128, 512, dtype=torch.int8), _empty(64, 128, dtype=BF16)
+    return _case(name, kernels._decoded_product_kernel, x, w, y, 512, M=64, N=128, K=64, num_stages=3)
+
+
 def _copy(name: str, dtype: torch.dtype, *, aligned: bool, payload_width_bytes: Any = ()) -> Case:
     x, table = _empty(4096, dtype=dtype), _empty(4, dtype=torch.int64)
     sizes = {"ALIGNED": aligned, "BLOCK": 2048, "payload_width_bytes": payload_width_bytes}
@@ -59,6 +64,7 @@ def cases() -> list[Case]:
         _product("few rows, excused", FP8, m=16, num_stages=2, excuses=narrow_tile),
         _product("idle excuse", FP8, m=128, excuses=narrow_tile),
         _product("too many stages", BF16, m=64, num_stages=6),
+        _decoded_product("running on"),
         _copy("right copy", FP8, aligned=True),
         _copy("right copy of words", torch.int32, aligned=True, payload_width_bytes=words),
         _copy("bytes", FP8, aligned=False),

@@ -47,6 +47,18 @@ def _product_kernel(
 
 
 @triton.jit
+def _decoded_product_kernel(x_ptr, w_ptr, y_ptr, hidden, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """w of a byte each, widened in registers, is the left operand."""
+    row, column, k = tl.arange(0, M)[:, None], tl.arange(0, N)[:, None], tl.arange(0, K)[None, :]
+    total = tl.zeros([N, M], tl.float32)
+    for start in range(0, hidden, K):
+        x = tl.load(x_ptr + row * hidden + start + k)
+        w = tl.load(w_ptr + column * hidden + start + k).to(tl.float32).to(tl.bfloat16)
+        total = tl.dot(w, tl.trans(x), total)
+    tl.store(y_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], tl.trans(total).to(tl.bfloat16))
+
+
+@triton.jit
 def _copy_kernel(x_ptr, table_ptr, hidden, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Write a row to an address from a table; narrow unless ALIGNED declares the address aligned."""
     to = tl.load(table_ptr + tl.program_id(0)).to(tl.pointer_type(x_ptr.dtype.element_ty))
