@@ -350,7 +350,7 @@ def row_of(
         gpu=device_name(device),
         world_size=world,
         versions=versions(device),
-        command=shlex.join(["python", "tests/engines/time_layers.py", *sys.argv[1:]]),
+        command=shlex.join(["python", "tests/engines/time_layers.py", *given(sys.argv[1:])]),
         sweep=False,
         shapes={
             "preset": case.preset,
@@ -364,6 +364,11 @@ def row_of(
         figures=dict(ours),
         baselines=theirs,
     )
+
+
+def given(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those that `start` adds for a rank. Local."""
+    return list(arguments[: arguments.index("--rank")] if "--rank" in arguments else arguments)
 
 
 def line_of(record: Record) -> str:
