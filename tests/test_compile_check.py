@@ -27,7 +27,7 @@ EXPECTED = {
     "words": ("narrow", "no store is 16 bytes wide"),
     "spill": ("spill", "instructions on local memory"),
     "too many stages": ("shared", "exceed 232448"),
-    "running on": ("in_flight", "products that read registers run on"),
+    "running on": ("in_flight", "instructions write registers that products in flight read"),
     "error": ("case", "arange's range must be a power of 2"),
     "failing": ("case", "the launcher fails: ValueError('no such size')"),
     "idle": ("case", "launches no kernel"),

@@ -52,6 +52,7 @@ DECODED = [
     "fp8_w8a16_block",
     "int8_w8a16",
     "int8_w8a16_zp",
+    "int8_w8a16_g64_zp",
     "int4_w4a16_zp",
     "int4_w4a16_g16",
     "int4_w4a16_g32_f32",

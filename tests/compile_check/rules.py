@@ -1,6 +1,5 @@
 """The rules for compiled kernels."""
 
-import re
 from typing import Any
 
 from compile_check import ir, sass
@@ -8,9 +7,6 @@ from compile_check.case import Finding
 
 MINIMUM_WIDTH_BYTES = 4
 SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # per block, with opt-in
-WAITING_ARCH = 90  # whose products run on until they are waited for
-_REGISTER_PRODUCT = re.compile(r"ttng\.warp_group_dot .* : tensor<")
-_WAIT = re.compile(r"ttng\.warp_group_dot_wait .*\bpendings = (\d+)")
 MOST_SPILLED = 16  # stores of a kernel of Gluon to local memory
 WARP_GROUP_ROWS = 64  # fewest rows of a product by a warp group (sm_90) or in tensor memory (sm_100)
 WARP_GROUP_WARPS = 4
@@ -30,10 +26,9 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
         Finding(rule="tensor_core", kernel=kernel, text=text)
         for text in _products(intermediate, machine, arch, meta.num_warps)
     ]
-    if arch == WAITING_ARCH:
-        findings += [
-            Finding(rule="in_flight", kernel=kernel, text=text) for text in left_running(compiled.asm["ttgir"])
-        ]
+    if machine.overwritten:
+        text = f"{machine.overwritten} instructions write registers that products in flight read"
+        findings.append(Finding(rule="in_flight", kernel=kernel, text=text))
     findings += [
         Finding(rule="narrow", kernel=kernel, text=text)
         for text in narrow_accesses(intermediate, machine, 32 * meta.num_warps)
@@ -76,23 +71,6 @@ def _products(intermediate: ir.Ir, machine: sass.Sass, arch: int, num_warps: int
     if intermediate.dots and all(dot.fp8 for dot in intermediate.dots) and found - fp8_opcodes and found & fp8_opcodes:
         texts.append(f"fp8 products, some of which are not in fp8 {has}")
     return texts
-
-
-def left_running(text: str) -> list[str]:
-    """Describe the products of Triton's IR, "ttgir", that read registers and that nothing waits for at once.
-
-    Their registers would be written for the next ones while they run, which is not defined: neither Triton up to 3.6
-    nor every assembler keeps them (triton-lang/triton issues 9433 and 11781).
-    """
-    reading, most = 0, 0
-    for line in text.splitlines():
-        if _REGISTER_PRODUCT.search(line):
-            reading += 1
-        elif reading and (match := _WAIT.search(line)):
-            most, reading = max(most, int(match[1])), 0
-    if not most and not reading:
-        return []
-    return [f"products that read registers run on: {most or reading} at a time"]
 
 
 def _least_width(access: ir.Access, threads: int) -> int:
