@@ -385,7 +385,7 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
     ("number", "words"),
     [
         pytest.param(signal.SIGKILL, r"error: rank (\d) was killed by SIGKILL", id="SIGKILL"),
-        pytest.param(signal.SIGSTOP, r"error: rank (\d) stopped answering in ", id="SIGSTOP"),
+        pytest.param(signal.SIGSTOP, r"error: rank (\d) stopped answering in ", id="SIGSTOP", marks=pytest.mark.matrix),
     ],
 )
 def test_a_lost_rank_is_named(number: signal.Signals, words: str, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def random_case(rng: random.Random, num_ranks: int, number: int) -> TransportCas
     )
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.matrix), (4, 2)])
 def test_some_cases(nodes: int, per_node: int) -> None:
     assert failures(launch(run_some, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
 

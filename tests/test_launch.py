@@ -249,7 +249,7 @@ finally:
     ("number", "to_all", "code", "out"),
     [
         (signal.SIGINT, True, -signal.SIGINT, "left in good order\n"),
-        (signal.SIGTERM, False, 143, "left in good order\n"),
+        pytest.param(signal.SIGTERM, False, 143, "left in good order\n", marks=pytest.mark.matrix),
         (signal.SIGKILL, False, -signal.SIGKILL, ""),
     ],
     ids=["ctrl-c", "terminated", "killed"],

@@ -793,10 +793,10 @@ def gigabyte(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 @pytest.mark.parametrize(
     ("gigabyte", "num_ranks", "dtype", "scheme"),
     [
-        ("bfloat16", 2, "bfloat16", "none"),
-        ("bfloat16", 4, "float32", "none"),
+        pytest.param("bfloat16", 2, "bfloat16", "none", marks=pytest.mark.matrix),
+        pytest.param("bfloat16", 4, "float32", "none", marks=pytest.mark.matrix),
         ("bfloat16", 2, "bfloat16", QUANTIZED[0]),
-        ("fp8", 2, "bfloat16", "fp8_block"),
+        pytest.param("fp8", 2, "bfloat16", "fp8_block", marks=pytest.mark.matrix),
         ("fp8", 4, "bfloat16", "none"),
         ("gpt_oss", 2, "bfloat16", "none"),
     ],
