@@ -145,6 +145,16 @@ class CallShape:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
         return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.row_dtype
 
+    def decodes_pairs(self, *, folded: bool) -> bool:
+        """True if weights are decoded two at once to 16 bits. folded: whether with the scales of their groups."""
+        stored, bits16 = self.scheme.weight, self.decodes and self.row_dtype.itemsize == 2
+        if stored.family == "micro":
+            return bits16 and self.row_dtype == torch.bfloat16 and (folded or stored.packed == 2)
+        if stored.family == "integer" and stored.packed == 2:
+            exact = (self.row_dtype, torch.bfloat16) if self.row_dtype == torch.float16 else (self.row_dtype,)
+            return bits16 and (not folded or stored.scale_dtype in exact)
+        return bits16 and stored.dtype == torch.int8 and not folded
+
     @property
     def weight_bits(self) -> int:
         """Bits of a stored element of the weights."""

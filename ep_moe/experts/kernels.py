@@ -241,8 +241,12 @@ def _launchable(tiles: ExpertTiles, shape: CallShape) -> ExpertTiles:
     if shape.device.type != "cuda":
         return tiles
     properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
-    widths = 8 * shape.row_dtype.itemsize, shape.weight_bits
-    return fit_stages(tiles, properties["max_shared_mem"], *widths, gated=shape.activation.kind.gated)
+    widths, stored = (8 * shape.row_dtype.itemsize, shape.weight_bits), shape.scheme.weight
+    grouped = stored.granularity in ("group", "block")
+    rearranged = stored.packed > 1 and not shape.decodes_pairs(folded=grouped)
+    return fit_stages(
+        tiles, properties["max_shared_mem"], *widths, gated=shape.activation.kind.gated, rearranged=rearranged
+    )
 
 
 def _checked(tiles: ExpertTiles, shape: CallShape, source: str) -> ExpertTiles:

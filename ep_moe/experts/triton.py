@@ -47,20 +47,12 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
     if shape.decodes:
         assert stored.dtype is not None
         kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
-    folded = scales.WEIGHT == "fold"
-    of_pairs = (shape.row_dtype, torch.bfloat16) if shape.row_dtype == torch.float16 else (shape.row_dtype,)
-    same_scales = not folded or stored.scale_dtype in of_pairs
     shuffled = shuffles(shape, gemm)
-    pairs = {
-        "uint4": same_scales and shape.row_dtype.itemsize == 2,
-        "int8": not folded and shape.row_dtype.itemsize == 2,
-        "e2m1": shape.row_dtype == torch.bfloat16,
-        "float8": stored.family == "micro" and folded and shape.row_dtype == torch.bfloat16,
-    }
+    pairs = shuffled and shape.decodes_pairs(folded=scales.WEIGHT == "fold")
     return Codes(
         KIND=kind,
         PACKED=stored.packed,
-        PAIRS=shuffled and pairs.get(kind, False) and not triton.knobs.runtime.interpret,
+        PAIRS=pairs and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
         GROUPS=max(gemm.block_k // products // (stored.group_width or _ONE_GROUP), 1),
         SCALES=group_loads(shape, gemm, sums, stored.scale_dtype) if scaled else "single",

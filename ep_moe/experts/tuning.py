@@ -76,7 +76,9 @@ def stage_bytes(block_m: int, gemm: GemmTiles, row_bits: int, weight_bits: int, 
     return (block_m * row_bits + halves * gemm.block_n * weight_bits) * gemm.block_k // 8
 
 
-def fit_stages(tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits: int, *, gated: bool) -> ExpertTiles:
+def fit_stages(
+    tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits: int, *, gated: bool, rearranged: bool = False
+) -> ExpertTiles:
     """Reduce num_stages until both GEMMs' buffers fit a block's shared memory. An H200 fits all of the default tables.
 
     Example: 128 rows and two halves of 128 columns with a bfloat16 block_k of 64 take 48 KiB a stage: three stages fit
@@ -84,13 +86,15 @@ def fit_stages(tiles: ExpertTiles, shared_bytes: int, row_bits: int, weight_bits
 
     Args:
         shared_bytes: available to a thread block. row_bits, weight_bits: of a stored element. gated: whether w13 has
-            two halves.
+            two halves. rearranged: whether packed weights pass through shared memory once more, a byte each, as those
+            do that are decoded one by one.
     Errors: RuntimeError if one stage alone does not fit. Local.
     """
 
     def fitted(gemm: GemmTiles, halves: int) -> GemmTiles:
         needed = stage_bytes(tiles.block_m, gemm, row_bits, weight_bits, halves=halves)
-        most = (shared_bytes - _OTHER_SHARED_BYTES) // needed
+        other = _OTHER_SHARED_BYTES + rearranged * halves * gemm.block_n * gemm.block_k
+        most = (shared_bytes - other) // needed
         if most < 1:
             raise RuntimeError(
                 f"a stage of {needed} bytes does not fit the {shared_bytes} bytes of a block's shared memory"

@@ -762,6 +762,12 @@ def test_stages_fit_the_shared_memory() -> None:
     assert [t.second.num_stages for t in (h200, a100, l40)] == [3, 3, 3]
     with pytest.raises(RuntimeError, match="49152 bytes does not fit the 49152 bytes"):
         fit_stages(tiles, 49152, 16, 16, gated=True)
+    packed = default_table(torch.float16, gated=True, weight_bits=4).choose(500)
+    one_by_one = fit_stages(
+        packed, 232448, 16, 4, gated=True, rearranged=True
+    )  # three stages need 233472 bytes and more
+    assert fit_stages(packed, 232448, 16, 4, gated=True) == packed
+    assert [one_by_one.first.num_stages, one_by_one.second.num_stages] == [2, 2]
 
 
 def test_auto_and_names() -> None:
