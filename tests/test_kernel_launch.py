@@ -1,5 +1,6 @@
 """Repeated launches through a fake CUDA driver: the arguments in the memory that the driver would read."""
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -30,6 +31,7 @@ SIGNATURE = {
 }
 SIZES = (8, 8, 4, 8, 8, 4, 8, 4)
 SCRATCH = (8, 8)
+CAPTURING = threading.Lock()  # held while torch captures a graph
 
 
 class Driver:
@@ -71,6 +73,7 @@ def make_launch(
 ) -> cuda_driver.DriverLaunch:
     monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: fake)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", CAPTURING.locked, raising=False)
     arguments = (((2**46, 1), torch.zeros(1)), 12, tokens, -5, 10**11, 1.5)
     streams = itertools.count(33)
     return cuda_driver.DriverLaunch(
@@ -153,6 +156,118 @@ def test_a_sequence_writes_arguments_once(monkeypatch: pytest.MonkeyPatch) -> No
     fake.status = 719
     with pytest.raises(RuntimeError, match="CUresult 719"):
         run([1, 2, 3, 4, 5])
+
+
+class Recorder(Driver):
+    """Records launches on a stream as a graph, too; a started graph repeats them with the arguments of then."""
+
+    def __init__(self) -> None:
+        super().__init__((*SIZES, *SCRATCH))
+        self.graphs: dict[int, list[Any]] = {}
+        self.started: list[tuple[int, int]] = []
+        self.refused = 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        mode._obj.value = {2: 0, 0: 2}[mode._obj.value]
+        return 0
+
+    def cuStreamCreate(self, stream: Any, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        stream._obj.value = 77
+        return 0
+
+    def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:  # noqa: N802
+        assert (stream.value, mode) == (77, 2)
+        if not self.refused:
+            self.kept, self.launched = self.launched, []
+        return self.refused
+
+    def cuStreamEndCapture(self, stream: Any, graph: Any) -> int:  # noqa: N802
+        self.graphs[len(self.graphs) + 1] = self.launched
+        graph._obj.value, self.launched = len(self.graphs), self.kept
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, executable: Any, graph: Any, flags: Any) -> int:  # noqa: N802
+        executable._obj.value = graph.value
+        return 0
+
+    def cuGraphLaunch(self, executable: Any, stream: Any) -> int:  # noqa: N802
+        self.started.append((executable.value, stream.value))
+        self.launched += self.graphs[executable.value]
+        return self.status
+
+    def cuGraphExecDestroy(self, executable: Any) -> int:  # noqa: N802
+        del self.graphs[executable.value][:]
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:  # noqa: N802
+        return 0
+
+    def cuStreamDestroy_v2(self, stream: Any) -> int:  # noqa: N802
+        assert stream.value == 77
+        return 0
+
+
+def recorded_sequence(monkeypatch: pytest.MonkeyPatch, fake: Driver, called: list[int]) -> cuda_driver.DriverSequence:
+    """Two launches and a function between them."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    first, second = (make_launch(monkeypatch, fake, (torch.zeros(3), None, torch.ones(2))) for _ in range(2))
+    launches = [(first, (0, 1, 3, 4)), (lambda values: called.append(values[0]), (2,)), (second, (2, 1, 3, 3))]
+    return cuda_driver.DriverSequence(launches, 5)
+
+
+def test_launches_that_come_again_are_started_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same values alone, on the stream of the call, and not while torch captures."""
+    fake, called = Recorder(), list[int]()
+    run = recorded_sequence(monkeypatch, fake, called)
+    direct = cuda_driver._RECORDED_AFTER
+
+    def arguments(start: int) -> list[list[int]]:
+        return [values[3:7] for *_, values in fake.launched[start:]]
+
+    values, others = [4096, 8192, 12288, -2, 5], [16, 32, 48, 7, 8]
+    for _ in range(direct):
+        run(values)
+    assert not fake.started
+    for given, graph in ((values, True), (others, False), (values, True)):
+        begin, started = len(fake.launched), len(fake.started)
+        run(given)
+        assert arguments(begin) == [
+            [given[0], given[1], given[3], given[4]],
+            [given[2], given[1], given[3], given[3]],
+        ]
+        assert len(fake.started) - started == graph
+    streams = [stream for _, stream in fake.started]
+    assert min(streams) >= 33  # the stream of each call, not the one of the recording
+    assert len(set(streams)) == 2
+    assert called == [12288] * (direct + 1) + [48]  # what is recorded is not called again
+    started = len(fake.started)
+    with CAPTURING:
+        run(values)
+    assert len(fake.started) == started
+    for number in range(cuda_driver._MOST_GRAPHS):
+        for _ in range(direct + 1):
+            run([number] * 5)
+    assert [bool(launches) for launches in fake.graphs.values()] == [False] + [True] * cuda_driver._MOST_GRAPHS
+    fake.status = 719
+    with pytest.raises(RuntimeError, match="CUresult 719"):
+        run([0] * 5)
+
+
+@pytest.mark.parametrize("lacking", [False, True], ids=["refuses", "lacks"])
+def test_a_driver_that_records_nothing(monkeypatch: pytest.MonkeyPatch, lacking: bool) -> None:
+    """Launches go on one by one, and recording is not tried again."""
+    fake, called = Driver((*SIZES, *SCRATCH)) if lacking else Recorder(), list[int]()
+    run = recorded_sequence(monkeypatch, fake, called)
+    if isinstance(fake, Recorder):
+        fake.refused = 801
+    count = 3 * cuda_driver._RECORDED_AFTER
+    for number in range(count):
+        run([4096, 8192, 12288, number // 2, 5])
+        run([4096, 8192, 12288, -2, 5])
+    assert len([values for *_, values in fake.launched if values[5] == -2]) == 2 * count
+    assert not run._recordable
 
 
 def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

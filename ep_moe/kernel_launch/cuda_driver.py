@@ -6,6 +6,7 @@ host several times as long as a small exchange takes the GPU. Structures and con
 
 import ctypes
 import functools
+import logging
 import operator
 import struct
 import threading
@@ -14,13 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_moe.kernel_launch.launch_graph import LaunchGraph, RecordingError
 from ep_moe.kernel_launch.tensor_map import TensorMap, address_of, is_descriptor
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_CONTEXT = 201  # CUresult
 _SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
+_RECORDED_AFTER = 8  # launches of a sequence with the same values: making a graph takes the host as long as some calls
+_MOST_GRAPHS, _MOST_COUNTED = 4, 16  # of a sequence: graphs, and values that came too seldom
 _REFUSED = "the CUDA driver did not launch a kernel (CUresult {})"
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4}  # of an argument, by Triton's type name; a pointer has 8
+_log = logging.getLogger(__name__)
 
 
 class LaunchMismatchError(RuntimeError):
@@ -218,7 +223,9 @@ class DriverSequence:
     """Launches one after the other, whose changing arguments lie in one array: written once, read by all of them.
 
     Several threads may share one. Beside single launches that saves what each does again: the device, the stream, the
-    lock, the choice and the conversion of its arguments.
+    lock, the choice and the conversion of its arguments. Launches whose values have come `_RECORDED_AFTER` times are
+    recorded as a CUDA graph, which the driver starts as one: a program whose calls repeat allocates the same addresses
+    again, as torch's allocator keeps them. docs/benchmarks/notes/2026-11-25-calls-as-graphs.md has times.
 
     Args:
         launches: each a `DriverLaunch`, or another function of its arguments, with the positions of these among the
@@ -249,7 +256,10 @@ class DriverSequence:
         first = self._bound[0].launch
         self._launch, self._device, self._index = first._launch, first._device, first._index  # noqa: SLF001
         self._current_device, self._current_stream = first._current_device, first._current_stream  # noqa: SLF001
+        self._capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
         self._stream: int | None = None
+        self._times, self._graphs = dict[tuple[int, ...], int](), dict[tuple[int, ...], LaunchGraph]()
+        self._recordable = len(self._steps) > 1
         self._lock = threading.Lock()
 
     def __call__(self, values: Sequence[int], *, again: bool = True) -> None:
@@ -258,23 +268,52 @@ class DriverSequence:
             with torch.cuda.device(self._device):
                 self(values)
             return
-        launch, status = self._launch, 0
         with self._lock:
-            self._pack(self._memory, 0, *values)
             stream = self._current_stream(self._index)
-            if stream != self._stream:
-                for bound in self._bound:
-                    bound.config.stream = stream
-                self._stream = stream
-            for arguments, call, pick in self._steps:
-                if arguments is None:
-                    call(pick(values))
-                    continue
-                status = launch(*arguments)
-                if status:
-                    break
+            graph = self._graph_of(tuple(values)) if self._recordable else None
+            status = self._launch_on(values, stream) if graph is None else graph(stream)
         if status == _NO_CONTEXT and again:
             torch.zeros(1, dtype=torch.float32, device=self._device)  # a torch kernel makes the context current
             self(values, again=False)
         elif status:
             raise RuntimeError(_REFUSED.format(status))
+
+    def _launch_on(self, values: Sequence[int], stream: int) -> int:
+        """Launch all on this stream, which is the current one; returns the CUresult of the last launch tried."""
+        self._pack(self._memory, 0, *values)
+        if stream != self._stream:
+            for bound in self._bound:
+                bound.config.stream = stream
+            self._stream = stream
+        launch, status = self._launch, 0
+        for arguments, call, pick in self._steps:
+            if arguments is None:
+                call(pick(values))
+                continue
+            status = launch(*arguments)
+            if status:
+                break
+        return status
+
+    def _graph_of(self, values: tuple[int, ...]) -> LaunchGraph | None:
+        """The launches with these values as a graph; None if they came too seldom, or torch captures a graph now."""
+        if self._capturing():
+            return None
+        graph = self._graphs.get(values)
+        if graph is None:
+            times = self._times[values] = self._times.pop(values, 0) + 1
+            if times <= _RECORDED_AFTER:
+                if len(self._times) > _MOST_COUNTED:
+                    del self._times[next(iter(self._times))]
+                return None
+            del self._times[values]
+            try:
+                graph = LaunchGraph(cuda_driver(), functools.partial(self._launch_on, values), self._device)
+            except RecordingError as error:
+                self._recordable = error.status == _NO_CONTEXT  # which the launches, that come now, will mend
+                _log.info("calls launch their kernels one by one, which is slower: %s", error)
+                return None
+            self._graphs[values] = graph
+            if len(self._graphs) > _MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        return graph
