@@ -86,6 +86,7 @@ FEW: dict[str, Any] = {
     "num_graphs": 2,
 }
 MANY = {**FEW, "rounds": 2000, "max_tokens": 600, "shapes": 6, "seed": 1}  # ids are counted before they are sent
+EAGER = {**FEW, "rounds": 2000, "shapes": 3, "seed": 5, "num_graphs": 0, "delay": 0, "look_every": 10}
 
 
 def stress_on_rank(group: EPGroup, options: dict[str, Any]) -> int:
@@ -96,7 +97,7 @@ def stress_on_rank(group: EPGroup, options: dict[str, Any]) -> int:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("options", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("options", [FEW, MANY, EAGER], ids=["few", "many", "eager"])
 @pytest.mark.parametrize("num_ranks", on_gpus(2, 4))
 def test_random_rounds_of_nvlink(num_ranks: int, options: dict[str, Any]) -> None:
     start, config = time.monotonic(), GroupConfig(timeout_secs=120)

@@ -21,6 +21,7 @@ from ep_moe.transport import Dispatched
 from ep_moe.transport.one_sided import NvlinkTransport
 from nvlink.reference import WRONG, Inputs, compute, count_wrong, expected_output, raw
 
+_RESULT = ("first_wrong_round", "token", "columns", "largest_difference")
 BEFORE_THE_WRAP = -3  # the first rounds are -2, -1 and 1
 
 
@@ -91,6 +92,8 @@ class Stress:
         self.shapes = [Shape.at_random(config, rng, group.num_ranks) for _ in range(config.shapes)]
         self._generator = torch.Generator(group.device)
         self._wrong = torch.zeros(len(WRONG) + 1, dtype=torch.int64, device=group.device)
+        self._first_wrong = torch.full((4,), -1.0, dtype=torch.float64, device=group.device)  # as `_RESULT` says
+        self._done: list[tuple[int, Shape]] = []  # since the last look
         self._graphs = [
             Graph(self, slot=index % 2, shape=self._graph_shape(index)) for index in range(config.num_graphs)
         ]
@@ -136,7 +139,11 @@ class Stress:
         """Raise AssertionError if any of rounds `first` to `last` - 1 was wrong. Local, host sync."""
         self.transport.check()
         found = dict(zip((*WRONG, "result"), self._wrong.tolist(), strict=True))
-        assert not any(found.values()), f"rounds {first} to {last} on rank {self._rank}: {found}"
+        if any(found.values()):
+            result = dict(zip(_RESULT, self._first_wrong.tolist(), strict=True))
+            rounds = "\n".join(f"round {number}: {shape}" for number, shape in self._done)
+            raise AssertionError(f"rounds {first} to {last} on rank {self._rank}: {found}, {result}\n{rounds}")
+        self._done.clear()
 
     def one(self, number: int, shape: Shape, slot: int) -> None:
         """One round; each rank calls halves or both at once. Collective, no host sync."""
@@ -154,7 +161,7 @@ class Stress:
             self.transport.combine_send(y, dispatched)
             self._pause(own)
             self.transport.combine_recv(dispatched, shared=shared, out=out)
-        self.check_result(out, inputs, shape)
+        self.check_result(number, out, inputs, shape)
 
     def _dispatch(self, inputs: Inputs, shape: Shape, slot: int, own: random.Random) -> Dispatched:
         options = self.call(inputs, shape, slot)
@@ -181,7 +188,7 @@ class Stress:
         for slot in reversed(order):
             out = self._out(shapes[slot])
             self.transport.combine_recv(opened[slot], out=out)
-            self.check_result(out, inputs[slot], dataclasses.replace(shapes[slot], shared=False))
+            self.check_result(number + slot, out, inputs[slot], dataclasses.replace(shapes[slot], shared=False))
 
     def call(self, inputs: Inputs, shape: Shape, slot: int) -> dict[str, Any]:
         """The arguments of a dispatch; rows beyond the tokens hold ids that no rank owns."""
@@ -243,14 +250,23 @@ class Stress:
             alignment=self._sizes.row_alignment,
         )
 
-    def check_result(self, out: torch.Tensor, inputs: Inputs, shape: Shape) -> None:
-        """Count the tokens whose result differs."""
+    def check_result(self, number: int, out: torch.Tensor, inputs: Inputs, shape: Shape) -> None:
+        """Count the tokens whose result differs, and keep the first one of them."""
         rows, rank = shape.rows[self._rank], self._rank
+        self._done.append((number, shape))
         scheme = get_scheme(shape.scheme)
-        expected = expected_output(inputs, rank, self._placement, scheme=scheme, shared=shape.shared)
-        differs = (raw(out) != raw(expected[:rows])).any(1)
+        expected = expected_output(inputs, rank, self._placement, scheme=scheme, shared=shape.shared)[:rows]
+        differs = (raw(out) != raw(expected)).any(1)
         token = torch.arange(rows, device=self._device)
-        self._wrong[-1] += (differs & (token < inputs.tokens[rank])).sum()
+        differs &= token < inputs.tokens[rank]
+        self._wrong[-1] += differs.sum()
+        if rows:
+            first = differs.int().argmax()
+            distance = (out[first].double() - expected[first].double()).abs()
+            told = torch.stack(
+                (torch.full_like(distance[0], number), first.double(), (distance > 0).sum(), distance.max())
+            )
+            self._first_wrong = torch.where((self._first_wrong[0] < 0) & differs.any(), told, self._first_wrong)
 
 
 class Graph:
@@ -287,7 +303,7 @@ class Graph:
         self._shared.copy_(inputs.shared)
         self._out.fill_(float("nan"))
         self._graph.replay()
-        self._stress.check_result(self._out, inputs, self._shape)
+        self._stress.check_result(number, self._out, inputs, self._shape)
 
 
 def stress(group: EPGroup, config: StressConfig) -> int:
