@@ -450,7 +450,7 @@ def test_captured_in_a_cuda_graph(tokens: str, finalized: bool) -> None:
     given |= {name: own[name] for name in ("gemm1_beta", "gemm1_clamp_limit")}
     changes = {
         "hidden_states": x.flip(0),
-        "routing_logits": logits().flip(1),
+        "routing_logits": logits().flip(0, 1),  # other experts, and other weights of them
         "output2_scale_scalar": own["gemm1_alpha"],
     }
     assert_replays(trtllm_fp4_block_scale_moe, given, changes)

@@ -83,16 +83,12 @@ def few(first: tuple[int, ...], second: tuple[int, ...]) -> ExpertTiles:
     return ExpertTiles(block_m=16, first=gemm(first[0] // 2, *first[1:]), second=gemm(*second))
 
 
-FIRST_FEW = (64, 256, 4, 3, 4)
-SAME_FEW = few(FIRST_FEW, FIRST_FEW)
 DECODED_BYTES_FEW = few((64, 256, 4, 2, 4), (64, 256, 4, 2, 4))
-INT4_LONG_STEPS = ("int4_w4a8_g128", "int4_w4a16_g32", "int4_w4a16_g128")
 BLOCKS_MANY = (
     plain(64, (128, 8, 3, 1), (128, 4, 3, 2), 8),
     plain(64, (128, 8, 3, 1), (128, 4, 3, 2), 32),
     plain(64, (128, 8, 3, 1), (128, 8, 3, 2)),
 )
-PACKED_MANY = (both(128, 128, 4, 2, 2, 4), both(128, 128, 8, 3, 1, 4), both(256, 128, 8, 3, 1, 8))
 BYTES_MANY = (
     both(128, 128, 4, 2, 2, 4),
     both(128, 64, 4, 3, 2, 4),
@@ -100,19 +96,13 @@ BYTES_MANY = (
     both(256, 128, 8, 2, 1, 4),
 )
 CANDIDATES: dict[str, tuple[ExpertTiles, ...]] = {
-    **{f"{DEEPSEEK}:{scheme}:{FEW}": (SAME_FEW,) for scheme in (*INT4_LONG_STEPS, "mxfp4_w4a16", "nvfp4_w4a16")},
     **{f"{DEEPSEEK}:{scheme}:{FEW}": (DECODED_BYTES_FEW,) for scheme in ("fp8_w8a16", "int8_w8a16", "mxfp8_w8a16")},
-    f"{DEEPSEEK}:mxfp8:{FEW}": (few((64, 256, 4, 2, 4), FIRST_FEW),),
-    f"{GPT_OSS}:mxfp4_w4a16:{FEW}": (SAME_FEW, few((128, 256, 8, 3, 2), (128, 128, 8, 4, 2))),
-    f"{GPT_OSS}:mxfp4_w4a16:64": (both(64, 64, 8, 4, 2),),
-    f"{GPT_OSS}:mxfp4_w4a16:128": (both(128, 64, 4, 3, 2),),
     **{
         f"{DEEPSEEK}:{scheme}:{rows}": (both(rows, 128, 4, 2, 2), both(rows, 64, 8, 3, 1))
-        for scheme in ("mxfp8", "fp8_w8a16", "mxfp8_w8a16", "int8_w8a16")
+        for scheme in ("fp8_w8a16", "mxfp8_w8a16")
         for rows in (64, 128)
     },
-    **{f"{DEEPSEEK}:{scheme}:{MANY}": PACKED_MANY for scheme in ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16")},
-    **{f"{DEEPSEEK}:{scheme}:{MANY}": BYTES_MANY for scheme in ("mxfp8", "fp8_w8a16", "int8_w8a16")},
+    **{f"{DEEPSEEK}:{scheme}:{MANY}": BYTES_MANY for scheme in ("fp8_w8a16", "int8_w8a16")},
     **{f"{DEEPSEEK}:{scheme}:{MANY}": BLOCKS_MANY for scheme in ("int8_block", "fp8_block")},
 }
 
