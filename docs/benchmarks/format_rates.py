@@ -83,7 +83,6 @@ def few(first: tuple[int, ...], second: tuple[int, ...]) -> ExpertTiles:
     return ExpertTiles(block_m=16, first=gemm(first[0] // 2, *first[1:]), second=gemm(*second))
 
 
-DECODED_BYTES_FEW = few((64, 256, 4, 2, 4), (64, 256, 4, 2, 4))
 BLOCKS_MANY = (
     plain(64, (128, 8, 3, 1), (128, 4, 3, 2), 8),
     plain(64, (128, 8, 3, 1), (128, 4, 3, 2), 32),
@@ -96,7 +95,8 @@ BYTES_MANY = (
     both(256, 128, 8, 2, 1, 4),
 )
 CANDIDATES: dict[str, tuple[ExpertTiles, ...]] = {
-    **{f"{DEEPSEEK}:{scheme}:{FEW}": (DECODED_BYTES_FEW,) for scheme in ("fp8_w8a16", "int8_w8a16", "mxfp8_w8a16")},
+    f"{DEEPSEEK}:fp8_w8a16:{FEW}": (few((64, 256, 4, 2, 4), (64, 256, 4, 2, 4)),),
+    f"{DEEPSEEK}:int8_w8a16_g128_zp:{FEW}": (few((64, 128, 4, 3, 5), (64, 128, 4, 3, 5)),),
     **{
         f"{DEEPSEEK}:{scheme}:{rows}": (both(rows, 128, 4, 2, 2), both(rows, 64, 8, 3, 1))
         for scheme in ("fp8_w8a16", "mxfp8_w8a16")
