@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ep_moe.kernel_launch import cuda_driver
+from ep_moe.kernel_launch import cuda_driver, launch_graph
 
 pytest.importorskip("triton")
 
@@ -246,13 +246,20 @@ def test_launches_that_come_again_are_started_as_one_graph(monkeypatch: pytest.M
     with CAPTURING:
         run(values)
     assert len(fake.started) == started
-    for number in range(cuda_driver._MOST_GRAPHS):
+    monkeypatch.setattr(cuda_driver, "_MOST_GRAPHS", 3)
+    for number in range(3):
         for _ in range(direct + 1):
             run([number] * 5)
-    assert [bool(launches) for launches in fake.graphs.values()] == [False] + [True] * cuda_driver._MOST_GRAPHS
+    assert [bool(launches) for launches in fake.graphs.values()] == [False, True, True, True]  # the first one is freed
+    monkeypatch.setattr(launch_graph, "_MOST", launch_graph.LaunchGraph._alive)
+    started = len(fake.started)
+    for _ in range(2 * direct):
+        run([3] * 5)
+    run([2] * 5)
+    assert len(fake.started) == started + 1  # of those that exist
     fake.status = 719
     with pytest.raises(RuntimeError, match="CUresult 719"):
-        run([0] * 5)
+        run([2] * 5)
 
 
 @pytest.mark.parametrize("lacking", [False, True], ids=["refuses", "lacks"])

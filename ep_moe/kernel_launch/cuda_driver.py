@@ -22,7 +22,8 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_CONTEXT = 201  # CUresult
 _SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
 _RECORDED_AFTER = 8  # launches of a sequence with the same values: making a graph takes the host as long as some calls
-_MOST_GRAPHS, _MOST_COUNTED = 4, 16  # of a sequence: graphs, and values that came too seldom
+_MOST_GRAPHS = 128  # of a sequence, one for each layer of a model
+_MOST_COUNTED = 256  # values of a sequence that came too seldom
 _REFUSED = "the CUDA driver did not launch a kernel (CUresult {})"
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4}  # of an argument, by Triton's type name; a pointer has 8
 _log = logging.getLogger(__name__)
@@ -302,7 +303,7 @@ class DriverSequence:
         graph = self._graphs.get(values)
         if graph is None:
             times = self._times[values] = self._times.pop(values, 0) + 1
-            if times <= _RECORDED_AFTER:
+            if times <= _RECORDED_AFTER or not LaunchGraph.may_be_made():
                 if len(self._times) > _MOST_COUNTED:
                     del self._times[next(iter(self._times))]
                 return None
