@@ -215,7 +215,6 @@ def _default(shape: CallShape) -> ExpertTiles:
             gated=gated,
             weight_bits=shape.weight_bits,
             fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
-            micro_rows=shape.scheme.payload.family == "micro",
         )
         tiles = table.choose(shape.expected_rows)
         if all(_sums_within_groups(shape, gemm) for gemm in (tiles.first, tiles.second)):

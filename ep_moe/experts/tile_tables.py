@@ -55,7 +55,6 @@ _CONDITIONS = {
     "whole_blocks": bool,
     "weight_bits": int,
     "fp8_weights": bool,
-    "micro_rows": bool,
 }
 _log = logging.getLogger(__name__)
 _WIDEST_GROUP = 128  # `group_k` of a condition is the largest power of two up to this that divides a scale's columns
@@ -186,7 +185,6 @@ def default_table(
     whole_blocks: bool = True,
     weight_bits: int = 0,
     fp8_weights: bool = False,
-    micro_rows: bool = False,
 ) -> TileTable:
     """The table for shapes without one of their own, as measured fastest on an H200, and those of decoded weights on an
     H100 (docs/BENCHMARKS.md).
@@ -200,13 +198,12 @@ def default_table(
         whole_blocks: whether 128 rows of a weight lie in one block of its scales; else each row loads its own.
         weight_bits: of an element of weights that are decoded to `dtype`; 0 if they are not.
         fp8_weights: whether these are fp8 numbers, which are decoded in fewer instructions than integers.
-        micro_rows: whether rows are MX or NVFP4, so that weights, not sums, are multiplied by their scales.
     Errors: ValueError if no table is for this dtype. Local.
     """
     name = str(dtype).removeprefix("torch.")
     group = min(group_k & -group_k, _WIDEST_GROUP)
     facts = {"gated": gated, "group_k": group, "whole_blocks": whole_blocks}
-    facts |= {"weight_bits": weight_bits, "fp8_weights": fp8_weights, "micro_rows": micro_rows}
+    facts |= {"weight_bits": weight_bits, "fp8_weights": fp8_weights}
     for table in read_default_tables():
         wanted = dict(table.when)
         if name in wanted.pop("dtypes", [name]) and wanted.items() <= facts.items():
