@@ -64,9 +64,10 @@ class LaunchGraph:
 
 
 def _destroy(driver: Any, executable: ctypes.c_void_p) -> None:
-    """Give a graph back."""
+    """Give a graph back, perhaps while another thread records."""
     LaunchGraph._alive -= 1
-    driver.cuGraphExecDestroy(executable)
+    with contextlib.suppress(RecordingError), _relaxed(driver):
+        driver.cuGraphExecDestroy(executable)
 
 
 def _check(status: int) -> None:
