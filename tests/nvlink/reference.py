@@ -9,11 +9,12 @@ import dataclasses
 import torch
 
 from ep_moe.config import Layout
+from ep_moe.kernels.exchange.round_state import SlotState
 from ep_moe.layout import ExpertBatch, Flat, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, as_bytes, dequantize_rows, quantize
 
-WRONG = ("counts", "starts", "values", "scales", "tokens")
+WRONG = ("counts", "starts", "values", "scales", "tokens", "rows", "weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,18 +83,20 @@ def _merge(ids: torch.Tensor, weights: torch.Tensor, first: int, last: int) -> t
 
 
 def count_wrong(
-    batch: ExpertBatch, inputs: Inputs, *, first: int, last: int, layout: Layout, alignment: int
+    batch: ExpertBatch, slot: SlotState, inputs: Inputs, *, first: int, last: int, layout: Layout, alignment: int
 ) -> torch.Tensor:
     """Count what differs in a batch of the experts [first, last), as WRONG says, int64 on the device.
 
     Values and scales are compared for each source, token and expert at their row in the batch; in FLAT also the ids and
-    weights of all rows, of which row r * M + t is token t of rank r.
+    weights of all rows, of which row r * M + t is token t of rank r. Rows and weights are those that the combine reads
+    in the slot.
     """
     device, (found_x, found_scale) = batch.x.device, (batch.x, batch.scale)
     local = torch.arange(first, last, device=device)
     hit = (inputs.ids.flatten(0, 1).unsqueeze(1) == local[None, :, None]).any(2)  # [N, L]
     count, start = hit.sum(0), batch.expert_row_start.long()
-    row = torch.where(hit, start + hit.cumsum(0) - 1, 0).flatten()
+    places = torch.where(hit, start + hit.cumsum(0) - 1, 0)
+    row = places.flatten()
     if layout is Layout.BATCHED:
         expected_start = torch.arange(last - first, device=device) * found_x.shape[1]
     else:
@@ -112,11 +115,25 @@ def count_wrong(
     wrong = [(batch.expert_num_tokens != count).sum(), (start != expected_start).sum(), differing(found_x, values)]
     nothing = torch.zeros_like(wrong[0])
     wrong.append(nothing if scale is None or found_scale is None else differing(found_scale, scale))
+    ids, weights = _merge(inputs.ids.flatten(0, 1), inputs.weights.flatten(0, 1), first, last)
     if isinstance(batch, Flat):
-        ids, weights = _merge(inputs.ids.flatten(0, 1), inputs.weights.flatten(0, 1), first, last)
         wrong.append(((batch.local_topk_ids != ids) | (batch.topk_weights != weights)).sum())
     else:
         wrong.append(nothing)
+    rows = torch.where(ids >= 0, places.gather(1, ids.clamp(min=0)), -1)
+    found_rows, found_weights = (each[: ids.numel()].view(ids.shape) for each in (slot.rows_ptr, slot.weights_ptr))
+    most = len(ids) // len(inputs.tokens)
+    tokens = torch.arange(most, device=device)
+    present = torch.cat([tokens < count for count in inputs.tokens]).unsqueeze(1)
+    if isinstance(batch, Flat):  # whether there is one: the sum is made already
+        wrong += [((found_rows[:, :1] != rows.amax(1, keepdim=True)) & present).sum(), nothing]
+    else:  # columns without a row come last
+        order = (rows < 0).int().argsort(dim=1, stable=True)
+        rows, weights = rows.gather(1, order), weights.gather(1, order)
+        wrong += [
+            ((each != wanted) & there).sum()
+            for each, wanted, there in ((found_rows, rows, present), (found_weights, weights, present & (rows >= 0)))
+        ]
     return torch.stack(wrong)
 
 

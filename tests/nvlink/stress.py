@@ -150,7 +150,7 @@ class Stress:
         own = random.Random(f"{number}/{self._rank}")
         inputs = self.make_inputs(number, shape)
         dispatched = self._dispatch(inputs, shape, slot, own)
-        self._check_batch(dispatched.batch, inputs, shape)
+        self._check_batch(slot, dispatched.batch, inputs, shape)
         self._pause(own)
         y = compute(dispatched.batch, self._first)
         out = self._out(shape)
@@ -183,7 +183,7 @@ class Stress:
             self._pause(own)
         opened = {slot: self.transport.dispatch_recv(slot=slot) for slot in order}
         for slot in order:
-            self._check_batch(opened[slot].batch, inputs[slot], shapes[slot])
+            self._check_batch(slot, opened[slot].batch, inputs[slot], shapes[slot])
             self.transport.combine_send(compute(opened[slot].batch, self._first), opened[slot])
         for slot in reversed(order):
             out = self._out(shapes[slot])
@@ -240,9 +240,10 @@ class Stress:
         else:
             time.sleep(length)
 
-    def _check_batch(self, batch: ExpertBatch, inputs: Inputs, shape: Shape) -> None:
+    def _check_batch(self, slot: int, batch: ExpertBatch, inputs: Inputs, shape: Shape) -> None:
         self._wrong[:-1] += count_wrong(
             batch,
+            self.transport._states.slots[slot],
             inputs,
             first=self._first,
             last=self._last,
