@@ -1,6 +1,7 @@
 """Plots of measured rows, with matplotlib, which `pip install ep-moe[bench]` installs."""
 
 import dataclasses
+import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from ep_moe.report.records import BENCHES, OURS, Record
 
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
 LINES_HEIGHT = 12  # of a line plot, in units of bars
+LABEL_CHARACTERS, LABEL_LINES = 56, 3  # of a line of a bar's label, and lines that fit beside a bar
 COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases; the second of ours, the first of others
 STYLES = ("o-", "x--", "+:")  # of ours and of its baselines
 
@@ -23,8 +25,8 @@ def _bars(
     unit: str,
     whole: str = "",
     over: str = "",
-) -> int:
-    """Draw a bar for each row and each of its baselines; returns their number.
+) -> float:
+    """Draw a bar for each row and each of its baselines; returns their height, in bars with short labels.
 
     Args:
         label: as `row_labels`. parts: figures that are stacked, by their names in the legend, "" for none.
@@ -44,14 +46,16 @@ def _bars(
                 us = _figure_of(record, name, whole)
                 axes.plot(us / one, place, "k|", markersize=14, label=None if place else "whole call")
                 told = f", {us:,.0f} us"
-            labels.append(f"{what}:\n{name}{told}")
+            labels.append(
+                f"{textwrap.fill(what, LABEL_CHARACTERS)}:\n{name}{told}" if name == OURS else f"{name}{told}"
+            )
     if whole:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(parts) + 1)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel(unit)
     axes.grid(axis="x", alpha=0.3)
-    return len(labels)
+    return len(labels) * max(max(1 + label.count("\n") for label in labels) / LABEL_LINES, 1)
 
 
 def _lines(
@@ -104,10 +108,10 @@ def _lines(
     return LINES_HEIGHT
 
 
-KINDS: dict[str, Callable[..., int]] = {"bars": _bars, "lines": _lines}
+KINDS: dict[str, Callable[..., float]] = {"bars": _bars, "lines": _lines}
 
 
-def plot_rows(axes: Any, rows: Sequence[Record]) -> int:
+def plot_rows(axes: Any, rows: Sequence[Record]) -> float:
     """Draw rows of one bench on matplotlib's axes; returns the height in bars.
 
     Errors: ValueError names a row that lacks a plotted figure. Local.
@@ -165,13 +169,19 @@ def _without(record: Record, paths: Sequence[str]) -> Record:
 
 
 def row_labels(rows: Sequence[Record], paths: Mapping[str, str]) -> list[str]:
-    """A label for each row: the values at `paths`, each followed by its unit, and other values in which rows differ."""
+    """A label for each row: the values at `paths`, each followed by its unit, and others in which rows with the same
+    values there differ.
+    """
     words = [{**row.shapes, **row.setup, "ranks": row.world_size, "on": row.gpu} for row in rows]
+    given = [", ".join(f"{_value(row, path)}{counted}" for path, counted in paths.items()) for row in rows]
     shown = {path.partition(".")[2] for path in paths}
     others = [name for name in dict.fromkeys(name for entry in words for name in entry) if name not in shown]
-    differ = [name for name in others if len({str(entry.get(name)) for entry in words}) > 1]
-    labels = []
-    for record, entry in zip(rows, words, strict=True):
-        given = [f"{_value(record, path)}{counted}" for path, counted in paths.items()]
-        labels.append(", ".join([*given, *(f"{name} {entry[name]}" for name in differ if name in entry)]))
-    return labels
+    differ = [
+        name
+        for name in others
+        if len({(what, str(entry.get(name))) for what, entry in zip(given, words, strict=True)}) > len(set(given))
+    ]
+    return [
+        ", ".join([what, *(f"{name} {entry[name]}" for name in differ if name in entry)])
+        for what, entry in zip(given, words, strict=True)
+    ]
