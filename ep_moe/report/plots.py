@@ -12,6 +12,7 @@ from ep_moe.report.records import BENCHES, OURS, Record
 WIDTH_INCHES, ROW_INCHES, DPI = 9.0, 0.45, 120
 LINES_HEIGHT = 12  # of a line plot, in units of bars
 LABEL_CHARACTERS, LABEL_LINES = 56, 3  # of a line of a bar's label, and lines that fit beside a bar
+LEGEND_CHARACTERS = 72  # of a line of a legend
 COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases; the second of ours, the first of others
 STYLES = ("o-", "x--", "+:")  # of ours and of its baselines
 
@@ -97,14 +98,15 @@ def _lines(
                 x: record for x, record in sorted(line.items()) if name == OURS or y in record.baselines.get(name, ())
             }
             xy = zip(*((x, _figure_of(record, name, y)) for x, record in measured.items()), strict=True)
-            axes.loglog(*xy, style, color=f"C{index}", markersize=4, label=text)
+            wrapped = textwrap.fill(text, LEGEND_CHARACTERS)
+            axes.loglog(*xy, style, color=f"C{index}", markersize=4, label=wrapped)
     ticks = sorted({x for line in lines.values() for x in line})
     axes.set_xticks(ticks, [str(x) for x in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel(units[0].format(ranks=most))
     axes.set_ylabel(units[1])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     return LINES_HEIGHT
 
 
