@@ -279,7 +279,7 @@ def _tiles_of(
     index = torch.cuda.current_device() if device.index is None else device.index
     shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     bits = 8 * (rows.dtype or dtype).itemsize, 8 * (stored.dtype or dtype).itemsize // stored.packed
-    return fit_stages(tiles, shared, *bits, gated=gated)
+    return fit_stages(tiles, shared, *bits, gated=gated, rearranged=stored.packed > 1)
 
 
 def configs_key(flags: Flags, w2: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, str | None, int, int]:
