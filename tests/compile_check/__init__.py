@@ -22,6 +22,8 @@ kernels are compiled with the alignments and options of real runs. The rules and
     order        an access to memory that ranks share without the barrier, fence, scope or semantics that it needs:
                  checked on the PTX along every path through a kernel. `order` has the rules, `exchange_order` names
                  the exchange's accesses, and `mutants` changes its kernels so that each rule finds something
+    loaded_again a volatile load that Triton has made several: it loads a tensor of fewer elements than threads once for
+                 each layout that it is used in. A peer may write between them, and one may be compared, another used
 
 A case may excuse a kernel from a rule, with a reason; an unused excuse is itself a finding.
 """

@@ -1,5 +1,6 @@
 """Reads Triton's IR as text: the loads, stores, products and reductions of a kernel."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -134,3 +135,16 @@ def read(text: str) -> Ir:
             raise RuntimeError(f"cannot read this line of Triton's IR: {line.strip()}")
     widens_fp8 = _WIDENED.search(text) is not None
     return Ir(accesses=accesses, dots=dots, reductions=reductions, widens_fp8=widens_fp8)
+
+
+def loaded_again(before: str, after: str) -> list[Place | None]:
+    """The places of volatile loads that are more in "ttgir" (`after`) than in "ttir" (`before`)."""
+    return [*(_volatile_loads(after) - _volatile_loads(before))]
+
+
+def _volatile_loads(text: str) -> collections.Counter[Place | None]:
+    named, found = _places(text), collections.Counter[Place | None]()
+    for line in text.splitlines():
+        if "isVolatile = true" in line and (match := _MEMORY.search(line)):
+            found[_resolve(match[3], named)] += 1
+    return found

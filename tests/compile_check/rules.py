@@ -26,6 +26,11 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
         Finding(rule="tensor_core", kernel=kernel, text=text)
         for text in _products(intermediate, machine, arch, meta.num_warps)
     ]
+    if "ttir" in compiled.asm:
+        findings += [
+            Finding(rule="loaded_again", kernel=kernel, text=f"loaded in several layouts: {_where(place)}")
+            for place in ir.loaded_again(compiled.asm["ttir"], compiled.asm["ttgir"])
+        ]
     if machine.overwritten:
         text = f"{machine.overwritten} instructions write registers that products in flight read"
         findings.append(Finding(rule="in_flight", kernel=kernel, text=text))
@@ -97,6 +102,10 @@ def narrow_accesses(intermediate: ir.Ir, machine: sass.Sass, threads: int) -> li
         strictest = max(here, key=lambda a: _least_width(a, threads), default=None)
         if strictest is None or access.width_bytes < _least_width(strictest, threads):
             block = f"{strictest.elements} {strictest.element}" if strictest else "unknown numbers"
-            where = f"{access.place[0]}:{access.place[1]}" if access.place else "an unknown line"
-            texts.append(f"{access.opcode} for a {access.kind} of {block} by {threads} threads at {where}")
+            what = f"{access.opcode} for a {access.kind} of {block} by {threads} threads"
+            texts.append(f"{what} at {_where(access.place)}")
     return list(dict.fromkeys(texts))
+
+
+def _where(place: ir.Place | None) -> str:
+    return f"{place[0]}:{place[1]}" if place else "an unknown line"

@@ -92,6 +92,9 @@ def _take_ll(
 
     The words are used as the completing poll has read them: nothing is read twice.
 
+    Rule: they are used behind the loop. Triton loads a tensor of fewer elements than threads once for each layout that
+    it is used in, and of several such loads only one is compared; but it never loads again what a `while` returns.
+
     Rule: a warp uses only copies that it has checked itself, or has read after all warps agreed. Warps beyond the size
     of a short tensor hold copies of other warps' parts. Up to WARP elements every warp has all of them; above that
     scales are spread over all threads, and entries are read again.
@@ -100,64 +103,63 @@ def _take_ll(
     SPREAD_GROUPS: tl.constexpr = SPREAD if WARP < row.GROUPS and row.GROUPS < SPREAD else row.GROUPS
     column, group = tl.arange(0, row.COLUMNS), tl.arange(0, SPREAD_GROUPS)
     word = block * receiving.BLOCK_WORDS + tl.arange(0, receiving.BLOCK_WORDS)
+    entries, weights = tl.zeros([row.COLUMNS], tl.int64), tl.zeros([row.COLUMNS], tl.int64)
+    values, scales = tl.zeros([receiving.BLOCK_WORDS], tl.int64), tl.zeros([SPREAD_GROUPS], tl.int64)
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting, here = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
     while waiting > 0:
         entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
         weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
         values = tl.load(row_ptr + row.ll_values + word, mask=word < row.VALUE_WORDS, other=0, volatile=True)
-        entry = tl.where(column < K, payload_of(entries), -1)
-        needed = tl.max(entry, 0) >= 0  # if no expert here needs the token, only its entry was sent
+        # if no expert here needs the token, only its entry was sent
+        needed = tl.max(tl.where(column < K, payload_of(entries), -1), 0) >= 0
         late = (column < K) & ((epoch_of(entries) != epoch) | (epoch_of(weights) != epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
-        scale = tl.zeros([SPREAD_GROUPS], batch.out_scale_ptr.dtype.element_ty)
         if row.G > 0:
             mask = (group < row.G) & (block == 0)
             scales = tl.load(row_ptr + row.ll_scales + group, mask=mask, other=0, volatile=True)
             missing += tl.max((needed & mask & (epoch_of(scales) != epoch)).to(tl.int32), 0)
-            scale = payload_of(scales).to(batch.out_scale_ptr.dtype.element_ty, bitcast=True)
         late_values = needed & (word < row.VALUE_WORDS) & (epoch_of(values) != epoch)
         waiting = agree(late_values | (missing > 0), trouble(links, start, polls, timeout_ns))
+        here = (waiting == 0).to(tl.int32)
         polls += 1
-        if waiting == 0:
-            if row.COLUMNS > WARP:
-                entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
-                weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
-                entry = tl.where(column < K, payload_of(entries), -1)
-            to_row = note_rows(
-                entry,
-                payload_of(weights).to(tl.float32, bitcast=True),
-                (column >= 0) & (block == 0),
-                first_rows,
-                pool_row,
-                source,
-                own,
-                row,
-                1,
-                ranks.EXPERTS,
-                receiving.POOLED,
-            )
-            copy_row(
-                payload_of(values),
-                scale,
-                to_row,
-                word,
-                pool_row,
-                block == 0,
-                batch,
-                height,
-                row,
-                SPREAD_GROUPS,
-                receiving.POOLED,
-                True,
-            )
-            here += 1
-        elif waiting >= OVER:
+        if waiting >= OVER:
             if waiting >= TIMED_OUT:
                 give_up(links, DISPATCH, epoch, source, ranks.R)
             waiting = waiting * 0
-        else:
+        elif waiting > 0:
             pause()
+    if here > 0:
+        if row.COLUMNS > WARP:
+            entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
+            weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
+        to_row = note_rows(
+            tl.where(column < K, payload_of(entries), -1),
+            payload_of(weights).to(tl.float32, bitcast=True),
+            (column >= 0) & (block == 0),
+            first_rows,
+            pool_row,
+            source,
+            own,
+            row,
+            1,
+            ranks.EXPERTS,
+            receiving.POOLED,
+        )
+        copy_row(
+            payload_of(values),
+            payload_of(scales).to(batch.out_scale_ptr.dtype.element_ty, bitcast=True),
+            to_row,
+            word,
+            pool_row,
+            block == 0,
+            batch,
+            height,
+            row,
+            SPREAD_GROUPS,
+            receiving.POOLED,
+            True,
+        )
     return here
 
 

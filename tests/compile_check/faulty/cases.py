@@ -72,6 +72,8 @@ def cases() -> list[Case]:
         _copy("words", torch.int32, aligned=False, payload_width_bytes=words),
         _case("spill", kernels._spilling_kernel, _empty(8192, dtype=torch.float32), BLOCK=8192, maxnreg=32),
         _case("strided", kernels._strided_load_kernel, x, x, 1, BLOCK=2048),
+        _case("right polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=True),
+        _case("polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=False),
         _case("error", kernels._not_compiling_kernel, x),
         Case(name="failing", launch=_failing_launcher),
         Case(name="idle", launch=lambda: None),

@@ -77,6 +77,26 @@ def _strided_load_kernel(x_ptr, y_ptr, stride: tl.int64, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _polling_kernel(word_ptr, y_ptr, BEHIND: tl.constexpr):
+    """Poll four words, and store the products of each two; right if that is done behind the loop."""
+    words, waiting = tl.zeros([4], tl.int32), tl.full([], 1, tl.int32)
+    while waiting > 0:
+        words = tl.load(word_ptr + tl.arange(0, 4), volatile=True)
+        waiting = (tl.min(words, 0) == 0).to(tl.int32)
+        if not BEHIND:
+            if waiting == 0:
+                _store_products(words, y_ptr)
+    if BEHIND:
+        _store_products(words, y_ptr)
+
+
+@triton.jit
+def _store_products(words, y_ptr):
+    index = tl.arange(0, 4)
+    tl.store(y_ptr + index[:, None] * 4 + index[None, :], words[:, None] * words[None, :])
+
+
+@triton.jit
 def _not_compiling_kernel(x_ptr):
     tl.store(x_ptr, tl.arange(0, 3))
 
