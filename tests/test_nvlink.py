@@ -33,8 +33,11 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
     for tokens in (1, 16, 128, 4096):
         dispatch, combine = tuning.dispatch(tokens, 4), tuning.combine(tokens, 4)
         counts = [dispatch.announcers, dispatch.senders, dispatch.receivers], [combine.senders, combine.receivers]
-        assert all(min(count) >= 1 and sum(count) <= num_sms for count in counts)
+        alone = [dispatch.announcers, dispatch.senders_alone], [dispatch.receivers_alone]
+        alone = (*alone, [combine.senders_alone], [combine.receivers_alone])
+        assert all(min(count) >= 1 and sum(count) <= num_sms for count in (*counts, *alone))
     assert sum(counts[0]) >= num_sms - 2
+    assert all(sum(count) == num_sms for count in alone[:3])  # a half by itself takes all of them
     assert Tuning(most_receivers=200).dispatch(4096, 4).senders > 100
 
 

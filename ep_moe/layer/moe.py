@@ -203,7 +203,8 @@ class ExpertParallelMoE(torch.nn.Module):
             raise RuntimeError("forward_micro_batches is no operator of torch.compile: call it outside, or use forward")
         device = self.transport.device
         if device.type == "cuda" and self._exchange_stream is None:
-            self._exchange_stream = torch.cuda.Stream(device)
+            # it gets SMs first, as soon as programs of the experts end
+            self._exchange_stream = torch.cuda.Stream(device, priority=-1)
         given = router if isinstance(router, tuple) else (router,)
 
         def run() -> torch.Tensor:

@@ -5,7 +5,17 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 Rule = Literal[
-    "case", "spill", "loop_spill", "many_spills", "shared", "tensor_core", "in_flight", "narrow", "order", "loaded_again", "excuse"
+    "case",
+    "spill",
+    "loop_spill",
+    "many_spills",
+    "shared",
+    "tensor_core",
+    "in_flight",
+    "narrow",
+    "order",
+    "loaded_again",
+    "excuse",
 ]
 
 

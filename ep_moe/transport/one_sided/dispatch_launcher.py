@@ -255,10 +255,12 @@ class DispatchLauncher:
         kernel = plan.dispatches.get(key)
         if kernel is None:
             context, programs = self._context, plan.programs
-            first_receiver = (plan.announcers + programs.senders) * send
+            senders = programs.senders if receive else programs.senders_alone
+            receivers = programs.receivers if send else programs.receivers_alone
+            first_receiver = (plan.announcers + senders) * send
             kernel = plan.dispatches[key] = RepeatedLaunch(
                 _dispatch_kernel,
-                first_receiver + programs.receivers * receive,
+                first_receiver + receivers * receive,
                 fixed=(
                     context.memory.links[slot],
                     context.states.slots[slot],
@@ -273,7 +275,7 @@ class DispatchLauncher:
                     inputs.refusal,
                     plan.announcers,
                     plan.announcers,
-                    programs.senders,
+                    senders,
                     first_receiver,
                 ),
                 constants={

@@ -14,16 +14,18 @@ _HELD_BYTES = 128  # of a thread's registers, for rows that are accumulated
 SENT_BYTES = 32  # of a thread, for each of the rows in flight that a sender weights and sums
 MANY = 2**30  # of programs or words, if nothing limits them
 SELF_COUNTED_TOKENS = 512  # up to this T every program of a dispatch reads all ids itself
-_FEW_TOKENS = 256  # up to this T a limit of `num_sms` takes programs as they are, and halves launch fewer of them
+_FEW_TOKENS = 256  # up to this T a limit of `num_sms` takes programs as they are, and launches fewer of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchTuning:
-    """How a dispatch is launched."""
+    """How a dispatch is launched: programs of both halves in one launch, and of a half by itself."""
 
     announcers: int  # programs, at most
     senders: int
     receivers: int
+    senders_alone: int
+    receivers_alone: int
     num_warps: int
     word_block: int  # 32-bit words of a token that a program sends at a time as LL words
     taken_block: int  # 32-bit words of a row that a program receives at a time
@@ -32,10 +34,12 @@ class DispatchTuning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CombineTuning:
-    """How a combine is launched."""
+    """How a combine is launched: programs of both halves in one launch, and of a half by itself."""
 
     senders: int
     receivers: int
+    senders_alone: int
+    receivers_alone: int
     num_warps: int
     sent_block: int  # columns that a program sends at a time
     summed_block: int  # columns that a program sums at a time
@@ -58,19 +62,29 @@ class Tuning:
         """For T tokens of this rank at most. packs: the receivers copy rows, as in all layouts but FLAT."""
         if INTERPRET:
             return DispatchTuning(
-                announcers=1, senders=1, receivers=1, num_warps=4, word_block=512, taken_block=1024, taken_tokens=2
+                announcers=1,
+                senders=1,
+                receivers=1,
+                senders_alone=1,
+                receivers_alone=2,
+                num_warps=4,
+                word_block=512,
+                taken_block=1024,
+                taken_tokens=2,
             )
         words, self_counted = num_tokens <= WORD_TOKENS, num_tokens <= SELF_COUNTED_TOKENS
         announcers = min(32, self._share(8)) if self_counted else 1
         most = 256 if not packs or (num_tokens > _FEW_TOKENS and self_counted) else 128  # receivers that pack need SMs
-        senders = max(min(num_tokens * 4 if words else num_tokens, most), 16)
-        senders = min(senders, self._share(2, announcers))
+        most_senders = max(min(num_tokens * 4 if words else num_tokens, most), 16)
+        senders = min(most_senders, self._share(2, announcers))
         taken_tokens = 1 if words else 2 if num_tokens <= 1024 or num_ranks > 4 else 4  # registers hold their rows
         receivers = min(max(num_tokens * num_ranks // taken_tokens, 16), 264, self.most_receivers)
         return DispatchTuning(
             announcers=announcers,
             senders=senders,
             receivers=min(receivers, self._share(1, announcers + senders)),
+            senders_alone=min(most_senders, self._share(1, announcers)),
+            receivers_alone=min(receivers, self._share(1)),
             num_warps=4,
             word_block=512,
             taken_block=2048,
@@ -79,25 +93,34 @@ class Tuning:
 
     def receivers(self, num_tokens: int, num_ranks: int) -> int:
         """The most programs that wait at once in a round of T tokens."""
-        return max(self.dispatch(num_tokens, num_ranks).receivers, self.combine(num_tokens, num_ranks).receivers)
+        both = self.dispatch(num_tokens, num_ranks), self.combine(num_tokens, num_ranks)
+        return max(max(each.receivers, each.receivers_alone) for each in both)
 
     def combine(self, num_tokens: int, num_ranks: int) -> CombineTuning:
         """For T tokens of this rank at most."""
         if INTERPRET:
             return CombineTuning(
-                senders=1, receivers=1, num_warps=4, sent_block=1024, summed_block=2048, rows_in_flight=2
+                senders=1,
+                receivers=1,
+                senders_alone=2,
+                receivers_alone=1,
+                num_warps=4,
+                sent_block=1024,
+                summed_block=2048,
+                rows_in_flight=2,
             )
         wide = self.num_sms > 0 and num_tokens > _FEW_TOKENS  # a program uses most of an SM
         senders, most = max(num_tokens * num_ranks * 4, 32), 328 if _FEW_TOKENS < num_tokens <= 1024 else 264
         # smaller blocks for the fewest tokens, and where some senders would have two larger ones and others one
         small = num_tokens <= 16 or (num_tokens <= 64 and senders > most)
         block = 1024 if small else 8192 if wide else 2048
-        if wide:  # senders do most of the work
-            most = max(self.num_sms * 5 // 8, 1)
+        shared = max(self.num_sms * 5 // 8, 1) if wide else most  # senders do most of the work
         receivers = min(max(num_tokens * 7, 8), 264, max(self.most_receivers // (4 if wide else 1), 1))
         return CombineTuning(
-            senders=min(senders, most, MANY if wide else self._share(2)),
-            receivers=min(receivers, self._share(1, most) if wide else self._share(2)),
+            senders=min(senders, shared, MANY if wide else self._share(2)),
+            receivers=min(receivers, self._share(1, shared) if wide else self._share(2)),
+            senders_alone=min(senders, most, self._share(1)),
+            receivers_alone=min(receivers, self._share(1)),
             num_warps=8 if wide else 4,
             sent_block=block,
             summed_block=block,

@@ -83,9 +83,8 @@ def _polling_kernel(word_ptr, y_ptr, BEHIND: tl.constexpr):
     while waiting > 0:
         words = tl.load(word_ptr + tl.arange(0, 4), volatile=True)
         waiting = (tl.min(words, 0) == 0).to(tl.int32)
-        if not BEHIND:
-            if waiting == 0:
-                _store_products(words, y_ptr)
+        if not BEHIND and waiting == 0:
+            _store_products(words, y_ptr)
     if BEHIND:
         _store_products(words, y_ptr)
 
