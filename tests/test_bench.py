@@ -1288,6 +1288,24 @@ def test_a_row_that_cannot_be_plotted_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "BENCHMARKS.md").exists()
 
 
+def test_a_call_without_phases_is_one_bar() -> None:
+    bars: dict[int, list[float]] = {}
+
+    class Axes:
+        """Axes that record bars."""
+
+        def barh(self, place: int, width: float, **options: Any) -> None:
+            bars.setdefault(place, []).append(width)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **options: None
+
+    record = make_record()
+    record.baselines["micro_batches"] = {"call_us": 500.0}
+    plots.plot_rows(Axes(), [record])
+    assert bars == {0: [0.4] * 4, 1: [1.0] * 4, 2: [2.0]}
+
+
 def test_labels_say_in_what_rows_differ() -> None:
     setup = {"dtype": "bfloat16", "transport": "collective", "layout": "flat"}
     rows = [

@@ -14,6 +14,7 @@ LINES_HEIGHT = 12  # of a line plot, in units of bars
 LABEL_CHARACTERS, LABEL_LINES = 56, 3  # of a line of a bar's label, and lines that fit beside a bar
 LEGEND_CHARACTERS = 72  # of a line of a legend
 COLOURS = ("#9aa5b1", "#2f6fb0", "#d98324", "#4d9a5b")  # of the phases; the second of ours, the first of others
+WHOLE_COLOUR = "#d5dbe1"  # of a call that has no phases
 STYLES = ("o-", "x--", "+:")  # of ours and of its baselines
 
 
@@ -31,14 +32,18 @@ def _bars(
 
     Args:
         label: as `row_labels`. parts: figures that are stacked, by their names in the legend, "" for none.
-        whole: a figure that is marked and told. over: the path of a figure that divides all others. unit: of the axis.
+        whole: a figure that is marked and told, and drawn for a baseline without parts. over: the path of a figure that
+            divides all others. unit: of the axis.
     """
     labels: list[str] = []
     for record, what in zip(rows, row_labels(rows, label), strict=True):
         one = _value(record, over) if over else 1
         for name in (OURS, *record.baselines):
             place, left, told = len(labels), 0.0, ""
-            for (part, figure), color in zip(parts.items(), COLOURS, strict=False):
+            undivided = whole and name != OURS and not {*parts.values()} & {*record.baselines[name]}
+            if undivided:
+                axes.barh(place, _figure_of(record, name, whole) / one, color=WHOLE_COLOUR)
+            for (part, figure), color in zip(() if undivided else parts.items(), COLOURS, strict=False):
                 color = color if part else COLOURS[name == OURS]
                 width = _figure_of(record, name, figure) / one
                 axes.barh(place, width, left=left, color=color, label=part if part and not place else None)
