@@ -98,9 +98,7 @@ class CombineLauncher:
             sent_bytes = SENT_BYTES * (2 if programs.num_warps > 4 else 1)
             sent = held_words(1, config.dtype.itemsize, programs.num_warps, held_bytes=sent_bytes)
             columns, single = triton.next_power_of_2(plan.num_topk), plan.layout is Layout.FLAT or poisoned
-            senders = programs.senders if receive else programs.senders_alone
-            receivers = programs.receivers if send else programs.receivers_alone
-            first_receiver = senders * send
+            senders, receivers = programs.of(send=send, receive=receive)
             combining = Combining(
                 H=config.hidden,
                 K=plan.num_topk,
@@ -116,13 +114,13 @@ class CombineLauncher:
             halves = context.halves(send=send, receive=receive)
             kernel = plan.combines[key] = RepeatedLaunch(
                 _combine_kernel,
-                first_receiver + receivers * receive,
+                senders + receivers,
                 fixed=(
                     context.memory.links[slot],
                     context.states.slots[slot],
                     plan.max_num_tokens,
                     senders,
-                    first_receiver,
+                    senders,  # the first receiver comes behind them
                 ),
                 constants={"ranks": context.ranks, "combining": combining, "halves": halves},
                 options={**context.options(programs.num_warps), "enable_fp_fusion": False},

@@ -255,12 +255,11 @@ class DispatchLauncher:
         kernel = plan.dispatches.get(key)
         if kernel is None:
             context, programs = self._context, plan.programs
-            senders = programs.senders if receive else programs.senders_alone
-            receivers = programs.receivers if send else programs.receivers_alone
+            senders, receivers = programs.of(send=send, receive=receive)
             first_receiver = (plan.announcers + senders) * send
             kernel = plan.dispatches[key] = RepeatedLaunch(
                 _dispatch_kernel,
-                first_receiver + receivers * receive,
+                first_receiver + receivers,
                 fixed=(
                     context.memory.links[slot],
                     context.states.slots[slot],

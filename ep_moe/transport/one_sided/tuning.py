@@ -18,14 +18,26 @@ _FEW_TOKENS = 256  # up to this T a limit of `num_sms` takes programs as they ar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DispatchTuning:
-    """How a dispatch is launched: programs of both halves in one launch, and of a half by itself."""
+class Programs:
+    """Programs of the halves of a dispatch or combine: in one launch, and of a half that is launched by itself."""
 
-    announcers: int  # programs, at most
     senders: int
     receivers: int
     senders_alone: int
     receivers_alone: int
+
+    def of(self, *, send: bool, receive: bool) -> tuple[int, int]:
+        """The senders and receivers of a launch of these halves, 0 for one that is not among them."""
+        if send and receive:
+            return self.senders, self.receivers
+        return self.senders_alone * send, self.receivers_alone * receive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchTuning(Programs):
+    """How a dispatch is launched."""
+
+    announcers: int  # programs, at most
     num_warps: int
     word_block: int  # 32-bit words of a token that a program sends at a time as LL words
     taken_block: int  # 32-bit words of a row that a program receives at a time
@@ -33,13 +45,9 @@ class DispatchTuning:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CombineTuning:
-    """How a combine is launched: programs of both halves in one launch, and of a half by itself."""
+class CombineTuning(Programs):
+    """How a combine is launched."""
 
-    senders: int
-    receivers: int
-    senders_alone: int
-    receivers_alone: int
     num_warps: int
     sent_block: int  # columns that a program sends at a time
     summed_block: int  # columns that a program sums at a time
@@ -94,7 +102,7 @@ class Tuning:
     def receivers(self, num_tokens: int, num_ranks: int) -> int:
         """The most programs that wait at once in a round of T tokens."""
         both = self.dispatch(num_tokens, num_ranks), self.combine(num_tokens, num_ranks)
-        return max(max(each.receivers, each.receivers_alone) for each in both)
+        return max(each.receivers_alone for each in both)  # which are not fewer than beside senders
 
     def combine(self, num_tokens: int, num_ranks: int) -> CombineTuning:
         """For T tokens of this rank at most."""
