@@ -1,8 +1,9 @@
 """Architecture rules, checked on the source: allowed imports between rooms, and names that only one room may use."""
 
 import ast
+import functools
 import sys
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,6 @@ ALONE = {
     "tomli": {"config"},
 }
 
-# words in names that meant nothing to a reader: `test_retired_names_stay_retired` says what took their place
 MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
 OF_OTHERS = {  # signatures that other libraries own
     "functional": {
@@ -53,19 +53,6 @@ OF_OTHERS = {  # signatures that other libraries own
     }
 }
 
-RETIRED = ("news", "patience", "impatient", "spoilt", "guilty", "quantis", "homes", "unplanned", "wordy")
-# whole names whose words have one meaning elsewhere, and what took their place
-RETIRED_NAMES = {
-    "kind_of": "plan_key",
-    "Sent": "RoundInputs",
-    "Planner": "RoundPlans",
-    "Launch": "RepeatedLaunch",
-    "ExchangeMemory": "PeerMemory",
-    "SlotMemory": "SlotState",
-    "Own": "SlotState",
-    "launch_of": "kernel_of",
-}
-
 
 def floor_of(room: str) -> int:
     """The floor that a room is on, from 0."""
@@ -77,10 +64,10 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(tree: ast.AST) -> set[str]:
+def imported_rooms(nodes: Iterable[ast.AST]) -> set[str]:
     """Every room that a file imports, at its top or inside a function. The package itself counts as its top floor."""
     rooms = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -96,24 +83,34 @@ def imported_rooms(tree: ast.AST) -> set[str]:
     return rooms
 
 
-def violations(room: str, source: str) -> list[str]:
-    """The forbidden imports of a file of `room` with this source."""
+def violations(room: str, nodes: Iterable[ast.AST]) -> list[str]:
+    """The forbidden imports of a file of `room` with these nodes."""
     found = []
-    for other in sorted(imported_rooms(ast.parse(source)) - {room}):
+    for other in sorted(imported_rooms(nodes) - {room}):
         if floor_of(other) > floor_of(room):
             found.append(f"{room} imports {other}, which is on a later floor")
         found += [f"{room} imports {other}" for pair in STRANGERS if {room, other} == pair]
     return found
 
 
-def files() -> list[Path]:
-    """All modules of the package."""
-    return sorted(PACKAGE.rglob("*.py"))
+def parsed(source: str) -> list[ast.AST]:
+    """All nodes of a source, the module first."""
+    return list(ast.walk(ast.parse(source)))
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    assert violations(room_of(path), path.read_text()) == []
+@functools.cache
+def package() -> dict[Path, list[ast.AST]]:
+    """The nodes of all modules of the package."""
+    return {path: parsed(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def listed(path: Path, found: Iterable[str]) -> list[str]:
+    """What was found in a file of the package, with its name."""
+    return [f"{path.relative_to(PACKAGE)}: {text}" for text in found]
+
+
+def test_imports_go_one_way() -> None:
+    assert [text for path, nodes in package().items() for text in listed(path, violations(room_of(path), nodes))] == []
 
 
 @pytest.mark.parametrize(
@@ -129,13 +126,13 @@ def test_imports_go_one_way(path: Path) -> None:
     ],
 )
 def test_the_import_rule_sees(room: str, source: str) -> None:
-    assert len(violations(room, source)) == 1
+    assert len(violations(room, parsed(source))) == 1
 
 
 def test_rooms_do_not_import_in_circles() -> None:
     graph: dict[str, set[str]] = {}
-    for path in files():
-        graph.setdefault(room_of(path), set()).update(imported_rooms(ast.parse(path.read_text())) - {room_of(path)})
+    for path, nodes in package().items():
+        graph.setdefault(room_of(path), set()).update(imported_rooms(nodes) - {room_of(path)})
     done: set[str] = set()
 
     def walk(room: str, trail: tuple[str, ...]) -> None:
@@ -153,25 +150,12 @@ def test_rooms_do_not_import_in_circles() -> None:
 def test_only_its_room_uses(name: str) -> None:
     users = {
         room_of(path)
-        for path in files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, nodes in package().items()
+        for node in nodes
         if name in (getattr(node, "attr", None), getattr(node, "id", None))
         or (isinstance(node, ast.alias) and node.name == name)
     }
     assert users <= ALONE[name]
-
-
-@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE.parent / "tests"], ids=["package", "tests"])
-def test_retired_names_stay_retired(folder: Path) -> None:
-    """Each had a term of the field's own in its place: header, timeout, poisoned, suspect, quantize, dest_rank_mask."""
-    found = []
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
-            found += [f"{path.name}: {name} is {RETIRED_NAMES[name]} now" for name in names if name in RETIRED_NAMES]
-            words = {part for name in names if isinstance(name, str) for part in name.lower().split("_")}
-            found += [f"{path.name}: {name}" for name in words if any(name.startswith(retired) for retired in RETIRED)]
-    assert sorted(set(found)) == []
 
 
 # torch's functions that make tensors on the default device, and those that make them of the default dtype: engines set
@@ -192,11 +176,10 @@ OF_ENGINES = {
 }
 
 
-def left_to_defaults(source: str) -> list[str]:
+def left_to_defaults(nodes: list[ast.AST]) -> list[str]:
     """Calls of torch's factories that leave device or dtype to the defaults; `**like` gives what all its dicts have."""
-    found, tree = [], ast.parse(source)
-    mappings = mappings_of(tree)
-    for node in ast.walk(tree):
+    found, mappings = [], mappings_of(nodes)
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = ast.unparse(node.func).removeprefix("torch.")
             needed = {"device", "dtype"} if name in OF_DEFAULT_DTYPE else {"device"} if name in FACTORIES else set()
@@ -209,10 +192,10 @@ def left_to_defaults(source: str) -> list[str]:
     return found
 
 
-def mappings_of(tree: ast.Module) -> dict[str, set[str | None]]:
+def mappings_of(nodes: list[ast.AST]) -> dict[str, set[str | None]]:
     """The keys of dicts, by the names that they are assigned to: those that all of a name have."""
     found: dict[str, set[str | None]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
             keys = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -221,32 +204,32 @@ def mappings_of(tree: ast.Module) -> dict[str, set[str | None]]:
     return found
 
 
-@pytest.mark.parametrize("path", [path for path in files() if room_of(path) in OF_ENGINES], ids=lambda path: path.stem)
-def test_tensors_have_a_named_device_and_dtype(path: Path) -> None:
-    assert left_to_defaults(path.read_text()) == []
+def test_tensors_have_a_named_device_and_dtype() -> None:
+    of_engines = {path: nodes for path, nodes in package().items() if room_of(path) in OF_ENGINES}
+    assert [text for path, nodes in of_engines.items() for text in listed(path, left_to_defaults(nodes))] == []
 
 
 def test_the_rule_of_defaults_sees() -> None:
     for wrong in ("torch.zeros(3, dtype=x)", "torch.rand(3, device=x)", "torch.tensor([1])"):
-        assert left_to_defaults(wrong) == [wrong]
-    assert left_to_defaults("torch.zeros(3, dtype=x, device='cpu'), torch.full_like(x, 1)") == []
+        assert left_to_defaults(parsed(wrong)) == [wrong]
+    assert left_to_defaults(parsed("torch.zeros(3, dtype=x, device='cpu'), torch.full_like(x, 1)")) == []
     both = "like = {'device': x, 'dtype': y}\ntorch.ones(2, **like)"
-    assert left_to_defaults(both) == []
-    assert left_to_defaults(both.replace(", 'dtype': y", "")) == ["torch.ones(2, **like)"]
+    assert left_to_defaults(parsed(both)) == []
+    assert left_to_defaults(parsed(both.replace(", 'dtype': y", ""))) == ["torch.ones(2, **like)"]
 
 
 def test_every_folder_is_packaged() -> None:
     packages = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in files()}
+    folders = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in package()}
     assert folders | {"ep_moe.configs"} == set(packages)
 
 
-def wide_signatures(source: str, of_others: Set[str] = frozenset()) -> list[str]:
+def wide_signatures(nodes: list[ast.AST], of_others: Set[str] = frozenset()) -> list[str]:
     """Functions with more parameters than a reader can hold, `self` aside; commands take what their options are."""
-    found, tree = [], ast.parse(source)
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = []
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     of_class = {id(method): f"{owner.name}." for owner in classes for method in owner.body}
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
@@ -265,9 +248,11 @@ def wide_signatures(source: str, of_others: Set[str] = frozenset()) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_signatures_are_short(path: Path) -> None:
-    assert wide_signatures(path.read_text(), OF_OTHERS.get(room_of(path), frozenset())) == []
+def test_signatures_are_short() -> None:
+    found = []
+    for path, nodes in package().items():
+        found += listed(path, wide_signatures(nodes, OF_OTHERS.get(room_of(path), frozenset())))
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -282,5 +267,5 @@ def test_signatures_are_short(path: Path) -> None:
 def test_the_signature_rule_sees(head: str, count: int, limit: int) -> None:
     for number in (limit, count):
         names = ", ".join(f"a{index}" for index in range(number))
-        found = wide_signatures(f"{head}def f({names}): ...")
+        found = wide_signatures(parsed(f"{head}def f({names}): ..."))
         assert len(found) == (number > limit), found
