@@ -39,6 +39,12 @@ def pytest_sessionfinish() -> None:
     apart.stop()
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in a test, whatever ran before it in this process."""
+    torch.manual_seed(0)
+
+
 WRITTEN = ("output", "routing_replay_out")
 BY_KERNELS = [pytest.mark.gpu, pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")]
 

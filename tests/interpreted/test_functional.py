@@ -194,7 +194,8 @@ def test_vllm(form: str, by_kernels: Any) -> None:
     experts, counts = BatchedTritonExperts(height, 1, **flags), torch.tensor([3, 0, 12, 1], dtype=torch.int32)
     schemes = {"fp8 tensor": "fp8_tensor", "fp8 block": "fp8_block_32x16", "int8 token": "int8_token"}
     scheme = (schemes | {"fp8 token tensor": "fp8_tensor"}).get(form)
-    weights = [torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random), torch.randn(EXPERTS, HIDDEN, INNER)]
+    shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    weights = [torch.randn(shape, generator=random) for shape in shapes]
     stored = [StoredMatrix(weight.bfloat16() / 8) for weight in weights]
     if scheme is not None:
         stored = [quantize_weight(weight / 8, get_scheme(scheme)) for weight in weights]
