@@ -41,12 +41,13 @@ class RoutingMethod(enum.IntEnum):
     DEFAULT = 0  # softmax over all, then top-k, no renormalization
     RENORMALIZE = 1  # top-k of the logits, then softmax over the chosen
     DEEPSEEK_V3 = 2  # sigmoid, bias for the choice only, top groups, renormalize, scale
-    LLAMA4 = 3  # top-1, sigmoid of its logit
+    LLAMA4 = 3  # top-k of the logits (FlashInfer: top-1), sigmoid
     RENORMALIZE_NAIVE = 4  # softmax over all, top-k, divide by the sum (Qwen3)
     TOPK = 5  # top-k, the raw logits are the weights
     SIGMOID_RENORM = 6  # sigmoid, top-k, divide by the sum (unless norm_topk_prob is False)
     MINIMAX2 = 7  # sigmoid, bias for the choice only, renormalize, scale
     SIGMOID = 8  # sigmoid, top-k, no renormalization
+    TOPK_SIGMOID = 9  # top-k of the logits, sigmoid, no renormalization
 
 
 class ActivationKind(str, enum.Enum):
@@ -92,9 +93,12 @@ class RoutingConfig:
     """How a router's logits choose experts.
 
     Args:
-        method: one of `RoutingMethod`, by number or member; 9 ("unspecified" at FlashInfer) is a ValueError.
+        method: one of `RoutingMethod`, by number or member; 10 ("unspecified" at FlashInfer) is a ValueError.
         num_topk: K, experts per token.
         num_group, topk_group: groups of experts and how many of them are kept, method 2 only.
+        group_best: how many of a group's best scores add up to the group's: 2 as DeepSeek-V3 has it, or 1 as
+            DeepSeek-V2, method 2 only.
+        scoring: "sigmoid", or for methods 2 and 7 "softmax" over all experts in its place.
         routed_scaling_factor: multiplies the weights of methods 2 and 7; must be 1.0 for any other method.
         norm_topk_prob: False skips the division by the sum, methods 2 and 6 only.
     """
@@ -103,6 +107,8 @@ class RoutingConfig:
     num_topk: Annotated[int, Field(at_least=1)]
     num_group: Annotated[int, Field(at_least=1)] = 1
     topk_group: int = 1
+    group_best: Annotated[int, Field(at_least=1)] = 2
+    scoring: Annotated[str, Field(choices=("sigmoid", "softmax"))] = "sigmoid"
     routed_scaling_factor: float = 1.0
     norm_topk_prob: bool = True
 
@@ -116,7 +122,16 @@ class RoutingConfig:
             self.num_group == 1 or self.method is RoutingMethod.DEEPSEEK_V3,
             f"num_group ({self.num_group}) needs routing method 2, got {self.method.value}",
         )
+        require(self.group_best <= 2, f"group_best ({self.group_best}) must be 1 or 2")
+        require(
+            self.group_best == 2 or self.method is RoutingMethod.DEEPSEEK_V3,
+            f"group_best ({self.group_best}) needs routing method 2, got {self.method.value}",
+        )
         scales = self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
+        require(
+            scales or self.scoring == "sigmoid",
+            f"scoring ({self.scoring!r}) needs routing method 2 or 7, got {self.method.value}",
+        )
         require(
             scales or self.routed_scaling_factor == 1.0,
             f"routed_scaling_factor ({self.routed_scaling_factor}) needs method 2 or 7, got {self.method.value}",
@@ -124,10 +139,6 @@ class RoutingConfig:
         require(
             self.norm_topk_prob or self.method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.SIGMOID_RENORM),
             f"norm_topk_prob=False needs routing method 2 or 6, got {self.method.value}",
-        )
-        require(
-            self.num_topk == 1 or self.method is not RoutingMethod.LLAMA4,
-            f"routing method 3 takes num_topk 1, got {self.num_topk}",
         )
 
 

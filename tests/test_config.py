@@ -46,7 +46,7 @@ def transport(**changes: Any) -> TransportConfig:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "method_9": (routing, {"method": 9}, "method (9) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8"),
+    "method_10": (routing, {"method": 10}, "method (10) is not one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
     "num_sms": (transport, {"num_sms": 2}, "num_sms (2) must be 0 or at least 3"),
     "method_name": (routing, {"method": "best"}, "method ('best') is not one of 0"),
     "topk_0": (routing, {"num_topk": 0}, "num_topk (0) must be at least 1"),
@@ -69,7 +69,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "routed_scaling_factor (nan) must be finite",
     ),
     "norm_method": (routing, {"norm_topk_prob": False}, "norm_topk_prob=False needs routing method 2 or 6, got 1"),
-    "llama4_topk": (routing, {"method": 3}, "routing method 3 takes num_topk 1, got 2"),
+    "group_best_3": (routing, {"method": 2, "group_best": 3}, "group_best (3) must be 1 or 2"),
+    "group_best_method": (routing, {"method": 7, "group_best": 1}, "group_best (1) needs routing method 2, got 7"),
+    "scoring": (routing, {"method": 2, "scoring": "tanh"}, "scoring ('tanh') is not one of sigmoid, softmax"),
+    "scoring_method": (routing, {"scoring": "softmax"}, "scoring ('softmax') needs routing method 2 or 7, got 1"),
     "activation": (ActivationConfig, {"kind": "tanh"}, "kind ('tanh') is not one of silu, gelu, swiglu, relu2"),
     "alpha": (ActivationConfig, {"alpha": 1.7}, "alpha (1.7), beta (0.0) and limit (None) belong to 'swiglu'"),
     "beta": (ActivationConfig, {"kind": "gelu", "beta": 1.0}, "beta (1.0) and limit (None) belong to 'swiglu', not"),

@@ -49,14 +49,33 @@ METHODS: dict[str, tuple[RoutingConfig, int, bool]] = {
     ),
     "2_one_group": (configured(2, num_topk=8, routed_scaling_factor=2.446), 48, True),
     "2_beyond_flashinfer": (configured(2, num_topk=24, num_group=8, topk_group=6), 64, True),
+    "2_softmax_groups": (  # DeepSeek-V2
+        configured(
+            2,
+            num_topk=6,
+            num_group=8,
+            topk_group=3,
+            group_best=1,
+            scoring="softmax",
+            norm_topk_prob=False,
+            routed_scaling_factor=16.0,
+        ),
+        40,
+        False,
+    ),
+    "2_softmax_groups_bias": (configured(2, num_topk=5, num_group=5, topk_group=2, scoring="softmax"), 35, True),
+    "2_sigmoid_groups_by_best": (configured(2, num_topk=5, num_group=5, topk_group=2, group_best=1), 35, False),
     "3_llama4": (configured(3, num_topk=1), 16, False),
+    "3_llama4_topk": (configured(3, num_topk=3), 16, False),
     "4_renormalize_naive": (configured(4, num_topk=8), 128, False),
     "5_topk": (configured(5, num_topk=3), 11, False),
     "6_sigmoid_renorm": (configured(6, num_topk=4), 20, False),
     "6_no_norm": (configured(6, num_topk=4, norm_topk_prob=False), 20, False),
     "7_minimax2": (configured(7, num_topk=8, routed_scaling_factor=1.5), 40, True),
     "7_no_bias": (configured(7, num_topk=8), 40, False),
+    "7_softmax_bias": (configured(7, num_topk=6, scoring="softmax", routed_scaling_factor=2.5), 40, True),
     "8_sigmoid": (configured(8, num_topk=2), 9, False),
+    "9_topk_sigmoid": (configured(9, num_topk=4), 21, False),
 }
 
 
@@ -81,7 +100,7 @@ def reference(
     """One token in float64: (ids, weights, smallest difference between unequal scores)."""
     experts, top = len(logits), config.num_topk
     method = int(config.method)
-    if method in (0, 4):
+    if method in (0, 4) or config.scoring == "softmax":
         scores = softmax(logits)
     elif method in (1, 5):
         scores = logits
@@ -93,8 +112,7 @@ def reference(
         size = experts // config.num_group
         group_scores = []
         for first in range(0, experts, size):
-            best, second = (sorted(choice[first : first + size], reverse=True) + [0.0])[:2]
-            group_scores.append(best + second)
+            group_scores.append(sum(sorted(choice[first : first + size], reverse=True)[: config.group_best]))
         groups = sorted(range(config.num_group), key=lambda group: (-group_scores[group], group))[: config.topk_group]
         allowed = [expert for expert in allowed if expert // size in groups]
         distance = min(distance, closest(group_scores))
@@ -156,7 +174,7 @@ def test_ties_go_to_the_lower_expert(name: str, dtype: torch.dtype) -> None:
 def test_all_equal_logits_choose_the_first_experts(num_experts: int) -> None:
     top = min(num_experts, 8)
     logits = torch.full((5, num_experts), 0.3)
-    for method in (0, 1, 2, 4, 5, 6, 7, 8):
+    for method in RoutingMethod:
         ids = route(logits, configured(method, num_topk=top)).topk_ids
         assert ids.tolist() == [list(range(top))] * 5
 
@@ -201,7 +219,7 @@ def test_nan_logits_are_chosen_and_seen(name: str, sign: float) -> None:
     logits = torch.linspace(-1, 1, num_experts).repeat(3, 1)
     logits[1, 2] = math.copysign(math.nan, sign)
     routing, clean = route(logits, config), route(logits[[0, 0, 2]], config)
-    assert routing.topk_ids[1, 0].item() == 2
+    assert routing.topk_ids[1, 0].item() == (0 if config.scoring == "softmax" else 2)  # all of its softmax are NaN
     assert len(set(routing.topk_ids[1].tolist())) == config.num_topk
     assert routing.topk_weights[1, 0].isnan().item()
     assert torch.equal(routing.topk_ids[::2], clean.topk_ids[::2])

@@ -85,13 +85,14 @@ def _keep_best_groups(
     GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
+    GROUP_BEST: tl.constexpr,  # 1 or 2
 ):
-    """Keep the keys of the TOPK_GROUP groups whose two best scores have the largest sums."""
+    """Keep the keys of the TOPK_GROUP groups whose GROUP_BEST best scores have the largest sums."""
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
     best = tl.max(key, 1)
-    place = tl.min(tl.where(key == best[:, None], member, INT32_MAX), 1)
     total = _score(best)
-    if MEMBERS > 1:
+    if MEMBERS > 1 and GROUP_BEST > 1:
+        place = tl.min(tl.where(key == best[:, None], member, INT32_MAX), 1)
         total += _score(tl.max(tl.where(member == place[:, None], NOTHING, key), 1))
     group_key = tl.where(group < G, _key(total), NOTHING)
     for _ in range(TOPK_GROUP):
@@ -124,7 +125,8 @@ def _route_kernel(
     GROUP_SIZE: tl.constexpr,  # E / G
     MEMBERS: tl.constexpr,  # GROUP_SIZE rounded up
     TOPK_GROUP: tl.constexpr,
-    CHOICE: tl.constexpr,  # "logit", or "sigmoid" with the bias
+    GROUP_BEST: tl.constexpr,  # scores that add up to a group's
+    CHOICE: tl.constexpr,  # "logit", or "sigmoid" or "softmax" with the bias
     WEIGHT: tl.constexpr,  # "logit", "sigmoid", "softmax" over all, "softmax_chosen"
     NORMALIZE: tl.constexpr,  # divide by the sum + EPSILON
     EPSILON: tl.constexpr,
@@ -152,14 +154,14 @@ def _route_kernel(
         bias = tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
     if WEIGHT == "softmax":
         largest, total = _largest_and_sum(choice, exists)
-    if CHOICE == "sigmoid":
-        choice = _sigmoid(choice)
+    if CHOICE != "logit":
+        choice = _sigmoid(choice) if CHOICE == "sigmoid" else tl.div_rn(_exp(choice - largest), total)
         if BIAS:
             choice += bias
         is_nan = tl.max((exists & (choice != choice)).to(tl.int32))
     key = tl.where(exists, _key(choice), NOTHING)
     if G > 1:
-        key = _keep_best_groups(key, G, GROUPS, MEMBERS, TOPK_GROUP)
+        key = _keep_best_groups(key, G, GROUPS, MEMBERS, TOPK_GROUP, GROUP_BEST)
     column = tl.arange(0, COLUMNS)
     used = column < K
     ids = tl.zeros([COLUMNS], tl.int32)
@@ -178,7 +180,7 @@ def _route_kernel(
         weight = logit
     else:
         weight = tl.div_rn(_exp(logit - largest), total)
-    if CHOICE == "sigmoid":  # the weights do not contain the bias: without this, a NaN in it would go unnoticed
+    if CHOICE != "logit":  # the weights do not contain the bias: without this, a NaN in it would go unnoticed
         weight = tl.where(is_nan > 0, float("nan"), weight)
     if NORMALIZE:
         weight = tl.div_rn(weight, tl.sum(tl.where(used, weight, 0.0)) + EPSILON)

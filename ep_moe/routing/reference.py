@@ -26,7 +26,7 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _choose_biased(choice: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
     """Return the ids [T, K] int64 of the largest `choice` [T, E], for method 2 only within the best groups.
 
-    A group's score is the sum of its two largest scores, or its only one. The experts of the chosen groups are
+    A group's score is the sum of its `group_best` largest scores, or its only one. The experts of the chosen groups are
     gathered rather than the others masked: so no score, not even -inf, lets an expert of another group in.
     """
     if config.num_group == 1:
@@ -34,7 +34,7 @@ def _choose_biased(choice: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
     num_tokens, num_experts = choice.shape
     group_size = num_experts // config.num_group
     grouped = choice.reshape(num_tokens, config.num_group, group_size)
-    group_score = grouped.topk(min(2, group_size), dim=2).values.sum(2)
+    group_score = grouped.topk(min(config.group_best, group_size), dim=2).values.sum(2)
     groups = _largest(group_score, config.topk_group).sort(1).values
     member = torch.arange(group_size, device=choice.device)
     candidates = (groups.unsqueeze(2) * group_size + member).reshape(num_tokens, config.topk_group * group_size)
@@ -63,7 +63,7 @@ def route(
     """`ep_moe.routing.route`. Local, on the current stream, no host sync."""
     logits, method = router_logits.float(), config.method
     if method in BIASED_METHODS:
-        scores = torch.sigmoid(logits)
+        scores = torch.softmax(logits, 1) if config.scoring == "softmax" else torch.sigmoid(logits)
         choice = scores if routing_bias is None else scores + routing_bias.float()
         ids = _choose_biased(choice, config)
         # the weights do not contain the bias: without this, a NaN in it would change the choice and go unnoticed

@@ -50,9 +50,11 @@ def _kernel_of(
     """
     _, bias_dtype, weights_dtype = dtypes  # Triton reads those of tensors off the arguments of the first call
     method = config.method
+    biased = method in BIASED_METHODS
+    weight = _WEIGHTS.get(method, "softmax" if biased and config.scoring == "softmax" else "sigmoid")
     groups = config.num_group if config.topk_group < config.num_group else 1
     group_size = num_experts // groups
-    can_normalize = method in (*BIASED_METHODS, RoutingMethod.SIGMOID_RENORM)
+    can_normalize = biased or method is RoutingMethod.SIGMOID_RENORM
     constants = {
         "K": config.num_topk,
         "COLUMNS": triton.next_power_of_2(config.num_topk),
@@ -61,8 +63,9 @@ def _kernel_of(
         "GROUP_SIZE": group_size,
         "MEMBERS": triton.next_power_of_2(group_size),
         "TOPK_GROUP": config.topk_group,
-        "CHOICE": "sigmoid" if method in BIASED_METHODS else "logit",
-        "WEIGHT": _WEIGHTS.get(method, "sigmoid"),
+        "GROUP_BEST": config.group_best,
+        "CHOICE": config.scoring if biased else "logit",
+        "WEIGHT": weight,
         "NORMALIZE": can_normalize and config.norm_topk_prob,
         "EPSILON": EPSILON,
         "FACTOR": config.routed_scaling_factor,

@@ -30,13 +30,16 @@ METHODS = {
     "1_renormalize": 1,
     "2_groups": 2,
     "2_no_norm": 2,
+    "2_softmax_by_best": 2,
     "3_llama4": 3,
     "4_renormalize_naive": 4,
     "5_topk": 5,
     "6_sigmoid_renorm": 6,
     "6_no_norm": 6,
+    "7_softmax_minimax2": 7,
     "7_minimax2": 7,
     "8_sigmoid": 8,
+    "9_topk_sigmoid": 9,
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -44,11 +47,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def configured(name: str, num_experts: int) -> RoutingConfig:
     """The method of this name, for this number of experts."""
     topk, groups, topk_group = SIZES[num_experts]
-    numbers: dict[str, Any] = {"num_topk": 1 if name == "3_llama4" else topk}
+    numbers: dict[str, Any] = {"num_topk": topk}
     if METHODS[name] == 2:
         numbers |= {"num_group": groups, "topk_group": topk_group, "routed_scaling_factor": 2.5}
-    if name == "7_minimax2":
+    if METHODS[name] == 7:
         numbers["routed_scaling_factor"] = 1.5
+    if "softmax" in name:
+        numbers["scoring"] = "softmax"
+    if name.endswith("by_best"):
+        numbers["group_best"] = 1
     if name.endswith("no_norm"):
         numbers["norm_topk_prob"] = False
     return RoutingConfig(method=RoutingMethod(METHODS[name]), **numbers)
@@ -75,16 +82,18 @@ def exact(
     sigmoids, softmaxes = 1 / (1 + (-logits).exp()), (logits - logits.logsumexp(1, keepdim=True)).exp()
     choice = logits
     if method in BIASED_METHODS:
-        choice = sigmoids if bias is None else sigmoids + bias.double()
+        choice = softmaxes if config.scoring == "softmax" else sigmoids
+        choice = choice if bias is None else choice + bias.double()
     allowed, clear = choice, torch.ones(len(logits), dtype=torch.bool)
     if config.num_group > 1:
         grouped = choice.unflatten(1, (config.num_group, -1))
-        sums = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+        sums = grouped.topk(min(config.group_best, grouped.shape[2]), dim=2).values.sum(2)
         clear = nearest(sums, config.topk_group) > NEAR
         out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, largest(sums, config.topk_group), value=False)
         allowed = grouped.masked_fill(out.unsqueeze(2), -math.inf).flatten(1)
     ids = largest(allowed, config.num_topk)
-    scores = {RoutingMethod.TOPK: logits}.get(method, softmaxes if method.value in (0, 1, 4) else sigmoids)
+    softmax = method.value in (0, 1, 4) or config.scoring == "softmax"
+    scores = {RoutingMethod.TOPK: logits}.get(method, softmaxes if softmax else sigmoids)
     weights = scores.gather(1, ids)
     if method.value in (1, 2, 4, 6, 7) and config.norm_topk_prob:
         weights = weights / weights.sum(1, keepdim=True)
