@@ -55,22 +55,36 @@ class ActivationKind(str, enum.Enum):
 
     SILU = "silu"  # silu(gate) * up
     GELU = "gelu"  # gelu(gate) * up, the exact erf form
+    GELU_TANH = "gelu_tanh"  # the same with gelu's tanh form
     SWIGLU = "swiglu"  # gpt-oss: clamp both halves, gate * sigmoid(alpha * gate) * (up + beta)
+    SWIGLU_STEP = "swiglu_step"  # Step-3.5: silu(gate) * up, both clamped
+    SITU = "situ"  # Kimi: clamp both halves, alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)
     RELU2 = "relu2"  # relu(x)^2, not gated
     IDENTITY = "identity"  # x, not gated
+    SILU_NO_MUL = "silu_no_mul"  # silu(x), gelu(x) in both forms, not gated
+    GELU_NO_MUL = "gelu_no_mul"
+    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
 
     @property
     def gated(self) -> bool:
         """True if the first GEMM is 2 * intermediate wide."""
-        return self in (ActivationKind.SILU, ActivationKind.GELU, ActivationKind.SWIGLU)
+        return self not in (ActivationKind.RELU2, ActivationKind.IDENTITY) and not self.value.endswith("_no_mul")
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Those of `ActivationConfig` that it has."""
+        if self in (ActivationKind.SWIGLU, ActivationKind.SITU):
+            return "alpha", "beta", "limit"
+        return ("limit",) if self is ActivationKind.SWIGLU_STEP else ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationConfig:
     """Activation between the expert GEMMs.
 
-    `alpha`, `beta` and `limit` belong to `swiglu`: gate <= limit, -limit <= up <= limit, then
-    gate * sigmoid(alpha * gate) * (up + beta). gpt-oss: alpha 1.702, beta 1, limit 7 (its model card).
+    `alpha`, `beta` and `limit` belong to the kinds whose `numbers` they are. A limit clamps gate <= limit and -limit <=
+    up <= limit, of `swiglu_step` after silu(gate). gpt-oss: alpha 1.702, beta 1, limit 7 (its model card). Of `situ` a
+    beta of 0 leaves up as it is.
     """
 
     kind: ActivationKind = ActivationKind.SILU
@@ -80,11 +94,15 @@ class ActivationConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        plain = self.alpha == 1.0 and self.beta == 0.0 and self.limit is None
+        for name, plain in (("alpha", 1.0), ("beta", 0.0), ("limit", None)):
+            value = getattr(self, name)
+            require(
+                value == plain or name in self.kind.numbers,
+                f"{name} ({value}) does not belong to '{self.kind.value}'",
+            )
         require(
-            plain or self.kind is ActivationKind.SWIGLU,
-            f"alpha ({self.alpha}), beta ({self.beta}) and limit ({self.limit}) belong to 'swiglu', "
-            f"not to '{self.kind.value}'",
+            self.kind is not ActivationKind.SITU or (self.alpha > 0 and self.beta >= 0),
+            f"alpha ({self.alpha}) must be positive and beta ({self.beta}) at least 0 for 'situ'",
         )
 
 

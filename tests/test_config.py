@@ -73,10 +73,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "group_best_method": (routing, {"method": 7, "group_best": 1}, "group_best (1) needs routing method 2, got 7"),
     "scoring": (routing, {"method": 2, "scoring": "tanh"}, "scoring ('tanh') is not one of sigmoid, softmax"),
     "scoring_method": (routing, {"scoring": "softmax"}, "scoring ('softmax') needs routing method 2 or 7, got 1"),
-    "activation": (ActivationConfig, {"kind": "tanh"}, "kind ('tanh') is not one of silu, gelu, swiglu, relu2"),
-    "alpha": (ActivationConfig, {"alpha": 1.7}, "alpha (1.7), beta (0.0) and limit (None) belong to 'swiglu'"),
-    "beta": (ActivationConfig, {"kind": "gelu", "beta": 1.0}, "beta (1.0) and limit (None) belong to 'swiglu', not"),
-    "limit": (ActivationConfig, {"kind": "relu2", "limit": 7.0}, "limit (7.0) belong to 'swiglu', not to 'relu2'"),
+    "activation": (ActivationConfig, {"kind": "tanh"}, "kind ('tanh') is not one of silu, gelu, gelu_tanh"),
+    "alpha": (ActivationConfig, {"alpha": 1.7}, "alpha (1.7) does not belong to 'silu'"),
+    "beta": (ActivationConfig, {"kind": "gelu", "beta": 1.0}, "beta (1.0) does not belong to 'gelu'"),
+    "limit": (ActivationConfig, {"kind": "relu2", "limit": 7.0}, "limit (7.0) does not belong to 'relu2'"),
+    "step_beta": (ActivationConfig, {"kind": "swiglu_step", "beta": 1.0}, "beta (1.0) does not belong to"),
+    "situ_alpha": (ActivationConfig, {"kind": "situ", "alpha": 0.0}, "alpha (0.0) must be positive"),
     "limit_0": (ActivationConfig, {"kind": "swiglu", "limit": 0.0}, "limit (0.0) must be positive"),
     "hidden": (moe, {"hidden": 40}, "hidden (40) must be a positive multiple of 16"),
     "intermediate": (moe, {"intermediate": 0}, "intermediate (0) must be a positive multiple of 16"),
@@ -263,7 +265,14 @@ def test_numbers_and_names_become_members() -> None:
     assert routing(method=4).method is RoutingMethod.RENORMALIZE_NAIVE
     assert from_mapping(ActivationConfig, {"kind": "gelu"}, "here").kind is ActivationKind.GELU
     assert moe(layout="flat").layout is Layout.FLAT
-    assert [kind.value for kind in ActivationKind if kind.gated] == ["silu", "gelu", "swiglu"]
+    assert [kind.value for kind in ActivationKind if kind.gated] == [
+        "silu",
+        "gelu",
+        "gelu_tanh",
+        "swiglu",
+        "swiglu_step",
+        "situ",
+    ]
 
 
 def test_from_mapping() -> None:

@@ -38,8 +38,13 @@ ACTIVATIONS = {
     "gelu": ActivationConfig(kind=ActivationKind.GELU),
     "gpt-oss": GPT_OSS,
     "swiglu-unlimited": ActivationConfig(kind=ActivationKind.SWIGLU, alpha=0.7, beta=-0.5),
-    "relu2": ActivationConfig(kind=ActivationKind.RELU2),
-    "identity": ActivationConfig(kind=ActivationKind.IDENTITY),
+    "swiglu_step": ActivationConfig(kind=ActivationKind.SWIGLU_STEP, limit=1.5),
+    "situ": ActivationConfig(kind=ActivationKind.SITU, alpha=1.5, beta=2.0, limit=3.0),
+    "situ-linear": ActivationConfig(kind=ActivationKind.SITU, alpha=4.0),
+} | {
+    kind.value: ActivationConfig(kind=kind)
+    for kind in ActivationKind
+    if not kind.gated or kind is ActivationKind.GELU_TANH
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMATS = [
@@ -166,20 +171,28 @@ def own_activation(x: np.ndarray, kind: str, alpha: float, beta: float, limit: f
     def sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
 
-    half = len(x) // 2
-    if kind == "identity":
-        return x
-    if kind == "relu2":
-        return np.array([value * value if value > 0 else 0.0 for value in x])
-    result = []
+    ones: dict[str, Callable[[float], float]] = {
+        "identity": lambda value: value,
+        "relu2": lambda value: value * value if value > 0 else 0.0,
+        "silu": lambda value: value * sigmoid(value),
+        "gelu": lambda value: value * 0.5 * (1 + math.erf(value / math.sqrt(2))),
+        "gelu_tanh": lambda value: (
+            value * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)))
+        ),
+    }
+    if not ActivationKind(kind).gated:
+        return np.array([ones[kind.removesuffix("_no_mul")](value) for value in x.tolist()])
+    half, most, result = len(x) // 2, math.inf if limit is None else limit, []
     for gate, up in zip(x[:half].tolist(), x[half:].tolist(), strict=True):
-        if kind == "silu":
-            result.append(gate * sigmoid(gate) * up)
-        elif kind == "gelu":
-            result.append(gate * 0.5 * (1 + math.erf(gate / math.sqrt(2))) * up)
+        g, u = min(gate, most), max(min(up, most), -most)
+        if kind in ones:
+            result.append(ones[kind](gate) * up)
+        elif kind == "swiglu_step":
+            result.append(min(ones["silu"](gate), most) * u)
+        elif kind == "situ":
+            u = beta * math.tanh(u / beta) if beta > 0 else u
+            result.append(alpha * math.tanh(g / alpha) * sigmoid(g) * u)
         else:
-            most = math.inf if limit is None else limit
-            g, u = min(gate, most), max(min(up, most), -most)
             result.append(g * sigmoid(alpha * g) * (u + beta))
     return np.array(result)
 
@@ -416,7 +429,7 @@ def test_output_scales_without_a_gate() -> None:
 @pytest.mark.parametrize(
     ("activation", "own", "words"),
     [
-        ("silu", PerExpert(beta=torch.ones(4)), ("beta", "'swiglu'", "'silu'")),
+        ("silu", PerExpert(beta=torch.ones(4)), ("beta", "'silu'")),
         ("relu2", PerExpert(w13_gate_output_scale=torch.ones(4)), ("w13_gate_output_scale", "'relu2' has no gate")),
         ("gpt-oss", PerExpert(limit=torch.ones(5)), ("limit", "(5,)", "(4,)")),
         ("gpt-oss", PerExpert(w2_output_scale=torch.ones(4).half()), ("w2_output_scale", "float16", "float32")),

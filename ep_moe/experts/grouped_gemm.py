@@ -162,11 +162,6 @@ class CallShape:
         return 8 * (stored.dtype or self.dtype).itemsize // stored.packed
 
     @property
-    def activation_name(self) -> str:
-        """The name by which kernels know the activation and the order of w13's halves."""
-        return self.activation.kind.value + ("_up_first" if self.up_first else "")
-
-    @property
     def halves_aligned(self) -> bool:
         """True if no block of scales of w13 spans both the gate and the up half."""
         return not self.activation.kind.gated or self.intermediate % self.scheme.weight.block[0] == 0

@@ -4,12 +4,13 @@ Letters: N received token rows, K top-k, H hidden, I intermediate, G scale group
 in BATCHED; W = 2I if the activation is gated, else I.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
 from ep_moe.layout import Batched, ExpertBatch, Flat, weighted_sum
@@ -31,20 +32,36 @@ def apply_activation(
     Returns: [..., I] float32.
     Errors: ValueError if a gated activation gets an odd width. Local, no host sync.
     """
-    x = x.float()
-    if not activation.kind.gated:
-        return x if activation.kind is ActivationKind.IDENTITY else torch.relu(x).square()
+    x, kind = x.float(), activation.kind
+    if not kind.gated:
+        return _OF_ONE[kind.value.removesuffix("_no_mul")](x)
     if x.shape[-1] % 2:
-        raise ValueError(f"width ({x.shape[-1]}) must be even for the gated activation '{activation.kind.value}'")
+        raise ValueError(f"width ({x.shape[-1]}) must be even for the gated activation '{kind.value}'")
     gate, up = x.chunk(2, dim=-1)
-    if activation.kind is ActivationKind.SILU:
-        return silu(gate) * up
-    if activation.kind is ActivationKind.GELU:
-        return gelu(gate) * up
-    limit: Any = own.get("limit", activation.limit)
+    gate = _OF_ONE.get(kind.value, _itself)(gate)
+    alpha, beta, limit = (own.get(name, getattr(activation, name)) for name in ("alpha", "beta", "limit"))
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(own.get("alpha", activation.alpha) * gate) * (up + own.get("beta", activation.beta))
+    if kind is ActivationKind.SWIGLU:
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+    if kind is ActivationKind.SITU:
+        gate = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
+        up = torch.where(torch.zeros_like(up) + beta > 0, beta * torch.tanh(up / beta), up)
+    return gate * up
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+_OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # what a kind does to the gate, or to all
+    "silu": silu,
+    "swiglu_step": silu,
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "relu2": lambda x: relu(x).square(),
+    "identity": _itself,
+}
 
 
 def check_fit(
@@ -83,8 +100,8 @@ def check_fit(
             f"w13_order is set, scheme '{scheme.name}' scales {scheme.payload.group_width} columns together"
         )
     own = weights.per_expert.tensors
-    for name in {"alpha", "beta", "limit"} & own.keys() if activation.kind is not ActivationKind.SWIGLU else ():
-        raise ValueError(f"{name} of each expert is set, it belongs to 'swiglu', not to '{activation.kind.value}'")
+    for name in {"alpha", "beta", "limit"} & own.keys() - {*activation.kind.numbers}:
+        raise ValueError(f"{name} of each expert is set, it does not belong to '{activation.kind.value}'")
     if "w13_gate_output_scale" in own and not activation.kind.gated:
         raise ValueError(f"w13_gate_output_scale is set, activation '{activation.kind.value}' has no gate")
     if weights.up_first and not activation.kind.gated:

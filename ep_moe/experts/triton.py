@@ -157,7 +157,8 @@ class TritonGemms:
         activation, rows = shape.activation, shape.max_tiles(tiles.block_m) * tiles.block_m
         width = ready_width(shape, tiles)
         epilogue = Epilogue(
-            ACTIVATION=shape.activation_name,
+            ACTIVATION=activation.kind.value,
+            UP_FIRST=shape.up_first,
             GATED=activation.kind.gated,
             ALTERNATING=shape.alternating,
             LIMITED=shape.limited,

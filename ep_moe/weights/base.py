@@ -20,7 +20,7 @@ class PerExpert:
     """Constants of each expert, [L] float32; None leaves one out.
 
     Args:
-        alpha, beta, limit: of the activation "swiglu", in place of `ActivationConfig`'s; a limit of infinity is none.
+        alpha, beta, limit: of the activation, in place of `ActivationConfig`'s; a limit of infinity is none.
         w13_output_scale: multiplies the sums of the first GEMM before the bias: of the up half, if there are two.
         w13_gate_output_scale: the same for the gate half, which not every activation has.
         w2_output_scale: the same for the second GEMM.

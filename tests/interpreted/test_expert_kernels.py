@@ -48,6 +48,13 @@ ACTIVATIONS = {
     "relu2": ActivationConfig(kind=ActivationKind.RELU2),
     "identity": ActivationConfig(kind=ActivationKind.IDENTITY),
 }
+OTHERS = {  # whose formulas alone differ
+    "gelu_tanh": ActivationConfig(kind=ActivationKind.GELU_TANH),
+    "swiglu_step": ActivationConfig(kind=ActivationKind.SWIGLU_STEP, limit=0.5),
+    "situ": ActivationConfig(kind=ActivationKind.SITU, alpha=1.5, beta=2.0, limit=1.0),
+    "situ-linear": ActivationConfig(kind=ActivationKind.SITU, alpha=4.0),
+    **{kind.value: ActivationConfig(kind=kind) for kind in ActivationKind if kind.value.endswith("_no_mul")},
+}
 FORMATS = [
     ("none", torch.float32),
     ("none", torch.bfloat16),
@@ -320,6 +327,14 @@ def test_intermediate_in_the_order_of_decoded_weights(scheme: str, block_n: int,
 def test_activations(activation: str, scheme: str) -> None:
     case = make_case(scheme, torch.bfloat16, ACTIVATIONS[activation])
     assert_equals_torch(case, ACTIVATIONS[activation], case.batch(Layout.COMPACT))
+
+
+@pytest.mark.parametrize("activation", OTHERS)
+def test_other_activations(activation: str) -> None:
+    case = make_case("none", torch.float32, OTHERS[activation])
+    if OTHERS[activation].kind.gated:
+        case = dataclasses.replace(case, weights=dataclasses.replace(case.weights, up_first=True))
+    assert_equals_torch(case, OTHERS[activation], case.batch(Layout.COMPACT))
 
 
 OWN = {

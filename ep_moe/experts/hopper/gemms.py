@@ -193,7 +193,8 @@ class HopperGemms:
         """`_hopper_gemm_kernel` for w13 @ x. Local."""
         activation = shape.activation
         epilogue = Epilogue(
-            ACTIVATION=shape.activation_name,
+            ACTIVATION=activation.kind.value,
+            UP_FIRST=shape.up_first,
             GATED=activation.kind.gated,
             ALTERNATING=shape.alternating,
             LIMITED=shape.limited,

@@ -38,7 +38,7 @@ class ExpertScalars(NamedTuple):
 
     static_scale: Any  # of the stored values, if EPILOGUE.REQUANTIZE is "static"
     output_scale: Any  # multiplies the sums before the bias: of the second half of the rows of w if GATED
-    gate_output_scale: Any  # the same for the first half, which is the gate unless ACTIVATION ends with "_up_first"
+    gate_output_scale: Any  # the same for the first half, which is the gate unless UP_FIRST
     alpha: Any  # of the activation, in place of the numbers that all experts share
     beta: Any
     limit: Any
@@ -117,7 +117,8 @@ class Codes(NamedTuple):
 class Epilogue(NamedTuple):
     """The operations on a tile's sums before they are stored; none by default."""
 
-    ACTIVATION: tl.constexpr = "identity"  # `CallShape.activation_name`
+    ACTIVATION: tl.constexpr = "identity"  # the value of an `ActivationKind`
+    UP_FIRST: tl.constexpr = False  # the first half is up, not the gate
     GATED: tl.constexpr = False  # the weights have a gate and an up half
     ALTERNATING: tl.constexpr = False  # rows of which take turns, gate first
     LIMITED: tl.constexpr = False  # the activation clamps its input

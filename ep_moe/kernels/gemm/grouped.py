@@ -312,7 +312,7 @@ def _first_gemm_kernel(
         own_alpha = of_expert(scalars.alpha, expert, alpha)
         own_beta = of_expert(scalars.beta, expert, beta)
         own_limit = of_expert(scalars.limit, expert, limit)
-        values = activate(gate, up, EPILOGUE.ACTIVATION, own_alpha, own_beta, own_limit, EPILOGUE.LIMITED)
+        values = activate(gate, up, own_alpha, own_beta, own_limit, EPILOGUE)
         out_row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
         if rows.factor is not None:
             values *= tl.load(rows.factor + listed, mask=row_mask, other=0.0)[:, None]

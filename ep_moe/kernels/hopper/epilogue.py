@@ -44,7 +44,7 @@ def activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE):
     alpha = of_expert(scalars.alpha, expert, PIPE.ALPHA)
     beta = of_expert(scalars.beta, expert, PIPE.BETA)
     limit = of_expert(scalars.limit, expert, PIPE.LIMIT)
-    return activate(sums, other_sums, EPILOGUE.ACTIVATION, alpha, beta, limit, EPILOGUE.LIMITED)
+    return activate(sums, other_sums, alpha, beta, limit, EPILOGUE)
 
 
 @gluon.jit
