@@ -105,13 +105,17 @@ class Layer:
         if self.b1 is not None:
             sums = sums + self.b1[expert].double()
         first, gate = self.number("up", expert, 1.0), self.number("gate", expert, 1.0)
-        if self.gated:
+        if function in ("swiglu_step", "situ"):
+            inner = first * self.of_scaled_halves(*sums.chunk(2, dim=1), gate, expert, function)
+        elif self.gated:
             linear, other = sums.chunk(2, dim=1)
             limit, alpha = self.number("limit", expert, math.inf), self.number("alpha", expert, 1.0)
             linear, other = linear.clamp(-limit, limit), gate * other.clamp(max=limit)
             linear = first * (linear + self.number("beta", expert, 0.0))
             if function == "geglu":
                 inner = linear * other * 0.5 * (1 + torch.erf(other / math.sqrt(2)))
+            elif function == "geglu_tanh":
+                inner = linear * other * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (other + 0.044715 * other**3)))
             else:
                 inner = linear * other / (1 + torch.exp(-alpha * other))
         else:
@@ -120,6 +124,19 @@ class Layer:
         if self.b2 is not None:
             out = out + self.b2[expert].double()
         return out * self.number("second", expert, 1.0)
+
+    def of_scaled_halves(
+        self, linear: torch.Tensor, other: torch.Tensor, gate: float, expert: int, function: str
+    ) -> torch.Tensor:
+        """Activations that are nonlinear in both halves, after the gate's scale of both."""
+        if function == "swiglu_step":
+            limit = self.number("limit", expert, 7.0)
+            silu = gate * other / (1 + torch.exp(-gate * other))
+            return silu.clamp(max=limit) * (gate * linear).clamp(-limit, limit)
+        limit = self.number("limit", expert, math.inf)
+        linear, other = gate * linear.clamp(-limit, limit), gate * other.clamp(max=limit)
+        alpha, beta = self.number("alpha", expert, 1.0), self.number("beta", expert, 1.0)
+        return beta * torch.tanh(linear / beta) * alpha * torch.tanh(other / alpha) / (1 + torch.exp(-other))
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, function: str, how: str, local: range
@@ -161,9 +178,9 @@ def choose(
         ids = choice.topk(topk).indices
         weights = sigmoid.gather(1, ids)
         return ids, (weights / weights.sum(1, keepdim=True) if more.get("norm", True) else weights) * factor
-    source = {0: softmax, 3: scores, 4: softmax, 5: scores, 6: sigmoid, 8: sigmoid}[method]
+    source = {0: softmax, 3: scores, 4: softmax, 5: scores, 6: sigmoid, 8: sigmoid, 9: scores}[method]
     values, ids = source.topk(topk)
-    if method == 3:
+    if method in (3, 9):
         values = 1 / (1 + torch.exp(-values))
     if method in (4, 6) and more.get("norm", True):
         values = values / values.sum(1, keepdim=True)

@@ -42,12 +42,14 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def hidden_states(kind: str, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def hidden_states(
+    kind: str, seed: int = 1, hidden: int = HIDDEN
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Tokens in a format, their scales, and the real numbers that these stand for."""
     if kind == "bf16":
-        x = torch.randn(TOKENS, HIDDEN, generator=generator(seed)).bfloat16()
+        x = torch.randn(TOKENS, hidden, generator=generator(seed)).bfloat16()
         return x, None, x.double()
-    values, scale = random_stored((TOKENS, HIDDEN), kind, 1.0, generator(seed))
+    values, scale = random_stored((TOKENS, hidden), kind, 1.0, generator(seed))
     exact = real(values, scale, kind)
     if kind == "mxfp8":
         return values.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), exact
@@ -93,12 +95,14 @@ SEEDS_ARGUMENTS = {
         "output1_scale_gate_scalar output2_scale_scalar num_experts top_k n_group topk_group intermediate_size "
         "local_expert_offset local_num_experts routed_scaling_factor routing_method_type=0 do_finalize=True "
         "enable_pdl=None activation_type=3 per_token_scale=None output=None tune_max_num_tokens=8192 "
-        "norm_topk_prob=True routing_replay_out=None"
+        "norm_topk_prob=True routing_replay_out=None num_fused_shared_experts=None valid_hidden_size=None "
+        "valid_intermediate_size=None hidden_states_scale_layout=None"
     ),
     b12x_fused_moe: (
         "x w1_weight w1_weight_sf w2_weight w2_weight_sf token_selected_experts token_final_scales num_experts top_k "
-        "*w1_alpha *w2_alpha *fc2_input_scale=None *num_local_experts=None *output=None *output_dtype=torch.bfloat16 "
-        "*activation='silu' *activation_precision='fp4' *quant_mode=None *source_format='modelopt'"
+        "*w1_alpha *w2_alpha *fc2_input_scale=None *input_global_scale=None *num_local_experts=None *expert_map=None "
+        "*output=None *output_dtype=torch.bfloat16 *activation='silu' *swiglu_alpha=1.702 *swiglu_beta=1.0 "
+        "*swiglu_limit=None *activation_precision='fp4' *quant_mode=None *source_format='modelopt'"
     ),
 }
 
@@ -133,26 +137,46 @@ def test_formats(weights: str, tokens: str, per_token: bool, run: Any) -> None:
         assert torch.equal(run(trtllm_fp4_block_scale_moe, **given)[0], found)
 
 
-def numbers(low: float, high: float, seed: int) -> torch.Tensor:
-    return torch.rand(EXPERTS, generator=generator(seed)) * (high - low) + low
+def numbers(low: float, high: float, seed: int, count: int = EXPERTS) -> torch.Tensor:
+    return torch.rand(count, generator=generator(seed)) * (high - low) + low
 
 
-ACTIVATIONS = {3: "swiglu", 4: "geglu", 6: "relu2", 7: "identity"}
+ACTIVATIONS = {
+    3: "swiglu",
+    4: "geglu",
+    6: "relu2",
+    7: "swiglu_step",
+    8: "geglu_tanh",
+    9: "identity",
+    10: "situ",
+}
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("scalars", ["", "111", "100", "010", "001", "110"])
 @pytest.mark.parametrize(
-    ("number", "own"), [(3, ""), (3, "alpha"), (3, "alpha beta limit"), (3, "limit"), (4, ""), (6, ""), (7, "")]
+    ("number", "own"),
+    [
+        (3, ""),
+        (3, "alpha"),
+        (3, "alpha beta limit"),
+        (3, "limit"),
+        (4, ""),
+        (6, ""),
+        (7, "limit"),
+        (8, ""),
+        (9, ""),
+        (10, "alpha beta limit"),
+    ],
 )
 def test_activations_and_scalars(number: int, own: str, scalars: str, biased: bool, run: Any) -> None:
     """Biases, beta and limit are in the units of the unscaled sums; they matter most where scalars are far from 1."""
-    layer = random_layer("nvfp4", number in (3, 4), EXPERTS, HIDDEN, INNER, generator(number))
+    layer = random_layer("nvfp4", number not in (6, 9), EXPERTS, HIDDEN, INNER, generator(number))
     given: dict[str, torch.Tensor] = {
         name: tensor
         for name, tensor in (
             ("alpha", numbers(0.5, 2.0, 11)),
-            ("beta", numbers(-1.0, 1.5, 12)),
+            ("beta", numbers(0.5 if number == 10 else -1.0, 1.5, 12)),
             ("limit", numbers(0.3, 1.5, 13)),
         )
         if name in own.split()
@@ -183,6 +207,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "2_without_groups": {"routing_method_type": 2, "n_group": None, "topk_group": None},
     "2_unnormalized": {"routing_method_type": 2, "n_group": 0, "topk_group": 0, "norm_topk_prob": False},
     "3": {"routing_method_type": 3, "top_k": 1},
+    "3_topk": {"routing_method_type": 3},
     "4": {"routing_method_type": 4, "routed_scaling_factor": 1.0},
     "4_unnormalized": {"routing_method_type": 4, "norm_topk_prob": False},
     "5": {"routing_method_type": 5, "norm_topk_prob": False},
@@ -190,6 +215,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "6_unnormalized": {"routing_method_type": 6, "norm_topk_prob": False},
     "7": {"routing_method_type": 7, "routed_scaling_factor": 1.5},
     "8": {"routing_method_type": 8},
+    "9": {"routing_method_type": 9, "norm_topk_prob": False},
 }
 
 
@@ -274,12 +300,83 @@ def test_rows_before_the_sum(run: Any) -> None:
         run(trtllm_fp4_block_scale_moe, **given, do_finalize=False, output=found)
 
 
+def test_shared_experts(run: Any) -> None:
+    """Every token has the two last ones, with weight 1, beside those that it chooses."""
+    made = random_layer("mxfp4", True, EXPERTS + 2, HIDDEN, INNER, generator(3))
+    layer = dataclasses.replace(made, second=numbers(0.5, 2.0, 12, EXPERTS + 2))
+    x, _, exact = hidden_states("bf16")
+    more: dict[str, Any] = {"routing_method_type": 2, "routed_scaling_factor": 2.5, "num_fused_shared_experts": 2}
+    replay = torch.full((TOKENS, TOPK), -7, dtype=torch.int16)
+    given = arguments(layer, x, None, **more, output2_scale_scalar=layer.second, routing_replay_out=replay)
+    [found] = run(trtllm_fp4_block_scale_moe, **given)
+    ids, chosen = choose(logits(), 2, TOPK, factor=2.5)
+    assert torch.equal(replay.sort(1).values.long(), ids.sort(1).values)
+    every = torch.ones(TOKENS, 2, dtype=torch.float64)
+    ids, chosen = torch.cat([ids, every.long() * torch.tensor([8, 9])], 1), torch.cat([chosen, every], 1)
+    check(found, layer(exact, ids, chosen, "swiglu", "bf16", range(EXPERTS + 2)), "bf16")
+    rows, weights, permuted = run(trtllm_fp4_block_scale_moe, **given, do_finalize=False)
+    assert weights.shape == (TOKENS, TOPK + 2)
+    assert bool((weights[:, TOPK:] == 1).all())
+    parts = rows[permuted.long()].float().view(TOKENS, TOPK + 2, HIDDEN) * weights.float()[:, :, None]
+    assert float(worst_row_error(found, parts.sum(1).double())) < LIMITS["bf16"]
+
+
+def padded(tensor: torch.Tensor, halves: int, rows: int, columns: int, fill: int) -> torch.Tensor:
+    """[E, rows of the halves, columns] bytes, at the start of each half of a larger tensor full of `fill`."""
+    parts = tensor.unflatten(1, (halves, -1))
+    out = torch.full((len(tensor), halves, rows, columns), fill, dtype=torch.uint8)
+    out[:, :, : parts.shape[2], : parts.shape[3]] = parts
+    return out.flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "rows"), [("nvfp4", "bf16", 128), ("nvfp4", "nvfp4", 256), ("mxfp4", "mxfp8", 128)]
+)
+def test_valid_sizes(kind: str, tokens: str, rows: int, run: Any) -> None:
+    """100 of 256 columns and 200 of 384, computed as 128 and 256: beyond them NaN changes nothing."""
+    group = 32 if kind == "mxfp4" else 16
+    layer = random_layer(kind, True, EXPERTS, 128, 256, generator(3))
+    nan = 255 if kind == "mxfp4" else 127
+    x, scale, exact = hidden_states(tokens, hidden=128)
+    given = arguments(layer, x, scale)
+    if scale is None:
+        given["hidden_states"] = torch.cat([x, torch.full_like(x, torch.nan)], 1)
+    else:
+        wide = torch.cat([x.view(torch.uint8), torch.full_like(x.view(torch.uint8), 127)], 1)
+        given["hidden_states"] = wide.view(x.dtype)
+        given["hidden_states_scale"] = torch.cat([scale.view(torch.uint8)] * 2, 1)
+    given |= {
+        "gemm1_weights": padded(layer.w1, 2, 384, 128, 17),
+        "gemm1_weights_scale": padded(layer.w1_scale, 2, 384, 256 // group, nan),
+        "gemm2_weights": padded(layer.w2, 1, rows, 192, 17),
+        "gemm2_weights_scale": padded(layer.w2_scale, 1, rows, 384 // group, nan),
+        "intermediate_size": 384,
+        "valid_hidden_size": 100,
+        "valid_intermediate_size": 200,
+    }
+    b1, b2 = torch.randn(EXPERTS, 512, generator=generator(15)), torch.randn(EXPERTS, 128, generator=generator(16))
+    lost = torch.full((EXPERTS, 128), torch.nan)
+    given["gemm1_bias"] = torch.cat([b1[:, :256], lost, b1[:, 256:], lost], 1)
+    given["gemm2_bias"] = torch.cat([b2, lost], 1)[:, :rows]
+    layer = dataclasses.replace(layer, b1=b1, b2=b2)
+    expected = layer(exact, *choose(logits(), 1, TOPK), "swiglu", tokens, range(EXPERTS))
+    output = torch.empty(TOKENS, 100, dtype=torch.bfloat16)
+    [found] = run(trtllm_fp4_block_scale_moe, **given)
+    assert found.shape == output.shape
+    check(found, expected[:, :100], tokens)
+    assert run(trtllm_fp4_block_scale_moe, **given, output=output)[0] is output
+    assert torch.equal(output, found)
+    with pytest.raises(ValueError, match=r"valid_hidden_size \(100\) is given, but do_finalize=False"):
+        run(trtllm_fp4_block_scale_moe, **given, do_finalize=False)
+
+
 def test_output_is_written_and_other_arguments_change_nothing(run: Any) -> None:
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = arguments(layer, *hidden_states("nvfp4")[:2])
     [expected] = run(trtllm_fp4_block_scale_moe, **given)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    [found] = run(trtllm_fp4_block_scale_moe, **given, output=output, enable_pdl=True, tune_max_num_tokens=1)
+    rest = {"enable_pdl": True, "tune_max_num_tokens": 1, "hidden_states_scale_layout": 2}
+    [found] = run(trtllm_fp4_block_scale_moe, **given, output=output, **rest)
     assert found is output
     assert torch.equal(output, expected)
 
@@ -350,7 +447,19 @@ def scales(*shape: int) -> torch.Tensor:
 HALF_LOGITS = torch.zeros(TOKENS, EXPERTS, dtype=torch.float16)
 PACKED = torch.zeros(TOKENS, HIDDEN // 2, dtype=torch.uint8)
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "method 9": ({"routing_method_type": 9}, ("routing_method_type (9)", "0 to 8")),
+    "method 10": ({"routing_method_type": 10}, ("routing_method_type (10)", "0 to 9")),
+    "layout": ({"hidden_states_scale_layout": 0}, ("hidden_states_scale_layout (0)", "2 (layout_linear)")),
+    "valid hidden": ({"valid_hidden_size": 65}, ("valid_hidden_size (65)", "[1, 64]")),
+    "valid intermediate": ({"valid_intermediate_size": 0}, ("valid_intermediate_size (0)", "[1, 96]")),
+    "valid output": (
+        {"valid_hidden_size": 48, "output": torch.empty(TOKENS, HIDDEN).bfloat16()},
+        ("output is (24, 64)", "(24, 48)"),
+    ),
+    "shared": ({"num_fused_shared_experts": 1}, ("num_fused_shared_experts (1)", "routing_method_type 2", "method 1")),
+    "shared, some experts": (
+        {"num_fused_shared_experts": 1, "routing_method_type": 2, "local_num_experts": 7},
+        ("num_fused_shared_experts (1)", "7 of 8"),
+    ),
     "factor": ({"routed_scaling_factor": 2.5}, ("routed_scaling_factor (2.5)", "2 and 7")),
     "groups": ({"n_group": 4, "topk_group": 2}, ("num_group (4)", "method 2")),
     "norm": ({"norm_topk_prob": False}, ("norm_topk_prob=False", "got 1")),
@@ -358,8 +467,8 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bias's shape": ({"routing_bias": torch.zeros(3), "routing_method_type": 2}, ("routing_bias", "(3,)", "(8,)")),
     "logits": ({"routing_logits": torch.zeros(TOKENS, 9)}, ("routing_logits", "(24, 9)", "(24, 8)")),
     "logits' dtype": ({"routing_logits": HALF_LOGITS}, ("routing_logits", "float16", "bfloat16")),
-    "activation": ({"activation_type": 5}, ("activation_type (5)", "3 (swiglu)", "7 (identity)")),
-    "alpha": ({"activation_type": 4, "gemm1_alpha": torch.ones(8)}, ("gemm1_alpha", "activation_type 3, not to 4")),
+    "activation": ({"activation_type": 5}, ("activation_type (5)", "3 (swiglu)", "9 (identity)")),
+    "alpha": ({"activation_type": 4, "gemm1_alpha": torch.ones(8)}, ("gemm1_alpha", "not belong to activation_type 4")),
     "width": ({"activation_type": 6}, ("gemm1_weights", "(8, 192, 32)", "(8, 96, 32)", "activation_type (6)")),
     "intermediate": ({"intermediate_size": 48}, ("gemm1_weights", "(8, 96, 32)", "intermediate_size (48)")),
     "offset": ({"local_expert_offset": 1}, ("[1, 9)", "num_experts (8)")),

@@ -110,9 +110,8 @@ def reference(
     allowed, distance = list(range(experts)), closest(choice)
     if config.num_group > 1:
         size = experts // config.num_group
-        group_scores = []
-        for first in range(0, experts, size):
-            group_scores.append(sum(sorted(choice[first : first + size], reverse=True)[: config.group_best]))
+        grouped = [sorted(choice[first : first + size], reverse=True) for first in range(0, experts, size)]
+        group_scores = [sum(scores[: config.group_best]) for scores in grouped]
         groups = sorted(range(config.num_group), key=lambda group: (-group_scores[group], group))[: config.topk_group]
         allowed = [expert for expert in allowed if expert // size in groups]
         distance = min(distance, closest(group_scores))

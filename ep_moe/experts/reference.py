@@ -7,7 +7,6 @@ in BATCHED; W = 2I if the activation is gated, else I.
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.nn.functional import gelu, relu, silu

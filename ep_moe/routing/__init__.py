@@ -36,8 +36,8 @@ def route(
     Methods, numbered as FlashInfer's `RoutingMethodType`, with s = sigmoid(logits), sums over the K chosen:
     0 softmax over all; 1 and 4 softmax over the chosen (equal to softmax over all, divided by the sum of the chosen);
     2 and 7 s / (sum + 1e-20) * routed_scaling_factor, chosen by s + bias, 2 only within its `topk_group` best groups
-    (DeepSeek-V3, arXiv 2412.19437); 3, 8 and 9 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2 and 6
-    do not divide by the sum.
+    (DeepSeek-V3, arXiv 2412.19437); 3, 8 and 9 s; 5 the logits; 6 s / (sum + 1e-20). If norm_topk_prob is False, 2
+    and 6 do not divide by the sum. With `scoring="softmax"` s is the softmax over all.
     Softmax and sigmoid are monotonic, so methods other than 2 and 7 choose by the logits themselves, and rounding
     creates no ties. Ties go to the lower expert. A NaN score counts as +inf, so that NaN logits of a token show in its
     output; a NaN in the bias makes the weights of every token NaN. The ids are always valid.

@@ -637,7 +637,7 @@ def _routing_cases() -> list[Case]:
         _routing("Qwen3", 128, 4, weights_dtype=torch.bfloat16, num_topk=8),
         _routing("Default", 64, 0, dtype=torch.float16, weights_dtype=torch.float16, num_topk=8),
         _routing("Mixtral", 8, 1, num_topk=2),
-        _routing("Llama4", 128, 3, num_topk=1),
+        _routing("DeepSeek-V2", 160, 2, num_topk=6, num_group=8, topk_group=3, group_best=1, scoring="softmax"),
         _routing("SigmoidRenorm of 60", 60, 6, num_topk=4),
         _routing("MiniMax2", 256, 7, biased=True, num_topk=8),
         _routing("Sigmoid of 384", 384, 8, num_topk=8),

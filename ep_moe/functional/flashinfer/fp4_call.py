@@ -1,6 +1,7 @@
 """The arguments of `trtllm_fp4_block_scale_moe`: what they say of the activation and the routing.
 
-Letters: T tokens, H hidden, K top-k, E experts of all ranks, L local experts.
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts of all ranks, L local experts, S shared experts, which
+every token has.
 """
 
 import functools
@@ -15,11 +16,19 @@ _ACTIVATIONS = {
     3: ActivationKind.SWIGLU,
     4: ActivationKind.GELU,
     6: ActivationKind.RELU2,
-    7: ActivationKind.IDENTITY,
+    7: ActivationKind.SWIGLU_STEP,
+    8: ActivationKind.GELU_TANH,
+    9: ActivationKind.IDENTITY,
+    10: ActivationKind.SITU,
+}
+_DEFAULTS: dict[ActivationKind, dict[str, float]] = {  # FlashInfer's, where they are others than ours
+    ActivationKind.SWIGLU_STEP: {"limit": 7.0},
+    ActivationKind.SITU: {"beta": 1.0},
 }
 _LOGITS = (torch.float32, torch.bfloat16)
 _SCALED_METHODS = (2, 7)
-_SWIGLU_ALONE = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+_NUMBERS = {"alpha": "gemm1_alpha", "beta": "gemm1_beta", "limit": "gemm1_clamp_limit"}
+_VALID = 128  # valid sizes are rounded up to a multiple of this, as FlashInfer does
 
 
 class Fp4Call(NamedTuple):
@@ -55,11 +64,48 @@ class Fp4Call(NamedTuple):
     output: torch.Tensor | None
     norm_topk_prob: bool
     routing_replay_out: torch.Tensor | None
+    num_fused_shared_experts: int | None
+    valid_hidden_size: int | None
+    valid_intermediate_size: int | None
 
     @property
     def hidden(self) -> int:
         """H, of which FC1's weights have two elements in a byte."""
         return 2 * self.gemm1_weights.shape[-1]
+
+    @property
+    def computed(self) -> tuple[int, int]:
+        """H and I without padding."""
+        return _unpadded(self.hidden, self.valid_hidden_size), _unpadded(
+            self.intermediate_size, self.valid_intermediate_size
+        )
+
+    @property
+    def cut(self) -> bool:
+        """Whether that leaves out columns or rows."""
+        if self.valid_hidden_size is None and self.valid_intermediate_size is None:
+            return False
+        return self.computed != (self.hidden, self.intermediate_size)
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.hidden if self.valid_hidden_size is None else self.valid_hidden_size
+
+    @property
+    def num_shared(self) -> int:
+        """S."""
+        return self.num_fused_shared_experts or 0
+
+    @property
+    def num_total(self) -> int:
+        """E + S."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def num_held(self) -> int:
+        """L + S."""
+        return self.local_num_experts + self.num_shared
 
     @property
     def activation(self) -> ActivationConfig:
@@ -68,9 +114,15 @@ class Fp4Call(NamedTuple):
         return _activation_of(self.activation_type, plain)
 
     @property
+    def scales_both(self) -> bool:
+        """Whether output1_scale_gate_scalar multiplies all sums of FC1, and output1_scale_scalar the activation's."""
+        kind = self.activation.kind
+        return not kind.gated or kind in _DEFAULTS
+
+    @property
     def local(self) -> slice:
-        """The local experts among all."""
-        return slice(self.local_expert_offset, self.local_expert_offset + self.local_num_experts)
+        """The local experts among all, and shared ones."""
+        return slice(self.local_expert_offset, self.local_expert_offset + self.num_held)
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, ...]:
@@ -80,10 +132,20 @@ class Fp4Call(NamedTuple):
     @property
     def numbers(self) -> tuple[Any, ...]:
         """Arguments that are numbers."""
-        return *self[_WEIGHTS.stop : _NUMBERS_STOP], self.norm_topk_prob
+        return *self[_WEIGHTS.stop : _NUMBERS_STOP], self.norm_topk_prob, *self[_SIZES_START:]
 
-    def check_local(self) -> None:
-        """Raise ValueError unless the local experts are some of all."""
+    def check_sizes(self) -> None:
+        """Raise ValueError unless the local experts are some of all, and valid sizes are within the padded ones."""
+        for name, padded in (("valid_hidden_size", self.hidden), ("valid_intermediate_size", self.intermediate_size)):
+            valid = getattr(self, name)
+            if valid is not None and not 1 <= valid <= padded:
+                raise ValueError(f"{name} ({valid}) is not in [1, {padded}], of which it is a part")
+        whole = self.local_expert_offset == 0 and self.local_num_experts == self.num_experts
+        if self.num_shared and (self.num_shared < 0 or self.routing_method_type != 2 or not whole):
+            raise ValueError(
+                f"num_fused_shared_experts ({self.num_shared}) needs a positive number, routing_method_type 2 and all "
+                f"experts here, got method {self.routing_method_type}, {self.local_num_experts} of {self.num_experts}"
+            )
         if not 0 <= self.local_expert_offset <= self.num_experts - self.local_num_experts or self.local_num_experts < 1:
             raise ValueError(
                 f"local experts [{self.local.start}, {self.local.stop}), by local_expert_offset and local_num_experts, "
@@ -92,14 +154,18 @@ class Fp4Call(NamedTuple):
 
     def check_activation(self) -> None:
         """Raise ValueError for numbers that do not belong to the activation."""
-        if self.activation.kind not in (ActivationKind.SILU, ActivationKind.SWIGLU):
-            for name in _SWIGLU_ALONE:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is given, it belongs to activation_type 3, not to {self.activation_type}")
+        for number, name in _NUMBERS.items():
+            if getattr(self, name) is not None and number not in self.activation.kind.numbers:
+                raise ValueError(f"{name} is given, it does not belong to activation_type {self.activation_type}")
+
+
+def _unpadded(size: int, valid: int | None) -> int:
+    return size if valid is None else min(-(-valid // _VALID) * _VALID, size)
 
 
 _WEIGHTS = slice(Fp4Call._fields.index("gemm1_weights"), Fp4Call._fields.index("num_experts"))
 _NUMBERS_STOP = Fp4Call._fields.index("per_token_scale")  # numbers follow the weights
+_SIZES_START = Fp4Call._fields.index("num_fused_shared_experts")
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,7 +175,8 @@ def _activation_of(number: int, plain: bool) -> ActivationConfig:
         known = ", ".join(f"{number} ({kind.value})" for number, kind in _ACTIVATIONS.items())
         raise ValueError(f"activation_type ({number}) is not one of {known}")
     kind = _ACTIVATIONS[number]
-    return ActivationConfig(kind=ActivationKind.SILU if plain and kind is ActivationKind.SWIGLU else kind)
+    kind = ActivationKind.SILU if plain and kind is ActivationKind.SWIGLU else kind
+    return ActivationConfig(kind=kind, **_DEFAULTS.get(kind, {}))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
 """`trtllm_fp4_block_scale_moe`: routing and FP4 experts in one call.
 
-Letters: T tokens, H hidden, I intermediate, K top-k, E experts of all ranks, L local experts; W = 2I if the activation
-is gated, else I.
+Letters: T tokens, H hidden, I intermediate, K top-k, E experts of all ranks, L local experts, S shared experts, which
+every token has; W = 2I if the activation is gated, else I.
 """
 
 import functools
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_PLANS = 256  # of the same weights
 _OUTPUT = (torch.bfloat16,)
+_LINEAR = 2  # FlashInfer's `SfLayout.layout_linear`
 
 
 def trtllm_fp4_block_scale_moe(
@@ -63,13 +64,18 @@ def trtllm_fp4_block_scale_moe(
     tune_max_num_tokens: int = 8192,
     norm_topk_prob: bool = True,
     routing_replay_out: torch.Tensor | None = None,
+    num_fused_shared_experts: int | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    hidden_states_scale_layout: int | None = None,
 ) -> list[torch.Tensor]:
     """Route tokens and compute the local experts among those that they choose, with FP4 weights.
 
     With x1 = output1_scale_gate_scalar * clamp(gate rows @ x + bias) and x0 = clamp(up rows @ x + bias), FC1 gives
     output1_scale_scalar * (x0 + beta) * x1 * sigmoid(alpha * x1), and FC2 output2_scale_scalar * (w2 @ . + bias): as in
-    FlashInfer, biases, beta and the limit are in the units of the unscaled sums. Without a gate, FC1 gives
-    output1_scale_scalar * activation(output1_scale_gate_scalar * (w1 @ x + bias)). A scalar that is None is 1.
+    FlashInfer, biases, beta and the limit are in the units of the unscaled sums. Without a gate, and with activations 7
+    and 10, FC1 gives output1_scale_scalar * activation(output1_scale_gate_scalar * (w1 @ x + bias)), where alpha and
+    beta, and the limit of 7, are in the units of what the activation takes. A scalar that is None is 1.
 
     Args:
         routing_logits: [T, E] float32 or bfloat16. routing_bias: [E], for the choice only, methods 2 and 7.
@@ -83,13 +89,23 @@ def trtllm_fp4_block_scale_moe(
         local_expert_offset, local_num_experts: the local experts; other choices add nothing.
         per_token_scale: [T] float32, multiplies the hidden states. output: [T, H] bfloat16, is written and returned.
         routing_replay_out: [at least T, K] int16, receives the chosen experts.
+        num_fused_shared_experts: S; tensors of experts have E + S rows, the shared ones last, whose weight is 1.
+        valid_hidden_size, valid_intermediate_size: H and I without padding; rounded up to multiples of 128 they are
+            computed, from copies of the weights where that leaves some out, and the output has the valid columns.
+            gemm2_weights may have H rows or those that are computed.
+        hidden_states_scale_layout: 2, FlashInfer's layout_linear, or None.
     Returns: [output], or, if not do_finalize, [gemm2_output [rows, H] bfloat16, expert_weights [T, K] bfloat16,
-        expanded_idx_to_permuted_idx [T * K] int32]: the row of token t's k-th expert, -1 if it is not local.
+        expanded_idx_to_permuted_idx [T * K] int32]: the row of token t's k-th expert, -1 if it is not local; with K + S
+        in place of K.
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
     the same kind; an operator under torch.compile.
     """
     del enable_pdl, tune_max_num_tokens
+    if hidden_states_scale_layout not in (None, _LINEAR):
+        raise ValueError(
+            f"hidden_states_scale_layout ({hidden_states_scale_layout}) is not {_LINEAR} (layout_linear) or None"
+        )
     call = Fp4Call._make(  # in the order of its fields, in less time than by their names
         (
             routing_logits,
@@ -122,6 +138,9 @@ def trtllm_fp4_block_scale_moe(
             output,
             norm_topk_prob,
             routing_replay_out,
+            num_fused_shared_experts,
+            valid_hidden_size,
+            valid_intermediate_size,
         )
     )
     if torch.compiler.is_compiling():
@@ -138,7 +157,7 @@ def _as_operator(call: Fp4Call, do_finalize: bool) -> list[torch.Tensor]:
         _check_unfinalized(call)
         return list(_fp4_rows_op(*call))
     if call.output is None:
-        shape = call.hidden_states.shape[0], call.hidden
+        shape = call.hidden_states.shape[0], call.width
         call = call._replace(output=torch.empty(shape, dtype=torch.bfloat16, device=call.hidden_states.device))
     _fp4_moe_op(*call)
     assert call.output is not None
@@ -148,6 +167,11 @@ def _as_operator(call: Fp4Call, do_finalize: bool) -> list[torch.Tensor]:
 def _check_unfinalized(call: Fp4Call) -> None:
     if call.output is not None:
         raise ValueError("output is given, but do_finalize=False returns rows of its own")
+    if call.computed[0] != call.hidden:
+        raise ValueError(
+            f"valid_hidden_size ({call.valid_hidden_size}) is given, but do_finalize=False returns rows of all "
+            f"{call.hidden} columns"
+        )
 
 
 class _Plan:
@@ -163,14 +187,14 @@ class _Plan:
         activation = call.activation
         x, scheme = _tokens_of(call, made)
         if call.output is not None:
-            check_like(call.output, "output", (call.hidden_states.shape[0], call.hidden), _OUTPUT)
+            check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
         self.routing: RoutingConfig = routing_config(call)
         self.weights: ExpertWeights = made.in_scheme(scheme, up_first=activation.kind.gated)
         self.experts: Experts = experts_for(activation, scheme, call.hidden_states.device)
         self.options: dict[str, Any] = {
             "local_expert_offset": call.local_expert_offset,
-            "num_local_experts": call.local_num_experts,
-            "num_experts": call.num_experts,
+            "num_local_experts": call.num_held,
+            "num_experts": call.num_total,
             "dtype": torch.bfloat16,
         }
         self.in_place = x is call.hidden_states
@@ -206,20 +230,27 @@ class _Plan:
 
 
 def _tokens_of(call: Fp4Call, made: Fp4Weights) -> tuple[torch.Tensor | Quantized, QuantScheme]:
-    return tokens_of(
+    x, scheme = tokens_of(
         call.hidden_states,
         call.hidden_states_scale,
         hidden=call.hidden,
         weights=made.kind,
         per_token_scale=call.per_token_scale,
     )
+    if not call.cut:
+        return x, scheme
+    columns, padded = call.computed[0], call.hidden
+    if isinstance(x, torch.Tensor):
+        return x[:, :columns], scheme
+    values, scale = (part[:, : columns * part.shape[1] // padded].contiguous() for part in (x.values, x.scale))
+    return Quantized(values=values, scale=scale, scheme=scheme), scheme
 
 
 def _plan_of(call: Fp4Call) -> tuple[_Plan, Fp4Weights]:
     """What is known of calls like this one; found and checked in the first."""
     tensors = call.weights
     gated = call.activation.kind.gated
-    copied = has_copies(call, gated)
+    copied = has_copies(call)
     numbers = call.numbers
     kept = kept_weights("trtllm_fp4_block_scale_moe", threading.get_ident())
     strides = call.gemm1_weights.stride(), call.gemm2_weights.stride()  # others of the same memory are other weights
@@ -235,7 +266,7 @@ def _plan_of(call: Fp4Call) -> tuple[_Plan, Fp4Weights]:
 
 
 def _weights(call: Fp4Call, gated: bool) -> Fp4Weights:
-    call.check_local()
+    call.check_sizes()
     return Fp4Weights.of(call, gated)
 
 
@@ -243,17 +274,30 @@ def _prepared(call: Fp4Call, plan: _Plan, made: Fp4Weights) -> tuple[torch.Tenso
     """Tokens and routing of a call."""
     x = call.hidden_states if plan.in_place else _tokens_of(call, made)[0]
     bias, replay = call.routing_bias, call.routing_replay_out
-    return x, route(call.routing_logits, plan.routing, routing_bias=bias, routing_replay_out=replay)
+    routing = route(call.routing_logits, plan.routing, routing_bias=bias, routing_replay_out=replay)
+    if call.num_shared:
+        ids, weights = routing.topk_ids, routing.topk_weights
+        shared = torch.arange(call.num_experts, call.num_total, dtype=ids.dtype, device=ids.device)
+        ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
+        weights = torch.cat([weights, weights.new_ones(len(ids), call.num_shared)], dim=1)
+        routing = Routing(topk_ids=ids, topk_weights=weights)
+    return x, routing
 
 
 def _finalized(call: Fp4Call) -> torch.Tensor:
     """The result, in `output` if there is one."""
+    if call.valid_hidden_size not in (None, call.computed[0]):
+        call.check_sizes()
+        if call.output is not None:
+            check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
+        result = _finalized(call._replace(output=None, valid_hidden_size=call.computed[0]))[:, : call.width]
+        return result.contiguous() if call.output is None else call.output.copy_(result)
     plan, made = _plan_of(call)
     result = plan.repeat(call, made)
     if result is None:
         x, routing = _prepared(call, plan, made)
         result = local_moe(x, routing, plan.weights, plan.experts, **plan.options, out=call.output)
-        if plan.joined is None and call.routing_replay_out is None:
+        if plan.joined is None and call.routing_replay_out is None and not call.num_shared:
             plan.keep(call, x, routing)
     return result
 
@@ -306,10 +350,10 @@ def _fp4_moe_fake(*arguments: Any) -> None:
 @_fp4_rows_op.register_fake
 def _fp4_rows_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = Fp4Call(*arguments)
-    num_tokens = call.hidden_states.shape[0]
+    num_tokens, num_topk = call.hidden_states.shape[0], call.top_k + call.num_shared
     like: dict[str, Any] = {"device": call.hidden_states.device}
     return (
-        torch.empty(num_tokens * min(call.top_k, call.local_num_experts), call.hidden, dtype=torch.bfloat16, **like),
-        torch.empty(num_tokens, call.top_k, dtype=torch.bfloat16, **like),
-        torch.empty(num_tokens * call.top_k, dtype=torch.int32, **like),
+        torch.empty(num_tokens * min(num_topk, call.num_held), call.hidden, dtype=torch.bfloat16, **like),
+        torch.empty(num_tokens, num_topk, dtype=torch.bfloat16, **like),
+        torch.empty(num_tokens * num_topk, dtype=torch.int32, **like),
     )
