@@ -605,28 +605,44 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"activation_precision": "bf16"},
     "w4a16": {"quant_mode": "w4a16", "fc2_input_scale": torch.tensor([1e30])},
     "compressed_tensors": {"quant_mode": "w4a16", "source_format": "compressed_tensors"},
+    "mxfp4": {"quant_mode": "mxfp4", "fc2_input_scale": torch.tensor([1e30])},
+    "input_scale": {"fc2_input_scale": torch.tensor([0.5]), "input_global_scale": torch.tensor(0.013)},
+    "input_scales": {"fc2_input_scale": torch.tensor([0.5]), "input_global_scale": numbers(0.001, 5.0, 24)},
+}
+FUNCTIONS = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu_tanh",
+    "swigluoai_uninterleave": "swiglu",
+    "relu2": "relu2",
 }
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_b12x(mode: str, activation: str, run: Any) -> None:
     more = MODES[mode]
-    layer = random_layer("nvfp4", activation == "silu", EXPERTS, HIDDEN, INNER, generator(3))
+    kind, gated = "mxfp4" if mode == "mxfp4" else "nvfp4", activation != "relu2"
+    layer = random_layer(kind, gated, EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, activation=activation, **more)
-    rounded = mode in ("default", "nvfp4", "w4a4", "fp4")
+    rounded = mode in ("default", "nvfp4", "w4a4", "fp4", "input_scale", "input_scales")
     first, second = given["w1_alpha"], given["w2_alpha"]
     if rounded:
         second = second * more["fc2_input_scale"].reshape(-1)
     if mode == "compressed_tensors":
         first, second = 1 / first.double(), 1 / second.double()
-    layer = dataclasses.replace(layer, gate=first, up=first if activation == "silu" else None, second=second)
-    x = given["x"].double()
-    if rounded:
-        x = round_nvfp4(x, torch.ones(TOKENS, 1, dtype=torch.float64))
+    layer = dataclasses.replace(layer, gate=first, up=first if gated else None, second=second)
+    if activation == "swigluoai_uninterleave":
+        limit = None if rounded else 1.5  # numbers that are clamped are equal, and go another way all at once
+        given |= {"swiglu_alpha": 1.3, "swiglu_beta": 0.5, "swiglu_limit": limit}
+        own = {"alpha": torch.full((EXPERTS,), 1.3), "beta": 0.5 / first}  # of unscaled sums, as the limit
+        layer = dataclasses.replace(layer, **own, limit=None if limit is None else limit / first)
     how = "nvfp4" if rounded else "bf16"
     ids, weights = given["token_selected_experts"], given["token_final_scales"]
-    expected = layer(x, ids, weights, "swiglu" if activation == "silu" else "relu2", how, range(EXPERTS))
+    expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for expert, scale in enumerate(given.get("input_global_scale", torch.tensor(1.0)).expand(EXPERTS).double()):
+        x = given["x"].double()
+        x = round_nvfp4(x, scale.expand(TOKENS, 1)) if rounded else x
+        expected += layer(x, ids, weights, FUNCTIONS[activation], how, range(expert, expert + 1))
     found = run(b12x_fused_moe, **given)
     check(found, expected, how)
     output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
@@ -635,31 +651,46 @@ def test_b12x(mode: str, activation: str, run: Any) -> None:
 
 
 def test_b12x_on_two_ranks(run: Any) -> None:
-    """A rank passes ids less its first expert; those of the other rank's experts add nothing."""
+    """A rank passes ids less its first expert, or a map; those of the other rank's experts add nothing."""
     layer = random_layer("nvfp4", True, EXPERTS, HIDDEN, INNER, generator(3))
     given = b12x_arguments(layer, quant_mode="w4a16")
     expected, total = run(b12x_fused_moe, **given).double(), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for first, last in ((0, 5), (5, 8)):
         part = {name: given[name].view(torch.uint8)[first:last] for name in given if name.startswith(("w1_w", "w2_w"))}
         part |= {name: given[name][first:last] for name in ("w1_alpha", "w2_alpha")}
-        part |= {"token_selected_experts": given["token_selected_experts"] - first, "num_local_experts": last - first}
-        total += run(b12x_fused_moe, **given | part).double()
+        part["num_local_experts"] = last - first
+        of_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        of_map[first:last] = torch.arange(last - first, dtype=torch.int32)
+        mapped = run(b12x_fused_moe, **given | part, expert_map=of_map)
+        part["token_selected_experts"] = given["token_selected_experts"] - first
+        found = run(b12x_fused_moe, **given | part)
+        assert torch.equal(mapped, found)
+        total += found.double()
     assert float(worst_row_error(total, expected)) < LIMITS["bf16"]
 
 
 BAD_B12X: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "scale": ({}, ("fc2_input_scale is missing", "'nvfp4'")),
-    "mode": ({"quant_mode": "w8a8"}, ("quant_mode ('w8a8')", "nvfp4, w4a4, w4a16")),
+    "mode": ({"quant_mode": "w8a8"}, ("quant_mode ('w8a8')", "nvfp4, w4a4, mxfp4, w4a16")),
     "precision": ({"activation_precision": "fp8"}, ("activation_precision ('fp8')", "fp4, bf16")),
     "source": ({"source_format": "gguf", "quant_mode": "w4a16"}, ("source_format ('gguf')", "compressed_tensors")),
     "pair": ({"source_format": "compressed_tensors"}, ("source_format ('compressed_tensors')", "'nvfp4'")),
     "dtype": ({"output_dtype": torch.float16}, ("output_dtype (torch.float16)",)),
-    "activation": ({"activation": "gelu"}, ("activation ('gelu')", "silu, relu2")),
+    "activation": ({"activation": "gelu"}, ("activation ('gelu')", "silu, gelu_tanh, swigluoai_uninterleave, relu2")),
     "local": ({"num_local_experts": 9, "quant_mode": "w4a16"}, ("num_local_experts (9)", "[1, num_experts (8)]")),
     "weights": ({"num_local_experts": 4, "quant_mode": "w4a16"}, ("w1_weight is (8, 192, 32)", "(4, 192, 32)")),
     "x": ({"x": torch.zeros(TOKENS, HIDDEN), "quant_mode": "w4a16"}, ("x is", "float32", "bfloat16")),
     "alpha": ({"w1_alpha": torch.ones(1), "quant_mode": "w4a16"}, ("w1_alpha is (1,)", "(8,)")),
     "top_k": ({"top_k": 2, "quant_mode": "w4a16"}, ("token_selected_experts is (24, 3)", "(24, 2)")),
+    "alpha of silu": ({"swiglu_alpha": 1.0}, ("swiglu_alpha (1.0)", "'swigluoai_uninterleave'", "'silu'")),
+    "limit of silu": ({"swiglu_limit": 7.0}, ("swiglu_limit (7.0)", "'silu'")),
+    "limit": ({"activation": "swigluoai_uninterleave", "swiglu_limit": 0.0}, ("swiglu_limit (0.0) must be positive",)),
+    "input scale": (
+        {"input_global_scale": torch.ones(3), "fc2_input_scale": torch.ones(1)},
+        ("input_global_scale is (3,)", "1 or 8 float32"),
+    ),
+    "map": ({"expert_map": torch.zeros(7).int(), "quant_mode": "w4a16"}, ("expert_map is (7,)", "(8,)")),
+    "scales of 16": ({"quant_mode": "mxfp4"}, ("w1_weight_sf is (8, 192, 4)", "nvfp4", "32 columns", "'mxfp4'")),
     "mxfp4": (
         {"w1_weight_sf": torch.zeros(8, 192, 2, dtype=torch.uint8), "quant_mode": "w4a16"},
         ("w1_weight_sf is (8, 192, 2)", "16 columns"),

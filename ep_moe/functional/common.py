@@ -30,6 +30,13 @@ def check_like(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: 
         raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {needed} needed")
 
 
+def mapped_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """Ids by a map [E] of them, and -1 for those outside of it. Local, no host sync."""
+    valid = (ids >= 0) & (ids < expert_map.shape[0])
+    mapped: torch.Tensor = torch.where(valid, expert_map[torch.where(valid, ids, 0).long()].to(ids.dtype), -1)
+    return mapped
+
+
 _KINDS: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",

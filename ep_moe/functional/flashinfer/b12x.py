@@ -1,4 +1,4 @@
-"""`b12x_fused_moe`: NVFP4 experts of tokens that are routed already.
+"""`b12x_fused_moe`: NVFP4 or MXFP4 experts of tokens that are routed already.
 
 Letters: T tokens, H hidden, I intermediate, K top-k, L local experts; W = 2I if the activation is gated, else I.
 """
@@ -12,20 +12,28 @@ from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
-from ep_moe.functional.common import check_like, experts_for, kept_weights, served_scheme, writes
-from ep_moe.functional.fp4 import NVFP4, stored_weight
+from ep_moe.functional.common import check_like, experts_for, kept_weights, mapped_ids, served_scheme, writes
+from ep_moe.functional.fp4 import MXFP4, NVFP4, stored_weight
 from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.local_moe import local_moe
-from ep_moe.quant import QuantScheme, StoredMatrix
+from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
 from ep_moe.routing import Routing
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 
-_ACTIVATIONS = {"silu": ActivationKind.SILU, "relu2": ActivationKind.RELU2}
-_MODES = {"nvfp4": "nvfp4", "w4a4": "nvfp4", "w4a16": "w4a16"}
+_SWIGLU = "swigluoai_uninterleave"
+_SWIGLU_NUMBERS = {"alpha": 1.702, "beta": 1.0, "limit": None}  # FlashInfer's defaults
+_ACTIVATIONS = {
+    "silu": ActivationKind.SILU,
+    "gelu_tanh": ActivationKind.GELU_TANH,
+    _SWIGLU: ActivationKind.SWIGLU,
+    "relu2": ActivationKind.RELU2,
+}
+_MODES = {"nvfp4": "nvfp4", "w4a4": "nvfp4", "mxfp4": "mxfp4", "w4a16": "w4a16"}
 _PRECISIONS = {"fp4": "nvfp4", "bf16": "w4a16"}
 _SCHEMES = {  # mode and source format -> schemes, the first of them if kernels do not decide
     ("nvfp4", "modelopt"): ("nvfp4", "nvfp4_w4a16"),
+    ("mxfp4", "modelopt"): ("mxfp4_w4a16",),
     ("w4a16", "modelopt"): ("nvfp4_w4a16",),
     ("w4a16", "compressed_tensors"): ("nvfp4_w4a16_divisor",),
 }
@@ -34,7 +42,7 @@ _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class B12xCall(NamedTuple):
-    """The arguments of `b12x_fused_moe` that have a meaning here, in its order; `quant_mode` is "nvfp4" or "w4a16"."""
+    """The arguments of `b12x_fused_moe` that have a meaning here, in its order; `quant_mode` is "nvfp4", "mxfp4" or "w4a16"."""
 
     x: torch.Tensor
     w1_weight: torch.Tensor
@@ -48,9 +56,14 @@ class B12xCall(NamedTuple):
     w1_alpha: torch.Tensor
     w2_alpha: torch.Tensor
     fc2_input_scale: torch.Tensor | None
+    input_global_scale: torch.Tensor | None
     num_local_experts: int
+    expert_map: torch.Tensor | None
     output: torch.Tensor | None
     activation: str
+    swiglu_alpha: float
+    swiglu_beta: float
+    swiglu_limit: float | None
     quant_mode: str
     source_format: str
 
@@ -58,12 +71,18 @@ class B12xCall(NamedTuple):
     def weights(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that belong to the weights."""
         own = self.w1_weight, self.w1_weight_sf, self.w2_weight, self.w2_weight_sf, self.w1_alpha, self.w2_alpha
-        return *own, self.fc2_input_scale if self.multiplies else None
+        return (*own, self.fc2_input_scale, self.input_global_scale) if self.multiplies else own
 
     @property
     def multiplies(self) -> bool:
-        """Whether `w2_alpha` is multiplied by `fc2_input_scale`, so that the product may miss later writes to them."""
+        """Whether the alphas are multiplied by the input scales, so that products may miss later writes to them."""
         return self.quant_mode == "nvfp4"
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The local ids [T, K] of the chosen experts."""
+        ids = self.token_selected_experts
+        return ids if self.expert_map is None else mapped_ids(ids, self.expert_map)
 
 
 def b12x_fused_moe(
@@ -80,27 +99,38 @@ def b12x_fused_moe(
     w1_alpha: torch.Tensor,
     w2_alpha: torch.Tensor,
     fc2_input_scale: torch.Tensor | None = None,
+    input_global_scale: torch.Tensor | None = None,
     num_local_experts: int | None = None,
+    expert_map: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
     activation: str = "silu",
+    swiglu_alpha: float = 1.702,
+    swiglu_beta: float = 1.0,
+    swiglu_limit: float | None = None,
     activation_precision: str = "fp4",
     quant_mode: str | None = None,
     source_format: str = "modelopt",
 ) -> torch.Tensor:
-    """Compute NVFP4 experts [0, num_local_experts) of routed tokens, and sum their weighted outputs.
+    """Compute FP4 experts [0, num_local_experts) of routed tokens, and sum their weighted outputs.
 
     Args:
         x: [T, H] bfloat16. token_selected_experts: [T, K] int32 or int64; other ids than those of local experts add
             nothing, so that a rank passes ids less its first expert. token_final_scales: [T, K], any float dtype.
-        w1_weight, w1_weight_sf: [L, W, H / 2] uint8 and [L, W, H / 16] e4m3, rows [up; gate] for "silu".
-        w2_weight, w2_weight_sf: [L, H, I / 2] and [L, H, I / 16].
+        w1_weight, w1_weight_sf: [L, W, H / 2] uint8 and [L, W, H / 16] e4m3, rows [up; gate] but for "relu2".
+        w2_weight, w2_weight_sf: [L, H, I / 2] and [L, H, I / 16]. In "mxfp4" scales are e8m0, of 32 columns.
         w1_alpha, w2_alpha: [L] float32, multiply the sums; divide them if `source_format` is "compressed_tensors".
         fc2_input_scale: one float32 or [L], needed in "nvfp4", whose `w2_alpha` contains its inverse; else ignored.
+        input_global_scale: one float32 or [L], by which tokens are divided before they are rounded in "nvfp4", and the
+            sums multiplied; 1 if None; else ignored.
+        expert_map: [num_experts] integers, the local number of each expert, -1 none; ids are then those of all experts.
         quant_mode: "nvfp4" or "w4a4", tokens and intermediate are rounded to NVFP4 too (if no kernel computes that on
-            this GPU, but one that keeps them in bfloat16 does, that one); "w4a16", they are not. None: as
-            `activation_precision` says, "fp4" for "nvfp4" and "bf16" for "w4a16".
-        output: [T, H] bfloat16, is written and returned. activation: "silu", gated, or "relu2".
+            this GPU, but one that keeps them in bfloat16 does, that one); "w4a16", they are not; "mxfp4", weights are
+            MXFP4, tokens and intermediate stay in bfloat16. None: as `activation_precision` says, "fp4" for "nvfp4"
+            and "bf16" for "w4a16".
+        output: [T, H] bfloat16, is written and returned. activation: "silu", "gelu_tanh", "swigluoai_uninterleave",
+            gated, or "relu2".
+        swiglu_alpha, swiglu_beta, swiglu_limit: of "swigluoai_uninterleave"; a limit of None does not clamp.
     Returns: `output`, or [T, H] bfloat16.
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
@@ -122,9 +152,14 @@ def b12x_fused_moe(
             w1_alpha,
             w2_alpha,
             fc2_input_scale,
+            input_global_scale,
             num_experts if num_local_experts is None else num_local_experts,
+            expert_map,
             output,
             activation,
+            swiglu_alpha,
+            swiglu_beta,
+            swiglu_limit,
             _mode_of(quant_mode, activation_precision),
             source_format,
         )
@@ -147,31 +182,53 @@ def _mode_of(quant_mode: str | None, activation_precision: str) -> str:
     return _MODES[quant_mode]
 
 
-def _matrix(values: torch.Tensor, scale: torch.Tensor, name: str, shape: tuple[int, ...]) -> StoredMatrix:
+def _matrix(call: B12xCall, name: str, shape: tuple[int, ...]) -> StoredMatrix:
+    values, scale = getattr(call, name), getattr(call, f"{name}_sf")
     if tuple(values.shape) != shape:
         raise ValueError(f"{name} is {tuple(values.shape)}; {shape} needed")
     kind, matrix = stored_weight(values, scale, name, f"{name}_sf")
-    if kind != NVFP4:
-        raise ValueError(f"{name}_sf is {tuple(scale.shape)}, scales of MXFP4; one for 16 columns needed")
+    needed, group = (MXFP4, 32) if call.quant_mode == "mxfp4" else (NVFP4, 16)
+    if kind != needed:
+        raise ValueError(
+            f"{name}_sf is {tuple(scale.shape)}, scales of {kind}; one for {group} columns needed in quant_mode "
+            f"'{call.quant_mode}'"
+        )
     return matrix
 
 
-@functools.cache
-def _activation_of(name: str) -> ActivationConfig:
+@functools.lru_cache(maxsize=64)
+def _activation_of(name: str, alpha: float, beta: float, limit: float | None) -> ActivationConfig:
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) is not one of {', '.join(_ACTIVATIONS)}")
-    return ActivationConfig(kind=_ACTIVATIONS[name])
+    numbers: dict[str, Any] = {"alpha": alpha, "beta": beta, "limit": limit}
+    for number, value in numbers.items():
+        if name != _SWIGLU and value != _SWIGLU_NUMBERS[number]:
+            raise ValueError(f"swiglu_{number} ({value}) belongs to activation '{_SWIGLU}', not to {name!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"swiglu_limit ({limit}) must be positive")
+    return ActivationConfig(kind=_ACTIVATIONS[name], **(numbers if name == _SWIGLU else {}))
+
+
+def _global_scale(call: B12xCall, name: str) -> torch.Tensor:
+    """An input scale, [1] or [L]."""
+    scale, num_local = getattr(call, name), call.num_local_experts
+    if scale is None or scale.dtype != torch.float32 or scale.numel() not in (1, num_local):
+        given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
+        raise ValueError(f"{name} is {given}; 1 or {num_local} float32 needed in quant_mode 'nvfp4'")
+    return scale.reshape(-1)
 
 
 def _key_of(call: B12xCall) -> tuple[object, ...] | None:
     """All that a plan depends on; None if its products might miss writes."""
+    if call.multiplies and call.input_global_scale is not None:
+        return None  # tokens are quantized before
     written = writes((call.w2_alpha, call.fc2_input_scale)) if call.multiplies else ()
     if written is None:
         return None
     given = [call.x, call.token_selected_experts, call.token_final_scales]
-    if call.output is not None:
-        given.append(call.output)
-    names = call.activation, call.quant_mode, call.source_format
+    given += [tensor for tensor in (call.output, call.expert_map) if tensor is not None]
+    swiglu = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
+    names = call.activation, *swiglu, call.quant_mode, call.source_format, call.output is None
     numbers = call.num_experts, call.top_k, call.num_local_experts
     return *names, *numbers, written, *kinds(given), *identities(call.weights)
 
@@ -181,24 +238,25 @@ def _compute(call: B12xCall) -> torch.Tensor:
     plans, key = plans_of(b12x_fused_moe.__name__, threading.get_ident()), _key_of(call)
     plan: RoutedPlan | None = None if key is None else plans.get(key)
     if plan is not None:
-        found = plan(call.x, call.token_selected_experts, call.token_final_scales, call.output)
+        found = plan(call.x, call.ids, call.token_final_scales, call.output)
         if found is not None:
             return found
     x, routing, weights, experts = _prepare(call)
     sizes: dict[str, Any] = {"num_local_experts": call.num_local_experts, "num_experts": call.num_experts}
-    result = local_moe(x, routing, weights, experts, **sizes, out=call.output)
-    plan = None if key is None else RoutedPlan.of(x, routing, weights, experts, **sizes, out=call.output)
-    if plan is not None:
-        plans.keep(key, plan, call.x.device, call.weights)
+    result = local_moe(x, routing, weights, experts, **sizes, dtype=torch.bfloat16, out=call.output)
+    if key is not None and isinstance(x, torch.Tensor):
+        plan = RoutedPlan.of(x, routing, weights, experts, **sizes, out=call.output)
+        if plan is not None:
+            plans.keep(key, plan, call.x.device, call.weights)
     return result
 
 
-def _prepare(call: B12xCall) -> tuple[torch.Tensor, Routing, ExpertWeights, Experts]:
+def _prepare(call: B12xCall) -> tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts]:
     """Check everything; the arguments of `local_moe`."""
     num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
     if not 1 <= num_local <= call.num_experts:
         raise ValueError(f"num_local_experts ({num_local}) is not in [1, num_experts ({call.num_experts})]")
-    activation = _activation_of(call.activation)
+    activation = _activation_of(call.activation, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
     names = _SCHEMES.get((call.quant_mode, call.source_format))
     if names is None:
         known = "; ".join(f"{mode} with {source}" for mode, source in _SCHEMES)
@@ -208,14 +266,27 @@ def _prepare(call: B12xCall) -> tuple[torch.Tensor, Routing, ExpertWeights, Expe
         check_like(call.output, "output", (num_tokens, hidden), (torch.bfloat16,))
     check_like(call.token_selected_experts, "token_selected_experts", (num_tokens, call.top_k), _IDS)
     check_like(call.token_final_scales, "token_final_scales", (num_tokens, call.top_k), _WEIGHTS)
+    if call.expert_map is not None:
+        check_like(call.expert_map, "expert_map", (call.num_experts,), _IDS)
     scheme = served_scheme(names, call.x.device)
     experts = experts_for(activation, scheme, call.x.device)
-    routing = Routing(topk_ids=call.token_selected_experts, topk_weights=call.token_final_scales.float())
+    routing = Routing(topk_ids=call.ids, topk_weights=call.token_final_scales.float())
     make = functools.partial(_weights, call, activation.kind.gated, scheme)
     key = num_local, hidden, activation.kind, scheme.name, call.quant_mode, *identities(call.weights)
     kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
     weights = kept.get(call.weights, key, make, copied=call.multiplies)
-    return call.x, routing, weights, experts
+    return _tokens(call, scheme, routing.topk_ids), routing, weights, experts
+
+
+def _tokens(call: B12xCall, scheme: QuantScheme, ids: torch.Tensor) -> torch.Tensor | Quantized:
+    """Tokens as `local_moe` takes them: a row for each expert of a token if experts have scales of their own."""
+    if call.input_global_scale is None or not scheme.payload.quantized:
+        return call.x
+    x, scale = call.x.float(), _global_scale(call, "input_global_scale")
+    if scale.numel() > 1:
+        x = x.repeat_interleave(call.top_k, dim=0)
+        scale = scale[ids.reshape(-1).long().clamp(0, len(scale) - 1)][:, None]
+    return quantize(x / scale, scheme)
 
 
 def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
@@ -223,17 +294,18 @@ def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
     num_local, hidden = call.num_local_experts, call.x.shape[1]
     intermediate = 2 * call.w2_weight.shape[-1]
     width = intermediate * (2 if gated else 1)
-    w1 = _matrix(call.w1_weight, call.w1_weight_sf, "w1_weight", (num_local, width, hidden // 2))
-    w2 = _matrix(call.w2_weight, call.w2_weight_sf, "w2_weight", (num_local, hidden, intermediate // 2))
+    w1 = _matrix(call, "w1_weight", (num_local, width, hidden // 2))
+    w2 = _matrix(call, "w2_weight", (num_local, hidden, intermediate // 2))
     for name in ("w1_alpha", "w2_alpha"):
         check_like(getattr(call, name), name, (num_local,), (torch.float32,))
     first, second = call.w1_alpha.detach(), call.w2_alpha.detach()
+    if call.quant_mode == "mxfp4":  # which has no global scales
+        own = PerExpert(w13_output_scale=first, w13_gate_output_scale=first if gated else None, w2_output_scale=second)
+        return ExpertWeights(w13=w1, w2=w2, scheme=scheme, per_expert=own, up_first=gated)
     if call.quant_mode == "nvfp4":
-        scale = call.fc2_input_scale
-        if scale is None or scale.dtype != torch.float32 or scale.numel() not in (1, num_local):
-            given = "missing" if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
-            raise ValueError(f"fc2_input_scale is {given}; 1 or {num_local} float32 needed in quant_mode 'nvfp4'")
-        second = second * scale.reshape(-1)
+        second = second * _global_scale(call, "fc2_input_scale")
+        if call.input_global_scale is not None and scheme.payload.quantized:
+            first = first * _global_scale(call, "input_global_scale")
     return ExpertWeights(
         w13=StoredMatrix(w1.values, scale=w1.scale, global_scale=first),
         w2=StoredMatrix(w2.values, scale=w2.scale, global_scale=second),
@@ -253,6 +325,7 @@ def _b12x_fake(*arguments: Any) -> None:
 
 
 _KINDS: dict[Any, str] = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "int", str: "str"}
+_KINDS |= {float: "float", float | None: "float?"}
 _ARGUMENTS = ", ".join(
     f"{'Tensor(a!)' if name == 'output' else _KINDS[kind]} {name}" for name, kind in B12xCall.__annotations__.items()
 )

@@ -290,8 +290,8 @@ def _finalized(call: Fp4Call) -> torch.Tensor:
         call.check_sizes()
         if call.output is not None:
             check_like(call.output, "output", (call.hidden_states.shape[0], call.width), _OUTPUT)
-        result = _finalized(call._replace(output=None, valid_hidden_size=call.computed[0]))[:, : call.width]
-        return result.contiguous() if call.output is None else call.output.copy_(result)
+        whole = _finalized(call._replace(output=None, valid_hidden_size=call.computed[0]))[:, : call.width]
+        return whole.contiguous() if call.output is None else call.output.copy_(whole)
     plan, made = _plan_of(call)
     result = plan.repeat(call, made)
     if result is None:

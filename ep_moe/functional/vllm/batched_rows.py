@@ -9,7 +9,7 @@ import torch
 from torch.library import custom_op
 
 from ep_moe.config import DTYPES, Layout
-from ep_moe.functional.common import check_like, operator_arguments
+from ep_moe.functional.common import check_like, mapped_ids, operator_arguments
 from ep_moe.functional.vllm.formats import RowFormat
 from ep_moe.functional.vllm.quantize import divided, no_token, quantize_batched
 from ep_moe.layout import TokenRows, merge_repeats, pack, weighted_sum
@@ -48,9 +48,7 @@ def _local(
     weights = topk_weights.float()
     if expert_map is None:
         return merge_repeats(topk_ids, weights, first=first, last=first + num_local)
-    valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
-    mapped = torch.where(valid, expert_map[torch.where(valid, topk_ids, 0).long()].long(), -1)
-    return merge_repeats(mapped, weights, first=0, last=num_local)
+    return merge_repeats(mapped_ids(topk_ids, expert_map), weights, first=0, last=num_local)
 
 
 def _check(call: PrepareCall) -> None:
