@@ -4,8 +4,10 @@ Letters: E experts, T tokens, K top-k, H hidden, I intermediate, C rows of an ex
 """
 
 import dataclasses
+import enum
 import inspect
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,13 +185,46 @@ def make_batch(form: Form, dtype: torch.dtype, seed: int) -> Batch:
     return Batch(x=values.view(form.rows), scale=scales, real=real)
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def swigluoai(x: torch.Tensor) -> torch.Tensor:
+    """Gate and up in turns."""
+    gate, up = x[:, 0::2].clamp(max=7), x[:, 1::2].clamp(-7, 7)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+
+def of_halves(function: Callable[[torch.Tensor], torch.Tensor], limit: float = math.inf) -> Any:
+    return lambda x: function(x.chunk(2, 1)[0]).clamp(max=limit) * x.chunk(2, 1)[1].clamp(-limit, limit)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": of_halves(silu),
+    "gelu": of_halves(gelu),
+    "gelu_tanh": of_halves(gelu_tanh),
+    "swigluoai": swigluoai,
+    "swiglustep": of_halves(silu, 7.0),
+    "silu_no_mul": silu,
+    "gelu_no_mul": gelu,
+    "gelu_tanh_no_mul": gelu_tanh,
+    "relu2_no_mul": lambda x: x.clamp(min=0).square(),
+}
+
+
 def expected(batch: Batch, w1: Weight, w2: Weight, form: Form, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
     """The outputs of each expert's tokens, one [n, H] for each expert."""
     outputs = []
     for expert, count in enumerate(COUNTS):
-        gate, up = (batch.real[expert, :count] @ w1.real[expert].T).chunk(2, 1)
-        gelu = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-        inner = up * gate * (gelu if more.get("activation") == "gelu" else 1 / (1 + torch.exp(-gate)))
+        inner = ACTIVATIONS[more.get("activation", "silu")](batch.real[expert, :count] @ w1.real[expert].T)
         if form.rows is None or more.get("naive"):
             inner = inner.to(dtype).double()
         elif count:
@@ -218,9 +253,14 @@ def counts() -> torch.Tensor:
     return torch.tensor([*COUNTS, 0, 0], dtype=torch.int32)
 
 
-def apply_arguments(form: Form, dtype: torch.dtype, seed: int = 1) -> tuple[dict[str, Any], Batch, Weight, Weight]:
+def apply_arguments(
+    form: Form, dtype: torch.dtype, seed: int = 1, halves: int = 2
+) -> tuple[dict[str, Any], Batch, Weight, Weight]:
     batch = make_batch(form, dtype, seed)
-    w1, w2 = make_weight(form, 2 * INNER, HIDDEN, dtype, seed + 1), make_weight(form, HIDDEN, INNER, dtype, seed + 2)
+    w1, w2 = (
+        make_weight(form, halves * INNER, HIDDEN, dtype, seed + 1),
+        make_weight(form, HIDDEN, INNER, dtype, seed + 2),
+    )
     given: dict[str, Any] = {
         "output": torch.full((EXPERTS, HEIGHT, HIDDEN), torch.nan, dtype=dtype),
         "hidden_states": batch.x,
@@ -256,11 +296,14 @@ def test_experts(name: str, make: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["none", "fp8 token", "int4 groups"])
-def test_dtypes_and_gelu(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])
+def test_dtypes_and_activations(activation: str, name: str, dtype: torch.dtype) -> None:
+    """By their names, and as members of vLLM's enumeration, which have these as values."""
     form = FORMS[name]
-    given, batch, w1, w2 = apply_arguments(form, dtype)
-    BatchedTritonExperts(HEIGHT, 1, **form.flags).apply(**given | {"activation": "gelu"})
-    compare(given["output"], expected(batch, w1, w2, form, dtype, activation="gelu"), limit_of(form, dtype))
+    given, batch, w1, w2 = apply_arguments(form, dtype, halves=1 if activation.endswith("_no_mul") else 2)
+    member = enum.Enum("Member", {"IT": activation}).IT
+    BatchedTritonExperts(HEIGHT, 1, **form.flags).apply(**given | {"activation": member})
+    compare(given["output"], expected(batch, w1, w2, form, dtype, activation=activation), limit_of(form, dtype))
 
 
 @pytest.mark.parametrize("count", [1, EXPERTS])
@@ -618,6 +661,8 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tokens": ("fp8 token", {"hidden_states": torch.zeros(6, 24, 64)}, ("hidden_states are", "float32", "float8")),
     "w2": ("none", {"w2": torch.zeros(5, 64, 96).bfloat16()}, ("w2 is (5, 64, 96)", "(6, 64, 96)")),
     "activation": ("none", {"activation": "tanh"}, ("activation ('tanh')", "silu, gelu")),
+    "numbers": ("none", {"activation": "situ"}, ("activation ('situ')", "swiglustep")),
+    "turns": ("fp8 block", {"activation": "swigluoai"}, ("weights are alternating", "gate and up")),
     "counts": ("none", {"expert_num_tokens": None}, ("expert_num_tokens is None", "[6]")),
     "few counts": ("none", {"expert_num_tokens": torch.zeros(5)}, ("expert_num_tokens is (5,)", "[6]")),
     "experts": ("none", {"global_num_experts": 5}, ("global_num_experts (5)", "6 experts")),

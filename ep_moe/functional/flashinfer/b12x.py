@@ -42,7 +42,10 @@ _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class B12xCall(NamedTuple):
-    """The arguments of `b12x_fused_moe` that have a meaning here, in its order; `quant_mode` is "nvfp4", "mxfp4" or "w4a16"."""
+    """The arguments of `b12x_fused_moe` that have a meaning here, in its order.
+
+    `quant_mode` is "nvfp4", "mxfp4" or "w4a16".
+    """
 
     x: torch.Tensor
     w1_weight: torch.Tensor

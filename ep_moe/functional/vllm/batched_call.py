@@ -47,11 +47,25 @@ class BatchedCall(NamedTuple):
     expected_rows: int
 
 
-@functools.cache
+_ALTERNATING = "swigluoai"  # rows of w1 take turns, gate first
+_ACTIVATIONS = {  # by vLLM's names, with the numbers that it fixes
+    "silu": ActivationConfig(),
+    "gelu": ActivationConfig(kind=ActivationKind.GELU),
+    "gelu_tanh": ActivationConfig(kind=ActivationKind.GELU_TANH),
+    "gelu_pytorch_tanh": ActivationConfig(kind=ActivationKind.GELU_TANH),
+    _ALTERNATING: ActivationConfig(kind=ActivationKind.SWIGLU, alpha=1.702, beta=1.0, limit=7.0),
+    "swiglustep": ActivationConfig(kind=ActivationKind.SWIGLU_STEP, limit=7.0),
+    "silu_no_mul": ActivationConfig(kind=ActivationKind.SILU_NO_MUL),
+    "gelu_no_mul": ActivationConfig(kind=ActivationKind.GELU_NO_MUL),
+    "gelu_tanh_no_mul": ActivationConfig(kind=ActivationKind.GELU_TANH_NO_MUL),
+    "relu2_no_mul": ActivationConfig(kind=ActivationKind.RELU2),
+}
+
+
 def _activation(name: str) -> ActivationConfig:
-    if name not in ("silu", "gelu"):
-        raise ValueError(f"activation ({name!r}) is not one of silu, gelu")
-    return ActivationConfig(kind=ActivationKind(name))
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation ({name!r}) is not one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
 @functools.cache
@@ -77,14 +91,16 @@ def _static(call: BatchedCall, rows: RowFormat, experts: int) -> torch.Tensor | 
 
 def weights_of(call: BatchedCall, rows: RowFormat, scheme: QuantScheme) -> ExpertWeights:
     """The weights of a call, checked. Errors: ValueError. Local."""
-    experts, hidden = call.w1.shape[0], call.output.shape[2]
-    intermediate, odd = divmod(call.w1.shape[1], 2)
+    experts, hidden, halves = call.w1.shape[0], call.output.shape[2], 1 + _activation(call.activation).kind.gated
+    intermediate, odd = divmod(call.w1.shape[1], halves)
     if odd or call.w1.dim() != 3:
-        raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, 2 * intermediate, hidden] needed")
-    shapes = {"w1": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+        raise ValueError(f"w1 is {tuple(call.w1.shape)}; [experts, {halves} * intermediate, hidden] needed")
+    shapes = {"w1": (experts, halves * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     flags, dtype = flags_of(call.flag, call.block_shape), call.output.dtype
     w13, w2 = (matrix_of(given_weight(call, name), scheme, flags, shape, dtype) for name, shape in shapes.items())
-    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w2_input_scale=_static(call, rows, experts))
+    static = _static(call, rows, experts)
+    alternating = call.activation == _ALTERNATING
+    return ExpertWeights(w13=w13, w2=w2, scheme=scheme, w2_input_scale=static, alternating=alternating)
 
 
 def _weights_given(call: BatchedCall) -> tuple[torch.Tensor | None, ...]:
@@ -147,7 +163,7 @@ def _computed(call: BatchedCall) -> "BatchedPlan | None":
     views = all(is_view(given, scheme) for given in weights_given)
     if call.a2_scale is None and views:
         tensors = call.w1, call.w1_scale, call.w2, call.w2_scale
-        key = scheme.name, output.shape[2], output.dtype, *identities(tensors)
+        key = scheme.name, output.shape[2], output.dtype, call.activation, *identities(tensors)
         weights = kept_weights("vllm", threading.get_ident()).get(tensors, key, make)
     else:
         weights = make()

@@ -86,9 +86,12 @@ class _BatchedExperts:
             output: [E, C, H] float32, bfloat16 or float16, written; may lie in `workspace13`.
             hidden_states: [E, C, H] in the dtype of `output`, or as the flags say, with `a1q_scale`, as of
                 `batched_moe_kernel_quantize_input`.
-            w1, w2: [E, 2I, H], rows [gate; up], and [E, H, I]; of 4 bits two in a byte, the first in the low bits.
+            w1, w2: [E, 2I, H], rows [gate; up], of "swigluoai" in turns, of "*_no_mul" [E, I, H]; and [E, H, I]; of 4
+                bits two in a byte, the first in the low bits.
             topk_ids: [T, K], of which only the shape is read, with `global_num_experts`: the rows to expect.
-            activation: "silu" or "gelu" (erf). expert_map: not read, rows come by local expert.
+            activation: "silu", "gelu" (erf), "gelu_tanh", "swigluoai", "swiglustep", or without a gate "silu_no_mul",
+                "gelu_no_mul", "gelu_tanh_no_mul" or "relu2_no_mul"; or vLLM's `MoEActivation`.
+            expert_map: not read, rows come by local expert.
             w1_scale, w2_scale, w1_zp, w2_zp: as B_scale and B_zp of `invoke_moe_batched_triton_kernel`.
             a2_scale: static scale of the intermediate, one number or one for each expert, if scales are per tensor.
             workspace13, workspace2: not read; kernels allocate what they need.
@@ -102,13 +105,14 @@ class _BatchedExperts:
             raise ValueError(f"expert_num_tokens is None; [{w1.shape[0]}] integers needed")
         if global_num_experts < w1.shape[0]:
             raise ValueError(f"global_num_experts ({global_num_experts}) is less than the {w1.shape[0]} experts of w1")
+        name: str = getattr(activation, "value", activation)
         rows = math.ceil(topk_ids.numel() * self.num_dispatchers / global_num_experts)
         call = BatchedCall(
             output,
             hidden_states,
             w1,
             w2,
-            activation,
+            name,
             w1_scale,
             w2_scale,
             w1_zp,
