@@ -769,6 +769,8 @@ def test_which_calls_hopper_kernels_take() -> None:
         (shape("fp8_block", intermediate=336), "intermediate (336) is no multiple of 128"),
         (shape("none", alternating=True, hidden=208), "rows of w13 alternate, and hidden (208) is no multiple of 64"),
         (shape("fp8_token", alternating=True, hidden=192), "hidden (192) is no multiple of 128"),
+        (shape("none", hidden=511, gathered=True), "rows of hidden (511) columns are no multiple of 16 bytes"),
+        (shape("fp8_token", intermediate=72), "rows of intermediate (72) columns are no multiple of 16 bytes"),
         (shape("none", x_stride=100), "rows of x are 200 bytes apart, no multiple of 16"),
         (shape("fp8_token", scale_strides=(64, 2, 1)), "scales of x lie (64, 2, 1) apart"),
     ):

@@ -537,6 +537,10 @@ def test_static_scales_of_tokens(name: str, on_input: bool, topk: int) -> None:
     exchange = BatchedPrepareAndFinalize(HEIGHT, EXPERTS, 1, 0)
     x, found, *_ = exchange.prepare(a1, scale, None, weights, ids, 2 * EXPERTS, None, on_input, config)
     assert found is not None
+    names = ("quant_dtype", "per_act_token_quant", "block_shape")
+    newer = SimpleNamespace(**{part: getattr(config, part) for part in names}, a1_scale=scale)
+    again, *_ = exchange.prepare(a1, None, None, weights, ids, 2 * EXPERTS, None, on_input, newer)
+    assert torch.equal(again.view(torch.uint8), x.view(torch.uint8))
     for own in range(EXPERTS):
         token, column = own_rows(ids, own, None, 0)
         rows = a1[token] * weights[token, column, None].bfloat16() if on_input else a1[token]

@@ -211,6 +211,29 @@ def test_nothing_is_read_back_on_a_gpu(scheme: str, layout: Layout) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("hidden", [511, 510, 504])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_token"])
+def test_sizes_that_are_no_multiple_of_16(scheme: str, hidden: int, layout: Layout) -> None:
+    """Against torch on a CPU, which takes any size."""
+    random, chosen = torch.Generator().manual_seed(7), get_scheme(scheme)
+    plain = [torch.randn(shape, generator=random) / 16 for shape in ((7, 2 * 256, hidden), (7, hidden, 256))]
+    if scheme != "fp8_block":
+        plain = [plain[0][:, : 2 * 253], plain[1][:, :, :253]]
+    w13, w2 = (quantize_weight(w, chosen) if scheme != "none" else StoredMatrix(w.bfloat16()) for w in plain)
+    x, ids = torch.randn(40, hidden, generator=random).bfloat16(), torch.randint(-1, 7, (40, 3), generator=random)
+    outs, factors = [], torch.rand(40, 3, generator=random)
+    for device in map(torch.device, ("cpu", "cuda")):
+        weights = ExpertWeights(w13=w13.map(lambda t: t.to(device)), w2=w2.map(lambda t: t.to(device)), scheme=chosen)
+        routing = Routing(topk_ids=ids.to(device), topk_weights=factors.to(device))
+        experts = create_experts("auto", ACTIVATION, device, scheme=chosen)
+        outs.append(local_moe(x.to(device), routing, weights, experts, layout=layout).cpu())
+    rows = outs[0].abs().sum(1) > 0
+    limit = ROW_ERROR_LIMITS["bfloat16" if scheme == "none" else "fp8"]
+    assert worst_row_error(outs[1][rows], outs[0][rows].double()) < limit
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4"])
 def test_later_calls_on_a_gpu(scheme: str) -> None:
     """A first call is launched kernel by kernel, later ones start with one kernel for several of them: the same bits.

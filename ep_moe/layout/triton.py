@@ -269,7 +269,7 @@ def pack(
     alignment: int = 1,
     max_rows: int | None = None,
 ) -> Packed:
-    """`ep_moe.layout.pack` in three launches.
+    """`ep_moe.layout.pack` in three launches; rows that are no whole words are copied before and after.
 
     Errors: ValueError in BATCHED if an expert may have more than C rows, whichever it is: `rows.max_expert_rows`, or N
     if there is no such bound, can be checked without a host sync. Local, on the current stream, no host sync.
@@ -278,14 +278,20 @@ def pack(
     most = num_tokens if rows.max_expert_rows is None else min(num_tokens, rows.max_expert_rows)
     if layout is Layout.BATCHED and most > capacity:
         raise ValueError(f"an expert may have {most} rows, which exceeds capacity ({capacity})")
-    frame = make_frame(
-        rows,
-        layout,
-        num_local_experts=num_local_experts,
-        capacity=capacity,
-        alignment=alignment,
-        max_rows=max_rows,
-    )
+    sizes: dict[str, Any] = {
+        "num_local_experts": num_local_experts,
+        "capacity": capacity,
+        "alignment": alignment,
+        "max_rows": max_rows,
+    }
+    width, size = rows.x.shape[1], rows.x.element_size()
+    if width * size % 4 and (layout is not Layout.FLAT or not rows.x.is_contiguous()):
+        wide = rows.x.new_empty(num_tokens, width + (-width * size % 4) // size)
+        wide[:, :width] = rows.x
+        packed = pack(dataclasses.replace(rows, x=wide), layout, scheme=scheme, dtype=dtype, **sizes)
+        x = packed.batch.x[..., :width].contiguous()
+        return dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, x=x))
+    frame = make_frame(rows, layout, **sizes)
     ids = rows.local_topk_ids.contiguous()
     places = _count_rows(ids, frame)
     token_to_row = torch.empty(num_tokens, num_topk, dtype=torch.int32, device=ids.device)

@@ -337,6 +337,12 @@ def test_other_activations(activation: str) -> None:
     assert_equals_torch(case, OTHERS[activation], case.batch(Layout.COMPACT))
 
 
+@pytest.mark.parametrize("scheme", ["none", "fp8_token", "fp8_block_16x16", "int8_w8a16", "mxfp8"])
+def test_sizes_that_are_no_multiple_of_16(scheme: str) -> None:
+    case = make_case(scheme, torch.bfloat16, hidden=51, intermediate=37)
+    assert_equals_torch(case, SILU, case.batch(Layout.COMPACT))
+
+
 OWN = {
     "alpha": [1.702, 1.0, 0.4, 2.5],
     "beta": [1.0, 3.0, -0.5, 0.25],

@@ -50,6 +50,9 @@ def obstacle(shape: CallShape) -> str | None:
             return f"blocks of scales are {weight.block}, not {BLOCK} x {BLOCK}"
         if not shape.halves_aligned:
             return f"intermediate ({shape.intermediate}) is no multiple of {BLOCK}: a block of scales spans both halves"
+    for name, width in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
+        if width * shape.row_dtype.itemsize % TMA_BYTES:
+            return f"rows of {name} ({width}) columns are no multiple of {TMA_BYTES} bytes"
     if shape.gathered:
         return None
     if shape.x_stride * shape.row_dtype.itemsize % TMA_BYTES:
