@@ -750,7 +750,7 @@ def to_cuda(value: Any) -> Any:
     return dataclasses.replace(value, **{name: to_cuda(part) for name, part in fields.items()})
 
 
-def test_which_calls_hopper_kernels_take() -> None:
+def test_which_calls_kernels_take() -> None:
     def shape(scheme: str, **changes: object) -> CallShape:
         case = make_case(scheme, "bfloat16", SILU)
         batch = pack_case(case, Layout.BATCHED).batch
@@ -760,6 +760,11 @@ def test_which_calls_hopper_kernels_take() -> None:
     assert obstacle(shape("none", dtype=torch.float16)) is None
     for scheme in ("fp8_block", "fp8_token", "fp8_tensor"):
         assert obstacle(shape(scheme, intermediate=256)) is None
+    for scheme in ("int8_w8a16", "int4_w4a16", "mxfp4_w4a16"):  # weights are decoded in words if rows are whole words
+        folded = scheme == "mxfp4_w4a16"
+        assert shape(scheme).decodes_pairs(folded=folded)
+        assert not shape(scheme, hidden=510).decodes_pairs(folded=folded)
+        assert not shape(scheme, intermediate=338).decodes_pairs(folded=folded)
     assert obstacle(shape("none", alternating=True, hidden=192)) is None
     assert obstacle(shape("fp8_token", alternating=True, hidden=384)) is None
     for wrong, words in (

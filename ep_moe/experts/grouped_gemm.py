@@ -148,6 +148,8 @@ class CallShape:
     def decodes_pairs(self, *, folded: bool) -> bool:
         """True if weights are decoded two at once to 16 bits. folded: whether with the scales of their groups."""
         stored, bits16 = self.scheme.weight, self.decodes and self.row_dtype.itemsize == 2
+        if any(stored.row_values(width) % 4 for width in (self.hidden, self.intermediate)):
+            return False  # they are loaded in words
         if stored.family == "micro":
             return bits16 and self.row_dtype == torch.bfloat16 and (folded or stored.packed == 2)
         if stored.family == "integer" and stored.packed == 2:
