@@ -93,6 +93,28 @@ def rounded(x: torch.Tensor, how: str, static: float | None = None) -> torch.Ten
     return (numbers * scale).reshape(x.shape)
 
 
+def activated(sums: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What lies between the GEMMs, by SGLang's arguments."""
+    alpha, limit = options.get("gemm1_alpha"), options.get("gemm1_limit")
+    if options.get("is_gated") is False:
+        assert options["activation"] == "relu2"
+        return sums.clamp(min=0) ** 2
+    interleaved = options.get("gate_up_interleaved", True) if alpha else options.get("fuse_swiglu_interleaved", False)
+    gate, up = (sums[:, 0::2], sums[:, 1::2]) if interleaved else sums.chunk(2, 1)
+    sigmoid = lambda x: 1 / (1 + torch.exp(-x))  # noqa: E731
+    if alpha:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * sigmoid(alpha * gate) * (up + 1)
+    if limit:
+        return (gate * sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
+    if options.get("swiglu_limit"):
+        most = options["swiglu_limit"]
+        gate, up = gate.clamp(max=most), up.clamp(-most, most)
+    if options.get("activation") == "gelu":
+        return up * gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+    return up * gate * sigmoid(gate)
+
+
 def flags(**more: Any) -> dict[str, Any]:
     return more
 

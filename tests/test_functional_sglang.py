@@ -5,13 +5,26 @@ Cases that take `run` are computed by torch and, marked `gpu`, by kernels: on a 
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, LIMITS, ROUNDED_LIMIT, TOKENS, TOPK, generator, made, rounded
+from sglang_oracle import (
+    EXPERTS,
+    FORMATS,
+    HIDDEN,
+    INNER,
+    LIMITS,
+    ROUNDED_LIMIT,
+    TOKENS,
+    TOPK,
+    activated,
+    generator,
+    made,
+    rounded,
+)
 
 from ep_moe.functional import sglang
 from ep_moe.functional.sglang import (
@@ -48,14 +61,16 @@ class Case:
     rows: str
     inner: str
 
-    def expected(self, activation: str = "silu", **more: Any) -> torch.Tensor:
-        """The outputs [T, K, H] of each token's experts, weighted, not summed."""
+    def expected(self, **options: Any) -> torch.Tensor:
+        """The result by SGLang's arguments, without in-place ones: the sum [T, H], or rows [T, K, H]."""
         given = self.arguments
         x, static = given["hidden_states"].double(), (given.get("a1_scale"), given.get("a2_scale"))
         scales = [None if tensor is None else float(tensor.reshape(-1)[0]) for tensor in static]
         x = rounded(x, self.rows, scales[0])
         out = torch.zeros(TOKENS, TOPK, HIDDEN, dtype=torch.float64)
         weights, ids = given["topk_weights"].double(), given["topk_ids"]
+        on_input, apart = options.get("apply_router_weight_on_input"), options.get("no_combine")
+        weighted = not on_input and (not apart or options.get("no_combine_keep_router_weight"))
         for expert in range(EXPERTS):
             token, column = (ids == expert).nonzero(as_tuple=True)
             if not len(token):
@@ -63,25 +78,22 @@ class Case:
             sums = x[token] @ self.w1[expert].T
             if given.get("b1") is not None:
                 sums = sums + given["b1"][expert].double()
-            if more.get("on_input"):
+            if on_input:
                 sums = sums * weights[token, column][:, None]
-            if more.get("alpha"):
-                gate, up = sums[:, 0::2].clamp(max=more["limit"]), sums[:, 1::2].clamp(-more["limit"], more["limit"])
-                inner = gate / (1 + torch.exp(-more["alpha"] * gate)) * (up + 1)
-            else:
-                gate, up = sums.chunk(2, 1)
-                sigmoid = 1 / (1 + torch.exp(-gate))
-                inner = up * gate * (0.5 * (1 + torch.erf(gate / math.sqrt(2))) if activation == "gelu" else sigmoid)
-            result = rounded(inner, self.inner, scales[1]) @ self.w2[expert].T
+            result = rounded(activated(sums, **options), self.inner, scales[1]) @ self.w2[expert].T
             if given.get("b2") is not None:
                 result = result + given["b2"][expert].double()
-            out[token, column] = result * (1.0 if more.get("on_input") else weights[token, column][:, None])
-        return out
+            out[token, column] = result * (weights[token, column][:, None] if weighted else 1.0)
+        if apart or options.get("defer_sum"):
+            return out
+        return out.sum(1) * (options.get("routed_scaling_factor") or 1.0)
 
 
-def make_case(name: str, dtype: torch.dtype = torch.bfloat16, biased: bool = False, seed: int = 1) -> Case:
-    form, random = FORMATS[name], generator(seed)
-    w1, w2 = made(form, 2 * INNER, HIDDEN, dtype, seed + 1), made(form, HIDDEN, INNER, dtype, seed + 2)
+def make_case(
+    name: str, dtype: torch.dtype = torch.bfloat16, biased: bool = False, seed: int = 1, gated: bool = True
+) -> Case:
+    form, random, width = FORMATS[name], generator(seed), INNER * (2 if gated else 1)
+    w1, w2 = made(form, width, HIDDEN, dtype, seed + 1), made(form, HIDDEN, INNER, dtype, seed + 2)
     ids = torch.rand(TOKENS, EXPERTS, generator=random).argsort(1)[:, :TOPK].int()
     ids[3, 1], ids[5] = -1, torch.tensor([EXPERTS, -1, EXPERTS + 90])
     arguments: dict[str, Any] = {
@@ -97,7 +109,7 @@ def make_case(name: str, dtype: torch.dtype = torch.bfloat16, biased: bool = Fal
         **form.flags,
     }
     if biased:
-        arguments["b1"] = torch.randn(EXPERTS, 2 * INNER, generator=random).to(dtype)
+        arguments["b1"] = torch.randn(EXPERTS, width, generator=random).to(dtype)
         arguments["b2"] = torch.randn(EXPERTS, HIDDEN, generator=random).to(dtype)
     short = str(dtype).removeprefix("torch.")
     rows = short if form.rows == "none" else form.rows
@@ -119,14 +131,14 @@ def check(found: torch.Tensor, expected: torch.Tensor, case: Case) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, biased: bool, run: Any) -> None:
     case = make_case(name, biased=biased)
-    check(run(outplace_fused_experts, **case.arguments), case.expected().sum(1), case)
+    check(run(outplace_fused_experts, **case.arguments), case.expected(), case)
 
 
 @pytest.mark.parametrize("name", ["none", "int4_groups", "int8_groups_zp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_dtypes(name: str, dtype: torch.dtype, run: Any) -> None:
     case = make_case(name, dtype, biased=True)
-    check(run(outplace_fused_experts, **case.arguments), case.expected().sum(1), case)
+    check(run(outplace_fused_experts, **case.arguments), case.expected(), case)
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel"])
@@ -134,7 +146,7 @@ def test_static_scales(name: str, run: Any) -> None:
     case = make_case(name)
     case.arguments.update(a1_scale=torch.tensor([0.013]), a2_scale=torch.tensor(0.02))
     case = dataclasses.replace(case, rows="fp8 tensor", inner="fp8 tensor")
-    check(run(outplace_fused_experts, **case.arguments), case.expected().sum(1), case)
+    check(run(outplace_fused_experts, **case.arguments), case.expected(), case)
 
 
 def test_scales_with_trailing_ones(run: Any) -> None:
@@ -144,18 +156,29 @@ def test_scales_with_trailing_ones(run: Any) -> None:
     assert torch.equal(run(outplace_fused_experts, **case.arguments | flat), expected)
 
 
-@pytest.mark.parametrize("name", ["none", "fp8_channel", "int4_groups_zp"])
-def test_gelu(name: str, run: Any) -> None:
-    case = make_case(name)
-    found = run(outplace_fused_experts, **case.arguments, activation="gelu")
-    check(found, case.expected("gelu").sum(1), case)
+GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_limit": 0.8}
+ACTIVATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and formats
+    "gelu": ({"activation": "gelu"}, ("none", "fp8_channel", "int4_groups_zp")),
+    "in turns": (GPT_OSS, ("none", "fp8_tensor", "fp8_channel", "int8_groups_zp", "int4_alone")),
+    "halves": ({**GPT_OSS, "gate_up_interleaved": False}, ("none", "fp8_block", "int4_groups")),
+    "limit alone": ({"gemm1_limit": 0.3}, ("none", "fp8_block", "int8_channel")),
+    "swiglu_limit": ({"swiglu_limit": 0.5}, ("none", "fp8_block", "int4_groups_zp")),
+    "fused in turns": ({"fuse_swiglu_interleaved": True}, ("none", "fp8_channel")),
+    "relu2": ({"activation": "relu2", "is_gated": False}, ("none", "fp8_block", "int4_groups_zp")),
+}
 
 
-@pytest.mark.parametrize("name", ["none", "fp8_tensor", "fp8_channel", "int8_groups_zp", "int4_alone"])
-def test_alternating_rows(name: str, run: Any) -> None:
-    case = make_case(name, biased=True)
-    found = run(outplace_fused_experts, **case.arguments, gemm1_alpha=1.702, gemm1_limit=0.8)
-    check(found, case.expected(alpha=1.702, limit=0.8).sum(1), case)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        pytest.param(options, name, id=f"{key}-{name}")
+        for key, (options, names) in ACTIVATIONS.items()
+        for name in names
+    ],
+)
+def test_activations(options: dict[str, Any], name: str, run: Any) -> None:
+    case = make_case(name, biased=True, gated=options.get("is_gated", True))
+    check(run(outplace_fused_experts, **case.arguments, **options), case.expected(**options), case)
 
 
 @pytest.mark.parametrize("factor", [None, 2.5])
@@ -163,31 +186,66 @@ def test_alternating_rows(name: str, run: Any) -> None:
 @pytest.mark.parametrize("topk", [1, TOPK])
 def test_weights_on_the_input(name: str, topk: int, factor: float | None, run: Any) -> None:
     case = make_case(name)
+    options = {"apply_router_weight_on_input": True, "routed_scaling_factor": factor}
     if topk == 1:
         case.arguments["topk_ids"][:, 1:] = -1
-    expected = case.expected(on_input=True).sum(1) * (factor or 1.0)
+    expected = case.expected(**options)
     if topk == 1:
         case.arguments.update({key: case.arguments[key][:, :1] for key in ("topk_ids", "topk_weights")})
-    found = run(
-        outplace_fused_experts, **case.arguments, apply_router_weight_on_input=True, routed_scaling_factor=factor
-    )
+    found = run(outplace_fused_experts, **case.arguments, **options)
     if name == "none":  # tokens are rounded once more than SGLang's sums
         assert float(worst_row_error(found[:3], expected[:3])) < LIMITS[torch.bfloat16]
     else:
         check(found, expected, case)
 
 
+APART: dict[str, dict[str, Any]] = {
+    "rows": {"no_combine": True},
+    "weighted": {"no_combine": True, "no_combine_keep_router_weight": True},
+    "deferred": {"defer_sum": True},
+    "on input": {"no_combine": True, "apply_router_weight_on_input": True},
+}
+
+
+@pytest.mark.parametrize("options", APART.values(), ids=APART)
 @pytest.mark.parametrize("name", ["none", "fp8_block"])
-def test_without_the_sum(name: str, run: Any) -> None:
-    """Repeated experts are rows of their own; the scaling factor is that of the sum."""
+def test_without_the_sum(name: str, options: dict[str, Any], run: Any) -> None:
+    """Repeated experts are rows of their own; the factor is the sum's, and weights that are not applied not read."""
     case = make_case(name)
     case.arguments["topk_ids"][0] = 2
-    found = run(outplace_fused_experts, **case.arguments, no_combine=True, routed_scaling_factor=3.0)
-    check(found, case.expected(), case)
-    total = run(outplace_fused_experts, **case.arguments, routed_scaling_factor=3.0)
-    check(total, case.expected().sum(1) * 3, case)
+    more, expected = {**options, "routed_scaling_factor": 3.0}, case.expected(**options)
+    if options == APART["rows"]:
+        case.arguments["topk_weights"] = torch.full((TOKENS, TOPK), torch.nan)
+    found = run(fused_experts_impl, **case.arguments, **more)
+    if options.get("apply_router_weight_on_input"):  # tokens are rounded once more than SGLang's sums
+        assert float(worst_row_error(found[:3].flatten(0, 1), expected[:3].flatten(0, 1))) < ROUNDED_LIMIT
+        return
+    check(found, expected, case)
     alone = {key: case.arguments[key][:, :1] for key in ("topk_ids", "topk_weights")}
-    check(run(outplace_fused_experts, **case.arguments | alone, no_combine=True), case.expected()[:, :1], case)
+    check(run(fused_experts_impl, **case.arguments | alone, **more), expected[:, :1], case)
+
+
+@pytest.mark.parametrize("options", [{}, {"no_combine": True}, {"apply_router_weight_on_input": True}], ids=str)
+def test_tokens_that_are_quantized(options: dict[str, Any], run: Any) -> None:
+    """`a1_q` is what is multiplied, whatever hidden_states are; rows of padding are not, scales lie in either order."""
+    case, random = make_case("fp8_block"), generator(6)
+    codes = torch.randn(TOKENS + 4, HIDDEN, generator=random).mul(20).to(torch.float8_e4m3fn)
+    scale = torch.rand(TOKENS + 4, HIDDEN // 16, generator=random) / 20 + 0.01
+    codes.view(torch.uint8)[TOKENS:], scale[TOKENS:] = 0x7F, torch.nan
+    numbers = codes[:TOKENS].double() * scale[:TOKENS].double().repeat_interleave(16, 1)
+    own = dataclasses.replace(case, arguments=case.arguments | {"hidden_states": numbers}, rows="float32")
+    given = case.arguments | {"a1_q": codes, "a1_scale": scale.t().contiguous().t()}
+    given["hidden_states"] = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16)
+    check(run(outplace_fused_experts, **given, **options), own.expected(**options), case)
+    case.arguments["hidden_states"] = given["hidden_states"]
+    for changes, words in (
+        ({"a1_scale": None}, "a1_q is given, which needs"),
+        ({"a1_q": codes[: TOKENS - 1]}, r"a1_q is \(19, 64\)"),
+        ({"a1_scale": scale[:, :2]}, r"a1_scale is \(24, 2\)"),
+        ({"use_fp8_w8a8": False, "use_int8_w8a8": True}, "a1_q is given, which needs use_fp8_w8a8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            outplace_fused_experts(**given | changes)
 
 
 def test_calls_agree() -> None:
@@ -202,7 +260,7 @@ def test_calls_agree() -> None:
     assert fused_experts_impl(**mine, inplace=True, routed_scaling_factor=1.5) is mine["hidden_states"]
     assert torch.equal(mine["hidden_states"], expected)
     rest = {name: value for name, value in given.items() if not name.startswith("topk_") and name != "hidden_states"}
-    topk = StandardTopKOutput(given["topk_weights"], given["topk_ids"])
+    topk = StandardTopKOutput(given["topk_weights"], given["topk_ids"], None)
     config = MoeRunnerConfig(inplace=False, routed_scaling_factor=1.5)
     for call in (fused_experts, fused_moe):
         assert torch.equal(call(given["hidden_states"], topk_output=topk, moe_runner_config=config, **rest), expected)
@@ -217,41 +275,93 @@ def test_calls_agree() -> None:
         assert inspect.signature(real) == inspect.signature(fake)
 
 
-COMMON = (
+FLAGS = (
     "use_fp8_w8a8=False use_int8_w8a8=False use_int8_w8a16=False use_int4_w4a16=False per_channel_quant=False "
     "w1_scale=None w2_scale=None w1_zp=None w2_zp=None a1_scale=None a2_scale=None block_shape=None"
 )
 TENSORS = "hidden_states w1 w2 topk_weights topk_ids b1=None b2=None"
-LAST = "routed_scaling_factor=None gemm1_alpha=None gemm1_limit=None"
+COMMON = f"activation='silu' is_gated=True apply_router_weight_on_input=False {FLAGS}"
+NUMBERS = "routed_scaling_factor=None gemm1_alpha=None gemm1_limit=None filter_expert=True swiglu_limit=None"
+LAST = f"{NUMBERS} gate_up_interleaved=True a1_q=None fuse_swiglu_interleaved=False"
+KEEP = "no_combine_keep_router_weight=False"
 SEEDS_ARGUMENTS = {
-    "inplace_fused_experts": f"{TENSORS} activation='silu' apply_router_weight_on_input=False {COMMON} {LAST}",
-    "outplace_fused_experts": (
-        f"{TENSORS} activation='silu' apply_router_weight_on_input=False {COMMON} no_combine=False {LAST}"
+    "inplace_fused_experts": f"{TENSORS} {COMMON} {LAST}",
+    "outplace_fused_experts": f"{TENSORS} {COMMON} no_combine=False {LAST} {KEEP}",
+    "fused_experts_impl": f"{TENSORS} inplace=False {COMMON} no_combine=False {LAST} defer_sum=False {KEEP}",
+    "fused_moe": f"hidden_states w1 w2 topk_output moe_runner_config=MoeRunnerConfig() b1=None b2=None {FLAGS}",
+    "fused_experts": (
+        f"hidden_states w1 w2 topk_output moe_runner_config b1=None b2=None {FLAGS} a1_q=None "
+        "fuse_swiglu_interleaved=False"
     ),
-    "fused_experts_impl": (
-        f"{TENSORS} inplace=False activation='silu' apply_router_weight_on_input=False {COMMON} no_combine=False {LAST}"
+    "MoeRunnerConfig": (
+        "num_experts=None num_local_experts=None hidden_size=None intermediate_size_per_partition=None layer_id=None "
+        "top_k=None num_fused_shared_experts=None params_dtype=None routing_method_type=None runner_backend=None "
+        f"activation='silu' is_gated=True apply_router_weight_on_input=False inplace=True no_combine=False {KEEP} "
+        "routed_scaling_factor=None gemm1_alpha=None gemm1_beta=None gemm1_clamp_limit=None swiglu_limit=None "
+        "gate_up_interleaved=True layer=None use_tp_all_gather_activation=False silu_mul_keep_fp32=False"
     ),
-    "fused_moe": (
-        "hidden_states w1 w2 topk_output moe_runner_config=MoeRunnerConfig(activation='silu', "
-        "apply_router_weight_on_input=False, inplace=True, no_combine=False, routed_scaling_factor=None, "
-        f"gemm1_alpha=None, gemm1_clamp_limit=None) b1=None b2=None {COMMON}"
+    "StandardTopKOutput": "topk_weights topk_ids router_logits",
+    "moe_align_block_size": (
+        "topk_ids block_size num_experts ignore_invalid_expert=False return_inactive_prefix_count=False "
+        "pad_expert_ids=False"
     ),
-    "fused_experts": f"hidden_states w1 w2 topk_output moe_runner_config b1=None b2=None {COMMON}",
-    "moe_align_block_size": "topk_ids block_size num_experts",
     "moe_sum_reduce_triton": "input output routed_scaling_factor",
     "moe_sum_reduce_torch_compile": "x out routed_scaling_factor",
-    "swiglu_with_alpha_and_limit": "x gemm1_alpha gemm1_limit",
+    "swiglu_gpt_oss_sigmoid_alpha": "x gemm1_alpha gemm1_limit",
+    "swiglu_no_interleaved_with_alpha_and_limit": "x gemm1_alpha gemm1_limit",
     "get_config_dtype_str": ("dtype use_int8_w8a16=False use_int4_w4a16=False use_fp8_w8a8=False use_int8_w8a8=False"),
-    "get_config_file_name": "E N dtype block_shape=None",
+    "get_config_file_name": "E N dtype block_shape=None per_channel_quant=False down_moe=False",
 }
+
+
+def defaulted(parameter: inspect.Parameter) -> str:
+    default = "MoeRunnerConfig()" if parameter.default == MoeRunnerConfig() else repr(parameter.default)
+    return parameter.name + ("" if parameter.default is inspect.Parameter.empty else f"={default}")
 
 
 @pytest.mark.parametrize("name", SEEDS_ARGUMENTS)
 def test_names_order_and_defaults(name: str) -> None:
     parameters = inspect.signature(getattr(sglang, name)).parameters.values()
-    empty = inspect.Parameter.empty
-    found = [one.name + ("" if one.default is empty else f"={one.default!r}") for one in parameters]
-    assert " ".join(found) == SEEDS_ARGUMENTS[name]
+    assert " ".join(map(defaulted, parameters)) == SEEDS_ARGUMENTS[name]
+
+
+CALLS: dict[str, dict[str, Any]] = {  # arguments and formats whose places matter
+    "relu2": {"activation": "relu2", "is_gated": False, "routed_scaling_factor": 1.5},
+    "halves": {**GPT_OSS, "gate_up_interleaved": False},
+    "swiglu_limit": {"swiglu_limit": 0.5, "apply_router_weight_on_input": True},
+    "fused in turns": {"fuse_swiglu_interleaved": True},
+}
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_arguments_by_place_and_in_objects(options: dict[str, Any]) -> None:
+    """All calls in SGLang's order, and with options in an object, of which an older release has fewer."""
+    case = make_case("fp8_channel", gated=options.get("is_gated", True))
+    expected = outplace_fused_experts(**case.arguments, **options)
+    check(expected, case.expected(**options), case)
+    for name in ("outplace_fused_experts", "fused_experts_impl", "inplace_fused_experts"):
+        given = {**case.arguments, **options, "hidden_states": case.arguments["hidden_states"].clone()}
+        parameters = [word.split("=")[0] for word in SEEDS_ARGUMENTS[name].split()]
+        defaults = dict(word.split("=") for word in SEEDS_ARGUMENTS[name].split() if "=" in word)
+        found = getattr(sglang, name)(*(given[p] if p in given else eval(defaults[p]) for p in parameters))
+        assert torch.equal(given["hidden_states"] if name == "inplace_fused_experts" else found, expected)
+        with pytest.raises(TypeError):
+            getattr(sglang, name)(*range(len(parameters) + 1))
+    with pytest.raises(TypeError, match="no_combine"):
+        inplace_fused_experts(**case.arguments, no_combine=True)
+    topk = StandardTopKOutput(case.arguments["topk_weights"], case.arguments["topk_ids"], None)
+    named = {"gemm1_clamp_limit" if key == "gemm1_limit" else key: value for key, value in options.items()}
+    fused = named.pop("fuse_swiglu_interleaved", False)
+    older = SimpleNamespace(
+        **{"activation": "silu", "apply_router_weight_on_input": False, "inplace": False, "no_combine": False}
+        | {"routed_scaling_factor": None, "gemm1_alpha": None, "gemm1_clamp_limit": None, **named}
+    )
+    rest = {key: value for key, value in case.arguments.items() if not key.startswith("topk_")}
+    for config in (MoeRunnerConfig(inplace=False, **named), older):
+        found = fused_experts(**rest, topk_output=topk, moe_runner_config=config, fuse_swiglu_interleaved=fused)
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=r"gemm1_beta \(2.0\)"):
+        fused_experts(**rest, topk_output=topk, moe_runner_config=MoeRunnerConfig(gemm1_beta=2.0))
 
 
 BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -272,8 +382,12 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "w1": ("none", {"w1": torch.zeros(6, 192, 32, dtype=torch.bfloat16)}, ("w1 is (6, 192, 32)", "(6, 192, 64)")),
     "dtype": ("none", {"w1": torch.zeros(6, 192, 64)}, ("w1 is", "float32", "bfloat16")),
     "activation": ("none", {"activation": "tanh"}, ("activation ('tanh')", "silu, gelu")),
-    "limit": ("none", {"gemm1_limit": 7.0}, ("gemm1_alpha (None) and gemm1_limit (7.0)",)),
-    "alpha": ("fp8_block", {"gemm1_alpha": 1.7, "gemm1_limit": 7.0}, ("gemm1_alpha is given", "[32, 16]")),
+    "no gate": ("none", {"is_gated": False}, ("activation ('silu'), is_gated False", "relu2 without")),
+    "limit": ("none", {"gemm1_alpha": 7.0}, ("gemm1_alpha (7.0)", "gemm1_limit is missing")),
+    "limits": ("none", {"gemm1_limit": 7.0, "swiglu_limit": 10.0}, ("gemm1_limit (7.0)", "swiglu_limit (10.0)")),
+    "gelu": ("none", {"activation": "gelu", "swiglu_limit": 10.0}, ("swiglu_limit (10.0)", "'gelu'")),
+    "fused": ("none", {"fuse_swiglu_interleaved": True, "swiglu_limit": 1.0}, ("fuse_swiglu_interleaved is set",)),
+    "alpha": ("fp8_block", {"gemm1_alpha": 1.7, "gemm1_limit": 7.0}, ("gemm1_alpha 1.7", "[32, 16]")),
     "ids": ("none", {"topk_ids": torch.zeros(3, 2)}, ("topk_ids are (3, 2)", "(20, K)")),
     "bias": ("none", {"b1": torch.zeros(6, 96)}, ("b1 is (6, 96)", "(6, 192)")),
     "input": (
@@ -292,9 +406,19 @@ def test_bad_arguments_are_named(name: str) -> None:
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_in_place_needs_the_sum() -> None:
-    with pytest.raises(ValueError, match="no_combine and inplace are both set"):
-        fused_experts_impl(**make_case("none").arguments, inplace=True, no_combine=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inplace": True, "no_combine": True},
+        {"inplace": True, "defer_sum": True},
+        {"no_combine": True, "defer_sum": True},
+    ],
+    ids=str,
+)
+def test_results_that_exclude_each_other(options: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match="are both set") as caught:
+        fused_experts_impl(**make_case("none").arguments, **options)
+    assert all(name in str(caught.value) for name in options)
 
 
 def test_compiled_into_one_graph() -> None:
@@ -326,22 +450,42 @@ def test_the_documented_alignment() -> None:
     assert {pairs.dtype, experts.dtype, count.dtype} == {torch.int32}
 
 
+@pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("block", [1, 4, 16])
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])
-def test_alignment(num_tokens: int, block: int) -> None:
+def test_alignment(num_tokens: int, block: int, ignored: bool) -> None:
+    """Pairs of no expert come first, in blocks of expert -1, or are left out."""
     ids = torch.randint(-1, EXPERTS + 2, (num_tokens, TOPK), generator=generator(num_tokens + block))
-    pairs, experts, count = moe_align_block_size(ids, block, EXPERTS)
-    flat, found, used = ids.reshape(-1).tolist(), [], int(count)
+    pairs, experts, count = moe_align_block_size(ids, block, EXPERTS, ignored)
+    flat = [expert if 0 <= expert < EXPERTS else -1 for expert in ids.reshape(-1).tolist()]
+    found, used = [], int(count)
     assert used % block == 0
     for start in range(0, used, block):
         own = [pair for pair in pairs[start : start + block].tolist() if pair < len(flat)]
         assert own
         assert {flat[pair] for pair in own} == {int(experts[start // block])}
         found += own
-    expected = sorted((expert, pair) for pair, expert in enumerate(flat) if 0 <= expert < EXPERTS)
+    expected = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0 or not ignored)
     assert found == [pair for _, pair in expected]
     assert bool((pairs[used:] == len(flat)).all())
     assert bool((experts[-(-used // block) :] == -1).all())
+    assert len(experts) == -(-len(pairs) // block)
+    if ignored:
+        for name in ("pad_expert_ids", "return_inactive_prefix_count"):
+            with pytest.raises(ValueError, match=f"{name} and ignore_invalid_expert"):
+                moe_align_block_size(ids, block, EXPERTS, True, **{name: True})
+    else:
+        more = moe_align_block_size(ids, block, EXPERTS, return_inactive_prefix_count=True, pad_expert_ids=True)
+        assert torch.equal(more[0], pairs)
+        assert torch.equal(more[1], experts)
+        assert more[2].tolist() == [used, -(-flat.count(-1) // block)]
+
+
+@pytest.mark.parametrize(("num_pairs", "places"), [(8, 1024), (256, 32768), (257, 32896)])
+def test_sizes_of_an_alignment(num_pairs: int, places: int) -> None:
+    """SGLang's: at most a block for each pair, whole words of 16 bytes."""
+    pairs, experts, _ = moe_align_block_size(torch.arange(num_pairs)[None] % 256, 128, 256)
+    assert (len(pairs), len(experts)) == (places, places // 128)
 
 
 def test_sums_and_activation() -> None:
@@ -354,7 +498,9 @@ def test_sums_and_activation() -> None:
     x = torch.randn(4, 10, dtype=torch.float64) * 3
     gate, up = x[:, 0::2].clamp(max=1.5), x[:, 1::2].clamp(-1.5, 1.5)
     expected = gate / (1 + torch.exp(-1.7 * gate)) * (up + 1)
-    torch.testing.assert_close(sglang.swiglu_with_alpha_and_limit(x, 1.7, 1.5), expected)
+    torch.testing.assert_close(sglang.swiglu_gpt_oss_sigmoid_alpha(x, 1.7, 1.5), expected)
+    halves = torch.cat([x[:, 0::2], x[:, 1::2]], 1)
+    torch.testing.assert_close(sglang.swiglu_no_interleaved_with_alpha_and_limit(halves, 1.7, 1.5), expected)
 
 
 def test_names_of_config_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +510,9 @@ def test_names_of_config_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(8, 1024, None) == "E=8,N=1024,device_name=NVIDIA_H200.json"
     assert names(8, 1024, "fp8_w8a8", [128, 128]) == (
         "E=8,N=1024,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128].json"
+    )
+    assert names(8, 1024, "fp8_w8a8", None, True, True) == (
+        "E=8,N=1024,device_name=NVIDIA_H200,dtype=fp8_w8a8,per_channel_quant=True_down.json"
     )
     dtypes = sglang.get_config_dtype_str
     assert [dtypes(torch.bfloat16), dtypes(torch.float32)] == [None, "float32"]

@@ -7,9 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import EXPERTS, FORMATS, HIDDEN, INNER, LIMITS, ROUNDED_LIMIT, TOKENS, TOPK, generator, made, rounded
+from sglang_oracle import (
+    EXPERTS,
+    FORMATS,
+    HIDDEN,
+    INNER,
+    LIMITS,
+    ROUNDED_LIMIT,
+    TOKENS,
+    TOPK,
+    activated,
+    generator,
+    made,
+    rounded,
+)
 
 from ep_moe.functional import sglang
+from ep_moe.functional.formats import Flags
 from ep_moe.functional.sglang import (
     get_config,
     get_default_config,
@@ -20,7 +34,7 @@ from ep_moe.functional.sglang import (
     override_config,
     try_get_optimal_moe_config,
 )
-from ep_moe.functional.sglang.configs import tiles_of
+from ep_moe.functional.sglang.configs import found_tiles, tiles_of
 from ep_moe.quant import get_scheme
 from ep_moe.testing import worst_row_error
 
@@ -137,6 +151,7 @@ def test_rows_in_sorted_order() -> None:
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_blocks_of_no_expert(filtered: bool) -> None:
+    """Zeros whatever the flag; where C is sorted, as they were."""
     given, _, real = arguments("none")
     given["expert_ids"][1] = -1
     dropped = given["sorted_token_ids"][BLOCK : 2 * BLOCK]
@@ -147,7 +162,56 @@ def test_blocks_of_no_expert(filtered: bool) -> None:
     rest[dropped] = False
     check(found[rest], wanted[rest], "none")
     assert len(dropped)
-    assert bool((found[dropped] == 0).all() if filtered else found[dropped].isnan().all())
+    assert bool((found[dropped] == 0).all())
+    listed = torch.full((len(given["sorted_token_ids"]), 2 * INNER), torch.nan, dtype=torch.bfloat16)
+    invoke_fused_moe_kernel(**given | {"C": listed}, c_sorted=True, filter_expert=filtered)
+    assert bool(listed[BLOCK : 2 * BLOCK].isnan().all())
+
+
+def test_pairs_of_no_expert() -> None:
+    """Those of `moe_align_block_size` become zeros; left out by it, they stay as they were."""
+    given, _, real = arguments("none")
+    given["topk_ids"][2], given["topk_ids"][5, 1] = -1, EXPERTS + 3
+    none = (given["topk_ids"].flatten() < 0) | (given["topk_ids"].flatten() >= EXPERTS)
+    names = "sorted_token_ids", "expert_ids", "num_tokens_post_padded"
+    for ignored, more in ((False, {"return_inactive_prefix_count": True}), (True, {})):
+        lists = dict(zip(names, moe_align_block_size(given["topk_ids"], BLOCK, EXPERTS, ignored, **more), strict=True))
+        c = torch.full((PAIRS, 2 * INNER), torch.nan, dtype=torch.bfloat16)
+        invoke_fused_moe_kernel(**given | lists | {"C": c})
+        wanted = expected(given | {"topk_ids": given["topk_ids"].clamp(0, EXPERTS - 1)}, real, "none")
+        check(c[~none], wanted[~none], "none")
+        assert bool(c[none].isnan().all() if ignored else (c[none] == 0).all())
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["by pair", "sorted"])
+def test_swiglu_behind_the_gemm(listed: bool) -> None:
+    """Columns in turns become half as many; rows of no pair and of no expert stay as they were."""
+    given, _, real = arguments("none")
+    given["expert_ids"][1] = -1
+    wanted = activated(expected(given, real, "none"), fuse_swiglu_interleaved=True)
+    pairs, there = given["sorted_token_ids"].long(), given["sorted_token_ids"] < PAIRS
+    there[BLOCK : 2 * BLOCK] = False
+    there[int(given["num_tokens_post_padded"]) :] = False
+    rows = len(pairs) if listed else PAIRS
+    c = torch.full((rows, INNER), torch.nan, dtype=torch.bfloat16)
+    invoke_fused_moe_kernel(**given | {"C": c}, fuse_swiglu=True, c_sorted=listed)
+    target = torch.arange(rows)[there] if listed else pairs[there]
+    check(c[target], wanted[pairs[there]], "none")
+    rest = torch.ones(rows, dtype=torch.bool)
+    rest[target] = False
+    assert bool(c[rest].isnan().all())
+    with pytest.raises(ValueError, match=r"C is \(60, 192\)"):
+        invoke_fused_moe_kernel(**given | {"C": c.new_empty(PAIRS, 2 * INNER)}, fuse_swiglu=True)
+
+
+def test_sums_behind_the_gemm() -> None:
+    """Rows of a token are added to what C has."""
+    given, _, real = arguments("none", mul_routed_weight=True)
+    before = torch.randn(TOKENS, 2 * INNER, generator=generator(3))
+    wanted = before.double() + expected(given, real, "none").view(TOKENS, TOPK, -1).sum(1)
+    c = before.bfloat16()
+    invoke_fused_moe_kernel(**given | {"C": c}, fuse_sum_all_reduce=True, router_topk=TOPK)
+    assert float(worst_row_error(c, wanted)) < LIMITS[torch.bfloat16]
 
 
 def test_blocks_in_any_order() -> None:
@@ -185,6 +249,14 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "value": ("none", {"config": CONFIG | {"BLOCK_SIZE_K": 48}}, ("BLOCK_SIZE_K (48)", "a power of two")),
     "unknown": ("none", {"config": CONFIG | {"SPLIT_K": 1}}, ("unknown key SPLIT_K",)),
     "text": ("none", {"config": CONFIG | {"num_warps": "4"}}, ("num_warps ('4')",)),
+    "add": ("none", {"fuse_add_to_output": True}, ("fuse_add_to_output is given",)),
+    "mask": ("none", {"add_output_mask": torch.ones(20)}, ("add_output_mask is given",)),
+    "masked": ("none", {"mask_output": True}, ("mask_output is given",)),
+    "base": ("none", {"lora_preserve_base": True}, ("lora_preserve_base is given",)),
+    "slices": ("none", {"a_output_slices": 2}, ("a_output_slices is given",)),
+    "sum": ("none", {"fuse_sum_all_reduce": True, "router_topk": 7}, ("router_topk 7", "60 pairs")),
+    "sorted sum": ("none", {"fuse_sum_all_reduce": True, "c_sorted": True}, ("c_sorted True",)),
+    "swiglu": ("none", {"fuse_swiglu": True, "mul_routed_weight": True}, ("fuse_swiglu", "mul_routed_weight")),
 }
 
 
@@ -214,13 +286,17 @@ SEEDS_ARGUMENTS = {
         "A B bias C A_scale B_scale B_zp topk_weights topk_ids sorted_token_ids expert_ids num_tokens_post_padded "
         "mul_routed_weight top_k config compute_type use_fp8_w8a8 use_int8_w8a8 use_int8_w8a16 use_int4_w4a16 "
         "per_channel_quant block_shape=None no_combine=False a_use_tma=False b_use_tma=False c_sorted=False "
-        "filter_expert=True"
+        "filter_expert=True fuse_sum_all_reduce=False router_topk=1 fuse_add_to_output=False add_output_mask=None "
+        "mask_output=False lora_preserve_base=False fuse_swiglu=False a_output_slices=1"
     ),
     "override_config": "config",
     "get_config": "",
-    "get_moe_configs": "E N dtype block_n=0 block_k=0",
+    "get_moe_configs": "E N dtype block_n=0 block_k=0 per_channel_quant=False down_moe=False",
     "get_default_config": "M E N K topk dtype is_marlin block_shape=None",
-    "try_get_optimal_moe_config": "w1_shape w2_shape top_k dtype M is_marlin=False block_shape=None",
+    "try_get_optimal_moe_config": (
+        "w1_shape w2_shape top_k dtype M is_marlin=False block_shape=None per_channel_quant=False "
+        "return_down_config=False"
+    ),
 }
 
 
@@ -275,6 +351,29 @@ def test_files(config_file: Path) -> None:
     (newer / FILE).write_text(json.dumps({"2": CONFIG}))
     get_moe_configs.cache_clear()
     assert list(get_moe_configs(6, 96, None) or {}) == [2]
+
+
+def test_files_of_the_second_gemm(config_file: Path) -> None:
+    """By channels and of the second GEMM, whose tiles the calls take; BLOCK_SIZE_M is the first one's."""
+    shapes = (6, 192, 64), (6, 64, 96), 2, "fp8_w8a8"
+    find = lambda tokens, **more: try_get_optimal_moe_config(*shapes, tokens, return_down_config=True, **more)  # noqa: E731
+    assert find(5)[1] == (None, None)
+    stem = "E=6,N=96,device_name=cpu,dtype=fp8_w8a8,per_channel_quant=True"
+    first, second = CONFIG | {"GROUP_SIZE_M": 4}, CONFIG | {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "USE_TMA": True}
+    (config_file.parent / f"{stem}.json").write_text(json.dumps({"8": first}))
+    get_moe_configs.cache_clear()
+    assert find(5, per_channel_quant=True) == (first, (first, BLOCK))  # those of the first without a file
+    assert find(5)[1] == (None, None)
+    (config_file.parent / f"{stem}_down.json").write_text(json.dumps({"8": second}))
+    get_moe_configs.cache_clear()
+    assert find(5, per_channel_quant=True) == (first, ({**second, "BLOCK_SIZE_M": BLOCK}, 64))
+    with override_config(CONFIG):
+        assert find(5, per_channel_quant=True) == (CONFIG, (None, None))
+    flags = Flags(use_fp8_w8a8=True, per_channel_quant=True)
+    scheme, x = get_scheme("fp8_token"), torch.zeros(5, 64, dtype=torch.bfloat16)
+    tiles = found_tiles(flags, torch.empty(6, 64, 96), x, scheme)
+    assert (tiles.block_m, tiles.group_m, tiles.first.block_n, tiles.second.block_n) == (BLOCK, 4, 16, 128)
+    assert found_tiles(Flags(use_fp8_w8a8=True), torch.empty(6, 64, 96), x, get_scheme("fp8_tensor")) is None
 
 
 def test_files_of_blocks_and_our_own_folder(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

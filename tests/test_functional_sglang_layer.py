@@ -1,8 +1,8 @@
 """SGLang's `FusedMoE` and its relatives: checkpoints in real layouts, flags, shares of ranks, against float64."""
 
+import dataclasses
 import inspect
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import fp4_oracle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sglang_oracle import LIMITS, generator, rounded
+from sglang_oracle import LIMITS, activated, generator, rounded
 
 from ep_moe.functional.sglang import (
     BypassedTopKOutput,
@@ -19,6 +19,7 @@ from ep_moe.functional.sglang import (
     FlashInferFusedMoE,
     FusedMoE,
     MoeParallel,
+    SharedExpertsConfig,
     StandardTopKOutput,
     TopKConfig,
     get_fused_moe_impl_class,
@@ -194,7 +195,7 @@ def test_objects_describe_formats_too(plain: Path, tmp_path: Path) -> None:
     for name, scheme in (schemes | {"modelopt": "fp8_tensor_channel"}).items():
         layer = FusedMoE(EXPERTS, HIDDEN, INNER, 1, quant_config=named(name))
         assert layer.expert_weights.scheme.name == scheme
-        assert layer.should_fuse_routed_scaling_factor_in_topk() == (scheme == "nvfp4")
+        assert layer.should_fuse_routed_scaling_factor_in_topk == (scheme == "nvfp4")
     for bad in (
         named("gguf"),
         named("compressed_tensors"),  # without a config
@@ -261,7 +262,7 @@ def routed(seed: int = 1) -> tuple[torch.Tensor, StandardTopKOutput]:
     ids = torch.rand(TOKENS, EXPERTS, generator=random).argsort(1)[:, :TOPK].int()
     ids[3, 1] = -1
     weights = torch.rand(TOKENS, TOPK, generator=random) + 0.1
-    return torch.randn(TOKENS, HIDDEN, generator=random).bfloat16(), StandardTopKOutput(weights, ids)
+    return torch.randn(TOKENS, HIDDEN, generator=random).bfloat16(), StandardTopKOutput(weights, ids, None)
 
 
 def loaded(plain: Path, **options: Any) -> FusedMoE:
@@ -291,17 +292,11 @@ def summed(plain: Path, x: torch.Tensor, output: StandardTopKOutput, layer: Fuse
             if how.get("with_bias"):
                 gate_b, up_b = layer.w13_weight_bias[expert].double().chunk(2)
                 gate, up = gate + gate_b, up + up_b
-            if how.get("alpha"):
-                gate, up = gate.clamp(max=how["limit"]), up.clamp(-how["limit"], how["limit"])
-                inner = gate / (1 + torch.exp(-how["alpha"] * gate)) * (up + 1)
-            elif how.get("gelu"):
-                inner = up * gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-            else:
-                inner = up * gate / (1 + torch.exp(-gate))
+            inner = activated(torch.cat([gate, up])[None], **how, gate_up_interleaved=False)[0]
             result = down @ rounded(inner, "bfloat16")
             if how.get("with_bias"):
                 result = result + layer.w2_weight_bias[expert].double()
-            out[token, column] = result * (1.0 if how.get("on_input") else weight)
+            out[token, column] = result * (1.0 if how.get("on_input") or how.get("unweighted") else weight)
     return out
 
 
@@ -315,13 +310,19 @@ def close(found: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> N
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "factor": ({"routed_scaling_factor": 2.5}, {"factor": 2.5}),
-    "gelu": ({"activation": "gelu"}, {"gelu": True}),
+    "gelu": ({"activation": "gelu"}, {"activation": "gelu"}),
     "on the input": ({"apply_router_weight_on_input": True}, {"on_input": True}),
     "biases": ({"with_bias": True}, {"with_bias": True}),
     "swiglu": (
         {"with_bias": True, "gemm1_alpha": 1.7, "gemm1_clamp_limit": 0.8},
-        {"with_bias": True, "alpha": 1.7, "limit": 0.8},
+        {"with_bias": True, "gemm1_alpha": 1.7, "gemm1_limit": 0.8},
     ),
+    "halves": (
+        {"gemm1_alpha": 1.7, "gemm1_beta": 1.0, "gemm1_clamp_limit": 0.8, "gate_up_interleaved": False},
+        {"gemm1_alpha": 1.7, "gemm1_limit": 0.8},
+    ),
+    "limit alone": ({"gemm1_clamp_limit": 0.8}, {"gemm1_limit": 0.8}),
+    "swiglu_limit": ({"swiglu_limit": 0.8}, {"swiglu_limit": 0.8}),
     "shared": ({"num_fused_shared_experts": 1, "top_k": TOPK}, {}),
 }
 
@@ -336,10 +337,30 @@ def test_options(name: str, plain: Path) -> None:
     assert torch.equal(x, kept)
 
 
+def test_stacked_halves_and_rows_in_turns() -> None:
+    """With an alpha, gate_up_interleaved says how rows lie in a stacked tensor."""
+    stacked = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator(8)).bfloat16()
+    for interleaved in (True, False):
+        layer = FusedMoE(
+            *(EXPERTS, HIDDEN, INNER, 1),
+            params_dtype=torch.bfloat16,
+            gemm1_alpha=1.7,
+            gemm1_clamp_limit=0.8,
+            gate_up_interleaved=interleaved,
+        )
+        layer.weight_loader_fused(layer.w13_weight, stacked, "gate_up_proj", "w13")
+        halves = torch.cat([stacked[:, 0::2], stacked[:, 1::2]], 1) if interleaved else stacked
+        assert torch.equal(layer.w13_weight.data, halves)
+
+
 def test_no_combine_and_inplace(plain: Path) -> None:
     x, output = routed()
-    layer = loaded(plain, no_combine=True, inplace=True)
+    layer = loaded(plain, no_combine=True, inplace=True, routed_scaling_factor=3.0)
+    close(layer(x, output), summed(plain, x, output, layer, unweighted=True))
+    layer.moe_runner_config = dataclasses.replace(layer.moe_runner_config, no_combine_keep_router_weight=True)
     close(layer(x, output), summed(plain, x, output, layer))
+    with pytest.raises(ValueError, match="no_combine is set"):
+        layer(x, routing_from_topk(*output[:2], EXPERTS))
     expected = loaded(plain)(x, output)
     layer = loaded(plain, inplace=True)
     assert layer(x, output) is x
@@ -350,24 +371,35 @@ def test_other_outputs_of_topk(plain: Path) -> None:
     x, output = routed()
     layer = loaded(plain)
     expected = layer(x, output)
-    assert torch.equal(layer(x, routing_from_topk(*output[:2], EXPERTS)), expected)
+    by_expert = loaded(plain, inplace=True, top_k=TOPK)
+    kept = x.clone()
+    assert by_expert(kept, routing_from_topk(*output[:2], EXPERTS)) is kept
+    close(kept, summed(plain, x, output, layer).sum(1))
     logits = torch.randn(TOKENS, EXPERTS, generator=generator(2))
     for options, weights in (
         (TopKConfig(top_k=TOPK), torch.softmax(logits.topk(TOPK)[0], 1)),
         (TopKConfig(top_k=TOPK, renormalize=False), torch.softmax(logits, 1).topk(TOPK)[0]),
     ):
-        chosen = StandardTopKOutput(weights, logits.topk(TOPK)[1].int())
+        chosen = StandardTopKOutput(weights, logits.topk(TOPK)[1].int(), None)
         found = layer(x, BypassedTopKOutput(x, logits, options))
         close(found, summed(plain, x, chosen, layer).sum(1))
     bias = torch.randn(EXPERTS, generator=generator(3))
     options = TopKConfig(
-        top_k=TOPK, correction_bias=bias, routed_scaling_factor=3.0, apply_routed_scaling_factor_on_output=True
+        top_k=TOPK,
+        correction_bias=bias,
+        routed_scaling_factor=3.0,
+        apply_routed_scaling_factor_on_output=True,
+        scoring_func="sigmoid",
     )
     scores = torch.sigmoid(logits)
-    ids = (scores + bias).topk(TOPK)[1]
-    weights = scores.gather(1, ids)
-    chosen = StandardTopKOutput(3 * weights / weights.sum(1, keepdim=True), ids.int())
-    close(layer(x, BypassedTopKOutput(x, logits, options)), summed(plain, x, chosen, layer).sum(1))
+    for added, one in ((bias, options), (0, dataclasses.replace(options, correction_bias=None))):
+        ids = (scores + added).topk(TOPK)[1].int()
+        weights = scores.gather(1, ids.long())
+        ids[7:] = -1  # padding
+        chosen = StandardTopKOutput(3 * weights / weights.sum(1, keepdim=True), ids, None)
+        padded = BypassedTopKOutput(x, logits, one, torch.tensor([7]))
+        close(layer(x, padded), summed(plain, x, chosen, layer).sum(1))
+        assert bool((layer(x, padded)[7:] == 0).all())
     own = TopKConfig(
         top_k=TOPK, custom_routing_function=lambda hidden_states, gating_output, topk, renormalize: output[:2]
     )
@@ -474,7 +506,7 @@ def test_compiled_into_one_graph(plain: Path) -> None:
         layer = loaded(plain, inplace=inplace, routed_scaling_factor=2.0)
 
         def call(x: torch.Tensor) -> torch.Tensor:
-            return layer(x * 2, StandardTopKOutput(output.topk_weights * 1.5, output.topk_ids)) + 1  # noqa: B023
+            return layer(x * 2, StandardTopKOutput(output.topk_weights * 1.5, output.topk_ids, None)) + 1  # noqa: B023
 
         found = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
         assert torch.equal(found, call(x))
@@ -501,7 +533,7 @@ def test_fp4_by_flashinfers_call(plain: Path, tmp_path: Path) -> None:
                 part = getattr(layer, f"w13_{suffix}").data[expert, rows]
                 assert_same_bits(part, tensors[f"{PREFIX}.{expert}.{name}.{suffix}"], suffix)
     logits, bias = (torch.randn(size, generator=generator(6)) for size in ((TOKENS, EXPERTS), (EXPERTS,)))
-    for options in (TopKConfig(top_k=TOPK, correction_bias=bias), TopKConfig(top_k=TOPK)):
+    for options in (TopKConfig(top_k=TOPK, correction_bias=bias, scoring_func="sigmoid"), TopKConfig(top_k=TOPK)):
         scores = torch.sigmoid(logits) if options.correction_bias is not None else torch.softmax(logits, 1)
         ids = (scores + (0 if options.correction_bias is None else bias)).topk(TOPK)[1]
         weights = scores.gather(1, ids)
@@ -521,6 +553,11 @@ def test_fp4_by_flashinfers_call(plain: Path, tmp_path: Path) -> None:
         found = layer(x, BypassedTopKOutput(x, logits, options))
         close(found, expected)
         assert found is not x
+    for more, words in (((torch.tensor([3]),), "num_token_non_padded"), ((None, 1), "expert_location_dispatch_info")):
+        with pytest.raises(ValueError, match=f"topk_output.{words} is given"):
+            layer(x, BypassedTopKOutput(x, logits, options, *more))
+    with pytest.raises(ValueError, match="custom_routing_function is given"):
+        layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK, custom_routing_function=print)))
 
 
 def test_the_factory() -> None:
@@ -557,7 +594,11 @@ def test_mappings() -> None:
 
 BAD_OPTIONS: dict[str, tuple[type[FusedMoE], dict[str, Any], str]] = {
     "activation": (FusedMoE, {"activation": "tanh"}, r"activation \('tanh'\)"),
-    "alpha": (FusedMoE, {"gemm1_alpha": 1.0}, "gemm1_alpha .* go together"),
+    "alpha": (FusedMoE, {"gemm1_alpha": 1.0}, r"gemm1_alpha \(1.0\) given, gemm1_clamp_limit is missing"),
+    "beta": (FusedMoE, {"gemm1_beta": 2.0}, r"gemm1_beta \(2.0\)"),
+    "limits": (FusedMoE, {"swiglu_limit": 2.0, "gemm1_clamp_limit": 1.0}, "swiglu_limit goes with no other"),
+    "gate": (FusedMoE, {"is_gated": False}, r"is_gated \(False\)"),
+    "method": (FusedMoE, {"quant_method": 1}, r"quant_method \(1\)"),
     "shared": (FusedMoE, {"num_fused_shared_experts": 6}, r"num_fused_shared_experts \(6\) is not in \[0, 5\]"),
     "bias": (FusedMoE, {"with_bias": True, "apply_router_weight_on_input": True}, "with_bias and apply_router"),
     "blocks": (
@@ -567,6 +608,11 @@ BAD_OPTIONS: dict[str, tuple[type[FusedMoE], dict[str, Any], str]] = {
     ),
     "gelu": (FlashInferFusedMoE, {"activation": "gelu"}, "FlashInferFusedMoE"),
     "nvfp4": (FlashInferFP4MoE, {}, "scheme 'none'"),
+    "clamped": (
+        FlashInferFP4MoE,
+        {"swiglu_limit": 9.0, "quant_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        "'silu' without gemm1_alpha and limits",
+    ),
     "combine": (
         FlashInferFP4MoE,
         {"no_combine": True, "quant_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
@@ -598,14 +644,24 @@ def test_bad_tensors_are_named(plain: Path) -> None:
     with pytest.raises(ValueError, match=r"\(5, \.\.\.\) needed"):
         layer.weight_loader_fused(layer.w2_weight, weight, "x", "w2")
     with pytest.raises(ValueError, match="topk_output has 1 experts a token"):
-        layer(x, StandardTopKOutput(output.topk_weights[:, :1], output.topk_ids[:, :1]))
+        layer(x, StandardTopKOutput(output.topk_weights[:, :1], output.topk_ids[:, :1], None))
     with pytest.raises(ValueError, match=r"hidden_states are \(12, 32\)"):
         layer(x[:, :32], output)
     with pytest.raises(ValueError, match="topk_output"):
         layer(x, (1, 2))
-    grouped = TopKConfig(top_k=TOPK, use_grouped_topk=True)
-    with pytest.raises(ValueError, match="use_grouped_topk"):
-        layer(x, BypassedTopKOutput(x, torch.zeros(TOKENS, EXPERTS), grouped))
+    with pytest.raises(ValueError, match="pre_quant_input is given"):
+        layer(x, output, (x, x))
+    logits = torch.zeros(TOKENS, EXPERTS)
+    for options, words in (
+        ({"use_grouped_topk": True}, "use_grouped_topk"),
+        ({"scoring_func": "sqrtsoftplus"}, r"scoring_func \('sqrtsoftplus'\)"),
+        ({"correction_bias": logits[0]}, r"scoring_func \('softmax'\) with a correction_bias"),
+        ({"shared_experts": SharedExpertsConfig(num_fused_shared_experts=1)}, "shared_experts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK, **options)))
+    with pytest.raises(ValueError, match="expert_location_dispatch_info is given"):
+        layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK), None, 1))
 
 
 def test_names_order_and_defaults() -> None:
@@ -616,13 +672,15 @@ def test_names_order_and_defaults() -> None:
         "num_experts hidden_size intermediate_size layer_id top_k=None num_fused_shared_experts=0 params_dtype=None "
         "reduce_results=False quant_config=None prefix='' activation='silu' apply_router_weight_on_input=False "
         "use_presharded_weights=False inplace=True no_combine=False routed_scaling_factor=None gemm1_alpha=None "
-        "gemm1_clamp_limit=None use_weight_loader_fused=False with_bias=False"
+        "gemm1_beta=None gemm1_clamp_limit=None swiglu_limit=None use_weight_loader_fused=False with_bias=False "
+        "routing_method_type=None is_gated=True gate_up_interleaved=True enable_qwen35_fp8_deferred_finalize=False "
+        "quant_method=None uses_expert_location=True"
     )
     assert parameters[-1].kind is inspect.Parameter.KEYWORD_ONLY
     loaders = {
         "weight_loader": "self param loaded_weight weight_name shard_id expert_id",
         "weight_loader_fused": "self param loaded_weight weight_name shard_id",
-        "forward": "self hidden_states topk_output",
+        "forward": "self hidden_states topk_output pre_quant_input",
     }
     for name, arguments in loaders.items():
         assert list(inspect.signature(getattr(FusedMoE, name)).parameters) == arguments.split()

@@ -60,7 +60,7 @@ def routed() -> tuple[torch.Tensor, StandardTopKOutput]:
     random = torch.Generator().manual_seed(7)
     ids = torch.rand(TOKENS, EXPERTS, generator=random).argsort(1)[:, :TOPK].int()
     return torch.randn(TOKENS, HIDDEN, generator=random).bfloat16(), StandardTopKOutput(
-        torch.rand(TOKENS, TOPK, generator=random) / 100, ids
+        torch.rand(TOKENS, TOPK, generator=random) / 100, ids, None
     )
 
 

@@ -2,20 +2,17 @@
 
 import dataclasses
 import inspect
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang_oracle import EXPERTS, HIDDEN, INNER, LIMITS, ROUNDED_LIMIT, TOKENS, TOPK, generator
+from sglang_oracle import EXPERTS, HIDDEN, INNER, LIMITS, ROUNDED_LIMIT, TOKENS, TOPK, activated, generator, rounded
 
 from ep_moe.functional import sglang
 from ep_moe.functional.sglang import (
-    GatherIndx,
     MoeRunnerConfig,
-    RoutingData,
-    ScatterIndx,
+    RaggedTensorMetadata,
     TritonKernelTopKOutput,
     quantize,
     routing_from_topk,
@@ -49,18 +46,15 @@ class Layer:
     weights: torch.Tensor
 
     @property
-    def routing(self) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
+    def routing(self) -> TritonKernelTopKOutput:
         """Pairs sorted by expert, those of no expert last and -1, as triton_kernels sorts them."""
         flat = self.ids.flatten()
         order = sorted(range(len(flat)), key=lambda pair: (flat[pair] < 0, flat[pair].item(), pair))
         pairs = torch.tensor([pair if flat[pair] >= 0 else -1 for pair in order], dtype=torch.int32)
-        places = torch.full_like(pairs, -1)
-        for place, pair in enumerate(pairs.tolist()):
-            if pair >= 0:
-                places[pair] = place
         gates = self.weights.flatten()[torch.tensor(order)]
         hist = torch.tensor([(flat == expert).sum() for expert in range(EXPERTS)], dtype=torch.int32)
-        return RoutingData(gates, hist, EXPERTS, TOPK), GatherIndx(pairs, places), ScatterIndx(places, pairs)
+        tokens = torch.div(pairs, TOPK, rounding_mode="trunc")  # 0 of those of no expert
+        return TritonKernelTopKOutput(RaggedTensorMetadata(hist), tokens, pairs, gates, TOPK)
 
 
 def layer(seed: int = 3) -> Layer:
@@ -76,36 +70,34 @@ def layer(seed: int = 3) -> Layer:
     )
 
 
-def summed(made: Layer, w1: torch.Tensor, w2: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Loop over experts: gather, both GEMMs, scatter, sum."""
-    data, gather, scatter = made.routing
-    gather = how.get("gather", gather)
-    ends = data.expt_hist.cumsum(0).tolist()
-    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+def rows(made: Layer, w1: torch.Tensor, w2: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Loop over experts: gather, both GEMMs, scatter."""
+    data, gather, scatter, gates, _ = how.get("routing", made.routing)
+    ends, kind = data.slice_sizes.cumsum(0).tolist(), how.get("kind", "bfloat16")
+    out = torch.zeros(len(gather), HIDDEN, dtype=torch.float64)
     for expert, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         mapped = expert if how.get("expert_map") is None else int(how["expert_map"][expert])
         if mapped < 0:
             continue
-        rows = made.x[gather.src_indx[first:end].long() // TOPK].double()
-        sums = rows @ w1[mapped]
-        gates = data.gate_scal[first:end, None].double()
+        place = torch.arange(first, end)
+        target = place if scatter is None else scatter[first:end].long()
+        token = gather[first:end].long()
+        there = (token >= 0) & (token < TOKENS) & (target >= 0) & (target < len(out))
+        sums = rounded(made.x.double(), kind)[token[there]] @ w1[mapped]
+        factors = gates[place[there], None].double()
         if how.get("on_input"):
-            sums = sums * gates
+            sums = sums * factors
         if how.get("bias"):
-            sums = sums + how["bias"][0][mapped].double()
-            gate, up = sums[:, 0::2].clamp(max=LIMIT), sums[:, 1::2].clamp(-LIMIT, LIMIT)
-            inner = gate / (1 + torch.exp(-ALPHA * gate)) * (up + 1)
+            b1 = how["bias"][0]
+            sums = sums if b1 is None else sums + b1[mapped].double()
+            inner = activated(sums, gemm1_alpha=ALPHA, gemm1_limit=LIMIT)
         else:
-            gate, up = sums.chunk(2, 1)
-            if how.get("activation") == "gelu":
-                inner = up * gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-            else:
-                inner = up * gate / (1 + torch.exp(-gate))
-        result = inner.bfloat16().double() @ w2[mapped]
+            inner = activated(sums, activation=how.get("activation", "silu"))
+        result = rounded(inner, kind) @ w2[mapped]
         if how.get("bias"):
             result = result + how["bias"][1][mapped].double()
-        result = result * (1 if how.get("on_input") else gates)
-        out.index_add_(0, scatter.dst_indx[first:end].long() // TOPK, result)
+        result = result * (1 if how.get("on_input") else factors)
+        out[target[there]] = result
     return out
 
 
@@ -120,33 +112,32 @@ def check(found: torch.Tensor, expected: torch.Tensor, limit: float = LIMITS[tor
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_fused_experts(activation: str, on_input: bool) -> None:
     made = layer()
-    expected = summed(made, made.w1.double(), made.w2.double(), activation=activation, on_input=on_input)
+    expected = rows(made, made.w1.double(), made.w2.double(), activation=activation, on_input=on_input)
     flags = {"activation": activation, "apply_router_weight_on_input": on_input}
     limit = LIMITS[torch.bfloat16] * (2 if on_input else 1)  # tokens are rounded once more
     found = triton_kernel_fused_experts(made.x, made.w1, made.w2, *made.routing, **flags)
     check(found, expected, limit)
     turned = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in (made.w1, made.w2)]
     assert torch.equal(triton_kernel_fused_experts(made.x, *turned, *made.routing, **flags), found)
-    kept = made.x.clone()
-    assert triton_kernel_fused_experts(kept, *turned, *made.routing, inplace=True, **flags) is kept
-    assert torch.equal(kept, found)
     config = MoeRunnerConfig(activation=activation)
-    output = TritonKernelTopKOutput(*made.routing)
-    again = triton_kernel_moe_forward(made.x, *turned, output, config, apply_router_weight_on_input=on_input)
+    again = triton_kernel_moe_forward(made.x, *turned, made.routing, config, apply_router_weight_on_input=on_input)
     assert torch.equal(again, found)
+    with pytest.raises(ValueError, match="inplace is set"):
+        triton_kernel_fused_experts(made.x, *turned, *made.routing, inplace=True, **flags)
 
 
-def test_other_rows_than_the_pairs_own() -> None:
-    """A gather and a scatter that are not each other's inverse: rows go to other tokens than they came from."""
+@pytest.mark.parametrize("placed", [False, True])
+def test_other_rows_than_the_pairs_own(placed: bool) -> None:
+    """A gather and a scatter of other tokens and rows, with indices of neither; or rows in the order of experts."""
     made = layer()
-    made.ids = made.ids.clamp(min=0)
-    data, gather, scatter = made.routing
-    other = GatherIndx(gather.src_indx.flip(0), gather.dst_indx)
-    found = triton_kernel_fused_experts(made.x, made.w1, made.w2, data, other, scatter)
-    check(found, summed(made, made.w1.double(), made.w2.double(), gather=other))
-    same = GatherIndx(gather.src_indx.clone(), gather.dst_indx)
-    expected = triton_kernel_fused_experts(made.x, made.w1, made.w2, *made.routing)
-    check(triton_kernel_fused_experts(made.x, made.w1, made.w2, data, same, scatter), expected.double())
+    data, gather, scatter, gates, _ = made.routing
+    gather, scatter = gather.flip(0).long(), scatter.flip(0) if placed else None
+    gather[3], gather[8] = -1, TOKENS
+    if scatter is not None:
+        scatter[9] = TOKENS * TOPK
+    routing = (data, gather, scatter, gates, TOPK)
+    found = triton_kernel_fused_experts(made.x, made.w1, made.w2, *routing)
+    check(found, rows(made, made.w1.double(), made.w2.double(), routing=routing))
 
 
 def test_expert_map() -> None:
@@ -154,7 +145,7 @@ def test_expert_map() -> None:
     mapped = torch.tensor([1, -1, 0, -1, 2, -1], dtype=torch.int32)
     w1, w2 = made.w1[:3], made.w2[:3]
     found = triton_kernel_fused_experts(made.x, w1, w2, *made.routing, global_num_experts=EXPERTS, expert_map=mapped)
-    check(found, summed(made, w1.double(), w2.double(), expert_map=mapped))
+    check(found, rows(made, w1.double(), w2.double(), expert_map=mapped))
 
 
 def test_fp8() -> None:
@@ -174,7 +165,7 @@ def test_fp8() -> None:
         found = triton_kernel_fused_experts(
             made.x, w1, w2, *made.routing, w1_scale=scales[0], w2_scale=scales[1], **flags
         )
-        check(found, summed(made, *real), 4 * ROUNDED_LIMIT)  # both roundings to fp8, against none
+        check(found, rows(made, *real, kind=f"fp8 {'group' if block else 'token'}"), ROUNDED_LIMIT)
 
 
 def biased(made: Layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,13 +179,14 @@ def test_with_bias() -> None:
     rest = (None, b1, made.w2, None, b2)
     numbers = {"gemm1_alpha": ALPHA, "gemm1_clamp_limit": LIMIT}
     found = triton_kernel_fused_experts_with_bias(made.x, made.w1, *rest, *made.routing, **numbers)
-    check(found, summed(made, made.w1.double(), made.w2.double(), bias=(b1, b2)))
+    check(found, rows(made, made.w1.double(), made.w2.double(), bias=(b1, b2)))
     config = MoeRunnerConfig(**numbers)
-    output = TritonKernelTopKOutput(*made.routing)
-    assert torch.equal(triton_kernel_moe_with_bias_forward(made.x, made.w1, *rest, output, config), found)
-    kept = made.x.clone()
-    triton_kernel_fused_experts_with_bias(kept, made.w1, *rest, *made.routing, inplace=True, **numbers)
-    assert torch.equal(kept, found)
+    assert torch.equal(triton_kernel_moe_with_bias_forward(made.x, made.w1, *rest, made.routing, config), found)
+    rest, numbers["apply_router_weight_on_input"] = (None, None, made.w2, None, b2), True
+    found = triton_kernel_fused_experts_with_bias(made.x, made.w1, *rest, *made.routing, **numbers)
+    check(found, rows(made, made.w1.double(), made.w2.double(), bias=(None, b2), on_input=True), 2e-2)
+    again = triton_kernel_moe_with_bias_forward(made.x, made.w1, *rest, made.routing, config, True)
+    assert torch.equal(again, found)
 
 
 class StridedLayout:
@@ -209,7 +201,7 @@ def test_mxfp4(wrapped: bool) -> None:
     real = []
     for values, _, context in packed:
         codes = torch.stack([values & 15, values >> 4], dim=2).flatten(1, 2).long()
-        scale = torch.exp2(context.weight_scale.double() - 127).repeat_interleave(32, 1)
+        scale = torch.exp2(context.b_mx_scale.double() - 127).repeat_interleave(32, 1)
         real.append(E2M1[codes] * scale)
     for w, numbers in zip((made.w1, made.w2), real, strict=True):
         assert float(worst_row_error(numbers.flatten(1), w.double().flatten(1))) < 0.2
@@ -218,11 +210,11 @@ def test_mxfp4(wrapped: bool) -> None:
     if wrapped:
         wrap = lambda data: SimpleNamespace(storage=SimpleNamespace(data=data, layout=StridedLayout()))  # noqa: E731
         w1, w2 = wrap(w1), wrap(w2)
-        pcgs = [SimpleNamespace(weight_scale=wrap(context.weight_scale)) for context in pcgs]
+        pcgs = [SimpleNamespace(b_mx_scale=wrap(context.b_mx_scale)) for context in pcgs]
     found = triton_kernel_fused_experts_with_bias(
         made.x, w1, pcgs[0], b1, w2, pcgs[1], b2, *made.routing, gemm1_alpha=ALPHA, gemm1_clamp_limit=LIMIT
     )
-    check(found, summed(made, *real, bias=(b1, b2)))
+    check(found, rows(made, *real, bias=(b1, b2)))
 
 
 def test_quantize() -> None:
@@ -240,22 +232,21 @@ def test_quantize() -> None:
 
 def test_routing_from_ids() -> None:
     made = layer()
-    found = routing_from_topk(made.weights, made.ids, EXPERTS)
-    data, gather, scatter = made.routing
-    assert torch.equal(found.routing_data.expt_hist, data.expt_hist)
-    count = int(data.expt_hist.sum())
-    assert torch.equal(found.routing_data.gate_scal[:count], data.gate_scal[:count])
-    for mine, theirs in ((found.gather_indx, gather), (found.scatter_indx, scatter)):
-        assert torch.equal(mine.src_indx, theirs.src_indx)
-        assert torch.equal(mine.dst_indx, theirs.dst_indx)
+    found, wanted = routing_from_topk(made.weights, made.ids, EXPERTS), made.routing
+    assert torch.equal(found.a_ragged_metadata.slice_sizes, wanted.a_ragged_metadata.slice_sizes)
+    count = int(wanted.a_ragged_metadata.slice_sizes.sum())
+    for name in ("gather_indx", "scatter_indx", "gate_scal"):
+        assert torch.equal(getattr(found, name)[:count], getattr(wanted, name)[:count])
+    assert bool((found.scatter_indx[count:] == -1).all())
+    assert found.n_expts_act == TOPK
 
 
 def test_compiled_into_one_graph() -> None:
     made = layer()
-    data, gather, scatter = made.routing
+    routing = made.routing
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return triton_kernel_fused_experts(x * 2, made.w1, made.w2, data, gather, scatter) + 1
+        return triton_kernel_fused_experts(x * 2, made.w1, made.w2, *routing) + 1
 
     found = torch.compile(call, backend="aot_eager", fullgraph=True)(made.x)
     assert torch.equal(found, call(made.x))
@@ -271,7 +262,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"w1": swizzled(torch.zeros(6, 64, 192))}, "w1 has layout SimpleNamespace"),
     "global": ({"global_num_experts": 12}, "global_num_experts is 12"),
     "map": ({"expert_map": torch.zeros(4, dtype=torch.int32)}, "expert_map 4"),
-    "pairs": ({"gather_indx": GatherIndx(torch.zeros(9), torch.zeros(9))}, r"gather_indx.src_indx is \(9,\).*\(60,\)"),
+    "tokens": ({"gather_indx": torch.zeros(9)}, r"gather_indx is \(9,\).*\(60,\)"),
+    "rows": ({"scatter_indx": torch.zeros(9)}, r"scatter_indx is \(9,\).*\(60,\)"),
+    "weights": ({"n_expts_act": 2}, r"gather_indx is \(60,\); \(40,\).*n_expts_act 2"),
     "scale": ({"w1_scale": torch.ones(6)}, "w1_scale is given, no use_"),
     "activation": ({"activation": "tanh"}, r"activation \('tanh'\)"),
 }
@@ -280,9 +273,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_named(name: str) -> None:
     made, (changes, words) = layer(), BAD[name]
-    data, gather, scatter = made.routing
-    given = {"hidden_states": made.x, "w1": made.w1, "w2": made.w2, "routing_data": data}
-    given |= {"gather_indx": gather, "scatter_indx": scatter}
+    given = {"hidden_states": made.x, "w1": made.w1, "w2": made.w2, **made.routing._asdict()}
     with pytest.raises(ValueError, match=words):
         triton_kernel_fused_experts(**given | changes)
 
@@ -296,33 +287,49 @@ def test_bad_forms_with_bias() -> None:
         triton_kernel_fused_experts_with_bias(made.x, made.w1, *rest, activation="gelu", gemm1_alpha=1.0)
     bytes_ = torch.zeros(6, 32, 192, dtype=torch.uint8)
     halves = torch.zeros(6, 48, 64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="w1_pcg has no weight_scale"):
+    with pytest.raises(ValueError, match="w1_pcg has no b_mx_scale"):
         triton_kernel_fused_experts_with_bias(
             made.x, bytes_, None, None, halves, None, None, *made.routing, gemm1_alpha=1.0
         )
-    with pytest.raises(ValueError, match="is not \\(routing_data"):
-        triton_kernel_moe_forward(made.x, made.w1, made.w2, (1, 2, 3), MoeRunnerConfig())
+    with pytest.raises(ValueError, match="is not \\(a_ragged_metadata"):
+        triton_kernel_moe_forward(made.x, made.w1, made.w2, (1, 2, 3, 4, 5), MoeRunnerConfig())
+    for options, forward, weights in (
+        ({"gemm1_alpha": 1.7}, triton_kernel_moe_forward, (made.w1, made.w2)),
+        ({"swiglu_limit": 10.0}, triton_kernel_moe_forward, (made.w1, made.w2)),
+        ({"is_gated": False}, triton_kernel_moe_forward, (made.w1, made.w2)),
+        (
+            {"gate_up_interleaved": False, "gemm1_alpha": 1.7},
+            triton_kernel_moe_with_bias_forward,
+            (made.w1, None, None, made.w2, None, None),
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"moe_runner_config.{next(iter(options))} \({next(iter(options.values()))}"
+        ):
+            forward(made.x, *weights, made.routing, MoeRunnerConfig(**options))
 
 
 LAST = (
     "use_fp8_w8a8=False per_channel_quant=False global_num_experts=-1 expert_map=None w1_scale=None w2_scale=None "
     "a1_scale=None a2_scale=None block_shape=None"
 )
+ROUTING = "a_ragged_metadata gather_indx scatter_indx gate_scal n_expts_act"
 SEEDS_ARGUMENTS = {
+    "TritonKernelTopKOutput": ROUTING,
     "quantize": "w dtype dev opt",
     "triton_kernel_moe_forward": (
         f"hidden_states w1 w2 topk_output moe_runner_config apply_router_weight_on_input=False {LAST}"
     ),
     "triton_kernel_fused_experts": (
-        "hidden_states w1 w2 routing_data gather_indx scatter_indx inplace=False activation='silu' "
-        f"apply_router_weight_on_input=False {LAST}"
+        f"hidden_states w1 w2 {ROUTING} inplace=False activation='silu' apply_router_weight_on_input=False {LAST}"
     ),
     "triton_kernel_moe_with_bias_forward": (
-        f"hidden_states w1 w1_pcg b1 w2 w2_pcg b2 topk_output moe_runner_config {LAST}"
+        "hidden_states w1 w1_pcg b1 w2 w2_pcg b2 topk_output moe_runner_config apply_router_weight_on_input=False "
+        f"{LAST}"
     ),
     "triton_kernel_fused_experts_with_bias": (
-        "hidden_states w1 w1_pcg b1 w2 w2_pcg b2 routing_data gather_indx scatter_indx inplace=False "
-        f"activation='silu' {LAST} gemm1_alpha=None gemm1_clamp_limit=None"
+        f"hidden_states w1 w1_pcg b1 w2 w2_pcg b2 {ROUTING} inplace=False activation='silu' "
+        f"apply_router_weight_on_input=False {LAST} gemm1_alpha=None gemm1_clamp_limit=None"
     ),
 }
 

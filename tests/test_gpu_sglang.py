@@ -76,14 +76,29 @@ def test_fused_experts(name: str) -> None:
     biases = {"b1": torch.randn(EXPERTS, 2 * INNER).bfloat16(), "b2": torch.randn(EXPERTS, HIDDEN).bfloat16()}
     flags: list[dict[str, Any]] = [{}, biases, {"no_combine": True}, {"apply_router_weight_on_input": True}]
     flags += [{"routed_scaling_factor": 2.5, "activation": "gelu"}]
+    flags += [{"no_combine": True, "no_combine_keep_router_weight": True}, {"swiglu_limit": 0.5}, {"gemm1_limit": 0.3}]
+    gpt_oss = {"gemm1_alpha": 1.702, "gemm1_limit": 0.9}
+    flags += [{**gpt_oss, "gate_up_interleaved": False}]
     if (FORMATS[name].flags.get("block_shape") or [0])[0] == 0:  # no scale is of a gate and an up row
-        flags += [{"gemm1_alpha": 1.702, "gemm1_limit": 0.9, **biases}]
+        flags += [{**gpt_oss, **biases}, {"fuse_swiglu_interleaved": True}]
+    if name == "fp8_block":
+        scale = torch.rand(TOKENS + 4, HIDDEN // 16) / 20 + 0.01
+        flags += [{"a1_q": torch.randn(TOKENS + 4, HIDDEN).mul(20).to(torch.float8_e4m3fn), "a1_scale": scale}]
     for more in flags if name in FEW else flags[:2]:
         expected = outplace_fused_experts(**given, **more)
         on_gpu = to_gpu(given | more)
         compare(replayed(lambda on_gpu=on_gpu: outplace_fused_experts(**on_gpu)), expected)
     with override_config(CONFIG):
         compare(outplace_fused_experts(**to_gpu(given)), outplace_fused_experts(**given))
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_block"])
+def test_without_a_gate(name: str) -> None:
+    w1, w2 = (made(FORMATS[name], *size, torch.bfloat16, 4) for size in ((INNER, HIDDEN), (HIDDEN, INNER)))
+    given = routed(3) | {"w1": w1.values, "w2": w2.values, "w1_scale": w1.scale, "w2_scale": w2.scale}
+    given |= {"activation": "relu2", "is_gated": False, **FORMATS[name].flags}
+    on_gpu = to_gpu(given)
+    compare(replayed(lambda: outplace_fused_experts(**on_gpu)), outplace_fused_experts(**given))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -181,10 +196,10 @@ def test_layer(kind: str) -> None:
             size = 1.0 if kind == "fp8" else 0.1
             parameter.data.copy_(torch.randn(parameter.shape, generator=random).mul(size).to(parameter.dtype))
     given = routed(13)
-    x, output = given["hidden_states"], StandardTopKOutput(given["topk_weights"], given["topk_ids"])
+    x, output = given["hidden_states"], StandardTopKOutput(given["topk_weights"], given["topk_ids"], None)
     expected = layer(x, output)
     moved = copy.deepcopy(layer).cuda()
-    on_gpu = StandardTopKOutput(*(tensor.cuda() for tensor in output[:2]))
+    on_gpu = StandardTopKOutput(*(tensor.cuda() for tensor in output[:2]), None)
     own = x.cuda()
     found = replayed(lambda: moved(own, on_gpu)).cpu()
     busy = ~(expected == 0).all(1)

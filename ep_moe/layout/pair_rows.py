@@ -40,8 +40,27 @@ def pair_rows(
         [P, H], "ids" [P, 1] and "weights" [P, 1] float32.
     Local; nothing is launched.
     """
-    pairs, block = num_tokens * num_topk, min(triton.next_power_of_2(hidden), _COLUMNS)
-    copy = RepeatedLaunch(
+    pairs = num_tokens * num_topk
+    copy = pair_copies(num_tokens, num_topk, hidden, strides, device, on_input=on_input, factor=factor)
+    x, *of_pairs = given = "x", "topk_ids", "topk_weights"
+    pieces = {"tokens": ((pairs, hidden), dtypes[0]), "ids": ((pairs, 1), dtypes[1])}
+    pieces["weights"] = (pairs, 1), torch.float32
+    return LaunchSequence([(copy, (x, None, *of_pairs, *pieces))], given, pieces, device)
+
+
+def pair_copies(
+    num_tokens: int,
+    num_topk: int,
+    hidden: int,
+    strides: tuple[int, int, int],
+    device: torch.device,
+    *,
+    on_input: bool,
+    factor: float,
+) -> RepeatedLaunch:
+    """The launch of `pair_rows`, over tokens, perhaps the token of each pair, ids and weights, and what it writes."""
+    block = min(triton.next_power_of_2(hidden), _COLUMNS)
+    return RepeatedLaunch(
         _pair_rows_kernel,
         (num_tokens, triton.cdiv(hidden, block)),
         settings=(*strides, factor),
@@ -55,7 +74,3 @@ def pair_rows(
         options={"num_warps": max(block // (32 * _COLUMNS_OF_THREAD), 1)},
         device=device,
     )
-    given = "x", "topk_ids", "topk_weights"
-    pieces = {"tokens": ((pairs, hidden), dtypes[0]), "ids": ((pairs, 1), dtypes[1])}
-    pieces["weights"] = (pairs, 1), torch.float32
-    return LaunchSequence([(copy, (*given, *pieces))], given, pieces, device)

@@ -129,8 +129,9 @@ def overridden(given: Given) -> torch.Tensor:
 
 
 def own_rows(given: Given) -> torch.Tensor:
-    """Every expert's own row."""
-    return outplace_fused_experts(**given, no_combine=True).flatten(0, 1)
+    """Every expert's own row, weighted."""
+    keep = {"no_combine": True, "no_combine_keep_router_weight": True}
+    return outplace_fused_experts(**given, **keep).flatten(0, 1)
 
 
 def rows_apart(given: Given) -> torch.Tensor:
@@ -182,9 +183,13 @@ def turned(seed: str) -> Given:
 
 def by_expert(seed: str, tokens: int) -> Given:
     given = routed(seed, tokens)
-    data, gather, scatter = routing_from_topk(given["topk_weights"], given["topk_ids"], EXPERTS)
-    more = {"routing_data": data, "gather_indx": gather, "scatter_indx": scatter}
-    return {"hidden_states": given["hidden_states"], **more}
+    routing = routing_from_topk(given["topk_weights"], given["topk_ids"], EXPERTS)
+    return {"hidden_states": given["hidden_states"], **routing._asdict()}
+
+
+def in_order(given: Given) -> torch.Tensor:
+    """Rows in the order of experts, of tokens that are weighted."""
+    return triton_kernel_fused_experts(**given | {"scatter_indx": None}, apply_router_weight_on_input=True)
 
 
 def turned_mxfp4(seed: str) -> Given:
@@ -198,7 +203,7 @@ def turned_mxfp4(seed: str) -> Given:
 
 
 def by_expert_with_bias(given: Given) -> torch.Tensor:
-    scales = {f"w{n}_pcg": SimpleNamespace(weight_scale=given[f"w{n}_scale"]) for n in (1, 2)}
+    scales = {f"w{n}_pcg": SimpleNamespace(b_mx_scale=given[f"w{n}_scale"]) for n in (1, 2)}
     rest = {name: given[name] for name in given if not name.endswith("_scale")}
     return triton_kernel_fused_experts_with_bias(**rest, **scales, gemm1_alpha=1.702, gemm1_clamp_limit=3.0)
 
@@ -287,8 +292,9 @@ CALLS = {
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
-    "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given)),
-    "by expert in MXFP4": Call(turned_mxfp4, by_expert, by_expert_with_bias, written="b2"),
+    "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given), launches=7),
+    "by expert, in order": Call(turned, by_expert, in_order, launches=7),
+    "by expert in MXFP4": Call(turned_mxfp4, by_expert, by_expert_with_bias, written="b2", launches=7),
     "overridden": Call(plain, routed, overridden, sequences=3),
     "one gemm": Call(one_gemm("none"), sorted_pairs, one, written="B", many=34),
     "one gemm fp8": Call(one_gemm("fp8"), sorted_pairs, one, written="B_scale"),

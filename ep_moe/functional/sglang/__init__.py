@@ -26,12 +26,13 @@ from ep_moe.functional.sglang.configs import (
 from ep_moe.functional.sglang.gemm import invoke_fused_moe_kernel
 from ep_moe.functional.sglang.layer import FusedMoE, MoeParallel
 from ep_moe.functional.sglang.layer_flashinfer import FlashInferFP4MoE, FlashInferFusedMoE, get_fused_moe_impl_class
-from ep_moe.functional.sglang.layer_routing import BypassedTopKOutput, TopKConfig
+from ep_moe.functional.sglang.layer_routing import BypassedTopKOutput, SharedExpertsConfig, TopKConfig
 from ep_moe.functional.sglang.pieces import (
     moe_align_block_size,
     moe_sum_reduce_torch_compile,
     moe_sum_reduce_triton,
-    swiglu_with_alpha_and_limit,
+    swiglu_gpt_oss_sigmoid_alpha,
+    swiglu_no_interleaved_with_alpha_and_limit,
 )
 from ep_moe.functional.sglang.ragged import (
     triton_kernel_fused_experts,
@@ -40,11 +41,9 @@ from ep_moe.functional.sglang.ragged import (
     triton_kernel_moe_with_bias_forward,
 )
 from ep_moe.functional.sglang.routing_data import (
-    GatherIndx,
     InFlexData,
-    MicroscalingCtx,
-    RoutingData,
-    ScatterIndx,
+    PrecisionConfig,
+    RaggedTensorMetadata,
     TritonKernelTopKOutput,
     quantize,
     routing_from_topk,
@@ -55,13 +54,12 @@ __all__ = [
     "FlashInferFP4MoE",
     "FlashInferFusedMoE",
     "FusedMoE",
-    "GatherIndx",
     "InFlexData",
-    "MicroscalingCtx",
     "MoeParallel",
     "MoeRunnerConfig",
-    "RoutingData",
-    "ScatterIndx",
+    "PrecisionConfig",
+    "RaggedTensorMetadata",
+    "SharedExpertsConfig",
     "StandardTopKOutput",
     "TopKConfig",
     "TritonKernelTopKOutput",
@@ -85,7 +83,8 @@ __all__ = [
     "override_config",
     "quantize",
     "routing_from_topk",
-    "swiglu_with_alpha_and_limit",
+    "swiglu_gpt_oss_sigmoid_alpha",
+    "swiglu_no_interleaved_with_alpha_and_limit",
     "triton_kernel_fused_experts",
     "triton_kernel_fused_experts_with_bias",
     "triton_kernel_moe_forward",

@@ -3,11 +3,11 @@
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts.
 """
 
+import collections
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.library import custom_op
@@ -15,36 +15,72 @@ from torch.library import custom_op
 from ep_moe.functional.common import operator_arguments
 from ep_moe.functional.sglang.experts import ExpertsCall, compute
 
+Result = TypeVar("Result")
+
 
 class StandardTopKOutput(NamedTuple):
     """The experts of each token, as SGLang's class of this name; any tuple in this order serves."""
 
     topk_weights: torch.Tensor  # [T, K]
     topk_ids: torch.Tensor  # [T, K]
-    router_logits: torch.Tensor | None = None  # not read
+    router_logits: torch.Tensor | None  # not read
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class MoeRunnerConfig:
-    """The options of SGLang's class of this name that fused experts read; any object with these attributes serves."""
+    """The options of SGLang's class of this name; any object with these attributes serves.
 
+    An attribute that an object of an older release lacks has the default value.
+    """
+
+    num_experts: int | None = None  # this one and those up to runner_backend are not read: tensors and layers say it
+    num_local_experts: int | None = None
+    hidden_size: int | None = None
+    intermediate_size_per_partition: int | None = None
+    layer_id: int | None = None
+    top_k: int | None = None
+    num_fused_shared_experts: int | None = None
+    params_dtype: torch.dtype | None = None
+    routing_method_type: Any = None
+    runner_backend: Any = None
     activation: str = "silu"
+    is_gated: bool = True
     apply_router_weight_on_input: bool = False
     inplace: bool = True
     no_combine: bool = False
+    no_combine_keep_router_weight: bool = False
     routed_scaling_factor: float | None = None
     gemm1_alpha: float | None = None
+    gemm1_beta: float | None = None  # 1 if given
     gemm1_clamp_limit: float | None = None
+    swiglu_limit: float | None = None
+    gate_up_interleaved: bool = True
+    layer: Any = None  # not read
+    use_tp_all_gather_activation: bool = False  # not read: how SGLang's runner of another GPU quantizes
+    silu_mul_keep_fp32: bool = False  # without meaning: it is float32 here in any case
 
 
 _DEFAULT_CONFIG = MoeRunnerConfig()
 
 
-def _run(call: ExpertsCall, inplace: bool) -> torch.Tensor:
+def options_of(config: Any) -> MoeRunnerConfig:
+    """The options of any object, whose other attributes are not read. Errors: ValueError for a beta other than 1."""
+    if isinstance(config, MoeRunnerConfig):
+        found = config
+    else:
+        names = [field.name for field in dataclasses.fields(MoeRunnerConfig)]
+        found = MoeRunnerConfig(*(getattr(config, name, getattr(_DEFAULT_CONFIG, name)) for name in names))
+    if found.gemm1_beta not in (None, 1.0):
+        raise ValueError(f"gemm1_beta ({found.gemm1_beta}) is not 1, which is added to the up half")
+    return found
+
+
+def _run(call: ExpertsCall) -> torch.Tensor:
     """Compute a call, as an operator under torch.compile."""
-    if inplace and call.no_combine:
-        raise ValueError("no_combine and inplace are both set: [T, K, H] does not fit into hidden_states")
-    if inplace:
+    if call.inplace and call.apart:
+        name = "no_combine" if call.no_combine else "defer_sum"
+        raise ValueError(f"{name} and inplace are both set: [T, K, H] does not fit into hidden_states")
+    if call.inplace:
         if torch.compiler.is_compiling():
             _inplace_op(*call)
         else:
@@ -53,77 +89,38 @@ def _run(call: ExpertsCall, inplace: bool) -> torch.Tensor:
     return _outplace_op(*call) if torch.compiler.is_compiling() else compute(call)
 
 
-def inplace_fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    use_int8_w8a8: bool = False,
-    use_int8_w8a16: bool = False,
-    use_int4_w4a16: bool = False,
-    per_channel_quant: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zp: torch.Tensor | None = None,
-    w2_zp: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-    routed_scaling_factor: float | None = None,
-    gemm1_alpha: float | None = None,
-    gemm1_limit: float | None = None,
-) -> None:
-    """`outplace_fused_experts`, written into `hidden_states`."""
-    flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant
-    scales = w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale
-    tensors = hidden_states, w1, w2, topk_weights, topk_ids, b1, b2
-    numbers = routed_scaling_factor, gemm1_alpha, gemm1_limit
-    _run(
-        ExpertsCall(*tensors, activation, apply_router_weight_on_input, *flags, *scales, block_shape, False, *numbers),
-        True,
-    )
+def _with_fields(*left_out: str) -> Callable[[Callable[[ExpertsCall], Result]], Callable[..., Result]]:
+    """Turn a function of an `ExpertsCall` into one of its fields; those that are left out have their default value."""
+    fields = inspect.signature(ExpertsCall).parameters
+    taken = [name for name in fields if name not in left_out]
+    defaults = [fields[name].default for name in taken if fields[name].default is not inspect.Parameter.empty]
+    bound = collections.namedtuple("bound", taken, defaults=defaults)  # type: ignore[misc]
+
+    def turn(function: Callable[[ExpertsCall], Result]) -> Callable[..., Result]:
+        def call(*positional: Any, **named: Any) -> Result:
+            return function(ExpertsCall(**dict(zip(taken, bound(*positional, **named), strict=True))))
+
+        call.__name__, call.__qualname__, call.__doc__ = function.__name__, function.__name__, function.__doc__
+        call.__module__ = function.__module__
+        returned = inspect.signature(function).return_annotation
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [fields[name] for name in taken], return_annotation=returned
+        )
+        return call
+
+    return turn
 
 
-def outplace_fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    use_int8_w8a8: bool = False,
-    use_int8_w8a16: bool = False,
-    use_int4_w4a16: bool = False,
-    per_channel_quant: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zp: torch.Tensor | None = None,
-    w2_zp: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-    no_combine: bool = False,
-    routed_scaling_factor: float | None = None,
-    gemm1_alpha: float | None = None,
-    gemm1_limit: float | None = None,
-) -> torch.Tensor:
+@_with_fields()
+def fused_experts_impl(call: ExpertsCall) -> torch.Tensor:
     """Compute the experts of routed tokens, and sum their weighted outputs.
 
     Args:
         hidden_states: [T, H] float32, bfloat16 or float16. topk_weights, topk_ids: [T, K]; ids outside of [0, E), as
             -1, add nothing.
         w1, w2: [E, 2I, H], rows [gate; up], and [E, H, I]; two integers of 4 bits in a byte, the first in the low bits.
-        b1, b2: [E, 2I] and [E, H]. activation: "silu" or "gelu" (erf).
+        b1, b2: [E, 2I] and [E, H]. inplace: the result is written into `hidden_states`, which is returned.
+        activation: "silu" or "gelu" (erf); without `is_gated` "relu2", and w1 and b1 have I rows.
         apply_router_weight_on_input: weights multiply tokens and not the experts' outputs.
         use_fp8_w8a8: e4m3 weights and tokens: by `block_shape` [n, k] with scales [E, 2I / n, H / k]; with
             `per_channel_quant`, scales [E, 2I]; else [E]. use_int8_w8a8: the same, but not the last.
@@ -131,59 +128,50 @@ def outplace_fused_experts(
             points, or 128 and 8; without it int8, or uint8 around 8, with scales [E, 2I].
         w1_scale, w2_scale: of the weights. w1_zp, w2_zp: zero points of groups, of 4 bits those of two rows in a byte.
         a1_scale, a2_scale: static scales of tokens and intermediate, one number each, "fp8" without blocks.
-        no_combine: return each expert's weighted output, [T, K, H]. routed_scaling_factor: multiplies the sum.
-        gemm1_alpha, gemm1_limit: (clamp(up) + 1) * gate * sigmoid(alpha * gate) of rows of w1 that alternate, gate
-            first.
+        a1_q: the tokens in e4m3, with "fp8" in blocks, and `a1_scale` [T, H / k] float32; both may have more rows.
+        no_combine: return each expert's output, [T, K, H], weighted if `no_combine_keep_router_weight`.
+        defer_sum: return each expert's weighted output. routed_scaling_factor: multiplies the sum, and nothing else.
+        gemm1_alpha, gemm1_limit: (clamp(up) + 1) * gate * sigmoid(alpha * gate), gate at most the limit, of rows of w1
+            that alternate, gate first, or with `gate_up_interleaved` False of halves; the limit alone, of halves:
+            min(gate * sigmoid(gate), limit) * clamp(up).
+        swiglu_limit: gate * sigmoid(gate) * clamp(up) of halves, gate at most the limit.
+        fuse_swiglu_interleaved: "silu" of rows of w1 that alternate, gate first.
+        filter_expert: without meaning, ids of no expert are left out in any case.
     Returns: [T, H], or [T, K, H], in the dtype of `hidden_states`.
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream. With experts that are kernels no host sync, and safe in CUDA graphs after a call of
     the same kind; an operator under torch.compile.
     """
-    flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant
-    scales = w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale
-    tensors = hidden_states, w1, w2, topk_weights, topk_ids, b1, b2
-    rest = no_combine, routed_scaling_factor, gemm1_alpha, gemm1_limit
-    return _run(
-        ExpertsCall(*tensors, activation, apply_router_weight_on_input, *flags, *scales, block_shape, *rest), False
-    )
+    return _run(call)
 
 
-def fused_experts_impl(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    inplace: bool = False,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    use_fp8_w8a8: bool = False,
-    use_int8_w8a8: bool = False,
-    use_int8_w8a16: bool = False,
-    use_int4_w4a16: bool = False,
-    per_channel_quant: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zp: torch.Tensor | None = None,
-    w2_zp: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    block_shape: list[int] | None = None,
-    no_combine: bool = False,
-    routed_scaling_factor: float | None = None,
-    gemm1_alpha: float | None = None,
-    gemm1_limit: float | None = None,
-) -> torch.Tensor:
-    """`outplace_fused_experts`, or, if `inplace`, `inplace_fused_experts`, which returns `hidden_states` here."""
-    flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant
-    scales = w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale
-    tensors = hidden_states, w1, w2, topk_weights, topk_ids, b1, b2
-    rest = no_combine, routed_scaling_factor, gemm1_alpha, gemm1_limit
-    return _run(
-        ExpertsCall(*tensors, activation, apply_router_weight_on_input, *flags, *scales, block_shape, *rest), inplace
-    )
+@_with_fields("inplace", "defer_sum")
+def outplace_fused_experts(call: ExpertsCall) -> torch.Tensor:
+    """`fused_experts_impl`, into a new tensor."""
+    return _run(call)
+
+
+@_with_fields("inplace", "no_combine", "defer_sum", "no_combine_keep_router_weight")
+def inplace_fused_experts(call: ExpertsCall) -> None:
+    """`fused_experts_impl`, into `hidden_states`."""
+    _run(call._replace(inplace=True))
+
+
+@_with_fields("inplace", "defer_sum")
+def outplace_fused_experts_fake(call: ExpertsCall) -> torch.Tensor:
+    """The shape and dtype of what `outplace_fused_experts` returns, without computing it."""
+    return _empty(call)
+
+
+@_with_fields("inplace", "no_combine", "defer_sum", "no_combine_keep_router_weight")
+def inplace_fused_experts_fake(call: ExpertsCall) -> None:
+    """What `inplace_fused_experts` returns, without computing it."""
+    del call
+
+
+def _empty(call: ExpertsCall) -> torch.Tensor:
+    (num_tokens, hidden), num_topk = call.hidden_states.shape, call.topk_ids.shape[1]
+    return call.hidden_states.new_empty((num_tokens, num_topk, hidden) if call.apart else (num_tokens, hidden))
 
 
 def fused_experts(
@@ -206,22 +194,54 @@ def fused_experts(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     block_shape: list[int] | None = None,
+    a1_q: torch.Tensor | None = None,
+    fuse_swiglu_interleaved: bool = False,
 ) -> torch.Tensor:
     """`fused_experts_impl` with the routing and the options in objects.
 
     Args:
         topk_output: SGLang's or our `StandardTopKOutput`.
         moe_runner_config: SGLang's or our `MoeRunnerConfig`, of which `inplace` is True by default.
-        The others, results and errors: as of `outplace_fused_experts`.
+        The others, results and errors: as of `fused_experts_impl`.
     """
     topk_weights, topk_ids, _ = topk_output
-    config = moe_runner_config
-    flags = use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant
-    scales = w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale
-    tensors = hidden_states, w1, w2, topk_weights, topk_ids, b1, b2
-    rest = config.no_combine, config.routed_scaling_factor, config.gemm1_alpha, config.gemm1_clamp_limit
-    named = config.activation, config.apply_router_weight_on_input
-    return _run(ExpertsCall(*tensors, *named, *flags, *scales, block_shape, *rest), config.inplace)
+    options = options_of(moe_runner_config)
+    return _run(
+        ExpertsCall(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            b1,
+            b2,
+            options.inplace,
+            options.activation,
+            options.is_gated,
+            options.apply_router_weight_on_input,
+            use_fp8_w8a8,
+            use_int8_w8a8,
+            use_int8_w8a16,
+            use_int4_w4a16,
+            per_channel_quant,
+            w1_scale,
+            w2_scale,
+            w1_zp,
+            w2_zp,
+            a1_scale,
+            a2_scale,
+            block_shape,
+            options.no_combine,
+            options.routed_scaling_factor,
+            options.gemm1_alpha,
+            options.gemm1_clamp_limit,
+            swiglu_limit=options.swiglu_limit,
+            gate_up_interleaved=options.gate_up_interleaved,
+            a1_q=a1_q,
+            fuse_swiglu_interleaved=fuse_swiglu_interleaved,
+            no_combine_keep_router_weight=options.no_combine_keep_router_weight,
+        )
+    )
 
 
 def fused_moe(
@@ -251,35 +271,6 @@ def fused_moe(
     return fused_experts(hidden_states, w1, w2, topk_output, moe_runner_config, b1, b2, *flags, *scales, block_shape)
 
 
-def _fake_of(real: Callable[..., Any], returns: Callable[[inspect.BoundArguments], Any]) -> Callable[..., Any]:
-    """A function with the signature of `real` that makes an empty result of the same shape."""
-    signature = inspect.signature(real)
-
-    @functools.wraps(real)
-    def fake(*positional: Any, **named: Any) -> Any:
-        bound = signature.bind(*positional, **named)
-        bound.apply_defaults()
-        return returns(bound)
-
-    fake.__name__ = f"{real.__name__}_fake"
-    fake.__doc__ = f"The shape and dtype of what `{real.__name__}` returns, without computing it."
-    return fake
-
-
-def _empty(bound: inspect.BoundArguments) -> torch.Tensor:
-    given = bound.arguments
-    return _empty_like(given["hidden_states"], given["topk_ids"], given["no_combine"])
-
-
-def _empty_like(hidden_states: torch.Tensor, topk_ids: torch.Tensor, no_combine: bool) -> torch.Tensor:
-    num_tokens, hidden = hidden_states.shape
-    return hidden_states.new_empty((num_tokens, topk_ids.shape[1], hidden) if no_combine else (num_tokens, hidden))
-
-
-inplace_fused_experts_fake = _fake_of(inplace_fused_experts, lambda bound: None)
-outplace_fused_experts_fake = _fake_of(outplace_fused_experts, _empty)
-
-
 def _outplace(*arguments: Any) -> torch.Tensor:
     return compute(ExpertsCall(*arguments))
 
@@ -289,8 +280,7 @@ def _inplace(*arguments: Any) -> None:
 
 
 def _outplace_fake(*arguments: Any) -> torch.Tensor:
-    call = ExpertsCall(*arguments)
-    return _empty_like(call.hidden_states, call.topk_ids, call.no_combine)
+    return _empty(ExpertsCall(*arguments))
 
 
 def _inplace_fake(*arguments: Any) -> None:

@@ -9,6 +9,7 @@ Letters: M tokens, E experts, N intermediate, K hidden.
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -86,12 +87,23 @@ def get_config_dtype_str(
     return "float32" if dtype == torch.float32 else None
 
 
-def get_config_file_name(E: int, N: int, dtype: str | None, block_shape: Sequence[int] | None = None) -> str:  # noqa: N803
-    """The name of the file with a shape's tuned sizes on the current GPU, or on "cpu" without one. Local."""
+def get_config_file_name(
+    E: int,  # noqa: N803
+    N: int,  # noqa: N803
+    dtype: str | None,
+    block_shape: Sequence[int] | None = None,
+    per_channel_quant: bool = False,
+    down_moe: bool = False,
+) -> str:
+    """The name of the file with a shape's tuned sizes on the current GPU, or on "cpu" without one. Local.
+
+    Args: per_channel_quant: weights have a scale for each row. down_moe: of the second GEMM.
+    """
     device = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
     kind = f",dtype={dtype}" if dtype else ""
     block = f",block_shape={list(block_shape)}" if block_shape and all(block_shape) else ""
-    return f"E={E},N={N},device_name={device}{kind}{block}.json"
+    channels, second = ",per_channel_quant=True" if per_channel_quant else "", "_down" if down_moe else ""
+    return f"E={E},N={N},device_name={device}{kind}{block}{channels}{second}.json"
 
 
 def _places(folder: Path) -> list[Path]:
@@ -115,6 +127,8 @@ def get_moe_configs(
     dtype: str | None,
     block_n: int | None = 0,
     block_k: int | None = 0,
+    per_channel_quant: bool = False,
+    down_moe: bool = False,
 ) -> dict[int, Any] | None:
     """Read the configs of a shape by the number of tokens; None without a file. Later calls return the same.
 
@@ -123,14 +137,15 @@ def get_moe_configs(
 
     Args:
         E, N: experts and intermediate size, that of w2 as it is stored. dtype: of `get_config_dtype_str`.
-        block_n, block_k: of a block of scales, 0 without.
+        block_n, block_k: of a block of scales, 0 without. per_channel_quant: weights have a scale for each row.
+        down_moe: those of the second GEMM, or without a file of its own those of the first.
     Errors: ValueError names a file that is no table of configs. Local.
     """
-    name = get_config_file_name(E, N, dtype, [block_n or 0, block_k or 0])
+    name = get_config_file_name(E, N, dtype, [block_n or 0, block_k or 0], per_channel_quant, down_moe)
     folders = [folder for folder in (sglang_configs_dir(), tiles_dir()) if folder is not None]
     path = next((place / name for folder in folders for place in _places(folder) if (place / name).is_file()), None)
     if path is None:
-        return None
+        return get_moe_configs(E, N, dtype, block_n, block_k, per_channel_quant) if down_moe else None
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         configs = {int(tokens): entry for tokens, entry in table.items() if tokens != "triton_version"}
@@ -193,31 +208,48 @@ def try_get_optimal_moe_config(
     M: int,  # noqa: N803
     is_marlin: bool = False,
     block_shape: Sequence[int] | None = None,
-) -> Config:
+    per_channel_quant: bool = False,
+    return_down_config: bool = False,
+) -> Any:
     """The override, or the file's config for the nearest number of tokens, or the default one.
 
-    Args: w1_shape, w2_shape: of the stored weights. The others: as of `get_default_config`.
+    Args:
+        w1_shape, w2_shape: of the stored weights. per_channel_quant: as of `get_moe_configs`.
+        return_down_config: return the config and (that of the second GEMM, the largest BLOCK_SIZE_M of its file), both
+            None beside an override and without a file. Its BLOCK_SIZE_M is the first's, since both share the sort.
+        The others: as of `get_default_config`.
     Errors: as of `get_moe_configs`. Local.
     """
-    found = _given_config(w2_shape[0], w2_shape[2], dtype, M, block_shape)
-    if found is not None:
-        return found
-    return get_default_config(M, w2_shape[0], w2_shape[2], w1_shape[2], top_k, dtype, is_marlin, block_shape)
+    block_n, block_k = block_shape or (0, 0)
+    key = w2_shape[0], w2_shape[2], dtype, block_n, block_k, per_channel_quant
+    config, down = _given_configs(key, M)
+    if config is None:
+        config = get_default_config(M, w2_shape[0], w2_shape[2], w1_shape[2], top_k, dtype, is_marlin, block_shape)
+    if not return_down_config:
+        return config
+    if down is None:
+        return config, (None, None)
+    of_second = get_moe_configs(*key, True) or {}
+    most = max(one["BLOCK_SIZE_M"] for one in of_second.values())
+    return config, ({**down, "BLOCK_SIZE_M": config["BLOCK_SIZE_M"]}, most)
 
 
-def _given_config(
-    num_experts: int, width: int, dtype: str | None, num_tokens: int, block_shape: Sequence[int] | None
-) -> Config | None:
-    """The override, or the config of a file; None if there is neither."""
+ConfigsKey = tuple[int, int, str | None, int, int, bool]
+
+
+def _given_configs(key: ConfigsKey, num_tokens: int) -> tuple[Config | None, Config | None]:
+    """The override, or the configs of files, of the first and of the second GEMM; None where there is none.
+
+    Args: key: of `configs_key`.
+    """
     override = _override.get()
     if override:
-        return override
-    block_n, block_k = block_shape or (0, 0)
-    configs = get_moe_configs(num_experts, width, dtype, block_n, block_k)
-    if configs is None:
-        return None
-    found: Config = configs[min(configs, key=lambda tokens: abs(tokens - num_tokens))]
-    return found
+        return override, None
+    first, second = (
+        None if configs is None else configs[min(configs, key=lambda tokens: abs(tokens - num_tokens))]
+        for configs in (get_moe_configs(*key), get_moe_configs(*key, True))
+    )
+    return first, second
 
 
 def _checked(config: Any, where: str) -> dict[str, int]:
@@ -282,16 +314,22 @@ def _tiles_of(
     return fit_stages(tiles, shared, *bits, gated=gated, rearranged=stored.packed > 1)
 
 
-def configs_key(flags: Flags, w2: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, str | None, int, int]:
+def configs_key(flags: Flags, w2: torch.Tensor, dtype: torch.dtype) -> ConfigsKey:
     """The arguments of `get_moe_configs` for a call with tokens in this dtype. Local."""
     used = flags.use_int8_w8a16, flags.use_int4_w4a16, flags.use_fp8_w8a8, flags.use_int8_w8a8
     block_n, block_k = flags.block_shape or (0, 0)
-    return w2.shape[0], w2.shape[-1], get_config_dtype_str(dtype, *used), block_n, block_k
+    return w2.shape[0], w2.shape[-1], get_config_dtype_str(dtype, *used), block_n, block_k, flags.per_channel_quant
 
 
-def found_tiles(flags: Flags, w2: torch.Tensor, hidden_states: torch.Tensor, scheme: QuantScheme) -> ExpertTiles | None:
+def found_tiles(
+    flags: Flags, w2: torch.Tensor, hidden_states: torch.Tensor, scheme: QuantScheme, *, gated: bool = True
+) -> ExpertTiles | None:
     """The tiles of an override or a file for a call; None if there is neither, so that our tables choose. Local."""
-    dtype, block = hidden_states.dtype, flags.block_shape
-    num_experts, width, name, *_ = configs_key(flags, w2, dtype)
-    config = _given_config(num_experts, width, name, hidden_states.shape[0], block)
-    return None if config is None else tiles_of(config, scheme, dtype, hidden_states.device, gated=True)
+    dtype, device = hidden_states.dtype, hidden_states.device
+    config, down = _given_configs(configs_key(flags, w2, dtype), hidden_states.shape[0])
+    if config is None:
+        return None
+    tiles = tiles_of(config, scheme, dtype, device, gated=gated)
+    if down is None:
+        return tiles
+    return dataclasses.replace(tiles, second=tiles_of(down, scheme, dtype, device, gated=gated).second)

@@ -15,9 +15,9 @@ from ep_moe.functional.common import check_like, experts_for, kept_weights, writ
 from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scale_is_view, scheme_of
 from ep_moe.functional.plans import capturing, identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
-from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_moe_configs, override_key
+from ep_moe.functional.sglang.configs import ConfigsKey, configs_key, found_tiles, get_moe_configs, override_key
 from ep_moe.local_moe import local_moe
-from ep_moe.quant import Quantized, QuantScheme, quantize
+from ep_moe.quant import Quantized, QuantScheme, as_bytes, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
 from ep_moe.weights import ExpertWeights
 
@@ -26,61 +26,89 @@ if TYPE_CHECKING:
 
 
 class ExpertsCall(NamedTuple):
-    """The arguments of `outplace_fused_experts`, in its order."""
+    """The parameters of `fused_experts_impl`, in their order."""
 
     hidden_states: torch.Tensor
     w1: torch.Tensor
     w2: torch.Tensor
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
-    b1: torch.Tensor | None
-    b2: torch.Tensor | None
-    activation: str
-    apply_router_weight_on_input: bool
-    use_fp8_w8a8: bool
-    use_int8_w8a8: bool
-    use_int8_w8a16: bool
-    use_int4_w4a16: bool
-    per_channel_quant: bool
-    w1_scale: torch.Tensor | None
-    w2_scale: torch.Tensor | None
-    w1_zp: torch.Tensor | None
-    w2_zp: torch.Tensor | None
-    a1_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
-    block_shape: list[int] | None
-    no_combine: bool
-    routed_scaling_factor: float | None
-    gemm1_alpha: float | None
-    gemm1_limit: float | None
+    b1: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    inplace: bool = False
+    activation: str = "silu"
+    is_gated: bool = True
+    apply_router_weight_on_input: bool = False
+    use_fp8_w8a8: bool = False
+    use_int8_w8a8: bool = False
+    use_int8_w8a16: bool = False
+    use_int4_w4a16: bool = False
+    per_channel_quant: bool = False
+    w1_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w1_zp: torch.Tensor | None = None
+    w2_zp: torch.Tensor | None = None
+    a1_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+    block_shape: list[int] | None = None
+    no_combine: bool = False
+    routed_scaling_factor: float | None = None
+    gemm1_alpha: float | None = None
+    gemm1_limit: float | None = None
+    filter_expert: bool = True  # ids of no expert add nothing in either case
+    swiglu_limit: float | None = None
+    gate_up_interleaved: bool = True
+    a1_q: torch.Tensor | None = None
+    fuse_swiglu_interleaved: bool = False
+    defer_sum: bool = False
+    no_combine_keep_router_weight: bool = False
 
     @property
     def between(self) -> ActivationConfig:
-        """What lies between the GEMMs. Errors: ValueError for another name, and numbers that do not go with it."""
-        if self.activation not in ("silu", "gelu"):
-            raise ValueError(f"activation ({self.activation!r}) is not one of silu, gelu")
-        if (self.gemm1_alpha is None) != (self.gemm1_limit is None):
-            raise ValueError(f"gemm1_alpha ({self.gemm1_alpha}) and gemm1_limit ({self.gemm1_limit}) go together")
-        if self.gemm1_alpha is None:
-            return _plain(self.activation)
-        if self.activation != "silu":
-            raise ValueError(f"gemm1_alpha ({self.gemm1_alpha}) belongs to activation 'silu', not {self.activation!r}")
-        return swiglu(self.gemm1_alpha, self.gemm1_limit)
+        """What lies between the GEMMs. Errors: as of `activation_config`."""
+        numbers = self.gemm1_alpha, self.gemm1_limit, self.swiglu_limit
+        found = activation_config(self.activation, self.is_gated, *numbers)
+        if self.fuse_swiglu_interleaved and found.kind is not ActivationKind.SILU:
+            raise ValueError(
+                f"fuse_swiglu_interleaved is set, activation ({self.activation!r}) with gemm1_alpha, gemm1_limit and "
+                f"swiglu_limit {numbers} is not 'silu' alone"
+            )
+        return found
+
+    @property
+    def alternating(self) -> bool:
+        """Whether rows of w1 are gate and up in turns."""
+        return self.fuse_swiglu_interleaved or (self.gemm1_alpha is not None and self.gate_up_interleaved)
+
+    @property
+    def static_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The static scales of tokens and of the intermediate; `a1_scale` is that of each group beside `a1_q`."""
+        return None if self.a1_q is not None else self.a1_scale, self.a2_scale
+
+    @property
+    def apart(self) -> bool:
+        """Whether the result is [T, K, H], without the sum."""
+        return self.no_combine or self.defer_sum
+
+    @property
+    def weighted(self) -> bool:
+        """Whether results, or tokens, are multiplied by the routing weights."""
+        return self.apply_router_weight_on_input or self.no_combine_keep_router_weight or not self.no_combine
 
     @property
     def rows_apart(self) -> bool:
         """Whether each pair of a token and an expert is a row of its own, for which tokens may be weighted."""
-        return self.apply_router_weight_on_input or (self.no_combine and self.topk_ids.shape[1] > 1)
+        return self.apply_router_weight_on_input or (self.apart and self.topk_ids.shape[1] > 1)
 
     @property
     def tokens_in_sum(self) -> int:
         """How many rows that are apart have one sum."""
-        return self.topk_ids.shape[1] if self.apply_router_weight_on_input and not self.no_combine else 1
+        return self.topk_ids.shape[1] if self.apply_router_weight_on_input and not self.apart else 1
 
     @property
     def factor(self) -> float:
         """What multiplies the sum."""
-        return 1.0 if self.routed_scaling_factor is None or self.no_combine else self.routed_scaling_factor
+        return 1.0 if self.routed_scaling_factor is None or self.apart else self.routed_scaling_factor
 
     @property
     def makes_zeros(self) -> bool:
@@ -104,27 +132,63 @@ class ExpertsCall(NamedTuple):
     @property
     def weights(self) -> tuple[GivenWeight, GivenWeight]:
         """Both weights with their scales."""
-        first = GivenWeight("w1", self.w1, "w1_scale", self.w1_scale, "w1_zp", self.w1_zp, "a1_scale", self.a1_scale)
-        second = GivenWeight("w2", self.w2, "w2_scale", self.w2_scale, "w2_zp", self.w2_zp, "a2_scale", self.a2_scale)
+        static = self.static_scales
+        first = GivenWeight("w1", self.w1, "w1_scale", self.w1_scale, "w1_zp", self.w1_zp, "a1_scale", static[0])
+        second = GivenWeight("w2", self.w2, "w2_scale", self.w2_scale, "w2_zp", self.w2_zp, "a2_scale", static[1])
         return first, second
 
 
-@functools.cache
-def _plain(name: str) -> ActivationConfig:
-    return ActivationConfig(kind=ActivationKind(name))
+_KINDS = {
+    ("silu", True): ActivationKind.SILU,
+    ("gelu", True): ActivationKind.GELU,
+    ("relu2", False): ActivationKind.RELU2,
+}
 
 
 @functools.lru_cache(maxsize=64)
+def activation_config(
+    name: str,
+    is_gated: bool,
+    gemm1_alpha: float | None,
+    gemm1_limit: float | None,
+    swiglu_limit: float | None,
+    limit_name: str = "gemm1_limit",
+) -> ActivationConfig:
+    """The activation that SGLang's arguments describe. Local.
+
+    Errors: ValueError names the argument, its value and what it goes with.
+    """
+    if (name, is_gated) not in _KINDS:
+        raise ValueError(f"activation ({name!r}), is_gated {is_gated}: not one of silu, gelu, or relu2 without a gate")
+    numbers = {"gemm1_alpha": gemm1_alpha, limit_name: gemm1_limit, "swiglu_limit": swiglu_limit}
+    given = {argument: number for argument, number in numbers.items() if number is not None}
+    text = " and ".join(f"{argument} ({number})" for argument, number in given.items())
+    if given and name != "silu":
+        raise ValueError(f"{text} given, which belong to activation 'silu', not {name!r}")
+    if swiglu_limit is not None and len(given) > 1:
+        raise ValueError(f"{text} are given, swiglu_limit goes with no other")
+    if gemm1_alpha is not None and gemm1_limit is None:
+        raise ValueError(f"{text} given, {limit_name} is missing beside it")
+    if gemm1_alpha is not None:
+        return swiglu(gemm1_alpha, gemm1_limit)
+    if swiglu_limit is not None:
+        return ActivationConfig(kind=ActivationKind.SWIGLU, limit=float(swiglu_limit))
+    if gemm1_limit is not None:
+        return ActivationConfig(kind=ActivationKind.SWIGLU_STEP, limit=float(gemm1_limit))
+    return ActivationConfig(kind=_KINDS[name, is_gated])
+
+
 def swiglu(alpha: float, limit: float | None) -> ActivationConfig:
+    """gpt-oss's activation."""
     return ActivationConfig(kind=ActivationKind.SWIGLU, alpha=float(alpha), beta=1.0, limit=limit)
 
 
 def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
-    """The weights of a call, checked; with gemm1_alpha rows of gate and up alternate."""
+    """The weights of a call, checked."""
     if call.w1.dim() != 3 or call.w2.dim() != 3:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}, w2 {tuple(call.w2.shape)}; 3 dimensions each needed")
     (num_experts, width, _), hidden = call.w1.shape, call.hidden_states.shape[1]
-    intermediate, odd = divmod(width, 2)
+    intermediate, odd = divmod(width, 2) if call.is_gated else (width, 0)
     if odd:
         raise ValueError(f"w1 is {tuple(call.w1.shape)}; an even number of rows needed, a gate and an up half")
     shapes = (num_experts, width, hidden), (num_experts, hidden, intermediate)
@@ -138,23 +202,26 @@ def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
         if bias is not None:
             check_like(bias, name, needed, tuple(DTYPES.values()))
         biases.append(None if bias is None else bias.detach())
-    if call.gemm1_alpha is not None and scheme.weight.block[0] > 1:
-        raise ValueError(f"gemm1_alpha is given, rows of gate and up alternate: a scale of {call.block_shape} has both")
+    if call.alternating and scheme.weight.block[0] > 1:
+        raise ValueError(
+            f"rows of gate and up alternate (gemm1_alpha {call.gemm1_alpha}, gate_up_interleaved "
+            f"{call.gate_up_interleaved}): a scale of {call.block_shape} has both"
+        )
+    first, second = call.static_scales
     return ExpertWeights(
         w13=w13,
         w2=w2,
         scheme=scheme,
         w13_bias=biases[0],
         w2_bias=biases[1],
-        w13_input_scale=_static(call, "a1_scale", 1),
-        w2_input_scale=_static(call, "a2_scale", num_experts),
-        alternating=call.gemm1_alpha is not None,
+        w13_input_scale=_static(first, "a1_scale", 1),
+        w2_input_scale=_static(second, "a2_scale", num_experts),
+        alternating=call.alternating,
     )
 
 
-def _static(call: ExpertsCall, name: str, count: int) -> torch.Tensor | None:
+def _static(given: torch.Tensor | None, name: str, count: int) -> torch.Tensor | None:
     """A static activation scale, for `count` experts."""
-    given = getattr(call, name)
     if given is None:
         return None
     if given.dtype != torch.float32 or given.numel() not in (1, count):
@@ -169,7 +236,7 @@ class _Plan(NamedTuple):
     """
 
     routed: RoutedPlan
-    configs_key: tuple[int, int, str | None, int, int]
+    configs_key: ConfigsKey
     configs: dict[int, Any] | None
     zeros_written: tuple[int, ...]
 
@@ -200,9 +267,11 @@ _NUMBERS = slice(_SCALES.stop + 1, None)
 
 
 def compute(call: ExpertsCall, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The weighted sum [T, H], or [T, K, H] if `no_combine`. Errors: ValueError. Local."""
+    """The weighted sum [T, H], or the rows [T, K, H] without it. Errors: ValueError. Local."""
+    if not call.weighted:
+        call = call._replace(topk_weights=torch.ones_like(call.topk_weights, dtype=torch.float32))
     zeros_written = _zeros_written(call)
-    if zeros_written is None:
+    if zeros_written is None or call.a1_q is not None:
         return _computed(call, out)[0]
     plans, key = plans_of("fused_experts", threading.get_ident()), _key_of(call, out)
     plan: _Plan | None = plans.get(key)
@@ -230,7 +299,7 @@ def _zeros_written(call: ExpertsCall) -> tuple[int, ...] | None:
 
 def _result(call: ExpertsCall, y: torch.Tensor) -> torch.Tensor:
     """The result of a call, from that of its rows."""
-    return y.view(-1, call.topk_ids.shape[1], y.shape[1]) if call.no_combine else y
+    return y.view(-1, call.topk_ids.shape[1], y.shape[1]) if call.apart else y
 
 
 def _repeated(routed: RoutedPlan, call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
@@ -253,18 +322,22 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
             f"topk_ids are {tuple(ids.shape)}, topk_weights {tuple(call.topk_weights.shape)}; both "
             f"({hidden_states.shape[0]}, K) needed beside hidden_states {tuple(hidden_states.shape)}"
         )
+    if call.no_combine and call.defer_sum:
+        raise ValueError("no_combine and defer_sum are both set: with weights of their own, or without")
     activation, flags, given = call.between, call.flags, call.weights
     scheme = scheme_of(flags, given)
+    tokens = hidden_states if call.a1_q is None else _quantized(call, scheme)
     tensors = call.w1, call.w1_scale, call.b1, call.w2, call.w2_scale, call.b2, call.w1_zp, call.w2_zp
     weights = kept_or_new("sglang", tensors, call, scheme)
-    tiles = found_tiles(flags, call.w2, hidden_states, scheme)
+    tiles = found_tiles(flags, call.w2, hidden_states, scheme, gated=call.is_gated)
     experts = experts_for(activation, scheme, hidden_states.device, tiles)
     if call.apply_router_weight_on_input and call.b1 is not None:
         raise ValueError("b1 is given, apply_router_weight_on_input takes none: SGLang would multiply it too")
-    if call.apply_router_weight_on_input and scheme.payload.quantized:  # scales are multiplied, not tokens
+    if call.a1_q is not None or (call.apply_router_weight_on_input and scheme.payload.quantized):
         routing = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
-        more: dict[str, Any] = {"on_input": True, "no_combine": call.no_combine, "factor": call.factor}
-        return run_routed(hidden_states, routing, weights, experts, **more, out=out), None
+        more: dict[str, Any] = {"on_input": call.apply_router_weight_on_input, "dtype": hidden_states.dtype}
+        more |= {"no_combine": call.apart, "factor": call.factor}
+        return run_routed(tokens, routing, weights, experts, **more, out=out), None
     x, topk_weights, factor = hidden_states, call.topk_weights.float(), call.factor
     before = None
     if call.rows_apart:
@@ -294,11 +367,12 @@ def kept_or_new(
 
     Args: name: of the calls. tensors: the caller's, of which `call` has views.
     """
-    if call.a1_scale is not None or call.a2_scale is not None or has_copies(call, scheme):
+    copies = any(scale is not None for scale in call.static_scales) or has_copies(call, scheme)
+    if copies:
         return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
     kept = kept_weights(name, threading.get_ident())
     tokens = call.hidden_states
-    key = scheme.name, call.gemm1_alpha is None, tokens.shape[1], tokens.dtype, *identities(tensors)
+    key = scheme.name, call.alternating, call.is_gated, tokens.shape[1], tokens.dtype, *identities(tensors)
     make = functools.partial(weights_of, call, scheme)
     return kept.get(tensors, key, make, copied=call.makes_zeros)
 
@@ -310,12 +384,30 @@ def check_tokens(hidden_states: torch.Tensor) -> None:
         raise ValueError(f"hidden_states are {found}; [tokens, hidden] of {', '.join(DTYPES)} needed")
 
 
+def _quantized(call: ExpertsCall, scheme: QuantScheme) -> Quantized:
+    """The tokens that a call has quantized; rows behind the last token are padding."""
+    values, scale, (num_tokens, hidden) = call.a1_q, call.a1_scale, call.hidden_states.shape
+    assert values is not None
+    if not call.use_fp8_w8a8 or call.block_shape is None or scale is None:
+        raise ValueError("a1_q is given, which needs use_fp8_w8a8, a block_shape and a1_scale")
+    stored = scheme.payload
+    needed = (num_tokens, hidden), (num_tokens, stored.num_groups(hidden))
+    for name, tensor, dtype, shape in (
+        ("a1_q", values, stored.dtype, needed[0]),
+        ("a1_scale", scale, stored.scale_dtype, needed[1]),
+    ):
+        if tensor.dim() != 2 or tensor.dtype != dtype or tensor.shape[0] < shape[0] or tensor.shape[1] != shape[1]:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; {shape} {dtype}, or more rows, needed")
+    return Quantized(values=values[:num_tokens].contiguous(), scale=scale[:num_tokens], scheme=scheme)
+
+
 def run_routed(
-    x: torch.Tensor,
+    x: torch.Tensor | Quantized,
     routing: Routing,
     weights: ExpertWeights,
     experts: Experts,
     *,
+    dtype: torch.dtype,
     on_input: bool = False,
     no_combine: bool = False,
     factor: float = 1.0,
@@ -324,24 +416,29 @@ def run_routed(
     """The weighted sum of routed tokens [T, H], or their experts' outputs [T, K, H] if `no_combine`.
 
     Args:
-        on_input: weights multiply tokens, and not outputs. factor: multiplies the sum. out: optional, [T, H].
+        dtype: the model's. on_input: weights multiply tokens, and not outputs. factor: multiplies the sum. out:
+            optional, [T, H].
     """
-    dtype, num_topk, apart = x.dtype, routing.topk_ids.shape[1], on_input or no_combine
+    num_topk, apart = routing.topk_ids.shape[1], on_input or no_combine
     ids, routing_weights = routing.topk_ids, routing.topk_weights
-    tokens: torch.Tensor | Quantized = x
-    if on_input and weights.scheme.payload.quantized:
-        x, ids, routing_weights = rows_of(x, ids, routing_weights)
-        tokens = quantize(x, weights.scheme, static_scale=weights.w13_input_scale)
-        tokens, _ = apply_weights_to_input(tokens, Routing(topk_ids=ids, topk_weights=routing_weights))
-        routing_weights = torch.full_like(routing_weights, factor)
-    elif apart:
-        tokens, ids, routing_weights = rows_of(x, ids, routing_weights, on_input=on_input, factor=factor)
-    elif factor != 1.0:
+    if apart and isinstance(x, Quantized):
+        values = as_bytes(x.values).repeat_interleave(num_topk, dim=0).view(x.values.dtype)
+        x = Quantized(values=values, scale=x.scale.repeat_interleave(num_topk, dim=0), scheme=x.scheme)
+        ids, routing_weights = ids.reshape(-1, 1), routing_weights.reshape(-1, 1)
+    elif apart and isinstance(x, torch.Tensor):
+        quantized = weights.scheme.payload.quantized  # its scales are multiplied, not tokens
+        x, ids, routing_weights = rows_of(x, ids, routing_weights, on_input=on_input and not quantized)
+        if on_input and quantized:
+            x = quantize(x, weights.scheme, static_scale=weights.w13_input_scale)
+    if on_input and isinstance(x, Quantized):
+        x, _ = apply_weights_to_input(x, Routing(topk_ids=ids, topk_weights=routing_weights))
+        routing_weights = torch.ones_like(routing_weights)
+    if factor != 1.0:
         routing_weights = routing_weights * factor
     if on_input and not no_combine:
         ids, routing_weights = (each.view(-1, num_topk) for each in (ids, routing_weights))
     routing = Routing(topk_ids=ids, topk_weights=routing_weights)
-    y = local_moe(tokens, routing, weights, experts, dtype=dtype, out=out)
+    y = local_moe(x, routing, weights, experts, dtype=dtype, out=out)
     return y.view(-1, num_topk, y.shape[1]) if no_combine else y
 
 

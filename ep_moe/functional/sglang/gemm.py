@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.library import custom_op
+from torch.nn.functional import silu
 
 from ep_moe.config import DTYPES
 from ep_moe.experts.row_gemm import RowLists, by_kernels, gemm_rows
@@ -52,7 +53,6 @@ class _Call(NamedTuple):
     block_shape: list[int] | None
     a_use_tma: bool
     c_sorted: bool
-    filter_expert: bool
 
     @property
     def flags(self) -> Flags:
@@ -100,6 +100,14 @@ def invoke_fused_moe_kernel(
     b_use_tma: bool = False,
     c_sorted: bool = False,
     filter_expert: bool = True,
+    fuse_sum_all_reduce: bool = False,
+    router_topk: int = 1,
+    fuse_add_to_output: bool = False,
+    add_output_mask: torch.Tensor | None = None,
+    mask_output: bool = False,
+    lora_preserve_base: bool = False,
+    fuse_swiglu: bool = False,
+    a_output_slices: int = 1,
 ) -> None:
     """C[pair] = A[pair // top_k] @ B[expert].T + bias[expert], times the pair's weight, for all sorted pairs.
 
@@ -111,19 +119,41 @@ def invoke_fused_moe_kernel(
             `w1_scale`, `w1_zp` and so on of `outplace_fused_experts`.
         topk_weights, topk_ids: [T, K]; of the ids only their number is used.
         sorted_token_ids: [M], pairs by expert, T * K and above where there is none. expert_ids: [Q], the expert of
-            each block of BLOCK_SIZE_M pairs, -1 for no expert. num_tokens_post_padded: [1], how many of the M count.
+            each block of BLOCK_SIZE_M pairs, -1 for no expert. num_tokens_post_padded: [1] or [2], first how many
+            of the M count.
         mul_routed_weight: multiply by the weights. top_k: pairs that share a row of A.
         config: of `try_get_optimal_moe_config`; BLOCK_SIZE_M also says how pairs are sorted.
         compute_type: Triton's or torch's name of C's dtype.
         no_combine, b_use_tma: without meaning here: rows are stored by pair, B is read as the GPU can.
         a_use_tma: row i of A is that of sorted_token_ids[i], since blocks of rows are read at once.
-        c_sorted: row i of C is that of sorted_token_ids[i]; the rows of no pair are not written.
-        filter_expert: rows whose expert is -1 become zeros; False leaves them as they are.
+        c_sorted: row i of C is that of sorted_token_ids[i]; the rows of no pair and of expert -1 are not written.
+        filter_expert: without meaning: without `c_sorted` rows of expert -1 become zeros in any case.
+        fuse_sum_all_reduce: C is [T * K / router_topk, N], and the sum of `router_topk` rows is added to each of its.
+        fuse_swiglu: C is [..., N / 2], and has silu(gate) * up of rows of B that alternate, gate first; those of expert
+            -1 are not written.
+        fuse_add_to_output, add_output_mask, mask_output, lora_preserve_base, a_output_slices: of LoRA, refused.
     Errors: ValueError names the argument, its value and what is needed.
     Local, on the current stream. By kernels no host sync, and safe in CUDA graphs after a call of the same kind; an
     operator under torch.compile.
     """
-    del no_combine, b_use_tma
+    del no_combine, b_use_tma, filter_expert
+    lora = {
+        "fuse_add_to_output": fuse_add_to_output,
+        "add_output_mask": add_output_mask is not None,
+        "mask_output": mask_output,
+        "lora_preserve_base": lora_preserve_base,
+        "a_output_slices": a_output_slices != 1,
+    }
+    for name, given in lora.items():
+        if given:
+            raise ValueError(f"{name} is given, an option of LoRA that is not computed here")
+    if fuse_swiglu and (fuse_sum_all_reduce or mul_routed_weight):
+        raise ValueError("fuse_swiglu is set with fuse_sum_all_reduce or mul_routed_weight, of the second GEMM")
+    if fuse_sum_all_reduce and (c_sorted or router_topk < 1 or topk_ids.numel() % router_topk):
+        raise ValueError(
+            f"fuse_sum_all_reduce is set with c_sorted {c_sorted} and router_topk {router_topk}; rows by pair, and a "
+            f"divisor of the {topk_ids.numel()} pairs needed"
+        )
     named = str(compute_type)
     wanted = compute_type if isinstance(compute_type, torch.dtype) else _NAMES.get(named)
     if wanted != C.dtype:
@@ -132,11 +162,14 @@ def invoke_fused_moe_kernel(
     for key in keys:
         if not isinstance(config[key], int):
             raise ValueError(f"config: {key} ({config[key]!r}) is not an integer")
+    rows = C
+    if fuse_swiglu or fuse_sum_all_reduce:
+        rows = C.new_zeros(len(sorted_token_ids) if c_sorted else topk_ids.numel(), B.shape[1])
     call = _Call(
         A,
         B,
         bias,
-        C,
+        rows,
         A_scale,
         B_scale,
         B_zp,
@@ -157,9 +190,31 @@ def invoke_fused_moe_kernel(
         None if block_shape is None else list(block_shape),
         a_use_tma,
         c_sorted,
-        filter_expert,
     )
     (_op if torch.compiler.is_compiling() else _compute)(*call)
+    if fuse_sum_all_reduce:
+        _add_sums(rows.view(-1, router_topk, rows.shape[1]), C)
+    if fuse_swiglu:
+        _store_swiglu(call, C)
+
+
+def _add_sums(rows: torch.Tensor, c: torch.Tensor) -> None:
+    """Add the sum of the rows [S, K, N] of each of S results."""
+    if c.shape != (rows.shape[0], rows.shape[2]):
+        raise ValueError(f"C is {tuple(c.shape)}; {(rows.shape[0], rows.shape[2])} needed with fuse_sum_all_reduce")
+    c.copy_(c.float() + rows.float().sum(1))
+
+
+def _store_swiglu(call: _Call, c: torch.Tensor) -> None:
+    """Store silu(gate) * up of the rows of experts, whose columns alternate."""
+    rows = call.c
+    if c.numel() != rows.numel() // 2 or c.shape[-1] != rows.shape[1] // 2 or rows.shape[1] % 2:
+        raise ValueError(f"C is {tuple(c.shape)}; {len(rows)} rows of half of {rows.shape[1]} needed with fuse_swiglu")
+    listed = _listed(call, dict(zip(call.keys.split(), call.sizes, strict=True))["BLOCK_SIZE_M"])
+    there = torch.zeros(len(rows) + 1, dtype=torch.bool, device=rows.device)
+    there.index_fill_(0, torch.where(listed.named, listed.target, len(rows)), True)
+    inner = silu(rows[:, 0::2].float()) * rows[:, 1::2].float()
+    c.copy_(torch.where(there[:-1, None], inner.to(c.dtype), c.reshape(inner.shape)).view(c.shape))
 
 
 def _key_of(call: _Call) -> tuple[object, ...]:
@@ -217,7 +272,7 @@ def _compute(*arguments: Any) -> None:
         in_place = is_view(given, scheme) and c.data_ptr() == call.c.data_ptr() and _dense(call)
         plan.run(_arguments(call), weight, c, tiles, repeats=in_place)
     else:
-        lists = _lists(call, config["BLOCK_SIZE_M"], shape[0], c.shape[0])
+        lists = _lists(call, config["BLOCK_SIZE_M"], c.shape[0])
         tokens: torch.Tensor | Quantized = call.a
         if scheme.payload.quantized:
             tokens = quantize(call.a, scheme, static_scale=static)
@@ -250,7 +305,6 @@ def _new_plan(call: _Call, scheme: QuantScheme, block: int) -> "GemmPlan":
         block=block,
         top_k=call.top_k,
         weighted=call.mul_routed_weight,
-        filtered=call.filter_expert,
     )
 
 
@@ -276,8 +330,8 @@ def _check_lists(call: _Call, block: int, num_rows: int) -> None:
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; one dimension of int32 needed")
     if blocks.shape[0] * block < most:
         raise ValueError(f"expert_ids has {blocks.shape[0]} blocks of {block}; sorted_token_ids has {most} pairs")
-    if call.num_tokens_post_padded.numel() != 1:
-        raise ValueError(f"num_tokens_post_padded is {tuple(call.num_tokens_post_padded.shape)}; one number needed")
+    if call.num_tokens_post_padded.numel() not in (1, 2):
+        raise ValueError(f"num_tokens_post_padded is {tuple(call.num_tokens_post_padded.shape)}; 1 or 2 numbers needed")
     if call.topk_weights.numel() != num_pairs:
         shapes = f"topk_weights are {tuple(call.topk_weights.shape)}, topk_ids {tuple(call.topk_ids.shape)}"
         raise ValueError(f"{shapes}; the same needed")
@@ -291,34 +345,48 @@ def _check_lists(call: _Call, block: int, num_rows: int) -> None:
         raise ValueError(f"C has {num_rows} rows; {needed} needed")
 
 
-def _lists(call: _Call, block: int, num_experts: int, num_rows: int) -> RowLists:
-    """The pairs of each expert, and which rows of C are of no expert, by torch."""
-    pairs, num_pairs = call.sorted_token_ids, call.topk_ids.numel()
-    device, most = pairs.device, pairs.shape[0]
-    place = torch.arange(most, device=device)
-    expert = call.expert_ids.repeat_interleave(block)[:most].long()
-    valid = (place < call.num_tokens_post_padded) & (pairs >= 0) & (pairs < num_pairs)
+class _Listed(NamedTuple):
+    """The sorted pairs [M] of a call."""
+
+    pair: torch.Tensor  # in [0, P)
+    expert: torch.Tensor
+    target: torch.Tensor  # rows of C
+    valid: torch.Tensor  # whether it is a pair
+    named: torch.Tensor  # and of an expert
+
+
+def _listed(call: _Call, block: int) -> _Listed:
+    pairs, num_pairs, num_experts = call.sorted_token_ids, call.topk_ids.numel(), call.b.shape[0]
+    place = torch.arange(pairs.shape[0], device=pairs.device)
+    expert = call.expert_ids.repeat_interleave(block)[: pairs.shape[0]].long()
+    valid = (place < call.num_tokens_post_padded.reshape(-1)[0]) & (pairs >= 0) & (pairs < num_pairs)
+    pair = pairs.long().clamp(0, max(num_pairs - 1, 0))
     named = valid & (expert >= 0) & (expert < num_experts)
-    key = torch.where(named, expert, num_experts)
+    return _Listed(pair, expert, place if call.c_sorted else pair, valid, named)
+
+
+def _lists(call: _Call, block: int, num_rows: int) -> RowLists:
+    """The pairs of each expert, and which rows of C are of no expert, by torch."""
+    listed, num_experts = _listed(call, block), call.b.shape[0]
+    key = torch.where(listed.named, listed.expert, num_experts)
+    device = key.device
     order = torch.sort(key, stable=True).indices
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(0, key, torch.ones_like(key))
     starts = counts.cumsum(0) - counts
-    pair = pairs.long().clamp(0, max(num_pairs - 1, 0))
-    source = place if call.a_use_tma else pair // call.top_k
-    target = place if call.c_sorted else pair
+    source = torch.arange(len(key), device=device) if call.a_use_tma else listed.pair // call.top_k
     zeros = None
-    if call.filter_expert:
+    if not call.c_sorted:
         zeros = torch.zeros(num_rows + 1, dtype=torch.bool, device=device)
-        zeros.index_fill_(0, torch.where(valid & ~named, target, num_rows), True)
+        zeros.index_fill_(0, torch.where(listed.valid & ~listed.named, listed.target, num_rows), True)
         zeros = zeros[:-1]
     return RowLists(
         expert_row_start=starts[:-1].int(),
         expert_num_tokens=counts[:-1].int(),
         source=source[order].int(),
-        target=target[order].int(),
-        factor=call.topk_weights.reshape(-1).float()[pair[order]] if call.mul_routed_weight else None,
+        target=listed.target[order].int(),
+        factor=call.topk_weights.reshape(-1).float()[listed.pair[order]] if call.mul_routed_weight else None,
         zeros=zeros,
-        expected_rows=max(-(-num_pairs // num_experts), 1),
+        expected_rows=max(-(-call.topk_ids.numel() // num_experts), 1),
     )
 
 

@@ -30,7 +30,7 @@ class GemmArguments(NamedTuple):
     topk_weights: torch.Tensor  # [P], in any shape and float dtype
     sorted_token_ids: torch.Tensor  # [M]
     expert_ids: torch.Tensor
-    num_tokens_post_padded: torch.Tensor  # [1]
+    num_tokens_post_padded: torch.Tensor  # [1] or [2]
 
 
 class GemmPlan:
@@ -40,8 +40,8 @@ class GemmPlan:
 
     Args:
         given: of a first call. num_pairs, num_experts: P and E, at least 1. block: sorted pairs of an expert. top_k:
-            pairs that share a row of A. weighted: rows are multiplied by the pairs' weights. filtered: rows of listed
-            pairs of no expert become zeros. scheme: of tokens and weight.
+            pairs that share a row of A. weighted: rows are multiplied by the pairs' weights. scheme: of tokens and
+            weight.
     Local; nothing is launched.
     """
 
@@ -55,13 +55,12 @@ class GemmPlan:
         block: int,
         top_k: int,
         weighted: bool,
-        filtered: bool,
     ) -> None:
         device, most = given.a.device, given.sorted_token_ids.shape[0]
         self._num_pairs, self._num_experts = num_pairs, num_experts
-        self._scheme, self._weighted, self._filtered = scheme, weighted, filtered
+        self._scheme, self._weighted = scheme, weighted
         self._numbers = quotients(top_k, num_pairs, device)
-        self._pairs = sorted_pairs(num_pairs, most, block, device, flagged=filtered)
+        self._pairs = sorted_pairs(num_pairs, most, block, device)
         self._lists = PairLists(num_pairs, num_experts, torch.int32, self._numbers.stride(0), device).sequence
         self._quantizing: LaunchSequence | None = None
         if scheme.payload.quantized:
@@ -100,7 +99,7 @@ class GemmPlan:
             source=views["source"][:count],
             target=views["target"][:count],
             factor=views["factor"][:count] if self._weighted else None,
-            zeros=found.get("listed"),
+            zeros=found["listed"],
             expected_rows=max(-(-count // self._num_experts), 1),
         )
         tokens: torch.Tensor | Quantized = x

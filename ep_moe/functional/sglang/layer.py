@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.functional.common import experts_for
-from ep_moe.functional.sglang.calls import MoeRunnerConfig
+from ep_moe.functional.sglang.calls import MoeRunnerConfig, options_of
 from ep_moe.functional.sglang.configs import found_tiles
-from ep_moe.functional.sglang.experts import check_tokens, run_routed, swiglu
+from ep_moe.functional.sglang.experts import activation_config, check_tokens, run_routed
 from ep_moe.functional.sglang.layer_formats import as_expert_weights, layer_format, parts_of
 from ep_moe.functional.sglang.layer_loading import Share, load_expert, load_stacked
 from ep_moe.functional.sglang.layer_names import expert_names, stacked_names
@@ -39,14 +38,17 @@ class FusedMoE(torch.nn.Module):
         params_dtype: of unquantized weights and of biases, torch's default if None.
         reduce_results: sum over the ranks of `parallel`, an all-reduce.
         quant_config: SGLang's object, or the `quantization_config` of config.json; None: not quantized.
-        activation: "silu" or "gelu" (erf). gemm1_alpha, gemm1_clamp_limit: gpt-oss's activation, both or none; then
-            stacked rows of w13 alternate in the checkpoint, and are loaded as [gate; up].
-        apply_router_weight_on_input, no_combine: as of `outplace_fused_experts`.
-        routed_scaling_factor: multiplies the sum, unless `should_fuse_routed_scaling_factor_in_topk()`.
+        activation: "silu" or "gelu" (erf). gemm1_alpha, gemm1_clamp_limit, swiglu_limit: as of `fused_experts_impl`;
+            with an alpha and `gate_up_interleaved` stacked rows of w13 alternate in the checkpoint, and are loaded as
+            [gate; up]. gemm1_beta: 1 or None. is_gated: True.
+        apply_router_weight_on_input, no_combine: as of `fused_experts_impl`.
+        routed_scaling_factor: multiplies the sum, unless `should_fuse_routed_scaling_factor_in_topk`.
         use_presharded_weights: tensors that are loaded have this rank's share of I alone.
         inplace: the result is written into `hidden_states`, unless `no_combine`.
         use_weight_loader_fused: the parameters' `weight_loader` is `weight_loader_fused`.
-        with_bias: parameters w13_weight_bias [L, 2I] and w2_weight_bias [L, H].
+        with_bias: parameters w13_weight_bias [L, 2I] and w2_weight_bias [L, H]. quant_method: None.
+        routing_method_type, enable_qwen35_fp8_deferred_finalize, uses_expert_location: without meaning here: logits say
+            how they are routed, results are final, and experts lie as their ids say.
         parallel: the ranks, one by default.
     Errors: ValueError names the argument, its value and what is needed.
     """
@@ -72,14 +74,28 @@ class FusedMoE(torch.nn.Module):
         no_combine: bool = False,
         routed_scaling_factor: float | None = None,
         gemm1_alpha: float | None = None,
+        gemm1_beta: float | None = None,
         gemm1_clamp_limit: float | None = None,
+        swiglu_limit: float | None = None,
         use_weight_loader_fused: bool = False,
         with_bias: bool = False,
+        routing_method_type: Any = None,
+        is_gated: bool = True,
+        gate_up_interleaved: bool = True,
+        enable_qwen35_fp8_deferred_finalize: bool = False,
+        quant_method: Any = None,
+        uses_expert_location: bool = True,
         *,
         parallel: MoeParallel | None = None,
     ) -> None:
         super().__init__()
+        del enable_qwen35_fp8_deferred_finalize, uses_expert_location
         ranks = MoeParallel() if parallel is None else parallel
+        if quant_method is not None or not is_gated:
+            raise ValueError(
+                f"quant_method ({quant_method}) is not None or is_gated ({is_gated}) not True: quant_config says how "
+                "weights are stored, with a gate"
+            )
         if intermediate_size % ranks.tp_size:
             raise ValueError(f"intermediate_size ({intermediate_size}) is not a multiple of tp_size ({ranks.tp_size})")
         if not 0 <= num_fused_shared_experts <= num_experts:
@@ -100,18 +116,36 @@ class FusedMoE(torch.nn.Module):
         self.end_expert_id = self.start_expert_id + self.num_local_experts - 1
         self.quant_config, self.use_presharded_weights = quant_config, use_presharded_weights
         self.moe_runner_config = MoeRunnerConfig(
+            num_experts=num_experts,
+            num_local_experts=self.num_local_experts,
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=self.intermediate_size_per_partition,
+            layer_id=layer_id,
+            top_k=top_k,
+            num_fused_shared_experts=num_fused_shared_experts,
+            params_dtype=params_dtype,
+            routing_method_type=routing_method_type,
             activation=activation,
             apply_router_weight_on_input=apply_router_weight_on_input,
             inplace=inplace,
             no_combine=no_combine,
             routed_scaling_factor=routed_scaling_factor,
             gemm1_alpha=gemm1_alpha,
+            gemm1_beta=gemm1_beta,
             gemm1_clamp_limit=gemm1_clamp_limit,
+            swiglu_limit=swiglu_limit,
+            gate_up_interleaved=gate_up_interleaved,
         )
-        self._activation = _activation_of(self.moe_runner_config)
+        options_of(self.moe_runner_config)
+        numbers = gemm1_alpha, gemm1_clamp_limit, swiglu_limit
+        self._activation = activation_config(activation, is_gated, *numbers, limit_name="gemm1_clamp_limit")
+        alternating = gemm1_alpha is not None and gate_up_interleaved
         self._format = layer_format(quant_config, prefix, num_experts=num_experts)
-        if gemm1_alpha is not None and self._format.stored.granularity == "block":
-            raise ValueError(f"gemm1_alpha ({gemm1_alpha}) has alternating rows, which blocks of scales do not hold")
+        if alternating and self._format.stored.granularity == "block":
+            raise ValueError(
+                f"gemm1_alpha ({gemm1_alpha}) has alternating rows with gate_up_interleaved, which blocks of scales do "
+                "not hold"
+            )
         self._share = Share(
             first=self.start_expert_id,
             count=self.num_local_experts,
@@ -119,7 +153,7 @@ class FusedMoE(torch.nn.Module):
             tp_size=ranks.tp_size,
             presharded=use_presharded_weights,
             up_first=self.up_first,
-            alternating=gemm1_alpha is not None,
+            alternating=alternating,
         )
         sizes: dict[str, Any] = {"num_local_experts": self.num_local_experts, "hidden": hidden_size}
         sizes |= {"intermediate": self.intermediate_size_per_partition, "with_bias": with_bias}
@@ -236,29 +270,40 @@ class FusedMoE(torch.nn.Module):
         assert self._weights is not None
         return self._weights
 
+    @property
     def should_fuse_routed_scaling_factor_in_topk(self) -> bool:
         """True for NVFP4 weights of modelopt: router weights have the factor, and the layer does not apply it."""
         return self._format.scheme.name == "nvfp4"
 
-    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None) -> torch.Tensor:
         """The weighted sum of each token's experts.
 
         Args:
-            hidden_states: [T, H]. topk_output: SGLang's or our `StandardTopKOutput`, `TritonKernelTopKOutput` or
-                `BypassedTopKOutput`, whose logits are routed here.
+            hidden_states: [T, H]. topk_output: SGLang's or our `StandardTopKOutput`, `TritonKernelTopKOutput`, without
+                `no_combine`, or `BypassedTopKOutput`, whose logits are routed here.
+            pre_quant_input: None: tokens are quantized here.
         Returns: [T, H], or [T, K, H] with `no_combine`; `hidden_states`, overwritten, with `inplace`.
         Errors: ValueError. Collective over the ranks of `parallel` if `reduce_results`, else local; an operator under
         torch.compile. Host sync and CUDA graphs: as of `outplace_fused_experts`.
         """
-        routing, config = chosen(hidden_states, topk_output), self.moe_runner_config
-        num_topk = routing.topk_ids.shape[1]
-        if self.top_k is not None and num_topk != self.top_k:
+        if pre_quant_input is not None:
+            raise ValueError("pre_quant_input is given, tokens are quantized here")
+        (x, routing), config = chosen(hidden_states, topk_output), self.moe_runner_config
+        num_topk = routing.topk_ids.numel() // max(hidden_states.shape[0], 1)
+        if self.top_k is not None and hidden_states.shape[0] and num_topk != self.top_k:
             raise ValueError(f"topk_output has {num_topk} experts a token, layer {self.layer_id} has {self.top_k}")
+        if x is not hidden_states and config.no_combine:
+            raise ValueError("no_combine is set, and topk_output has pairs by expert, whose rows are summed here")
         inplace = config.inplace and not config.no_combine
+        if x is hidden_states and inplace and not torch.compiler.is_compiling():
+            return self.run(x, routing, x)
         if torch.compiler.is_compiling():
-            y = layer_op(hidden_states, routing.topk_ids, routing.topk_weights, self._number)
-            return hidden_states.copy_(y) if inplace else y
-        return self.run(hidden_states, routing, hidden_states if inplace else None)
+            y = layer_op(x, routing.topk_ids, routing.topk_weights, self._number)
+        else:
+            y = self.run(x, routing)
+        if x is not hidden_states:
+            y = y.view(*hidden_states.shape[:1], -1, y.shape[1]).float().sum(1).to(y.dtype)
+        return hidden_states.copy_(y) if inplace else y
 
     def run(self, x: torch.Tensor, routing: Routing, out: torch.Tensor | None = None) -> torch.Tensor:
         """`forward` with chosen experts, into `out` if it is given."""
@@ -269,16 +314,19 @@ class FusedMoE(torch.nn.Module):
         if self.start_expert_id:
             routing = Routing(topk_ids=routing.topk_ids - self.start_expert_id, topk_weights=routing.topk_weights)
         factor = 1.0
-        if not config.no_combine and not self.should_fuse_routed_scaling_factor_in_topk():
+        if not config.no_combine and not self.should_fuse_routed_scaling_factor_in_topk:
             factor = config.routed_scaling_factor or 1.0
         flags = self._format.flags
         tiles = None if flags is None else found_tiles(flags, weights.w2.values, x, weights.scheme)
         experts = experts_for(self._activation, weights.scheme, x.device, tiles)
+        if config.no_combine and not (config.no_combine_keep_router_weight or config.apply_router_weight_on_input):
+            routing = Routing(topk_ids=routing.topk_ids, topk_weights=torch.ones_like(routing.topk_weights))
         y = run_routed(
             x,
             routing,
             weights,
             experts,
+            dtype=x.dtype,
             on_input=config.apply_router_weight_on_input,
             no_combine=config.no_combine,
             factor=factor,
@@ -346,16 +394,3 @@ def _fit_scales(layer: FusedMoE, state: Mapping[str, torch.Tensor], prefix: str,
             parameter = getattr(layer, name)
             parameter.__dict__.pop("scale_dtype", None)  # of those before, which the state replaces
             fit_scale(parameter, part, state[f"{prefix}{name}"], name)
-
-
-def _activation_of(config: MoeRunnerConfig) -> ActivationConfig:
-    alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
-    if config.activation not in ("silu", "gelu"):
-        raise ValueError(f"activation ({config.activation!r}) is not one of silu, gelu")
-    if (alpha is None) != (limit is None):
-        raise ValueError(f"gemm1_alpha ({alpha}) and gemm1_clamp_limit ({limit}) go together")
-    if alpha is None:
-        return ActivationConfig(kind=ActivationKind(config.activation))
-    if config.activation != "silu":
-        raise ValueError(f"gemm1_alpha ({alpha}) belongs to activation 'silu', not {config.activation!r}")
-    return swiglu(alpha, limit)

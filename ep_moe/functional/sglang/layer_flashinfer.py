@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ep_moe.config import ActivationConfig
 from ep_moe.functional.flashinfer import trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang.layer import FusedMoE
 from ep_moe.functional.sglang.layer_configs import as_mapping
@@ -28,12 +29,12 @@ class FlashInferFusedMoE(FusedMoE):
                 f"({self.num_fused_shared_experts}) 0 in {type(self).__name__}"
             )
 
-    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None) -> torch.Tensor:
         """`FusedMoE.forward` of logits; `topk_config.renormalize` is needed."""
         _require_logits(topk_output, type(self).__name__)
         if not topk_output.topk_config.renormalize:
             raise ValueError(f"topk_config.renormalize is False, {type(self).__name__} needs it")
-        return super().forward(hidden_states, topk_output)
+        return super().forward(hidden_states, topk_output, pre_quant_input)
 
 
 class FlashInferFP4MoE(FusedMoE):
@@ -50,11 +51,14 @@ class FlashInferFP4MoE(FusedMoE):
         config, name = self.moe_runner_config, type(self).__name__
         if self._format.scheme.name != "nvfp4":
             raise ValueError(f"quant_config gives scheme '{self._format.scheme.name}', {name} has modelopt's NVFP4")
-        for option in ("apply_router_weight_on_input", "no_combine", "gemm1_alpha"):
-            if getattr(config, option) not in (False, None):
+        for option in ("apply_router_weight_on_input", "no_combine"):
+            if getattr(config, option):
                 raise ValueError(f"{option} ({getattr(config, option)}) is set, {name} has none")
-        if config.activation != "silu" or "w13_weight_bias" in self._parts:
-            raise ValueError(f"activation ({config.activation!r}) must be 'silu', and with_bias False, in {name}")
+        if self._activation != ActivationConfig() or "w13_weight_bias" in self._parts:
+            raise ValueError(
+                f"activation ({config.activation!r}) must be 'silu' without gemm1_alpha and limits, and with_bias "
+                f"False, in {name}"
+            )
 
     def _made(self) -> ExpertWeights:
         raise RuntimeError(f"{type(self).__name__} has no weights of the runtime's own, FlashInfer's call has")
@@ -62,10 +66,19 @@ class FlashInferFP4MoE(FusedMoE):
     def process_weights_after_loading(self) -> None:
         """The parameters are used as they are."""
 
-    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None) -> torch.Tensor:
         """Route and compute [T, H] bfloat16. Errors: as of `trtllm_fp4_block_scale_moe`."""
+        if pre_quant_input is not None:
+            raise ValueError("pre_quant_input is given, tokens are quantized here")
         _require_logits(topk_output, type(self).__name__)
         options, factor = topk_output.topk_config, self.moe_runner_config.routed_scaling_factor
+        for name in ("num_token_non_padded", "expert_location_dispatch_info"):
+            if getattr(topk_output, name, None) is not None:
+                raise ValueError(f"topk_output.{name} is given, {type(self).__name__} routes all logits as they are")
+        if options.custom_routing_function is not None:
+            raise ValueError(
+                f"topk_config.custom_routing_function is given, {type(self).__name__} routes logits itself"
+            )
         method = routing_config(options, self.num_experts)
         if self.top_k is not None and options.top_k != self.top_k:
             raise ValueError(f"topk_config.top_k ({options.top_k}) is not the layer's ({self.top_k})")

@@ -48,10 +48,11 @@ class LayerFormat:
         """The flags of `fused_experts` that say the same, by which files of configs are named; None without any."""
         name = self.scheme.name
         block = list(self.stored.block) if self.stored.granularity == "block" else None
+        channels = self.stored.granularity == "channel"
         if name.startswith("fp8_") and self.scheme.payload.quantized:
-            return Flags(use_fp8_w8a8=True, per_channel_quant=block is None, block_shape=block)
+            return Flags(use_fp8_w8a8=True, per_channel_quant=channels, block_shape=block)
         if name.startswith("int8_") and self.scheme.payload.quantized:
-            return Flags(use_int8_w8a8=True, per_channel_quant=block is None, block_shape=block)
+            return Flags(use_int8_w8a8=True, per_channel_quant=channels, block_shape=block)
         return Flags() if name == "none" else None
 
 

@@ -10,48 +10,92 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.functional.sglang.ragged_pairs import routed_pairs
+from ep_moe.functional.sglang.ragged_pairs import ByExpert, sort_pairs
 from ep_moe.routing import Routing, route
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedExpertsConfig:
+    """The shared experts that a router chooses for all tokens, as SGLang's class of this name."""
+
+    fusion_disabled: bool = False  # not read
+    num_fused_shared_experts: int = 0
+    use_waterfill: bool = False
+
+    @property
+    def num_shared_topk_slots(self) -> int:
+        """How many of a token's experts are shared ones."""
+        return 0 if self.use_waterfill else self.num_fused_shared_experts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TopKConfig:
-    """The options of SGLang's class of this name that routing reads; any object with these attributes serves."""
+    """The options of SGLang's class of this name; any object with these attributes serves.
+
+    Where logits are routed and by which kernel is not read: torch_native, output_format, runner_backend and those after
+    scoring_func.
+    """
 
     top_k: int
     use_grouped_topk: bool = False
     topk_group: int | None = None
     num_expert_group: int | None = None
     renormalize: bool = True
-    num_fused_shared_experts: int = 0
+    shared_experts: Any = SharedExpertsConfig()
     custom_routing_function: Callable[..., Any] | None = None
     correction_bias: torch.Tensor | None = None
+    torch_native: bool = False
     routed_scaling_factor: float | None = None
     apply_routed_scaling_factor_on_output: bool = False
+    fused_shared_experts_scaling_factor: float | None = None  # of shared experts
+    output_format: Any = None
+    runner_backend: Any = None
+    routing_method_type: Any = None
+    scoring_func: str = "softmax"
+    sqrtsoftplus_log1p: bool = False
+    fused_gate_packed_ids: bool = False
+    allow_routed_experts_capture: bool = True
+    layer_id: int | None = None
 
 
 class BypassedTopKOutput(NamedTuple):
     """Logits that the layer routes itself, as SGLang's class of this name; any object with these attributes serves."""
 
     hidden_states: torch.Tensor  # not read
-    router_logits: torch.Tensor  # [T, E]
+    raw_router_logits: torch.Tensor  # [T, E]
     topk_config: Any
+    num_token_non_padded: torch.Tensor | None = None  # [1], tokens from this one on get no expert
+    expert_location_dispatch_info: Any = None  # other numbers of experts: None
+
+    @property
+    def router_logits(self) -> torch.Tensor:
+        """[T, E]."""
+        return self.raw_router_logits
 
 
 def routing_config(options: Any, num_experts: int) -> RoutingConfig:
-    """The routing that SGLang's options describe: softmax, or with a bias sigmoid and groups.
+    """The routing that SGLang's options describe.
 
-    Errors: ValueError for groups without a bias, and fused shared experts, which the router has no logits of.
+    Softmax; or by scoring_func sigmoid, which takes a correction_bias and is that of groups with one.
+    Errors: ValueError for groups without a bias, a bias of softmax without groups, other functions, and shared experts,
+    which the router has no logits of.
     """
-    if options.num_fused_shared_experts:
-        raise ValueError(
-            f"topk_config.num_fused_shared_experts ({options.num_fused_shared_experts}) is not routed here"
-        )
-    if options.correction_bias is None:
-        if options.use_grouped_topk:
-            raise ValueError("topk_config.use_grouped_topk is set without a correction_bias, which is not routed here")
+    of_release = "shared_experts" if hasattr(options, "shared_experts") else "num_fused_shared_experts"
+    shared = getattr(options, of_release, 0)
+    if getattr(shared, "num_shared_topk_slots", shared):
+        raise ValueError(f"topk_config.{of_release} ({shared}) are not routed here")
+    scores, biased = getattr(options, "scoring_func", "softmax"), options.correction_bias is not None
+    if options.use_grouped_topk and not biased:
+        raise ValueError("topk_config.use_grouped_topk is set without a correction_bias, which is not routed here")
+    if scores not in ("softmax", "sigmoid") or (scores == "softmax" and biased and not options.use_grouped_topk):
+        bias = " with a correction_bias and without groups" if biased else ""
+        raise ValueError(f"topk_config.scoring_func ({scores!r}){bias} is not routed here")
+    if not biased and scores == "softmax":
         method = RoutingMethod.RENORMALIZE if options.renormalize else RoutingMethod.DEFAULT
         return RoutingConfig(method=method, num_topk=options.top_k)
+    if not biased:
+        method = RoutingMethod.SIGMOID_RENORM
+        return RoutingConfig(method=method, num_topk=options.top_k, norm_topk_prob=options.renormalize)
     groups = (options.num_expert_group, options.topk_group) if options.use_grouped_topk else (None, None)
     if num_experts % (groups[0] or 1):
         raise ValueError(f"topk_config.num_expert_group ({groups[0]}) does not divide {num_experts} experts")
@@ -64,14 +108,20 @@ def routing_config(options: Any, num_experts: int) -> RoutingConfig:
     )
 
 
-def chosen(hidden_states: torch.Tensor, topk_output: Any) -> Routing:
-    """The experts of tokens. Errors: ValueError for another output. Local, no host sync."""
+def chosen(hidden_states: torch.Tensor, topk_output: Any) -> tuple[torch.Tensor, Routing]:
+    """The tokens and their experts, of routing data by expert a row for each pair, [T * K, H] and [T * K, 1].
+
+    Errors: ValueError for another output. Local, no host sync.
+    """
     options = getattr(topk_output, "topk_config", None)
     if options is not None:
-        return _routed(hidden_states, topk_output.router_logits, options)
+        return hidden_states, _routed(hidden_states, topk_output, options)
     parts = tuple(topk_output)
-    if len(parts) == 3 and hasattr(parts[0], "expt_hist"):
-        return routed_pairs(hidden_states.shape[0], *parts)
+    if hasattr(parts[0], "slice_sizes") and len(parts) == 5:
+        data = ByExpert(parts[0].slice_sizes, *parts[1:])
+        data.check(hidden_states.shape[0])
+        routing, tokens = sort_pairs(data, None, hidden_states.shape[0])
+        return hidden_states[tokens], routing
     if len(parts) not in (2, 3) or not all(isinstance(part, torch.Tensor) for part in parts[:2]):
         raise ValueError(f"topk_output ({type(topk_output).__name__}) is not (topk_weights, topk_ids, router_logits)")
     weights, ids = parts[:2]
@@ -80,10 +130,13 @@ def chosen(hidden_states: torch.Tensor, topk_output: Any) -> Routing:
             f"topk_ids are {tuple(ids.shape)}, topk_weights {tuple(weights.shape)}; both ({hidden_states.shape[0]}, K) "
             "needed"
         )
-    return Routing(topk_ids=ids, topk_weights=weights.float())
+    return hidden_states, Routing(topk_ids=ids, topk_weights=weights.float())
 
 
-def _routed(hidden_states: torch.Tensor, logits: torch.Tensor, options: Any) -> Routing:
+def _routed(hidden_states: torch.Tensor, topk_output: Any, options: Any) -> Routing:
+    if getattr(topk_output, "expert_location_dispatch_info", None) is not None:
+        raise ValueError("topk_output.expert_location_dispatch_info is given, logits are of the experts as they lie")
+    logits, num_tokens = topk_output.router_logits, getattr(topk_output, "num_token_non_padded", None)
     if options.custom_routing_function is not None:
         weights, ids = options.custom_routing_function(
             hidden_states=hidden_states,
@@ -96,6 +149,8 @@ def _routed(hidden_states: torch.Tensor, logits: torch.Tensor, options: Any) -> 
         config = routing_config(options, logits.shape[-1])
         routing = route(logits, config, routing_bias=options.correction_bias)
     factor = options.routed_scaling_factor if options.apply_routed_scaling_factor_on_output else None
-    if factor is None:
-        return routing
-    return Routing(topk_ids=routing.topk_ids, topk_weights=routing.topk_weights * factor)
+    ids, weights = routing.topk_ids, routing.topk_weights
+    if num_tokens is not None:
+        padding = torch.arange(len(ids), device=ids.device) >= num_tokens
+        ids = ids.masked_fill(padding[:, None], -1)
+    return Routing(topk_ids=ids, topk_weights=weights if factor is None else weights * factor)

@@ -8,7 +8,7 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from ep_moe.functional.common import check_like, experts_for, kept_weights
 from ep_moe.functional.formats import scheme_of
 from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
-from ep_moe.functional.sglang.configs import configs_key, found_tiles, get_moe_configs, override_key
+from ep_moe.functional.sglang.configs import ConfigsKey, configs_key, found_tiles, get_moe_configs, override_key
 from ep_moe.functional.sglang.experts import (
     ExpertsCall,
     check_tokens,
@@ -32,9 +32,6 @@ from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
-if TYPE_CHECKING:
-    from ep_moe.kernel_launch.sequence import LaunchSequence
-
 _MXFP4_GROUP = 32
 
 
@@ -46,11 +43,11 @@ class RaggedCall(NamedTuple):
     b1: torch.Tensor | None
     w2: torch.Tensor
     b2: torch.Tensor | None
+    slice_sizes: torch.Tensor
+    gather_indx: torch.Tensor
+    scatter_indx: torch.Tensor | None
     gate_scal: torch.Tensor
-    expt_hist: torch.Tensor
-    source: torch.Tensor
-    target: torch.Tensor
-    num_topk: int
+    n_expts_act: int
     activation: str
     apply_router_weight_on_input: bool
     use_fp8_w8a8: bool
@@ -73,7 +70,7 @@ class RaggedCall(NamedTuple):
     @property
     def by_expert(self) -> ByExpert:
         """The routing data."""
-        return ByExpert(self.gate_scal, self.expt_hist, self.source, self.target)
+        return ByExpert(self.slice_sizes, self.gather_indx, self.scatter_indx, self.gate_scal, self.n_expts_act)
 
     @property
     def weights_given(self) -> tuple[torch.Tensor | None, ...]:
@@ -96,32 +93,25 @@ class RaggedCall(NamedTuple):
             self.w1.transpose(1, 2),
             self.w2.transpose(1, 2),
             self.gate_scal,
-            self.target,
+            self.gather_indx,
             self.b1,
             self.b2,
-            self.activation,
-            self.apply_router_weight_on_input,
-            self.use_fp8_w8a8,
-            False,
-            False,
-            False,
-            self.per_channel_quant,
-            scales[0],
-            scales[1],
-            None,
-            None,
-            self.a1_scale,
-            self.a2_scale,
-            self.block_shape,
-            False,
-            None,
-            self.gemm1_alpha,
-            self.gemm1_limit,
+            activation=self.activation,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+            use_fp8_w8a8=self.use_fp8_w8a8,
+            per_channel_quant=self.per_channel_quant,
+            w1_scale=scales[0],
+            w2_scale=scales[1],
+            a1_scale=self.a1_scale,
+            a2_scale=self.a2_scale,
+            block_shape=self.block_shape,
+            gemm1_alpha=self.gemm1_alpha,
+            gemm1_limit=self.gemm1_limit,
         )
 
 
 _SCALES = slice(RaggedCall._fields.index("w1_scale"), RaggedCall._fields.index("block_shape"))
-_FLAGS = slice(RaggedCall._fields.index("num_topk"), RaggedCall._fields.index("expert_map"))
+_FLAGS = slice(RaggedCall._fields.index("n_expts_act"), RaggedCall._fields.index("expert_map"))
 _NUMBERS = slice(_SCALES.stop + 1, None)
 
 
@@ -129,81 +119,61 @@ class _Plan(NamedTuple):
     """What later calls of a kind repeat, unless `get_moe_configs` says something else by then."""
 
     routed: RoutedPlan
-    configs_key: tuple[int, int, str | None, int, int]
+    configs_key: ConfigsKey
     configs: dict[int, Any] | None
 
 
-def _key_of(call: RaggedCall, out: torch.Tensor | None) -> tuple[object, ...]:
+def _key_of(call: RaggedCall) -> tuple[object, ...]:
     """All that a plan depends on."""
     block, fields = call.block_shape, _fields_of(call)
-    given = [call.hidden_states, *call.by_expert]
-    absent = call.expert_map is None, out is None, block if block is None else (*block,), override_key()
-    given += [tensor for tensor in (call.expert_map, out) if tensor is not None]
-    return *fields[_FLAGS], *fields[_NUMBERS], *absent, *kinds(given), *identities(call.weights_given)
+    absent = call.expert_map is None, call.scatter_indx is None, block if block is None else (*block,), override_key()
+    given = kinds(call.by_expert.lists(call.hidden_states, call.expert_map))
+    return *fields[_FLAGS], *fields[_NUMBERS], *absent, *given, *identities(call.weights_given)
 
 
 def _fields_of(call: RaggedCall) -> tuple[Any, ...]:
     return call
 
 
-def compute(call: RaggedCall, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The weighted sum [T, H], in `out` if there is one. Errors: ValueError. Local."""
-    data = call.by_expert
-    plannable = data.own_rows and not call.apply_router_weight_on_input
-    if not plannable:
-        return _computed(call, out, None)[0]
-    plans, key = plans_of("triton_kernel", threading.get_ident()), _key_of(call, out)
+def compute(call: RaggedCall) -> torch.Tensor:
+    """The weighted rows [G, H] of pairs; those without an expert are zeros. Errors: ValueError. Local."""
+    x, data = call.hidden_states, call.by_expert
+    plans, key = plans_of("triton_kernel", threading.get_ident()), _key_of(call)
     plan: _Plan | None = plans.get(key)
     if plan is not None and get_moe_configs(*plan.configs_key) is plan.configs:
         scales = {"static_scale": call.a1_scale, "inner_scale": call.a2_scale}
-        result = plan.routed.listed(call.hidden_states, data.lists(call.expert_map), out, **scales)
+        result = plan.routed.listed(x, data.lists(x, call.expert_map), None, **scales)
         if result is not None:
             return result
-    result, routed = _computed(call, out, data.launches(call.hidden_states, call.num_topk, call.expert_map))
+    result, routed = _computed(call)
     if routed is not None:
         given_weights = call.as_experts()
-        found = configs_key(given_weights.flags, given_weights.w2, call.hidden_states.dtype)
+        found = configs_key(given_weights.flags, given_weights.w2, x.dtype)
         new = _Plan(routed, found, get_moe_configs(*found))
-        plans.keep(key, new, call.hidden_states.device, call.weights_given)
+        plans.keep(key, new, x.device, call.weights_given)
     return result
 
 
-def _computed(
-    call: RaggedCall, out: torch.Tensor | None, pairs: "LaunchSequence | None"
-) -> tuple[torch.Tensor, RoutedPlan | None]:
-    """The result of a call, checked, and what repeats it, if anything does.
-
-    Args: pairs: the launches that find the routing, None to find it by torch.
-    """
+def _computed(call: RaggedCall) -> tuple[torch.Tensor, RoutedPlan | None]:
+    """The result of a call, checked, and what repeats it, if anything does."""
     _check(call)
-    data, x, num_topk = call.by_expert, call.hidden_states, call.num_topk
-    sorter = None
-    if pairs is None:
-        sorter = sort_pairs(data, call.expert_map)
-        routing = sorter.routing(x.shape[0], num_topk)
-    else:
-        lists = dict(zip(pairs.given, data.lists(call.expert_map), strict=True))
-        found = pairs.workspace.views(pairs.run(lists))
-        routing = Routing(topk_ids=found["ids"], topk_weights=found["weights"])
+    x, data, on_input = call.hidden_states, call.by_expert, call.apply_router_weight_on_input
     scheme, weights = _weights(call)
     given = call.as_experts()
     tiles = None if call.is_mxfp4 else found_tiles(given.flags, given.w2, x, scheme)
     experts = experts_for(call.between, scheme, x.device, tiles)
-    on_input = call.apply_router_weight_on_input
-    if not data.own_rows:
-        source = torch.zeros(data.source.numel() + 1, dtype=torch.int64, device=x.device)
-        assert sorter is not None
-        source = source.scatter_(0, sorter.pair_of, data.source.clamp(min=0).long())[:-1]
-        apart = Routing(topk_ids=routing.topk_ids.view(-1, 1), topk_weights=routing.topk_weights.view(-1, 1))
-        rows = run_routed(x[source // num_topk], apart, weights, experts, on_input=on_input)
-        result = rows.view(*routing.topk_ids.shape, rows.shape[1]).float().sum(1)
-        return result.to(x.dtype) if out is None else out.copy_(result), None
-    if on_input:
-        return run_routed(x, routing, weights, experts, on_input=True, out=out), None
-    result = local_moe(x, routing, weights, experts, out=out)
-    if pairs is None or (_copies_mxfp4(call) if call.is_mxfp4 else has_copies(given, scheme)):
+    scaled_later = on_input and scheme.payload.quantized  # its scales are multiplied, not tokens
+    pairs = None if scaled_later else data.launches(x, call.expert_map, on_input=on_input)
+    if pairs is None:
+        routing, tokens = sort_pairs(data, call.expert_map, x.shape[0])
+        return run_routed(x[tokens], routing, weights, experts, dtype=x.dtype, on_input=on_input), None
+    found = pairs.workspace.views(pairs.run(dict(zip(pairs.given, data.lists(x, call.expert_map), strict=True))))
+    routing = Routing(topk_ids=found["ids"], topk_weights=found["weights"])
+    result = local_moe(found["tokens"], routing, weights, experts)
+    if _copies_mxfp4(call) if call.is_mxfp4 else has_copies(given, scheme):
         return result, None
-    return result, RoutedPlan.of(x, routing, weights, experts, inner_scale=call.a2_scale, out=out, before=pairs)
+    more: dict[str, Any] = {"inner_scale": call.a2_scale, "out": None, "before": pairs}
+    return result, RoutedPlan.of(found["tokens"], routing, weights, experts, **more)
 
 
 def _check(call: RaggedCall) -> None:
@@ -222,16 +192,16 @@ def _check(call: RaggedCall) -> None:
             raise ValueError(
                 f"{name} is {found}; {needed} needed beside hidden_states {tuple(call.hidden_states.shape)}"
             )
-    total = call.expt_hist.shape[0]
+    call.by_expert.check(call.hidden_states.shape[0])
+    total = call.slice_sizes.shape[0]
     mapped = None if call.expert_map is None else call.expert_map.shape[0]
     if (mapped or num_experts) != total or call.global_num_experts not in (-1, total):
         raise ValueError(
-            f"routing data has {total} experts, global_num_experts is {call.global_num_experts}, "
+            f"a_ragged_metadata has {total} experts, global_num_experts is {call.global_num_experts}, "
             f"w1 has {num_experts}, expert_map {mapped}: all of them, and expert_map names those of w1"
         )
     if call.b1 is not None and call.apply_router_weight_on_input:
         raise ValueError("b1 is given, apply_router_weight_on_input takes none")
-    call.by_expert.check(call.hidden_states.shape[0], call.num_topk)
 
 
 def _weights(call: RaggedCall) -> tuple[QuantScheme, ExpertWeights]:
@@ -265,11 +235,11 @@ def _mxfp4_weights(call: RaggedCall, scheme: QuantScheme) -> ExpertWeights:
     for name, values in (("w1", given.w1), ("w2", given.w2)):
         scale = getattr(call, f"{name}_scale")
         if scale is None:
-            raise ValueError(f"{name}_pcg has no weight_scale, {name} is {values.dtype} and needs one")
+            raise ValueError(f"{name}_pcg has no b_mx_scale, {name} is {values.dtype} and needs one")
         groups = 2 * values.shape[2] // _MXFP4_GROUP
         if tuple(scale.shape) != (values.shape[0], groups, values.shape[1]) or scale.element_size() != 1:
             raise ValueError(
-                f"{name}_pcg.weight_scale is {tuple(scale.shape)} {scale.dtype}; "
+                f"{name}_pcg.b_mx_scale is {tuple(scale.shape)} {scale.dtype}; "
                 f"{(values.shape[0], groups, values.shape[1])} of one byte needed"
             )
         turned = scale.detach().transpose(1, 2).contiguous().view(torch.float8_e8m0fnu)

@@ -12,31 +12,13 @@ from ep_moe.quant import get_scheme, quantize_weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatherIndx:
-    """Indices of pairs, as triton_kernels' class of this name: row i by expert is pair src_indx[i]."""
+class RaggedTensorMetadata:
+    """How many pairs each expert has, as triton_kernels' class of this name; any object with slice_sizes serves."""
 
-    src_indx: torch.Tensor  # [G] int32, -1 none
-    dst_indx: torch.Tensor  # [G] int32, its inverse; not read
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScatterIndx:
-    """Indices of pairs, as triton_kernels' class of this name: row i by expert goes to pair dst_indx[i]."""
-
-    src_indx: torch.Tensor  # [G] int32, its inverse; not read
-    dst_indx: torch.Tensor  # [G] int32, -1 none
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RoutingData:
-    """The pairs of each expert, as triton_kernels' class of this name; any object with these attributes serves."""
-
-    gate_scal: torch.Tensor  # [G], weights in the order of experts
-    expt_hist: torch.Tensor  # [n_expts_tot] int32, pairs of each expert
-    n_expts_tot: int
-    n_expts_act: int  # K
-    expt_data: Any = None  # not read
-    expected_tokens_per_expt: int | None = None  # not read
+    slice_sizes: torch.Tensor  # [E] int32
+    slice_offs: torch.Tensor | None = None  # not read, as those below: they follow from slice_sizes
+    block_offs_data: torch.Tensor | None = None
+    block_schedule_data: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,18 +30,20 @@ class InFlexData:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MicroscalingCtx:
-    """The scales of an MXFP4 weight, [E, K / 32, N] e8m0 bytes; serves as `w1_pcg` and `w2_pcg`."""
+class PrecisionConfig:
+    """The scales of an MXFP4 weight, as triton_kernels' class of this name, whose other attributes are not read."""
 
-    weight_scale: torch.Tensor | None = None
+    b_mx_scale: torch.Tensor | None = None  # [E, K / 32, N] e8m0 bytes
 
 
 class TritonKernelTopKOutput(NamedTuple):
     """The routing of tokens, as SGLang's class of this name; any tuple in this order serves."""
 
-    routing_data: Any
-    gather_indx: Any
-    scatter_indx: Any
+    a_ragged_metadata: Any
+    gather_indx: torch.Tensor  # [G], the token of each pair in the order of experts
+    scatter_indx: torch.Tensor  # [G], its number, -1 none
+    gate_scal: torch.Tensor  # [G], its weight
+    n_expts_act: int  # K
 
 
 def quantize(w: torch.Tensor, dtype: str, dev: Any, **opt: Any) -> tuple[Any, ...]:
@@ -68,7 +52,7 @@ def quantize(w: torch.Tensor, dtype: str, dev: Any, **opt: Any) -> tuple[Any, ..
     Args:
         dtype: "bf16"; "fp8", e4m3 with one scale for the whole tensor, its largest magnitude / 448; "mx4", MXFP4 with a
             scale for 32 rows. opt: `swizzle_mx_scale` False, for "mx4".
-    Returns: values and `InFlexData`, which has the scale of "fp8"; but for "bf16" also `MicroscalingCtx`, with the
+    Returns: values and `InFlexData`, which has the scale of "fp8"; but for "bf16" also `PrecisionConfig`, with the
         scales of "mx4". Values of "fp8" and "mx4" are transposed views of a tensor whose rows are columns of w.
     Errors: ValueError for another dtype or option. Local.
     """
@@ -83,25 +67,23 @@ def quantize(w: torch.Tensor, dtype: str, dev: Any, **opt: Any) -> tuple[Any, ..
     if dtype == "fp8":
         scale = turned.abs().amax().float().clamp(min=1e-10).reshape(1) / torch.finfo(torch.float8_e4m3fn).max
         values = (turned.float() / scale).to(torch.float8_e4m3fn)
-        return values.transpose(1, 2), InFlexData(values.dtype, scale), MicroscalingCtx()
+        return values.transpose(1, 2), InFlexData(values.dtype, scale), PrecisionConfig()
     if dtype != "mx4":
         raise ValueError(f"dtype ({dtype!r}) is not one of bf16, fp8, mx4")
     matrix = quantize_weight(turned.float(), get_scheme("mxfp4_w4a16"))
     assert matrix.scale is not None
     scales = matrix.scale.view(torch.uint8).transpose(1, 2)
-    return matrix.values.transpose(1, 2), InFlexData(), MicroscalingCtx(scales)
+    return matrix.values.transpose(1, 2), InFlexData(), PrecisionConfig(scales)
 
 
 def routing_from_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> TritonKernelTopKOutput:
     """The same routing [T, K] as data by expert; ids outside of [0, num_experts) are left out. Local, no host sync."""
-    flat = topk_ids.reshape(-1).long()
+    flat, num_topk = topk_ids.reshape(-1).long(), topk_ids.shape[1]
     valid = (flat >= 0) & (flat < num_experts)
     expert = torch.where(valid, flat, num_experts)
     order = torch.sort(expert, stable=True).indices
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=flat.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
-    pairs = torch.where(valid[order], order, -1).int()
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(flat.numel(), device=flat.device))
-    places = torch.where(valid, places, -1).int()
-    data = RoutingData(topk_weights.reshape(-1)[order], counts[:-1], num_experts, topk_ids.shape[1])
-    return TritonKernelTopKOutput(data, GatherIndx(pairs, places), ScatterIndx(places, pairs))
+    pairs, tokens = torch.where(valid[order], order, -1).int(), (order // num_topk).int()
+    data = RaggedTensorMetadata(counts[:-1])
+    return TritonKernelTopKOutput(data, tokens, pairs, topk_weights.reshape(-1)[order], num_topk)

@@ -13,6 +13,7 @@ from ep_moe.kernels.numerics import round_to
 @triton.jit(do_not_specialize=["ids_stride", "weights_stride"])
 def _pair_rows_kernel(
     x_ptr,  # [T, H], rows `x_stride` apart
+    source_ptr,  # [P] int32, the row of x of each pair that has an expert, K is 1 then; or None: that of its token
     ids_ptr,  # [T, K], rows `ids_stride` apart
     weights_ptr,  # [T, K] float32, rows `weights_stride` apart
     tokens_ptr,  # [P, H], out, P = T * K
@@ -35,11 +36,17 @@ def _pair_rows_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
-    x = tl.load(x_ptr + token * x_stride + column, mask=inside)
+    if source_ptr is not None:
+        listed = tl.load(ids_ptr + token * ids_stride) >= 0
+        source = tl.load(source_ptr + token, mask=listed, other=0).to(tl.int64)
+    else:
+        listed = token >= 0
+        source = token
+    x = tl.load(x_ptr + source * x_stride + column, mask=inside)
     for k in tl.static_range(K):
         row = x
         if ON_INPUT:
-            weight = round_to(tl.load(weights_ptr + token * weights_stride + k), x.dtype)
+            weight = round_to(tl.load(weights_ptr + token * weights_stride + k, mask=listed, other=0.0), x.dtype)
             row = round_to(x.to(tl.float32) * weight.to(tl.float32), x.dtype)
         tl.store(tokens_ptr + (token * K + k) * H + column, row, mask=inside)
     if tl.program_id(1) == 0:
@@ -73,7 +80,7 @@ def _sorted_pairs_kernel(
     expert_ptr,  # [blocks of M], int32 or int64
     end_ptr,  # [1], places from here on are none
     ids_ptr,  # [P] int32, out: the expert of each listed pair
-    listed_ptr,  # [P] uint8, out: 1 for each listed pair; or None
+    listed_ptr,  # [P] uint8, out: 1 for each listed pair
     num_places,
     num_pairs,
     HEIGHT: tl.constexpr,  # places of an entry of `expert_ptr`
@@ -86,33 +93,39 @@ def _sorted_pairs_kernel(
     there &= (pair >= 0) & (pair < num_pairs)
     expert = tl.load(expert_ptr + place // HEIGHT, mask=there, other=-1)
     tl.store(ids_ptr + pair, expert.to(tl.int32), mask=there)
-    if listed_ptr is not None:
-        tl.store(listed_ptr + pair, tl.full([BLOCK], 1, tl.uint8), mask=there)
+    tl.store(listed_ptr + pair, tl.full([BLOCK], 1, tl.uint8), mask=there)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
 def _ragged_pairs_kernel(
     count_ptr,  # [E] int32, places of each expert, in order
-    pair_ptr,  # [P] int32 or int64, the pair of each place, others than [0, P) are none
+    row_ptr,  # [P] int32 or int64, the token of each place, others than [0, T) are none
+    pair_ptr,  # [P] int32 or int64, the pair of each place, others than [0, P) are none; or None: the place
     factor_ptr,  # [P], any float, of each place
     map_ptr,  # [E] int32 or int64, which expert each is, -1 none; or None
     ids_ptr,  # [P] int32, out: the expert of each listed pair
     weights_ptr,  # [P] float32, out: its factor
+    source_ptr,  # [P] int32, out: its token
     num_pairs,
+    num_tokens,
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # E rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Store expert and factor of the pair of each place; places behind the last expert's are none."""
+    """Store expert, factor and token of the pair of each place; places behind the last expert's are none."""
     column = tl.arange(0, EXPERTS)
     ends = tl.cumsum(tl.load(count_ptr + column, mask=column < E, other=0).to(tl.int32), 0)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = (ends[None, :] <= place[:, None]) & (column[None, :] < E)
     expert = tl.sum(before.to(tl.int32), axis=1)
     there = (place < num_pairs) & (expert < E)
-    pair = tl.load(pair_ptr + place, mask=there, other=-1).to(tl.int64)
-    there &= (pair >= 0) & (pair < num_pairs)
+    pair = place.to(tl.int64)
+    if pair_ptr is not None:
+        pair = tl.load(pair_ptr + place, mask=there, other=-1).to(tl.int64)
+    row = tl.load(row_ptr + place, mask=there, other=-1)
+    there &= (pair >= 0) & (pair < num_pairs) & (row >= 0) & (row < num_tokens)
     if map_ptr is not None:
         expert = tl.load(map_ptr + expert, mask=there, other=-1).to(tl.int32)
     tl.store(ids_ptr + pair, expert, mask=there)
+    tl.store(source_ptr + pair, row.to(tl.int32), mask=there)
     tl.store(weights_ptr + pair, tl.load(factor_ptr + place, mask=there, other=0.0).to(tl.float32), mask=there)
