@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 6, 3, 20, 64, 96
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
@@ -96,9 +97,15 @@ def rounded(x: torch.Tensor, how: str, static: float | None = None) -> torch.Ten
 def activated(sums: torch.Tensor, **options: Any) -> torch.Tensor:
     """What lies between the GEMMs, by SGLang's arguments."""
     alpha, limit = options.get("gemm1_alpha"), options.get("gemm1_limit")
+    name = options.get("activation", "silu")
     if options.get("is_gated") is False:
-        assert options["activation"] == "relu2"
-        return sums.clamp(min=0) ** 2
+        return {"relu2": lambda x: x.clamp(min=0) ** 2, "silu": F.silu, "gelu": F.gelu}[name](sums)
+    if name == "situ":
+        gate, up = sums.chunk(2, 1)
+        alpha = alpha or 4.0
+        return (
+            alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * (limit * torch.tanh(up / limit) if limit else up)
+        )
     interleaved = options.get("gate_up_interleaved", True) if alpha else options.get("fuse_swiglu_interleaved", False)
     gate, up = (sums[:, 0::2], sums[:, 1::2]) if interleaved else sums.chunk(2, 1)
     sigmoid = lambda x: 1 / (1 + torch.exp(-x))  # noqa: E731
@@ -110,8 +117,10 @@ def activated(sums: torch.Tensor, **options: Any) -> torch.Tensor:
     if options.get("swiglu_limit"):
         most = options["swiglu_limit"]
         gate, up = gate.clamp(max=most), up.clamp(-most, most)
-    if options.get("activation") == "gelu":
+    if name == "gelu":
         return up * gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+    if name == "gelu_tanh":
+        return up * gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     return up * gate * sigmoid(gate)
 
 

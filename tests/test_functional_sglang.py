@@ -164,7 +164,12 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and format
     "limit alone": ({"gemm1_limit": 0.3}, ("none", "fp8_block", "int8_channel")),
     "swiglu_limit": ({"swiglu_limit": 0.5}, ("none", "fp8_block", "int4_groups_zp")),
     "fused in turns": ({"fuse_swiglu_interleaved": True}, ("none", "fp8_channel")),
+    "gelu_tanh": ({"activation": "gelu_tanh"}, ("none",)),
+    "situ": ({"activation": "situ"}, ("none",)),
+    "situ of numbers": ({"activation": "situ", "gemm1_alpha": 0.7, "gemm1_limit": 0.6}, ("none", "fp8_block")),
     "relu2": ({"activation": "relu2", "is_gated": False}, ("none", "fp8_block", "int4_groups_zp")),
+    "silu alone": ({"activation": "silu", "is_gated": False}, ("none",)),
+    "gelu alone": ({"activation": "gelu", "is_gated": False}, ("fp8_channel",)),
 }
 
 
@@ -382,7 +387,9 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "w1": ("none", {"w1": torch.zeros(6, 192, 32, dtype=torch.bfloat16)}, ("w1 is (6, 192, 32)", "(6, 192, 64)")),
     "dtype": ("none", {"w1": torch.zeros(6, 192, 64)}, ("w1 is", "float32", "bfloat16")),
     "activation": ("none", {"activation": "tanh"}, ("activation ('tanh')", "silu, gelu")),
-    "no gate": ("none", {"is_gated": False}, ("activation ('silu'), is_gated False", "relu2 without")),
+    "rounded": ("none", {"activation": "silu_rounded"}, ("activation ('silu_rounded')",)),
+    "no gate": ("none", {"activation": "situ", "is_gated": False}, ("activation ('situ')", "silu, gelu, relu2")),
+    "no gate, limit": ("none", {"is_gated": False, "swiglu_limit": 1.0}, ("swiglu_limit (1.0)", "is_gated False")),
     "limit": ("none", {"gemm1_alpha": 7.0}, ("gemm1_alpha (7.0)", "gemm1_limit is missing")),
     "limits": ("none", {"gemm1_limit": 7.0, "swiglu_limit": 10.0}, ("gemm1_limit (7.0)", "swiglu_limit (10.0)")),
     "gelu": ("none", {"activation": "gelu", "swiglu_limit": 10.0}, ("swiglu_limit (10.0)", "'gelu'")),

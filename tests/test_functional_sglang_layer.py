@@ -392,7 +392,19 @@ def test_other_outputs_of_topk(plain: Path) -> None:
         scoring_func="sigmoid",
     )
     scores = torch.sigmoid(logits)
-    for added, one in ((bias, options), (0, dataclasses.replace(options, correction_bias=None))):
+    for added, one in (
+        (bias, options),
+        (0, dataclasses.replace(options, correction_bias=None)),
+        (bias, dataclasses.replace(options, scoring_func="softmax")),
+        (
+            0,
+            dataclasses.replace(options, correction_bias=None, use_grouped_topk=True, num_expert_group=5, topk_group=3),
+        ),
+        (bias, dataclasses.replace(options, use_grouped_topk=True, num_expert_group=1, scoring_func="softmax")),
+    ):
+        scores = torch.softmax(logits, 1) if one.scoring_func == "softmax" else torch.sigmoid(logits)
+        if one.use_grouped_topk:  # of one expert each, or one of all, which is DeepSeek-V3's
+            scores = torch.sigmoid(logits)
         ids = (scores + added).topk(TOPK)[1].int()
         weights = scores.gather(1, ids.long())
         ids[7:] = -1  # padding
@@ -556,6 +568,8 @@ def test_fp4_by_flashinfers_call(plain: Path, tmp_path: Path) -> None:
     for more, words in (((torch.tensor([3]),), "num_token_non_padded"), ((None, 1), "expert_location_dispatch_info")):
         with pytest.raises(ValueError, match=f"topk_output.{words} is given"):
             layer(x, BypassedTopKOutput(x, logits, options, *more))
+    with pytest.raises(ValueError, match="softmax with one"):
+        layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK, correction_bias=bias)))
     with pytest.raises(ValueError, match="custom_routing_function is given"):
         layer(x, BypassedTopKOutput(x, logits, TopKConfig(top_k=TOPK, custom_routing_function=print)))
 
@@ -653,9 +667,8 @@ def test_bad_tensors_are_named(plain: Path) -> None:
         layer(x, output, (x, x))
     logits = torch.zeros(TOKENS, EXPERTS)
     for options, words in (
-        ({"use_grouped_topk": True}, "use_grouped_topk"),
+        ({"use_grouped_topk": True, "num_expert_group": 2}, r"num_expert_group \(2\) does not divide 5"),
         ({"scoring_func": "sqrtsoftplus"}, r"scoring_func \('sqrtsoftplus'\)"),
-        ({"correction_bias": logits[0]}, r"scoring_func \('softmax'\) with a correction_bias"),
         ({"shared_experts": SharedExpertsConfig(num_fused_shared_experts=1)}, "shared_experts"),
     ):
         with pytest.raises(ValueError, match=words):

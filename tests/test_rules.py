@@ -37,9 +37,6 @@ OF_OTHERS = {  # signatures that other libraries own
     "functional": {
         "trtllm_fp4_block_scale_moe",
         "b12x_fused_moe",
-        "inplace_fused_experts",
-        "outplace_fused_experts",
-        "fused_experts_impl",
         "fused_experts",
         "fused_moe",
         "invoke_fused_moe_kernel",

@@ -120,7 +120,8 @@ def fused_experts_impl(call: ExpertsCall) -> torch.Tensor:
             -1, add nothing.
         w1, w2: [E, 2I, H], rows [gate; up], and [E, H, I]; two integers of 4 bits in a byte, the first in the low bits.
         b1, b2: [E, 2I] and [E, H]. inplace: the result is written into `hidden_states`, which is returned.
-        activation: "silu" or "gelu" (erf); without `is_gated` "relu2", and w1 and b1 have I rows.
+        activation: "silu", "gelu" (erf), "gelu_tanh" or "situ"; without `is_gated` "silu", "gelu" or "relu2", and then
+            w1 and b1 have I rows.
         apply_router_weight_on_input: weights multiply tokens and not the experts' outputs.
         use_fp8_w8a8: e4m3 weights and tokens: by `block_shape` [n, k] with scales [E, 2I / n, H / k]; with
             `per_channel_quant`, scales [E, 2I]; else [E]. use_int8_w8a8: the same, but not the last.
@@ -133,7 +134,8 @@ def fused_experts_impl(call: ExpertsCall) -> torch.Tensor:
         defer_sum: return each expert's weighted output. routed_scaling_factor: multiplies the sum, and nothing else.
         gemm1_alpha, gemm1_limit: (clamp(up) + 1) * gate * sigmoid(alpha * gate), gate at most the limit, of rows of w1
             that alternate, gate first, or with `gate_up_interleaved` False of halves; the limit alone, of halves:
-            min(gate * sigmoid(gate), limit) * clamp(up).
+            min(gate * sigmoid(gate), limit) * clamp(up). Of "situ" alpha * tanh(gate / alpha) * sigmoid(gate) *
+            limit * tanh(up / limit), 4 without an alpha, and up without a limit.
         swiglu_limit: gate * sigmoid(gate) * clamp(up) of halves, gate at most the limit.
         fuse_swiglu_interleaved: "silu" of rows of w1 that alternate, gate first.
         filter_expert: without meaning, ids of no expert are left out in any case.

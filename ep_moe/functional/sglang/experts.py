@@ -78,7 +78,8 @@ class ExpertsCall(NamedTuple):
     @property
     def alternating(self) -> bool:
         """Whether rows of w1 are gate and up in turns."""
-        return self.fuse_swiglu_interleaved or (self.gemm1_alpha is not None and self.gate_up_interleaved)
+        in_turns = self.gemm1_alpha is not None and self.gate_up_interleaved and self.activation == "silu"
+        return self.fuse_swiglu_interleaved or in_turns
 
     @property
     def static_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -141,8 +142,13 @@ class ExpertsCall(NamedTuple):
 _KINDS = {
     ("silu", True): ActivationKind.SILU,
     ("gelu", True): ActivationKind.GELU,
+    ("gelu_tanh", True): ActivationKind.GELU_TANH,
+    ("situ", True): ActivationKind.SITU,
+    ("silu", False): ActivationKind.SILU_NO_MUL,
+    ("gelu", False): ActivationKind.GELU_NO_MUL,
     ("relu2", False): ActivationKind.RELU2,
 }
+_SITU_ALPHA = 4.0  # without gemm1_alpha
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,12 +165,16 @@ def activation_config(
     Errors: ValueError names the argument, its value and what it goes with.
     """
     if (name, is_gated) not in _KINDS:
-        raise ValueError(f"activation ({name!r}), is_gated {is_gated}: not one of silu, gelu, or relu2 without a gate")
+        gated = ", ".join(key for key, gate in _KINDS if gate == is_gated)
+        raise ValueError(f"activation ({name!r}) is not one of {gated}, which there are with is_gated {is_gated}")
     numbers = {"gemm1_alpha": gemm1_alpha, limit_name: gemm1_limit, "swiglu_limit": swiglu_limit}
     given = {argument: number for argument, number in numbers.items() if number is not None}
     text = " and ".join(f"{argument} ({number})" for argument, number in given.items())
-    if given and name != "silu":
-        raise ValueError(f"{text} given, which belong to activation 'silu', not {name!r}")
+    if name == "situ" and swiglu_limit is None:
+        alpha, beta = _SITU_ALPHA if gemm1_alpha is None else gemm1_alpha, gemm1_limit or 0.0
+        return ActivationConfig(kind=ActivationKind.SITU, alpha=float(alpha), beta=float(beta))
+    if given and (name, is_gated) != ("silu", True):
+        raise ValueError(f"{text} given, which activation {name!r} with is_gated {is_gated} does not have")
     if swiglu_limit is not None and len(given) > 1:
         raise ValueError(f"{text} are given, swiglu_limit goes with no other")
     if gemm1_alpha is not None and gemm1_limit is None:

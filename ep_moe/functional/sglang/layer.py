@@ -38,9 +38,9 @@ class FusedMoE(torch.nn.Module):
         params_dtype: of unquantized weights and of biases, torch's default if None.
         reduce_results: sum over the ranks of `parallel`, an all-reduce.
         quant_config: SGLang's object, or the `quantization_config` of config.json; None: not quantized.
-        activation: "silu" or "gelu" (erf). gemm1_alpha, gemm1_clamp_limit, swiglu_limit: as of `fused_experts_impl`;
-            with an alpha and `gate_up_interleaved` stacked rows of w13 alternate in the checkpoint, and are loaded as
-            [gate; up]. gemm1_beta: 1 or None. is_gated: True.
+        activation: "silu", "gelu" (erf), "gelu_tanh" or "situ". gemm1_alpha, gemm1_clamp_limit, swiglu_limit: as of
+            `fused_experts_impl`; with an alpha and `gate_up_interleaved` stacked rows of w13 alternate in checkpoints,
+            and are loaded as [gate; up]. gemm1_beta: 1 or None. is_gated: True.
         apply_router_weight_on_input, no_combine: as of `fused_experts_impl`.
         routed_scaling_factor: multiplies the sum, unless `should_fuse_routed_scaling_factor_in_topk`.
         use_presharded_weights: tensors that are loaded have this rank's share of I alone.
@@ -139,7 +139,7 @@ class FusedMoE(torch.nn.Module):
         options_of(self.moe_runner_config)
         numbers = gemm1_alpha, gemm1_clamp_limit, swiglu_limit
         self._activation = activation_config(activation, is_gated, *numbers, limit_name="gemm1_clamp_limit")
-        alternating = gemm1_alpha is not None and gate_up_interleaved
+        alternating = gemm1_alpha is not None and gate_up_interleaved and activation == "silu"
         self._format = layer_format(quant_config, prefix, num_experts=num_experts)
         if alternating and self._format.stored.granularity == "block":
             raise ValueError(

@@ -84,6 +84,8 @@ class FlashInferFP4MoE(FusedMoE):
             raise ValueError(f"topk_config.top_k ({options.top_k}) is not the layer's ({self.top_k})")
         logits = topk_output.router_logits
         biased = method.method.value == 2
+        if (method.group_best, method.scoring) != (2, "sigmoid"):
+            raise ValueError(f"topk_config ({options}) has groups without a correction_bias, or softmax with one")
         tensors = self.tensors
         scales = tensors["w13_global_scale"]
         [y] = trtllm_fp4_block_scale_moe(

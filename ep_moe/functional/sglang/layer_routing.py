@@ -74,36 +74,33 @@ class BypassedTopKOutput(NamedTuple):
 
 
 def routing_config(options: Any, num_experts: int) -> RoutingConfig:
-    """The routing that SGLang's options describe.
+    """The routing that SGLang's options describe: by scoring_func, in groups, with a correction_bias for the choice.
 
-    Softmax; or by scoring_func sigmoid, which takes a correction_bias and is that of groups with one.
-    Errors: ValueError for groups without a bias, a bias of softmax without groups, other functions, and shared experts,
-    which the router has no logits of.
+    Errors: ValueError for other functions, and shared experts, which the router has no logits of.
     """
     of_release = "shared_experts" if hasattr(options, "shared_experts") else "num_fused_shared_experts"
     shared = getattr(options, of_release, 0)
     if getattr(shared, "num_shared_topk_slots", shared):
         raise ValueError(f"topk_config.{of_release} ({shared}) are not routed here")
     scores, biased = getattr(options, "scoring_func", "softmax"), options.correction_bias is not None
-    if options.use_grouped_topk and not biased:
-        raise ValueError("topk_config.use_grouped_topk is set without a correction_bias, which is not routed here")
-    if scores not in ("softmax", "sigmoid") or (scores == "softmax" and biased and not options.use_grouped_topk):
-        bias = " with a correction_bias and without groups" if biased else ""
-        raise ValueError(f"topk_config.scoring_func ({scores!r}){bias} is not routed here")
-    if not biased and scores == "softmax":
-        method = RoutingMethod.RENORMALIZE if options.renormalize else RoutingMethod.DEFAULT
-        return RoutingConfig(method=method, num_topk=options.top_k)
-    if not biased:
+    if scores not in ("softmax", "sigmoid"):
+        raise ValueError(f"topk_config.scoring_func ({scores!r}) is not one of softmax, sigmoid")
+    if not biased and not options.use_grouped_topk:
+        if scores == "softmax":
+            method = RoutingMethod.RENORMALIZE if options.renormalize else RoutingMethod.DEFAULT
+            return RoutingConfig(method=method, num_topk=options.top_k)
         method = RoutingMethod.SIGMOID_RENORM
         return RoutingConfig(method=method, num_topk=options.top_k, norm_topk_prob=options.renormalize)
-    groups = (options.num_expert_group, options.topk_group) if options.use_grouped_topk else (None, None)
-    if num_experts % (groups[0] or 1):
+    groups = (options.num_expert_group or 1, options.topk_group or 1) if options.use_grouped_topk else (1, 1)
+    if num_experts % groups[0]:
         raise ValueError(f"topk_config.num_expert_group ({groups[0]}) does not divide {num_experts} experts")
     return RoutingConfig(
         method=RoutingMethod.DEEPSEEK_V3,
         num_topk=options.top_k,
-        num_group=groups[0] or 1,
-        topk_group=groups[1] or 1,
+        num_group=groups[0],
+        topk_group=groups[1],
+        group_best=2 if biased else 1,
+        scoring="sigmoid" if biased and options.use_grouped_topk else scores,  # DeepSeek-V3's, whatever the function
         norm_topk_prob=options.renormalize,
     )
 
