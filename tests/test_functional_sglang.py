@@ -26,6 +26,7 @@ from sglang_oracle import (
     rounded,
 )
 
+from ep_moe.engines.sglang.parameters import activation_of
 from ep_moe.functional import sglang
 from ep_moe.functional.sglang import (
     MoeRunnerConfig,
@@ -39,6 +40,7 @@ from ep_moe.functional.sglang import (
     outplace_fused_experts,
     outplace_fused_experts_fake,
 )
+from ep_moe.functional.sglang.experts import activation_config
 from ep_moe.testing import worst_row_error
 
 
@@ -429,7 +431,7 @@ def test_results_that_exclude_each_other(options: dict[str, bool]) -> None:
 
 
 def test_compiled_into_one_graph() -> None:
-    given = make_case("fp8_block").arguments
+    given, options = make_case("fp8_block").arguments, SimpleNamespace(inplace=False)
 
     def outplace(x: torch.Tensor) -> torch.Tensor:
         return outplace_fused_experts(**given | {"hidden_states": x * 2}) + 1
@@ -439,9 +441,26 @@ def test_compiled_into_one_graph() -> None:
         inplace_fused_experts(**given | {"hidden_states": doubled})
         return doubled + 1
 
-    for function in (outplace, inplace):
+    def in_objects(x: torch.Tensor) -> torch.Tensor:
+        rest = {key: value for key, value in given.items() if not key.startswith("topk_")} | {"hidden_states": x * 2}
+        topk = StandardTopKOutput(given["topk_weights"], given["topk_ids"], None)
+        return fused_experts(**rest, topk_output=topk, moe_runner_config=options) + 1
+
+    for function in (outplace, inplace, in_objects):
         found = torch.compile(function, backend="aot_eager", fullgraph=True)(given["hidden_states"])
         assert torch.equal(found, outplace(given["hidden_states"]))
+
+
+def test_the_plug_in_has_the_same_activations() -> None:
+    for options in ({}, {"activation": "gelu"}, {"activation": "relu2", "is_gated": False}, {"swiglu_limit": 0.5}):
+        for numbers in ({}, {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0}, {"gemm1_clamp_limit": 7.0}):
+            config = MoeRunnerConfig(**{**options, **numbers})
+            given = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
+            if options and numbers:
+                with pytest.raises(ValueError):
+                    activation_of(config)
+            else:
+                assert activation_of(config) == activation_config(config.activation, config.is_gated, *given)
 
 
 # Pieces

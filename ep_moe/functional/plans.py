@@ -133,8 +133,3 @@ def multiples(step: int, count: int, device: torch.device) -> torch.Tensor:
         return torch.arange(count, dtype=torch.int32, device=device) * step
 
     return _kept((step, count, device, "multiples"), device, make)
-
-
-def constant(number: int, device: torch.device) -> torch.Tensor:
-    """[1] int64, the same memory in all calls. Local."""
-    return _kept((number, device), device, lambda: torch.tensor([number], device=device))

@@ -34,8 +34,10 @@ def activation_of(runner: Any) -> ActivationConfig:
         if limit is not None:
             raise ValueError(f"swiglu_limit ({limit}) is given beside gemm1_alpha ({alpha})")
         return ActivationConfig(kind=ActivationKind.SWIGLU, alpha=alpha, beta=1.0, limit=clamp)
-    if given:
-        return ActivationConfig(kind=ActivationKind.SWIGLU, limit=clamp if limit is None else limit)
+    if clamp is not None:
+        return ActivationConfig(kind=ActivationKind.SWIGLU_STEP, limit=clamp)
+    if limit is not None:
+        return ActivationConfig(kind=ActivationKind.SWIGLU, limit=limit)
     return ActivationConfig(kind=_KINDS[name, gated])
 
 

@@ -61,6 +61,7 @@ class MoeRunnerConfig:
 
 
 _DEFAULT_CONFIG = MoeRunnerConfig()
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MoeRunnerConfig)}
 
 
 def options_of(config: Any) -> MoeRunnerConfig:
@@ -68,8 +69,7 @@ def options_of(config: Any) -> MoeRunnerConfig:
     if isinstance(config, MoeRunnerConfig):
         found = config
     else:
-        names = [field.name for field in dataclasses.fields(MoeRunnerConfig)]
-        found = MoeRunnerConfig(*(getattr(config, name, getattr(_DEFAULT_CONFIG, name)) for name in names))
+        found = MoeRunnerConfig(**{name: getattr(config, name, default) for name, default in _DEFAULTS.items()})
     if found.gemm1_beta not in (None, 1.0):
         raise ValueError(f"gemm1_beta ({found.gemm1_beta}) is not 1, which is added to the up half")
     return found

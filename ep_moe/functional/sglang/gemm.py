@@ -116,7 +116,7 @@ def invoke_fused_moe_kernel(
         B: [E, N, C], two integers of 4 bits in a byte. bias: [E, N].
         C: [..., N] in `compute_type`, its rows the T * K pairs; written in place.
         A_scale: one number, static, `use_fp8_w8a8` without blocks. B_scale, B_zp, flags and `block_shape`: as
-            `w1_scale`, `w1_zp` and so on of `outplace_fused_experts`.
+            `w1_scale`, `w1_zp` and so on of `fused_experts_impl`.
         topk_weights, topk_ids: [T, K]; of the ids only their number is used.
         sorted_token_ids: [M], pairs by expert, T * K and above where there is none. expert_ids: [Q], the expert of
             each block of BLOCK_SIZE_M pairs, -1 for no expert. num_tokens_post_padded: [1] or [2], first how many

@@ -284,7 +284,7 @@ class FusedMoE(torch.nn.Module):
             pre_quant_input: None: tokens are quantized here.
         Returns: [T, H], or [T, K, H] with `no_combine`; `hidden_states`, overwritten, with `inplace`.
         Errors: ValueError. Collective over the ranks of `parallel` if `reduce_results`, else local; an operator under
-        torch.compile. Host sync and CUDA graphs: as of `outplace_fused_experts`.
+        torch.compile. Host sync and CUDA graphs: as of `fused_experts_impl`.
         """
         if pre_quant_input is not None:
             raise ValueError("pre_quant_input is given, tokens are quantized here")
@@ -302,7 +302,7 @@ class FusedMoE(torch.nn.Module):
         else:
             y = self.run(x, routing)
         if x is not hidden_states:
-            y = y.view(*hidden_states.shape[:1], -1, y.shape[1]).float().sum(1).to(y.dtype)
+            y = y.view(hidden_states.shape[0], num_topk, y.shape[1]).float().sum(1).to(y.dtype)
         return hidden_states.copy_(y) if inplace else y
 
     def run(self, x: torch.Tensor, routing: Routing, out: torch.Tensor | None = None) -> torch.Tensor:

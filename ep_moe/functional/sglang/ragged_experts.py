@@ -83,7 +83,7 @@ class RaggedCall(NamedTuple):
         return self.as_experts().between if self.gemm1_alpha is None else swiglu(self.gemm1_alpha, self.gemm1_limit)
 
     def as_experts(self) -> ExpertsCall:
-        """The same call with weights in the order of `outplace_fused_experts`, views; its routing is not read."""
+        """The same call with weights in the order of `fused_experts_impl`, views; its routing is not read."""
         scales = [
             scale if scale is None or self.block_shape is None else scale.transpose(1, 2)
             for scale in (self.w1_scale, self.w2_scale)

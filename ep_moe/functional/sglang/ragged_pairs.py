@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ep_moe.functional.plans import quotients
 from ep_moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def sort_pairs(data: ByExpert, expert_map: torch.Tensor | None, num_tokens: int)
     Local, on the current stream, no host sync.
     """
     count, num_experts, device = data.gather.shape[0], data.slice_sizes.shape[0], data.gather.device
-    place = quotients(1, count, device)[1, :count]
+    place = torch.arange(count, dtype=torch.int32, device=device)
     ends = torch.cumsum(data.slice_sizes, 0, dtype=torch.int32)
     expert = torch.searchsorted(ends, place, right=True, out_int32=True)
     target = place if data.scatter is None else data.scatter
