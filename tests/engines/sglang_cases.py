@@ -209,7 +209,7 @@ def balanced(made: Any) -> None:
 
 
 def bad_input(made: Any, most: int) -> None:
-    """Errors on every rank that name what is wrong; the next step works. Failing experts end their round."""
+    """Errors on every rank that name what is wrong; the next step works. Whatever fails ends its round."""
     rank, last = made.group.rank, made.group.num_ranks - 1
     rows, experts = rows_of(made, 4), made.state.sizes.num_experts
     before = call(made, rows)
@@ -224,7 +224,8 @@ def bad_input(made: Any, most: int) -> None:
     assert torch.equal(call(made, rows), before)
     wrong = mock.patch.object(dispatchers, "rows_to_send", side_effect=RuntimeError("no memory"))
     broken = mock.patch.object(made.state.of_step(), "experts", side_effect=RuntimeError("no memory"))
-    for fault in (wrong, broken):
+    late = mock.patch.object(made.state.of_step().transport, "combine_send", side_effect=RuntimeError("no memory"))
+    for fault in (wrong, broken, late):
         if rank < last:
             assert call(made, rows).isnan().any()
         else:

@@ -83,7 +83,11 @@ class EpMoeDispatcher(BaseDispatcher):
         """`dispatch_a`, the registered hooks, and `dispatch_b`; without hooks in one launch. Collective."""
         if self._between.hook_dict:
             self.dispatch_a(hidden_states, topk_output)
-            self._between(self)
+            try:
+                self._between(self)
+            except Exception as error:
+                self._fail(0, error)
+                raise
             return self.dispatch_b()
         return self._output(0, self._begin(hidden_states, topk_output, 0, apart=False))
 
@@ -121,17 +125,15 @@ class EpMoeDispatcher(BaseDispatcher):
         except Exception:
             transport.sit_out(num_topk=state.sizes.num_topk, **options)
             raise
+        self._rounds[slot] = _Round(made, hidden_states.shape[0])
         try:
             call = transport.dispatch_send if apart else transport.dispatch
             dispatched = call(x, routing, layout=made.config.layout, **options)
-        except PeerLostError as error:
-            self._lost(error)
-            raise
-        except Exception:
-            if transport.num_rounds == begun:
+        except Exception as error:
+            self._fail(slot, error)
+            if transport.num_rounds == begun and not isinstance(error, PeerLostError):
                 transport.sit_out(num_topk=state.sizes.num_topk, **options)
             raise
-        self._rounds[slot] = _Round(made, hidden_states.shape[0])
         return dispatched
 
     def dispatch_b(self, tbo_subbatch_index: int | None = None) -> EpMoeDispatchOutput:
@@ -139,8 +141,8 @@ class EpMoeDispatcher(BaseDispatcher):
         slot = tbo_subbatch_index or 0
         try:
             dispatched = self._rounds[slot].made.transport.dispatch_recv(slot=slot)
-        except PeerLostError as error:
-            self._lost(error)
+        except Exception as error:
+            self._fail(slot, error)
             raise
         return self._output(slot, dispatched)
 
@@ -149,7 +151,11 @@ class EpMoeDispatcher(BaseDispatcher):
         assert dispatched is not None
         batch, made = dispatched.batch, self._rounds[slot].made
         if not self._state.equal_rows:
-            self._record(batch.expert_num_tokens)
+            try:
+                self._record(batch.expert_num_tokens)
+            except Exception as error:
+                self._fail(slot, error)
+                raise
         return EpMoeDispatchOutput(batch.x, batch.scale, dispatched, self._state, made)
 
     def combine_a(self, combine_input: EpMoeCombineInput, tbo_subbatch_index: int | None = None) -> None:
@@ -158,8 +164,8 @@ class EpMoeDispatcher(BaseDispatcher):
         y, dispatched = combine_input
         try:
             self._rounds[slot].made.transport.combine_send(y, dispatched)
-        except PeerLostError as error:
-            self._lost(error)
+        except Exception as error:
+            self._fail(slot, error)
             raise
         self._returning[slot] = dispatched
 
@@ -169,17 +175,17 @@ class EpMoeDispatcher(BaseDispatcher):
 
     def _results(self, slot: int, returned: EpMoeCombineInput | None) -> torch.Tensor:
         """The results of this rank's rows, [T, H]; `returned`: the experts' output, None if it has been sent."""
-        share, (made, num_rows) = self._state.share, self._rounds.pop(slot)
+        share, (made, num_rows) = self._state.share, self._rounds[slot]
         config = made.transport.config
-        output = torch.empty(num_rows, config.hidden, dtype=config.dtype, device=made.transport.device)
         try:
+            output = torch.empty(num_rows, config.hidden, dtype=config.dtype, device=made.transport.device)
             own = output[share.own(num_rows)]
             if returned is None:
                 made.transport.combine_recv(self._returning.pop(slot), out=own)
             else:
                 made.transport.combine(returned.hidden_states, returned.dispatched, out=own)
-        except PeerLostError as error:
-            self._lost(error)
+        except Exception as error:
+            self._fail(slot, error)
             raise
         whole_output(share, None, output)
         return output
@@ -214,5 +220,12 @@ class EpMoeDispatcher(BaseDispatcher):
             )
             recorder.on_deepep_dispatch_normal(counts.tolist(), **nothing)
 
-    def _lost(self, error: PeerLostError) -> None:
-        self._state.plugin.log.error("ep_moe in %s: %s", self._state.name, error)
+    def _fail(self, slot: int, error: Exception) -> None:
+        """Log a lost rank; after any other failure end the round of the slot. The other ranks get NaN for its part.
+
+        It may be an earlier round, which a failure in the engine's own code left open. Collective.
+        """
+        if isinstance(error, PeerLostError):
+            self._state.plugin.log.error("ep_moe in %s: %s", self._state.name, error)
+        else:
+            self._rounds[slot].made.transport.abandon(slot=slot)

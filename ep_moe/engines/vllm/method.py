@@ -100,7 +100,7 @@ class LayerMethod(EngineLayer):
             self.plugin.log.error("ep_moe in %s: %s", self.name, error)
             raise
         except Exception:
-            exchange.fail(*ids.shape)
+            exchange.fail(x.shape[0], ids.shape[-1])
             raise
 
     def _layout(self, num_rows: int) -> Layout:

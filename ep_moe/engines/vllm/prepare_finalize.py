@@ -110,13 +110,15 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def fail(self, num_rows: int, num_topk: int) -> None:
         """End the round of the caller's slot after a failure on this rank; the other ranks get NaN for its part.
 
+        A round that an earlier failure left open is ended first.
+
         Args: num_rows, num_topk: T and K, if the round has not begun. Collective.
         """
         slot, options = current_slot(), self.options
         self._open.pop(slot, None)
         if slot in self.transport.open_slots:
             self.transport.abandon(slot=slot)
-        elif slot not in self._sent:
+        if slot not in self._sent:
             self.transport.sit_out(
                 num_topk=num_topk,
                 scheme=options.scheme,
@@ -173,6 +175,7 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         del num_experts, expert_map, quant_config
         transport, options, slot = self.transport, self.options, current_slot()
         begun = transport.num_rounds
+        self._sent.discard(slot)
         try:
             if defer_input_quant and options.scheme.payload.quantized:
                 raise ValueError(f"defer_input_quant is True, rows travel quantized in scheme '{options.scheme.name}'")
