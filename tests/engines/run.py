@@ -1,6 +1,8 @@
 """Contract tests of the plug-ins: real releases of serving engines, on a CPU, without their compiled parts.
 
-    python tests/engines/run.py [--only vllm-0.33.0] [CASE ...]
+    python tests/engines/run.py [--only vllm-0.33.0 | --only signatures] [CASE ...]
+
+At the end `signatures.py` compares the calls of `ep_moe.functional` with the releases whose calls they are.
 
 Wheels and dependencies are kept in EP_MOE_ENGINE_CACHE, by default ~/.cache/ep_moe_engines. An engine that cannot be
 had is named in the last lines; with EP_MOE_REQUIRE_ENGINES=1 that is a failure.
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -24,6 +27,7 @@ else:
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"), ("sglang", "0.5.17"), ("sglang", "0.5.23"))
+COMPARED = (("flashinfer_python", "0.7.2"), ("vllm", "0.9.2"), *ENGINES[1::2])  # by `signatures.py`
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
 VARIABLES = {
@@ -43,6 +47,13 @@ class Unavailable(Exception):
     """An engine that cannot be had on this machine, and why."""
 
 
+def cache_folder() -> Path:
+    """Where wheels and dependencies are kept."""
+    folder = Path(os.environ.get("EP_MOE_ENGINE_CACHE") or Path.home() / ".cache" / "ep_moe_engines")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def pip(*arguments: str) -> None:
     """Run pip. Errors: Unavailable with its last line."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
@@ -60,7 +71,7 @@ def unpacked(name: str, version: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as work:
         wheels = sorted(cache.glob(f"{name}-{version}-*.whl"))
         if not wheels:
-            pip("download", "--quiet", "--no-deps", "--dest", work, f"{name}=={version}")
+            pip("download", "--quiet", "--no-deps", "--ignore-requires-python", "--dest", work, f"{name}=={version}")
             wheels = sorted(Path(work).glob("*.whl"))
         if not wheels:
             raise Unavailable("pip downloaded no wheel")
@@ -153,17 +164,17 @@ def run(name: str, version: str, cache: Path, work: Path, options: argparse.Name
 def main() -> int:
     """Run the engines; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="one engine, such as vllm-0.33.0")
+    parser.add_argument("--only", help="one engine, such as vllm-0.33.0, or signatures")
     on_gpu = "cuda: vLLM's models on one GPU, which its ranks share; its platform and the twins stay those of a CPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=on_gpu)
     parser.add_argument("--timeout-secs", type=float, default=300, help="for the cases of a release")
     parser.add_argument("--verbose", action="store_true", help="show the line of each case, with its largest error")
     parser.add_argument("cases", nargs="*", help="cases to run; all by default")
     options = parser.parse_args()
-    cache = Path(os.environ.get("EP_MOE_ENGINE_CACHE") or Path.home() / ".cache" / "ep_moe_engines")
-    cache.mkdir(parents=True, exist_ok=True)
-    missing, failed = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    cache = cache_folder()
+    missing, failed, compares = [], [], options.only in (None, "signatures") and not options.cases
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as downloads:  # while engines run
+        others = [downloads.submit(unpacked, *release, cache) for release in COMPARED[:2] if compares]
         work = Path(folder)
         entry_points(work / "entries")
         paths = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}", "CUDA_VISIBLE_DEVICES": ""}
@@ -182,6 +193,17 @@ def main() -> int:
                 print(f"{name} {version}: {time.monotonic() - began:.0f} s", flush=True)
             except (Unavailable, subprocess.TimeoutExpired, OSError) as error:
                 missing.append(f"engine NOT tested: {name} {version}, {error}")
+        if compares:
+            try:
+                for download in others:
+                    download.result()
+                for release in COMPARED:
+                    unpacked(*release, cache)
+                command = [sys.executable, str(HERE / "signatures.py"), str(cache)]
+                if subprocess.run(command, env=paths, check=False).returncode:
+                    failed.append("signatures")
+            except (Unavailable, subprocess.TimeoutExpired, OSError) as error:
+                missing.append(f"engine NOT tested: signatures, {error}")
     for line in failed:
         print(f"engine FAILED: {line}")
     for line in missing:
