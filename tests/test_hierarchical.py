@@ -26,7 +26,7 @@ from ep_moe.routing import Routing
 from ep_moe.testing import TransportCase, assert_same_bits, check_round, check_transport, transport_cases
 from ep_moe.testing.cases import ROUTINGS
 from ep_moe.testing.rounds import compute_experts
-from ep_moe.testing.transports import check_abandon, check_sit_out
+from ep_moe.testing.transports import check_abandon, check_sit_out, check_slots
 from ep_moe.transport import HierarchicalTransport, create_transport
 from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.hierarchical import relay
@@ -106,7 +106,7 @@ def run_some(group: EPGroup, per_node: int) -> dict[str, str]:
             outcomes[case.name] = str(error)
         transport.destroy()
         group.barrier()
-    for check in (check_sit_out, check_abandon):
+    for check in (check_sit_out, check_abandon, check_slots):
         try:
             check(build, group)
             outcomes[check.__name__] = ""
@@ -136,7 +136,7 @@ def random_case(rng: random.Random, num_ranks: int, number: int) -> TransportCas
     )
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.matrix), (4, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1), pytest.param(2, 3, marks=pytest.mark.matrix), (4, 2)])
 def test_some_cases(nodes: int, per_node: int) -> None:
     assert failures(launch(run_some, per_node, num_ranks=nodes * per_node, config=CONFIG, device="cpu")) == []
 
