@@ -221,6 +221,9 @@ def test_a_failing_call_of_vllm_ends_its_round() -> None:
             exchange.prepare(x, weights, ids, EXPERTS, None, False, None)
         exchange.fail(ROWS, TOPK)
         assert made.transport.num_rounds == begun + 1
+        quantized = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
+        with pytest.raises(ValueError, match="quant_dtype is torch.float8_e4m3fn, scheme 'none' sends"):
+            exchange.prepare(x, weights, ids, EXPERTS, None, False, quantized)
         given["topk_ids"] = ids[:, 0]
         with pytest.raises(ValueError, match="topk_ids"):  # and not one of what ends the round
             call()

@@ -167,18 +167,24 @@ class EpMoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         Args:
             a1: [T, H] in the transport's dtype. topk_ids: [T, K] physical, -1 none. topk_weights: [T, K].
             apply_router_weight_on_input: multiply rows by their weight before they are sent; K must be 1.
-            num_experts, expert_map, quant_config: not used; the transport's placement and the scheme say the same.
-            defer_input_quant: True is an error with a scheme that quantizes: rows are quantized before they travel.
+            num_experts, expert_map: not used; the transport's placement says the same.
+            quant_config, defer_input_quant: rows that are to be quantized here, by `quant_dtype`, need a scheme that
+                quantizes; with such a scheme `defer_input_quant` is an error. Neither says how, the scheme does.
         Returns: a hook that does nothing, and the receiver of the batch.
         Errors: those of `Transport.dispatch_send`, on all ranks. Collective.
         """
-        del num_experts, expert_map, quant_config
+        del num_experts, expert_map
         transport, options, slot = self.transport, self.options, current_slot()
         begun = transport.num_rounds
         self._sent.discard(slot)
         try:
-            if defer_input_quant and options.scheme.payload.quantized:
+            wanted, quantized = getattr(quant_config, "quant_dtype", None), options.scheme.payload.quantized
+            if defer_input_quant and quantized:
                 raise ValueError(f"defer_input_quant is True, rows travel quantized in scheme '{options.scheme.name}'")
+            if wanted is not None and not quantized and not defer_input_quant:
+                raise ValueError(
+                    f"quant_config.quant_dtype is {wanted}, scheme '{options.scheme.name}' sends rows as they are"
+                )
             x, routing = self._rows(a1, topk_weights, topk_ids, apply_router_weight_on_input)
             bound = self._bound(a1.shape[0])
         except ValueError as error:
