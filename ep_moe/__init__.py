@@ -1,22 +1,31 @@
-"""ep_moe: a distributed expert-parallel Mixture-of-Experts runtime."""
+"""ep_moe: a distributed expert-parallel Mixture-of-Experts runtime.
 
-from ep_moe.config import (
-    ActivationConfig,
-    GroupConfig,
-    Layout,
-    MoEConfig,
-    RoutingConfig,
-    RoutingMethod,
-    TransportConfig,
-)
-from ep_moe.group import EPGroup, PeerLostError
-from ep_moe.launch import RankFailedError, launch
-from ep_moe.layer import ExpertParallelMoE
-from ep_moe.placement import Placement
-from ep_moe.quant import StoredMatrix
-from ep_moe.routing import Routing, route
-from ep_moe.transport import create_transport
-from ep_moe.weights import ExpertWeights
+Each name is imported at its first use, since torch takes seconds to import and the command line often needs none.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ep_moe.config import (
+        ActivationConfig,
+        GroupConfig,
+        Layout,
+        MoEConfig,
+        RoutingConfig,
+        RoutingMethod,
+        TransportConfig,
+    )
+    from ep_moe.group import EPGroup, PeerLostError
+    from ep_moe.launch import RankFailedError, launch
+    from ep_moe.layer import ExpertParallelMoE
+    from ep_moe.placement import Placement
+    from ep_moe.quant import StoredMatrix
+    from ep_moe.routing import Routing, route
+    from ep_moe.transport import create_transport
+    from ep_moe.weights import ExpertWeights
 
 __version__ = "0.1.0"
 
@@ -40,3 +49,31 @@ __all__ = [
     "launch",
     "route",
 ]
+
+_MODULES = {
+    "EPGroup": "group",
+    "PeerLostError": "group",
+    "RankFailedError": "launch",
+    "launch": "launch",
+    "ExpertParallelMoE": "layer",
+    "Placement": "placement",
+    "StoredMatrix": "quant",
+    "Routing": "routing",
+    "route": "routing",
+    "create_transport": "transport",
+    "ExpertWeights": "weights",
+}  # of the names of __all__ that are not of `config`
+
+
+class _Package(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'config')}"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "launch" or not isinstance(value, types.ModuleType):  # `launch` is the function, not its package
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,8 +1,8 @@
 """The command line: ep-moe run | generate | eval | serve | quantize | tune | plan, and ep-moe bench layer | transport |
 model | experts | report.
 
-Results go to standard output, progress and errors to standard error. Worker entry points are dotted names, so that only
-the ranks import transformers, which takes seconds.
+Results go to standard output, progress and errors to standard error. torch is imported by the commands that need it,
+and transformers by the ranks alone, whose entry points are dotted names: each takes seconds.
 
 Exit codes: 0 success; 1 the job failed or `run` found a difference; 2 a wrong argument; 130 Ctrl-C; 143 SIGTERM.
 """
@@ -30,18 +30,15 @@ from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
 from ep_moe.app.run import RunConfig, run
 from ep_moe.app.serve import ServeConfig, serve
-from ep_moe.app.start import is_first_rank, on_ranks, pick_device
+from ep_moe.app.start import is_first_rank, num_local_ranks, on_ranks, pick_device, speaks
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
-from ep_moe.experts import EXPERTS
 from ep_moe.fields import Field, described
-from ep_moe.placement import PLACEMENTS
-from ep_moe.quant import SCHEMES, get_scheme
+from ep_moe.names import DTYPE_NAMES, EXPERTS_NAMES, PLACEMENT_NAMES, SCHEME_NAMES, TRANSPORT_NAMES
 from ep_moe.report.page import make_report
 from ep_moe.report.records import Record, RowsFile, append_records, check_writable, flatten, now
 from ep_moe.report.tables import show_rows
-from ep_moe.transport import TRANSPORTS
 from ep_moe.tune.config import TuneConfig
 
 app = typer.Typer(
@@ -50,25 +47,32 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which would take words in brackets for markup
 )
 
 bench_app = typer.Typer(
-    help="Check each result, then measure it beside a baseline of the same run.", no_args_is_help=True
+    help="Check results, then time them beside a baseline of the run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(bench_app, name="bench")
 
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that typer has
 _ENGINE = EngineConfig()
 _ON_RAY = ("ray", "nodes")
 # loading and compiling may delay a rank
 _BENCH_ENGINE = EngineConfig(dtype="bfloat16", scheme="none", timeout_secs=120.0)
 
 # names of implementations, which the config does not know
-_CHOICES = {"transport": ("auto", *TRANSPORTS), "experts": ("auto", *EXPERTS), "placement": tuple(PLACEMENTS)}
+_CHOICES = {"transport": ("auto", *TRANSPORT_NAMES), "experts": ("auto", *EXPERTS_NAMES), "placement": PLACEMENT_NAMES}
 _NAMED = {
     name: dataclasses.replace(described(EngineConfig)[name][1], choices=choices) for name, choices in _CHOICES.items()
 }
-# "auto" takes a checkpoint's scheme, and benchmarks read none
-_NO_CHECKPOINT = _NAMED | {"scheme": Field(help=f"Of experts and payload: {', '.join(SCHEMES)}", option="--quant")}
+# "auto" takes a checkpoint's scheme and dtype, and benchmarks read none
+_NO_CHECKPOINT = _NAMED | {
+    "scheme": Field(help=f"Of experts and payload: {', '.join(SCHEME_NAMES)}", option="--quant"),
+    "dtype": Field(help="Dtype of weights and activations", choices=DTYPE_NAMES),
+}
 
 
 _JSON = inspect.Parameter(
@@ -99,12 +103,8 @@ def _job(
         fields: replace the help and limits of its fields.
     An error becomes one line on standard error and an exit code.
     """
-    keyword, shared = inspect.Parameter.KEYWORD_ONLY, []
-    for option in options_of(EngineConfig, defaults, leave_out=leave_out, instead=fields):
-        if option.name == "nproc":  # None: not given
-            annotation = Annotated[int | None, option.annotation.__metadata__[0]]
-            option = option.replace(default=None, annotation=annotation)
-        shared.append(option)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = options_of(EngineConfig, defaults, leave_out=leave_out, instead=fields)
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         own: list[inspect.Parameter] = []
@@ -152,18 +152,17 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _fail(error: Exception, code: int) -> NoReturn:
-    typer.echo(f"error: {error}", err=True)
+def _fail(error: object, code: int) -> NoReturn:
+    if speaks():
+        typer.echo(f"error: {error}", err=True)
     raise typer.Exit(code) from None
 
 
 def _engine(given: dict[str, Any], defaults: EngineConfig, fields: Mapping[str, Field]) -> EngineConfig:
     for name in given.keys() & fields.keys():
         fields[name].check(name, given[name])
-    if given.get("nproc") is None:
-        return dataclasses.replace(defaults, **given | {"nproc": defaults.nproc})
     env = LaunchEnv.from_environ()
-    if env is not None and env.local_world_size != given["nproc"]:
+    if env is not None and given.get("nproc") not in (None, env.local_world_size):
         raise ValueError(
             f"nproc ({given['nproc']}) is not the number of ranks that run on this machine already "
             f"({env.local_world_size}, by RANK and LOCAL_WORLD_SIZE in the environment); leave it out"
@@ -188,16 +187,17 @@ def _for_json(value: Any) -> Any:
 
 
 @app.command("run")
-@_job(report.show_run, leave_out=())
+@_job(report.show_run, dataclasses.replace(_ENGINE, dtype="float32"), leave_out=())
 def run_command(
     engine: EngineConfig,
     config: Annotated[
         Path | None, typer.Option(help="A TOML file with a table 'run'; by default the shipped one.")
     ] = None,
 ) -> dict[str, Any]:
-    """Generate with the experts spread over ranks and compare every token and logit with the whole model.
+    """Compare every token and logit of ranks with the whole model.
 
-    Every rank loads the whole model for the comparison.
+    Generates with the experts spread over ranks; every rank also loads the whole model for the comparison, by default
+    in float32, in which both are almost equal.
     """
     try:
         chosen = RunConfig.read(config)
@@ -217,14 +217,20 @@ def generate_command(engine: EngineConfig, config: GenerateConfig) -> dict[str, 
 @app.command("eval")
 @_job(report.show_eval, leave_out=())
 def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
-    """Measure the loss on held-out text in nats per byte, expert-parallel beside the whole model."""
+    """Measure the loss on held-out text, beside the whole model.
+
+    In nats per byte.
+    """
     return evaluate(engine, config)
 
 
 @app.command("serve")
 @_job(None)
 def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
-    """Serve a model by OpenAI's protocol: completions and chats of many clients at once. Needs ep-moe[serve]."""
+    """Serve a model by OpenAI's protocol, to many clients at once.
+
+    Completions and chats. Needs the packages of ep-moe[serve].
+    """
     return serve(engine, config)
 
 
@@ -235,7 +241,7 @@ def quantize_command(
     model: Annotated[str, typer.Option(help="An unquantized Hugging Face directory; empty is the shipped model.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Write a model with quantized experts, in the layouts of published checkpoints."""
+    """Write a model with quantized experts, as others publish them."""
     with _one_line_errors():
         result = quantize_model(model, scheme, str(out))
     if as_json:
@@ -245,7 +251,10 @@ def quantize_command(
 
 
 def _plan_command(*, as_json: bool = False, **given: Any) -> None:
-    """Predict the times and the memory of MoE layers on many GPUs, and choose EP size, copies, transport and layout."""
+    """Predict times and memory of MoE layers on many GPUs.
+
+    Chooses EP size, copies of experts, transport and layout.
+    """
     with _one_line_errors():
         result = make_plan(config_of(PlanConfig, given))
     if as_json:
@@ -266,11 +275,11 @@ app.command("plan")(_plan_command)
     _NO_CHECKPOINT,
 )
 def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
-    """Find the fastest backend and tiles of the experts' kernels on this GPU, checked, and write the table of them.
+    """Find the fastest kernels of experts on this GPU.
 
-    An interrupted run goes on where it was.
+    Checks and times backends and tiles, and writes the table of the fastest. An interrupted run goes on where it was.
     """
-    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
+    _check_scheme(engine)
     config.moe(engine)
     try:
         from ep_moe.tune.run import tune  # imports Triton, which only Linux has
@@ -315,16 +324,22 @@ def _is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def _check_scheme(engine: EngineConfig) -> None:
+    """Refuse the scheme "auto", which needs a checkpoint."""
+    from ep_moe.quant import get_scheme
+
+    get_scheme(engine.scheme)
+
+
 def _on_cpu(engine: EngineConfig) -> bool:
     """True if this machine's ranks compute on its CPU."""
-    env = LaunchEnv.from_environ()
-    return pick_device(engine, engine.nproc if env is None else env.local_world_size) == "cpu"
+    return pick_device(engine) == "cpu"
 
 
 def _num_ranks(engine: EngineConfig) -> int:
     """The number of ranks of all machines."""
     env = LaunchEnv.from_environ()
-    return engine.nproc if env is None else env.world_size
+    return num_local_ranks(engine) if env is None else env.world_size
 
 
 def _repeatable(arguments: list[str]) -> str:
@@ -355,8 +370,11 @@ def _repeatable(arguments: list[str]) -> str:
 @bench_app.command("layer")
 @_job(show_rows, _BENCH_ENGINE, ("model", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: RowsFile) -> dict[str, Any]:
-    """Check and time one MoE layer, beside all-gather and reduce-scatter with the same experts."""
-    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
+    """Check and time one MoE layer, beside NCCL's collectives.
+
+    The baseline is all-gather and reduce-scatter with the same experts.
+    """
+    _check_scheme(engine)
     config.moe(engine)  # sizes that do not fit raise before ranks start
     if config.graph and _on_cpu(engine):
         kind = ValueError if engine.device == "cpu" else RuntimeError
@@ -374,9 +392,13 @@ def bench_layer_command(engine: EngineConfig, config: LayerBenchConfig, file: Ro
     show_rows,
     _BENCH_ENGINE,
     ("model", "scheme", "transport", "experts", "placement", "layout", "max_tokens_per_rank", *_ON_RAY),
+    _NO_CHECKPOINT,
 )
 def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, file: RowsFile) -> dict[str, Any]:
-    """Check dispatch and combine alone and time them, beside NCCL's collectives; on a CPU, check."""
+    """Check and time dispatch and combine, beside NCCL's collectives.
+
+    On a CPU they are checked alone.
+    """
     config.check_ranks(_num_ranks(engine))
     if file.append is not None and not file.sweep and _on_cpu(engine):
         raise ValueError("append on a CPU needs --sweep: nothing is timed there")
@@ -384,9 +406,9 @@ def bench_transport_command(engine: EngineConfig, config: TransportBenchConfig, 
 
 
 @bench_app.command("model")
-@_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank", *_ON_RAY))
+@_job(show_rows, _BENCH_ENGINE, ("model", "scheme", "max_tokens_per_rank", *_ON_RAY), _NO_CHECKPOINT)
 def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: RowsFile) -> dict[str, Any]:
-    """Check and time a model with random weights, beside transformers' own expert parallelism."""
+    """Check and time a random model, beside transformers' own EP."""
     config.check_ranks(_num_ranks(engine))
     return _measure("ep_moe.bench.model:model_rank_main", engine, config, file)
 
@@ -399,8 +421,8 @@ def bench_model_command(engine: EngineConfig, config: ModelBenchConfig, file: Ro
     _NO_CHECKPOINT,
 )
 def bench_experts_command(engine: EngineConfig, config: ExpertsBenchConfig, file: RowsFile) -> dict[str, Any]:
-    """Check and time the experts of one rank alone, without an exchange, beside torch's grouped GEMM."""
-    get_scheme(engine.scheme)  # refuses "auto", which needs a checkpoint
+    """Check and time one rank's experts, beside torch's grouped GEMM."""
+    _check_scheme(engine)
     return _measure("ep_moe.bench.experts_alone:experts_rank_main", engine, config, file)
 
 
@@ -412,7 +434,7 @@ def bench_report_command(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the page differs.")] = False,
     plots: Annotated[bool, typer.Option(help="Draw the plots; needs matplotlib.")] = True,
 ) -> None:
-    """Make BENCHMARKS.md, next to the directory, and its plots from the measured rows."""
+    """Make BENCHMARKS.md and its plots from the measured rows."""
     with _one_line_errors():
         report = make_report(directory, check=check, plots=plots and not check)
         if not report["ok"]:
@@ -424,5 +446,16 @@ def bench_report_command(
 
 
 def main() -> None:
-    """Entry point of the `ep-moe` command."""
-    app()
+    """Run the command line; a wrong argument is one line. Ends the process."""
+    try:
+        code = app(standalone_mode=False)
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        elif speaks():
+            message = " ".join(error.format_message().split()).removesuffix(".")
+            typer.echo(f"error: {message}; see {error.ctx.command_path} --help", err=True)
+        code = 2
+    except typer.Abort:
+        code = 130
+    sys.exit(code)

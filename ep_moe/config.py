@@ -1,6 +1,7 @@
 """The options that a user can set: frozen, validated configs.
 
-No other module reads TOML files; `environment` reads the environment.
+No other module reads TOML files; `environment` reads the environment. Importing this module does not import torch,
+which takes seconds: the command line makes its options of these classes.
 Letters: T tokens on this rank, H hidden, I intermediate, K top-k, E experts, R ranks, M max_tokens_per_rank.
 """
 
@@ -9,12 +10,10 @@ import enum
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from ep_moe.fields import Field, check_fields, check_keys, field_types, require, typed
-from ep_moe.quant import SCHEMES, get_scheme
+from ep_moe.names import DTYPE_NAMES, SCHEME_NAMES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,7 +23,36 @@ else:
 MAX_TIMEOUT_SECS = 1e9  # twice this, in nanoseconds, still fits int64
 ALIGNMENT = 16  # hidden and intermediate sizes are multiples of this: one 16-byte access in the narrowest format
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+    DTYPES: dict[str, torch.dtype]
+    Dtype = torch.dtype
+else:
+    Dtype = object  # `TransportConfig` checks that it is one of DTYPES
+
+    def __getattr__(name: str) -> Any:
+        """DTYPES, torch's dtypes by name, which need torch."""
+        if name != "DTYPES":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, {dtype: torch_dtype(dtype) for dtype in DTYPE_NAMES})
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """One of DTYPE_NAMES as a torch.dtype. Local."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _check_scheme(name: str) -> None:
+    """Raise ValueError for the name of no scheme; names with sizes in them are parsed, which needs torch."""
+    if name not in SCHEME_NAMES:
+        from ep_moe.quant import get_scheme
+
+        get_scheme(name)
 
 
 class Layout(str, enum.Enum):
@@ -191,7 +219,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        get_scheme(self.scheme)
+        _check_scheme(self.scheme)
         if self.routing is not None:
             k = self.routing.num_topk
             require(k <= self.num_experts, f"num_topk ({k}) exceeds num_experts ({self.num_experts})")
@@ -229,7 +257,7 @@ class TransportConfig:
 
     hidden: Annotated[int, Field(multiple_of=ALIGNMENT)]
     max_tokens_per_rank: Annotated[int, Field(at_least=1)]
-    dtype: torch.dtype = torch.bfloat16
+    dtype: Dtype = dataclasses.field(default_factory=lambda: torch_dtype("bfloat16"))
     num_slots: Annotated[int, Field(at_least=1)] = 2
     row_alignment: Annotated[int, Field(at_least=1)] = 16
     max_topk: Annotated[int, Field(at_least=1)] = 32
@@ -246,7 +274,8 @@ class TransportConfig:
             self.nvshmem_stores in stores,
             f"nvshmem_stores ({self.nvshmem_stores!r}) is not one of {', '.join(stores)}",
         )
-        require(self.dtype in DTYPES.values(), f"dtype ({self.dtype}) is not one of {', '.join(DTYPES)}")
+        dtypes = [torch_dtype(name) for name in DTYPE_NAMES]
+        require(self.dtype in dtypes, f"dtype ({self.dtype}) is not one of {', '.join(DTYPE_NAMES)}")
         require(self.on_peer_loss in ("raise", "mask"), f"on_peer_loss ({self.on_peer_loss!r}) is not raise or mask")
         require(self.num_sms == 0 or self.num_sms >= 3, f"num_sms ({self.num_sms}) must be 0 or at least 3")
 
@@ -280,15 +309,17 @@ class EngineConfig:
     """How a whole model runs expert-parallel; the options that every command shares.
 
     Under torchrun the environment determines `nproc`. With `ray`, `nproc` ranks run on each of `nodes` nodes of a
-    cluster. `scheme` is "auto" as the checkpoint stores experts, "none" in `dtype`, or a name that
-    `ep_moe.quant.get_scheme` knows, into which they are quantized on load. `transport`, `experts` and `placement` are
-    names that `create_transport`, `create_experts` and `create_placement` check.
+    cluster. `dtype` "auto" is the checkpoint's on a GPU, float32 on a CPU. `scheme` is "auto" as the checkpoint stores
+    experts, "none" in `dtype`, or a name that `ep_moe.quant.get_scheme` knows, into which they are quantized on load.
+    `transport`, `experts` and `placement` are names that `create_transport`, `create_experts` and `create_placement`
+    check.
     """
 
     model: Annotated[str, Field(help="A Hugging Face directory; empty is the model that ships with ep-moe")] = ""
     nproc: Annotated[
-        int, Field(help="Ranks to start on this machine, 4 if not given; torchrun starts its own", at_least=1)
-    ] = 4
+        int | None,
+        Field(help="Ranks to start, by default one for each GPU, 4 without any; torchrun starts its own", at_least=1),
+    ] = None
     ray: Annotated[
         str, Field(help="Ray cluster that ranks run on: auto, HOST:PORT, or local for one that ends with the job")
     ] = ""
@@ -296,11 +327,14 @@ class EngineConfig:
     device: Annotated[
         str, Field(help="Device; auto is cuda if every rank has its own GPU", choices=("auto", "cpu", "cuda"))
     ] = "auto"
-    dtype: Annotated[str, Field(help="Dtype of weights and activations", choices=DTYPES)] = "float32"
+    dtype: Annotated[
+        str,
+        Field(help="Dtype of weights and activations; auto is the model's on GPUs", choices=("auto", *DTYPE_NAMES)),
+    ] = "auto"
     scheme: Annotated[
         str,
         Field(
-            help=f"Scheme of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEMES)}",
+            help=f"Scheme of experts and payload; auto is the checkpoint's own: auto, {', '.join(SCHEME_NAMES)}",
             option="--quant",
         ),
     ] = "auto"
@@ -321,7 +355,7 @@ class EngineConfig:
             f"model ({self.model!r}) has no config.json, so it is not a Hugging Face checkpoint directory",
         )
         if self.scheme != "auto":
-            get_scheme(self.scheme)
+            _check_scheme(self.scheme)
         GroupConfig(timeout_secs=self.timeout_secs)
         require(
             self.nodes == 1 or bool(self.ray),
@@ -329,9 +363,10 @@ class EngineConfig:
         )
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as a torch.dtype."""
-        return DTYPES[self.dtype]
+    def torch_dtype(self) -> "torch.dtype":
+        """`dtype` as a torch.dtype. Errors: ValueError for "auto", which needs a checkpoint."""
+        require(self.dtype != "auto", "dtype ('auto') is a checkpoint's, and there is none")
+        return torch_dtype(self.dtype)
 
     @property
     def group(self) -> GroupConfig:

@@ -9,8 +9,6 @@ import typing
 from collections.abc import Collection
 from typing import Annotated, Any
 
-import torch
-
 _PLAIN: dict[type, tuple[type, str]] = {  # accepted type and its name in errors; a bool is not accepted as a number
     bool: (bool, "true or false"),
     int: (numbers.Integral, "an integer"),
@@ -87,6 +85,8 @@ def check_tensor(value: Any, name: str) -> None:
 
     Local, no host sync.
     """
+    import torch  # seconds, which a module of configs must not take
+
     if type(value) is torch.Tensor and value.layout is torch.strided:  # distributed tensors are a subclass
         return
     if not isinstance(value, torch.Tensor):

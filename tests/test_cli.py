@@ -14,26 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from faults import broken_main
 from processes import EP_MOE, ROOT, environ, processes_with, ranks_of
 from typer.testing import CliRunner, Result
 
-from ep_moe import cli
+from ep_moe import cli, names
 from ep_moe.app import run as job
 from ep_moe.app import run_rank
 from ep_moe.app.eval import EvalConfig
 from ep_moe.app.generate import GenerateConfig
 from ep_moe.app.serve import ServeConfig
-from ep_moe.app.start import on_ranks
+from ep_moe.app.session import with_dtype
+from ep_moe.app.start import SHIPPED_MODEL, on_ranks
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
 from ep_moe.cli import app
-from ep_moe.config import EngineConfig
+from ep_moe.config import DTYPES, EngineConfig
+from ep_moe.experts import EXPERTS
 from ep_moe.fields import described
 from ep_moe.group import EPGroup
+from ep_moe.placement import PLACEMENTS
+from ep_moe.quant import SCHEMES
 from ep_moe.report.records import RowsFile
+from ep_moe.transport import TRANSPORTS
 from ep_moe.tune.config import TuneConfig
 
+LAUNCH = sys.modules["ep_moe.launch"]  # `ep_moe.launch` is the function
 HELDOUT_LOSS = 0.7336  # nats per byte of the first 16 KB in float32
 SMALL = """
 [run]
@@ -233,12 +240,51 @@ def test_options_are_the_fields_of_configs() -> None:
                 assert options[field.name].help == described(config)[field.name][1].text
 
 
-def test_the_command_line_imports_no_job() -> None:
-    """transformers and matplotlib take seconds, which no `--help` should."""
-    slow = ("transformers", "matplotlib", "ep_moe.bench.model", "ep_moe.app.run_rank")
-    code = f"import sys, ep_moe.cli; print([name for name in {slow} if name in sys.modules])"
+QUICK = (
+    *(["--help"], ["run", "--help"], ["serve", "--help"], ["bench", "transport", "--help"], ["plan", "--help"]),
+    *(["run", "--nprocs", "4"], ["generate", "x", "--top-p", "0.5"]),
+)
+
+
+def test_help_and_wrong_arguments_import_nothing_slow() -> None:
+    """torch takes two seconds, transformers three more."""
+    code = f"""
+import sys
+from ep_moe.__main__ import main
+for arguments in {QUICK}:
+    sys.argv = ["ep-moe", *arguments]
+    try:
+        main()
+    except SystemExit:
+        pass
+print("loaded", [name for name in ("torch", "triton", "transformers", "numpy", "matplotlib") if name in sys.modules])
+"""
     done = call(sys.executable, "-c", code, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.stdout.endswith("loaded []\n"), done.stderr
+    assert "Needs the packages of ep-moe[serve]." in done.stdout
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_options_name_what_there_is() -> None:
+    assert tuple(DTYPES) == names.DTYPE_NAMES
+    assert tuple(SCHEMES) == names.SCHEME_NAMES
+    assert tuple(TRANSPORTS) == names.TRANSPORT_NAMES
+    assert tuple(EXPERTS) == names.EXPERTS_NAMES
+    assert tuple(PLACEMENTS) == names.PLACEMENT_NAMES
+
+
+def test_the_package_has_what_it_names() -> None:
+    """Also after the package `launch`, of the function's name, was imported."""
+    code = """
+import ep_moe.launch.signals, ep_moe
+assert callable(ep_moe.launch), ep_moe.launch
+from ep_moe import *
+assert set(ep_moe.__all__) <= set(globals())
+assert all(getattr(ep_moe, name) is globals()[name] for name in ep_moe.__all__)
+assert not hasattr(ep_moe, "Launch")
+"""
+    done = call(sys.executable, "-c", code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 READ = (
@@ -266,7 +312,7 @@ def test_a_model_that_is_not_read_is_told_before_ranks_start(
 ) -> None:
     config, message = UNREADABLE[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("ep_moe.app.start.launch", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr(LAUNCH, "launch", lambda *args, **options: pytest.fail("ranks were started"))
     done = CliRunner().invoke(app, [*command, "--model", str(tmp_path)])
     assert done.exit_code == 2
     assert f"error: {tmp_path / 'config.json'}: {message}" in done.stderr
@@ -274,7 +320,7 @@ def test_a_model_that_is_not_read_is_told_before_ranks_start(
 
 
 def test_run_refuses_to_compare_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ep_moe.app.start.launch", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr(LAUNCH, "launch", lambda *args, **options: pytest.fail("ranks were started"))
     done = CliRunner().invoke(app, ["run", "--quant", "fp8_token"])
     assert done.exit_code == 2
     assert "error: scheme 'fp8_token' rounds the tokens" in done.stderr
@@ -393,3 +439,112 @@ def test_a_lost_rank_is_named(number: signal.Signals, words: str, tmp_path: Path
     assert code == 1
     assert re.match(words, line), line
     assert secs < 20
+
+
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_ctrl_c_during_imports_is_no_traceback(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = f"{tmp_path}{os.pathsep}{environ()['PYTHONPATH']}"
+    done = call(*EP_MOE, "generate", "Blessed", cwd=tmp_path, PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+SECOND_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "--nprocs", "4"], "error: No such option: --nprocs"),
+        (["rum"], "error: No such command 'rum'"),
+        (["run", "--layout", "odd"], "error: Invalid value for '--layout': "),
+        (["generate"], "error: Missing argument "),
+        (["run", "--nproc", "0"], "error: nproc (0) must be at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_of_one_process(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ep-moe", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    said = capsys.readouterr()
+    assert (left.value.code, said.out) == (2, "")
+    assert said.err.startswith(line)
+    assert said.err.count("\n") == 1
+    for name, value in SECOND_RANK.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert (left.value.code, capsys.readouterr()) == (2, ("", ""))
+
+
+def test_what_fails_on_a_rank_of_torchrun_is_no_wrong_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_rank(*args: Any, **options: Any) -> None:
+        raise ValueError("it has written this itself")
+
+    monkeypatch.setattr(LAUNCH, "run_rank", run_rank)
+    done = CliRunner().invoke(app, ["generate", "x", "--device", "cpu"], env=SECOND_RANK | {"RANK": "0"})
+    assert (done.exit_code, done.output) == (1, "")
+
+
+COMMANDS = (["run"], ["generate", "x"], ["eval"], ["serve"], ["bench", "layer"], ["bench", "transport"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_ranks_are_the_visible_gpus(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, str]] = []
+
+    def launch(*args: Any, num_ranks: int, device: str, **options: Any) -> None:
+        started.append((num_ranks, device))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(LAUNCH, "launch", launch)
+    warnings = []
+    for num_gpus, options in (
+        *((2, []), (0, []), (2, ["--device", "cpu"])),
+        *((2, ["--nproc", "4"]), (2, ["--nproc", "1"]), (2, ["--nproc", "2"])),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda num_gpus=num_gpus: num_gpus)
+        done = CliRunner().invoke(app, [*command, *options])
+        [*warned, error] = done.stderr.splitlines()
+        assert (done.exit_code, error) == (1, "error: enough")
+        warnings.append(warned)
+    assert started == [(2, "cuda"), (4, "cpu"), (4, "cpu"), (4, "cpu"), (1, "cuda"), (2, "cuda")]
+    cpu, one = "2 of 2 GPUs are not used: 4 ranks compute on the CPU, as each would need its own", "nproc 1"
+    assert warnings == [[], [], [], [f"warning: {cpu}"], [f"warning: 1 of 2 GPUs are not used: {one}"], []]
+
+
+def test_dtype_auto_is_the_checkpoints_on_gpus() -> None:
+    assert json.loads((SHIPPED_MODEL / "config.json").read_text())["dtype"] == "bfloat16"
+    found = {name: with_dtype(EngineConfig(), torch.device(name)).dtype for name in ("cpu", "cuda")}
+    assert found == {"cpu": "float32", "cuda": "bfloat16"}
+    assert with_dtype(EngineConfig(dtype="float16"), torch.device("cuda")).dtype == "float16"
+
+
+GENERATED = {"prompts": ["a [b]"], "text": [f" \x1b[2Jc\x9b\r{'d' * 200}\u202e\n\te"], "new_tokens": 3, "world_size": 1}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_gets_no_control_characters(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    cli.report.show_generate(GENERATED | {"times": {"generate_secs": 1.0, "tokens_per_sec": 3.0}})
+    [text] = GENERATED["text"]
+    if terminal:
+        text = f" \\x1b[2Jc\\x9b\\r{'d' * 200}\\u202e\n        e"
+    assert capsys.readouterr().out == f"a [b]{text}\n\n"
+
+
+def test_piped_tables_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"shapes": {"name": "x" * 150}, "setup": {"path": "[y]" * 50}, "figures": {"a_us": 1.0}, "baselines": {}}
+    cli.show_rows(
+        {"rows": [row | {"baselines": {f"[z]{'z' * 150}": {"a_us": 2.0}}}], "world_size": 1, "gpu": "[g]", "ok": True}
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"1 x [g]: name {'x' * 150}"
+    assert lines[1] == f"path {'[y]' * 50}"
+    assert any(f"[z]{'z' * 150}" in line for line in lines[2:])

@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "timeout": (GroupConfig, {"timeout_secs": 1.9}, "timeout_secs (1.9) must be at least four heartbeats (2.0)"),
     "nproc": (EngineConfig, {"nproc": 0}, "nproc (0) must be at least 1"),
     "device": (EngineConfig, {"device": "tpu"}, "device ('tpu') is not one of auto, cpu, cuda"),
-    "dtype_name": (EngineConfig, {"dtype": "fp8"}, "dtype ('fp8') is not one of float32, bfloat16, float16"),
+    "dtype_name": (EngineConfig, {"dtype": "fp8"}, "dtype ('fp8') is not one of auto, float32, bfloat16, float16"),
     "engine_layout": (EngineConfig, {"layout": "dense"}, "layout ('dense') is not one of batched, compact, flat"),
     "engine_tokens": (EngineConfig, {"max_tokens_per_rank": 0}, "max_tokens_per_rank (0) must be at least 1"),
     "model": (EngineConfig, {"model": "no/such/folder"}, "model ('no/such/folder') is not a directory of this machine"),
@@ -138,6 +138,7 @@ WHAT_FITS: dict[Any, tuple[Any, ...]] = {  # of NO_VALUES, by a field's type; va
     str: ("a",),
     RoutingConfig | None: (None,),
     float | None: (None, 2.5),
+    int | None: (None,),
     torch.dtype | None: (None,),
 }
 

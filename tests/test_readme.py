@@ -34,7 +34,7 @@ assert (out.norm(dim=1) > 0).all()
 
 ENGINE = EngineConfig()
 DEFAULTS = {
-    "nproc": str(ENGINE.nproc),
+    "nproc": "one",  # for each GPU
     "device": ENGINE.device,
     "dtype": ENGINE.dtype,
     "quant": ENGINE.scheme,

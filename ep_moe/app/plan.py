@@ -19,6 +19,7 @@ from ep_moe.planning.times import SCHEMES, LayerShape
 from ep_moe.planning.validation import Comparison, compare, worst_and_median
 from ep_moe.report.plots import DPI
 from ep_moe.report.records import read_records
+from ep_moe.report.tables import open_console
 
 ROUTINGS = ("uniform", "recorded")
 RECORDED = Path(__file__).parent / "model" / "training.json"  # with the load of every expert of the shipped model
@@ -133,9 +134,9 @@ def _compared(comparison: Comparison) -> dict[str, Any]:
 
 def show_plan(report: dict[str, Any]) -> None:
     """Print the report as tables."""
-    console = Console()
+    console = open_console()
     if console.width < LEAST_WIDTH:  # no figure is cut off: a narrower terminal, or a pipe, gets longer lines
-        console = Console(width=LEAST_WIDTH)
+        console.width = LEAST_WIDTH
     if "constants" in report:
         for name, value in report["constants"].items():
             console.print(Text(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:g}"))

@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from ep_moe.app.start import SHIPPED_MODEL
-from ep_moe.quant import get_scheme
-from ep_moe.weights import Checkpoint
-from ep_moe.weights.writing import write_quantized
 
 
 def quantize_model(model: str, scheme: str, out: str) -> dict[str, Any]:
@@ -19,6 +16,10 @@ def quantize_model(model: str, scheme: str, out: str) -> dict[str, Any]:
     Returns: the report: paths, scheme, layers, bytes of the experts before and after, seconds.
     Errors: ValueError as of `Checkpoint.open` and `write_quantized`. Local.
     """
+    from ep_moe.quant import get_scheme
+    from ep_moe.weights import Checkpoint
+    from ep_moe.weights.writing import write_quantized
+
     start = time.perf_counter()
     checkpoint, directory = Checkpoint.open(model or SHIPPED_MODEL), Path(out)
     written = write_quantized(checkpoint, get_scheme(scheme), directory)

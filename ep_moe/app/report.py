@@ -1,5 +1,6 @@
 """Reports for people: tables on standard output."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ep_moe.report.tables import open_console
+
+# all but tab and newline, and those that reverse the direction of text
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -63,7 +69,7 @@ def _show_times(console: Console, *groups: dict[str, float]) -> None:
 
 def show_run(report: dict[str, Any]) -> None:
     """Print the report of `ep-moe run`."""
-    console = Console()
+    console = open_console()
     ranks = _table("Ranks", "rank", "device", "experts", "new tokens", "equal", "logit difference")
     for rank in report["ranks"]:
         ranks.add_row(
@@ -79,7 +85,7 @@ def show_run(report: dict[str, Any]) -> None:
     _show_times(console, report["times"], report["layer_times"])
     console.print(Text("Text", style="bold"))
     for index, text in enumerate(report["text"]):
-        console.print(Text(f"  rank {index}: {text!r}"))
+        console.print(f"  rank {index}: {text!r}", soft_wrap=True)
     console.print()
     allowed = report["max_logit_diff_allowed"]
     console.print(
@@ -93,14 +99,22 @@ def show_run(report: dict[str, Any]) -> None:
     )
 
 
+def escaped(text: str) -> str:
+    """The text with control characters as Python writes them: a terminal would obey them. Local."""
+    return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
 def show_generate(report: dict[str, Any]) -> None:
     """Print the report of `ep-moe generate`."""
-    console = Console(highlight=False)
+    console = open_console()
     for prompt, text in zip(report["prompts"], report["text"], strict=True):
-        console.print(Text(prompt, style="bold") + Text(text))
-        console.print()
+        if console.is_terminal:
+            console.print(Text(escaped(prompt), style="bold") + Text(escaped(text)), soft_wrap=True)
+        else:
+            print(prompt + text)
+        print()
     times = report["times"]
-    Console(stderr=True).print(
+    open_console(stderr=True).print(
         f"{report['new_tokens']} tokens on {report['world_size']} ranks in {times['generate_secs']:.2f} s "
         f"({times['tokens_per_sec']:.1f} tokens/s)"
     )
@@ -108,7 +122,7 @@ def show_generate(report: dict[str, Any]) -> None:
 
 def show_eval(report: dict[str, Any]) -> None:
     """Print the report of `ep-moe eval`."""
-    console = Console()
+    console = open_console()
     table = _table(
         f"Held-out loss, {report['text_bytes']} bytes, {report['predicted_tokens']} predicted tokens",
         "model",
@@ -154,7 +168,7 @@ def show_quantize(report: dict[str, Any]) -> None:
 
 def show_tune(report: dict[str, Any]) -> None:
     """Print what was tuned."""
-    console = Console()
+    console = open_console()
     heads = "rows", "kernels", "us", "before", "gain", "tried", "refused", "search"
     table = _table(f"{report['gpu']}, {report['dtype']}", *heads)
     for row in report["rows"]:

@@ -7,13 +7,14 @@ dequantized in both models.
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig, config_dir, read_toml
 from ep_moe.fields import Field, check_fields
-from ep_moe.quant import get_scheme
-from ep_moe.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from ep_moe.weights import Checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +58,10 @@ def run(engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
     return on_ranks("ep_moe.app.run_rank:run_rank_main", engine, config)
 
 
-def _check_scheme(engine: EngineConfig, checkpoint: Checkpoint) -> None:
+def _check_scheme(engine: EngineConfig, checkpoint: "Checkpoint") -> None:
     """Raise if the experts would be computed in a scheme that quantizes, which the whole model does not."""
+    from ep_moe.quant import get_scheme
+
     if engine.scheme == "auto":
         for layer in checkpoint.layers:
             checkpoint.check_layer(layer)

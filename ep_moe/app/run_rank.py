@@ -20,6 +20,7 @@ from ep_moe.app.session import (
     load_whole,
     progress_bar,
     start_task,
+    with_dtype,
 )
 from ep_moe.app.start import model_dir
 from ep_moe.app.text import shipped_heldout
@@ -43,7 +44,7 @@ class _Trace:
 def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> dict[str, Any]:
     """One rank's part of the job. Returns the report, the same on every rank. Collective."""
     clock, layer_clock = PhaseClock(group.device), PhaseClock(group.device)
-    tokenizer = load_tokenizer(engine)
+    engine, tokenizer = with_dtype(engine, group.device), load_tokenizer(engine)
     prompt = config.prompts[group.rank % len(config.prompts)]
     prompt_ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=group.device)
     new_tokens = config.new_tokens[group.rank % len(config.new_tokens)]

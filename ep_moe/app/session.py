@@ -2,12 +2,12 @@
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -16,8 +16,20 @@ from ep_moe.app.start import model_dir, open_model
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session, from_pretrained, loading
 from ep_moe.group import EPGroup
+from ep_moe.report.tables import open_console
+from ep_moe.weights import families
+from ep_moe.weights.json_files import read_object
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
+
+
+def with_dtype(engine: EngineConfig, device: torch.device) -> EngineConfig:
+    """The config with dtype "auto" replaced: the checkpoint's on a GPU, float32 on a CPU. Local."""
+    if engine.dtype != "auto":
+        return engine
+    path = model_dir(engine) / "config.json"
+    dtype = torch.float32 if device.type == "cpu" else families.dtype_of(read_object(path), str(path))
+    return dataclasses.replace(engine, dtype=str(dtype).removeprefix("torch."))
 
 
 def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, Session]:
@@ -25,7 +37,7 @@ def load_expert_parallel(group: EPGroup, engine: EngineConfig) -> tuple[Model, S
     model: Model = from_pretrained(
         model_dir(engine),
         group,
-        dtype=engine.torch_dtype,
+        dtype=with_dtype(engine, group.device).torch_dtype,
         transport=engine.transport,
         experts=engine.experts,
         placement=engine.placement,
@@ -46,10 +58,10 @@ def load_whole(group: EPGroup, engine: EngineConfig) -> Model:
     """
     checkpoint = open_model(engine)
     if checkpoint.method is not None:
-        return loading.load_whole(checkpoint, engine.torch_dtype, group.device)
+        return loading.load_whole(checkpoint, with_dtype(engine, group.device).torch_dtype, group.device)
     transformers_logging.disable_progress_bar()  # the bars of several ranks would overwrite each other
     model: Model = AutoModelForCausalLM.from_pretrained(
-        model_dir(engine), experts_implementation="eager", dtype=engine.torch_dtype
+        model_dir(engine), experts_implementation="eager", dtype=with_dtype(engine, group.device).torch_dtype
     )
     return model.to(group.device).eval()
 
@@ -85,11 +97,11 @@ class PhaseClock:
 def progress_bar(group: EPGroup) -> Progress:
     """A progress display on standard error, on rank 0 only."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=open_console(stderr=True),
         disable=group.rank != 0,
     )
 

@@ -10,16 +10,15 @@ import itertools
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ep_moe.bench.presets import LAYER_PRESETS, MODEL_PRESETS
-from ep_moe.config import EngineConfig, Layout, MoEConfig, TransportConfig
+from ep_moe.config import EngineConfig, Layout, MoEConfig, TransportConfig, torch_dtype
 from ep_moe.fields import Field, check_fields
-from ep_moe.quant import SCHEMES, get_scheme, payload_bytes
-from ep_moe.testing.random_experts import SEED_STRIDE
-from ep_moe.transport import TRANSPORTS
+from ep_moe.names import SCHEME_NAMES, TRANSPORT_NAMES
+
+if TYPE_CHECKING:
+    import torch
 
 LAYER_ROUTINGS = ("uniform", "skewed")
 ROUTINGS = ("uniform", "skewed", "one_rank")
@@ -109,12 +108,16 @@ class ExpertsBenchConfig:
         """L."""
         return math.ceil(LAYER_PRESETS[self.preset].sizes.num_experts / self.ep_size)
 
-    def row_counts(self, rows: int, kind: str = "uneven") -> torch.Tensor:
+    def row_counts(self, rows: int, kind: str = "uneven") -> "torch.Tensor":
         """Rows of each expert, [L] int64 on the CPU, `rows` on average; `kind` is one of `counts`. Local.
 
         "uneven" is `rows` times 0.7 to 1.3, and at least 1. "skewed" is half of all rows for the first expert, none for
         the last third, and the same for the others.
         """
+        import torch
+
+        from ep_moe.testing.random_experts import SEED_STRIDE
+
         num = self.num_local_experts
         if kind == "even":
             return torch.full((num,), rows)
@@ -218,10 +221,12 @@ class TransportPoint(ExchangeSizes):
         check_fields(self)
         if not 1 <= self.num_topk <= self.num_experts:
             raise ValueError(f"num_topk ({self.num_topk}) is not in [1, num_experts ({self.num_experts})]")
-        get_scheme(self.payload)
-        self.config(torch.bfloat16)
+        from ep_moe.quant import get_scheme
 
-    def config(self, dtype: torch.dtype) -> TransportConfig:
+        get_scheme(self.payload)
+        self.config(torch_dtype("bfloat16"))
+
+    def config(self, dtype: "torch.dtype") -> TransportConfig:
         """The transport's config. Errors: ValueError for a hidden size that no transport supports."""
         return TransportConfig(
             hidden=self.hidden,
@@ -232,14 +237,15 @@ class TransportPoint(ExchangeSizes):
             nvshmem_stores=self.nvshmem_stores,
         )
 
-    def row_bytes(self, dtype: torch.dtype) -> int:
+    def row_bytes(self, dtype: "torch.dtype") -> int:
         """Bytes of a dispatched token: values, scales, ids and weights."""
+        from ep_moe.quant import get_scheme, payload_bytes
+
         return payload_bytes(get_scheme(self.payload), self.hidden, dtype) + 8 * self.num_topk
 
 
-_BASE = TransportPoint()
 _COMPACT = {"tokens": 4096, "layout": Layout.COMPACT}
-_CHANGES: tuple[dict[str, Any], ...] = (
+_STANDARD: tuple[dict[str, Any], ...] = (
     *({"tokens": tokens} for tokens in (1, 16, 128, 512)),
     _COMPACT,
     *({"layout": Layout.COMPACT}, {"layout": Layout.FLAT}, {"payload": "none"}),
@@ -248,21 +254,25 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"routing": "skewed"}, {"graph": False}),
     *(_COMPACT | {"num_sms": num_sms} for num_sms in (16, 32, 64, 128)),
 )
-# From 1 to 4096 tokens; then 128 tokens with one change at a time; then 4096 tokens on fewer SMs.
-SUITES = {"standard": tuple(dataclasses.replace(_BASE, **change) for change in _CHANGES)}
+# Fields of points; "standard": from 1 to 4096 tokens; 128 tokens with one change at a time; 4096 tokens on fewer SMs.
+SUITES = {"standard": _STANDARD}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportBenchConfig(ExchangeSizes):
     """Measurements of `ep-moe bench transport`. Errors: ValueError names the value and the limit."""
 
+    preset: Annotated[str, Field(help="Sizes of a layer whose tokens travel", choices=LAYER_PRESETS)] = "deepseek-v3"
+    hidden: Annotated[int, Field(help="Overrides the preset's hidden size, if not 0", at_least=0)] = 0
+    num_topk: Annotated[int, Field(help="Overrides the preset's experts per token", at_least=0)] = 0
+    num_experts: Annotated[int, Field(help="Overrides the preset's number of experts", at_least=0)] = 0
     tokens: Annotated[tuple[int, ...], Field(help="Tokens per rank (repeatable)")] = (1, 16, 128, 512, 4096)
     layout: Annotated[tuple[Layout, ...], Field(help="Layout of the expert batch (repeatable)")] = (Layout.COMPACT,)
-    payload: Annotated[tuple[str, ...], Field(help=f"Payload format (repeatable): {', '.join(SCHEMES)}")] = (
+    payload: Annotated[tuple[str, ...], Field(help=f"Payload format (repeatable): {', '.join(SCHEME_NAMES)}")] = (
         "fp8_block",
     )
     suite: Annotated[str, Field(help=f"Named sizes, in place of all options above: {', '.join(SUITES)}")] = ""
-    transport: Annotated[tuple[str, ...], Field(help="Transports (repeatable)", choices=("auto", *TRANSPORTS))] = (
+    transport: Annotated[tuple[str, ...], Field(help="Transports (repeatable)", choices=("auto", *TRANSPORT_NAMES))] = (
         "auto",
     )
     seed: Annotated[int, Field(help="Seed of tokens, ids and weights", at_least=0)] = 0
@@ -273,7 +283,7 @@ class TransportBenchConfig(ExchangeSizes):
         check_fields(self)
         if self.suite and self.suite not in SUITES:
             raise ValueError(f"suite ({self.suite!r}) is not one of {', '.join(SUITES)}")
-        of_suite = {field.name for field in dataclasses.fields(TransportPoint)} if self.suite else set()
+        of_suite = {"preset", *(field.name for field in dataclasses.fields(TransportPoint))} if self.suite else set()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in of_suite and value != field.default:
@@ -284,8 +294,12 @@ class TransportBenchConfig(ExchangeSizes):
     def points(self) -> tuple[TransportPoint, ...]:
         """The points to measure, in order: the suite's, or all combinations of layouts, payloads and tokens."""
         if self.suite:
-            return SUITES[self.suite]
+            return tuple(TransportPoint(**changes) for changes in SUITES[self.suite])
         same = {field.name: getattr(self, field.name) for field in dataclasses.fields(ExchangeSizes)}
+        sizes = LAYER_PRESETS[self.preset].sizes
+        assert sizes.routing is not None
+        of_preset = {"hidden": sizes.hidden, "num_experts": sizes.num_experts, "num_topk": sizes.routing.num_topk}
+        same |= {name: value for name, value in of_preset.items() if not same[name]}
         return tuple(
             TransportPoint(tokens=tokens, layout=layout, payload=payload, **same)
             for layout, payload, tokens in itertools.product(self.layout, self.payload, self.tokens)

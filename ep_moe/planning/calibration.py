@@ -5,8 +5,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from ep_moe.planning.hardware import Hardware
 from ep_moe.planning.times import LayerShape, collective_us, experts_us, nvlink_us, rows_of_experts
 from ep_moe.planning.traffic import Traffic, traffic, uniform
@@ -138,6 +136,8 @@ def _fit(
     measured: Callable[[Record], float],
 ) -> Hardware:
     """Fit constants that a prediction is linear in, none negative, by least squares of relative errors."""
+    import torch
+
     free = dataclasses.replace(hw, link_gbs=1e9)  # what a link allows at most is not linear
     columns = []
     for name in names:

@@ -15,7 +15,6 @@ from ep_moe.fields import Field, check_fields
 from ep_moe.planning.hardware import Hardware
 from ep_moe.planning.times import LayerShape, LayerTimes, collective_us, experts_us, nvlink_us, rows_of_experts
 from ep_moe.planning.traffic import Traffic, recorded, traffic, uniform
-from ep_moe.transport import TRANSPORTS
 
 # layers, and parameters outside of routed experts, of models whose layers are presets of the benchmarks
 MODELS: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -125,7 +124,7 @@ def _transports(hw: Hardware, ranks: int) -> list[str]:
         return ["local"]
     if ranks <= hw.gpus_per_node:
         return ["nvlink", "collective"]
-    return ["collective", *(["hierarchical"] if "hierarchical" in TRANSPORTS else [])]
+    return ["collective", "hierarchical"]
 
 
 def _predict(hw: Hardware, job: Job, ranks: int, redundant: int, transport: str, layout: str) -> Candidate:

@@ -8,8 +8,6 @@ import functools
 import heapq
 from collections.abc import Sequence
 
-import torch
-
 SAMPLES = 4096  # tokens whose experts are drawn
 
 
@@ -41,6 +39,8 @@ def traffic(loads: tuple[float, ...], num_topk: int, num_ranks: int, redundant: 
         loads: [E], the part of all (token, expert) pairs that each expert gets. redundant: P - E.
     Errors: ValueError if R does not divide P, or K exceeds E. Local.
     """
+    import torch
+
     num_experts, num_physical = len(loads), len(loads) + redundant
     if num_physical % num_ranks:
         raise ValueError(f"num_ranks ({num_ranks}) does not divide the physical experts ({num_physical})")
@@ -86,6 +86,8 @@ def recorded(measured: Sequence[Sequence[float]], num_experts: int) -> tuple[flo
     Args:
         measured: a row for each layer. The sorted loads, a layer's mean, are stretched to `num_experts`.
     """
+    import torch
+
     profile = torch.tensor([sorted(layer) for layer in measured]).mean(0)
     stretched = torch.nn.functional.interpolate(profile.view(1, 1, -1), num_experts, mode="linear", align_corners=True)
     order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))

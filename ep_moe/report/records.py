@@ -10,13 +10,13 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ep_moe.config import from_mapping
 from ep_moe.fields import Field, check_fields, check_keys, require
-from ep_moe.weights.json_files import parse_object
+
+if TYPE_CHECKING:
+    import torch
 
 OURS, GATHERED = "ep_moe", "allgather_reducescatter"  # names of what is compared, and of a baseline
 PHASES = ("route", "dispatch", "experts", "combine")  # of a layer
@@ -101,6 +101,8 @@ class Record:
     @classmethod
     def from_line(cls, line: str, source: str) -> "Record":
         """Read a line of JSON. Errors: ValueError names `source` and the key that is unknown, missing or wrong."""
+        from ep_moe.weights.json_files import parse_object
+
         return from_mapping(cls, _unflatten(parse_object(line.encode(), source), source), source)
 
 
@@ -216,8 +218,10 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: "torch.device") -> str:
     """The name of the GPU, or of the CPU. Local."""
+    import torch
+
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     info = Path("/proc/cpuinfo")
@@ -225,8 +229,10 @@ def device_name(device: torch.device) -> str:
     return names[0].strip() if names else platform.processor() or platform.machine() or "CPU"
 
 
-def versions(device: torch.device) -> dict[str, str | None]:
+def versions(device: "torch.device") -> dict[str, str | None]:
     """The versions that a figure depends on; None if not installed; cuda and nccl on the CPU. Local."""
+    import torch
+
     found: dict[str, str | None] = {"torch": str(torch.__version__), "triton": None, "transformers": None}
     found |= {"cuda": None, "nccl": None, "python": platform.python_version(), "ep_moe": None}
     for name in ("triton", "transformers", "ep_moe"):

@@ -1,6 +1,7 @@
 """Tables of figures: of a report on standard output, and in Markdown."""
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,19 @@ from rich.text import Text
 
 from ep_moe.report.records import OURS, PHASES, PURE_NUMBERS, WORDS
 
+UNLIMITED = 100_000  # columns of output that is no terminal
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """A console that prints texts as they are, and wraps lines on a terminal only. Local."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else UNLIMITED
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
 
 def show_rows(report: Mapping[str, Any]) -> None:
     """Print each row of a benchmark, figures and baselines in columns, and whether all results are right."""
-    console = Console()
+    console = open_console()
     for row in report["rows"]:
         shapes, setup = (", ".join(f"{name} {value}" for name, value in row[part].items()) for part in WORDS)
         console.print(Text(f"{report['world_size']} x {report['gpu']}: {shapes}", style="bold"))

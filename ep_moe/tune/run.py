@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ep_moe.bench.presets import LAYER_PRESETS
@@ -19,6 +18,7 @@ from ep_moe.experts import SERVES
 from ep_moe.experts.tile_tables import device_name, table_name, tiles_to_json
 from ep_moe.quant import get_scheme
 from ep_moe.report.records import versions
+from ep_moe.report.tables import open_console
 from ep_moe.tune.compiling import Compilers
 from ep_moe.tune.config import TuneConfig
 from ep_moe.tune.journal import Chosen, Journal, Trial
@@ -159,7 +159,7 @@ class _Told:
     """Progress on standard error: a bar on a terminal, else a line for each number of rows. A context manager."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, soft_wrap=True)
+        self._console = open_console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=self._console, transient=True)
         self._start = self._secs = 0.0
