@@ -6,8 +6,8 @@ Each name is imported at its first use, since torch takes seconds to import and 
 import importlib
 import sys
 import types
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as type checkers know it; `typing` is left out, so that Ctrl-C is handled sooner
 if TYPE_CHECKING:
     from ep_moe.config import (
         ActivationConfig,
@@ -66,12 +66,13 @@ _MODULES = {
 
 
 class _Package(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'config')}"), name)
+        found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'config')}"), name)
+        return found
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name != "launch" or not isinstance(value, types.ModuleType):  # `launch` is the function, not its package
             super().__setattr__(name, value)
 

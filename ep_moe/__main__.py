@@ -1,17 +1,14 @@
 """`python -m ep_moe` is `ep-moe`."""
 
-import sys
+from ep_moe.app.interrupts import end_on_interrupt
 
 
 def main() -> None:
     """Entry point of the `ep-moe` command."""
-    try:
-        from ep_moe.cli import main as run
+    end_on_interrupt()
+    from ep_moe.cli import main as run
 
-        run()
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
+    run()
 
 
 if __name__ == "__main__":

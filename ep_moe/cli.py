@@ -25,6 +25,7 @@ import typer
 from ep_moe.app import report
 from ep_moe.app.eval import EvalConfig, evaluate
 from ep_moe.app.generate import GenerateConfig, generate
+from ep_moe.app.interrupts import raise_on_interrupt
 from ep_moe.app.options import config_of, options_of
 from ep_moe.app.plan import PlanConfig, make_plan, show_plan
 from ep_moe.app.quantize import quantize_model
@@ -285,6 +286,7 @@ def tune_command(engine: EngineConfig, config: TuneConfig) -> dict[str, Any]:
         from ep_moe.tune.run import tune  # imports Triton, which only Linux has
     except ImportError as error:
         raise RuntimeError(f"tune needs Triton, which is not installed: {error}") from None
+    raise_on_interrupt()
     return tune(engine, config)
 
 
@@ -456,6 +458,4 @@ def main() -> None:
             message = " ".join(error.format_message().split()).removesuffix(".")
             typer.echo(f"error: {message}; see {error.ctx.command_path} --help", err=True)
         code = 2
-    except typer.Abort:
-        code = 130
     sys.exit(code)

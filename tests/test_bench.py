@@ -827,6 +827,14 @@ def test_routings_of_the_exchange(name: str) -> None:
     assert routing.topk_weights.min() > 0
 
 
+def test_an_exchange_has_the_sizes_of_a_preset() -> None:
+    [point] = TransportBenchConfig(preset="qwen3-30b", tokens=(1,), num_topk=4).points
+    assert (point.hidden, point.num_experts, point.num_topk) == (2048, 128, 4)
+    assert TransportBenchConfig(tokens=(1,)).points == (TransportPoint(tokens=1, layout=Layout.COMPACT),)
+    with pytest.raises(ValueError, match=r"preset \(qwen3-30b\) is set by suite 'standard'"):
+        TransportBenchConfig(preset="qwen3-30b", suite="standard")
+
+
 def test_the_standard_suite_changes_one_thing_at_a_time() -> None:
     points = TransportBenchConfig(suite="standard").points
     assert len(set(points)) == len(points) == 21
@@ -1076,14 +1084,32 @@ def test_ranks_that_transformers_cannot_spread_a_model_over(monkeypatch: pytest.
     for spreads in (False, True):
         monkeypatch.setattr(configs, "spreads_dense", lambda spreads=spreads: spreads)
         for num_ranks in (2, 4):
-            config.check_ranks(num_ranks)
-        config.check_ranks(1)
+            assert config.why_no_baseline(num_ranks) == ""
+        assert config.why_no_baseline(1) == ""
+        config.check_ranks(3)
         with pytest.raises(ValueError, match=r"hook with nproc \(1\): .* at least 2"):
             dataclasses.replace(config, hook=True).check_ranks(1)
-        with pytest.raises(ValueError, match=r"nproc \(3\) does not divide the 128 experts of qwen3-30b"):
-            config.check_ranks(3)
-    with pytest.raises(ValueError, match=r"nproc \(8\) does not divide the 4 KV heads of qwen3-30b: transformers 5"):
-        config.check_ranks(8)
+        with pytest.raises(ValueError, match=r"hook: nproc \(3\) does not divide the 128 experts of qwen3-30b"):
+            dataclasses.replace(config, hook=True).check_ranks(3)
+    assert config.why_no_baseline(8).startswith("nproc (8) does not divide the 4 KV heads of qwen3-30b: transformers 5")
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("reason", ["", "too many ranks"])
+def test_our_model_is_right_beside_routers_that_choose_otherwise_and_alone(
+    reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layer 4 has a token with two equal scores in bfloat16, of which transformers takes the higher expert."""
+    monkeypatch.setattr(ModelBenchConfig, "why_no_baseline", lambda config, num_ranks: reason)
+    config = ModelBenchConfig(preset="tiny", layers=5, batch=1, prompt_tokens=2, new_tokens=2, repeats=1)
+    report = model_rank_main(EPGroup.single("cpu"), EngineConfig(dtype="bfloat16"), config)
+    [row] = report["rows"]
+    assert row["broken"] == []
+    assert row["figures"]["tokens_per_sec"] > 0
+    assert set(row["baselines"]) == (set() if reason else {"transformers_ep"})
+    assert row["left_out"] == ({"transformers_ep": reason} if reason else {})
+    cli.show_rows(report)
+    assert ("without transformers_ep: too many ranks\n" in capsys.readouterr().out) == bool(reason)
 
 
 # The page.
@@ -1347,7 +1373,8 @@ WRONG = {
         ["model", "--nproc", "1", "--hook"],
         "hook with nproc (1): transformers' own expert parallelism needs",
     ),
-    "odd-ranks": (["model", "--nproc", "3"], "nproc (3) does not divide the 128 experts of qwen3-30b"),
+    "odd-ranks": (["model", "--nproc", "3", "--hook"], "hook: nproc (3) does not divide the 128 experts of qwen3-30b"),
+    "exchange-preset": (["transport", "--preset", "huge"], "preset ('huge') is not one of deepseek-v3, qwen3-235b"),
     "repeats": (["layer", "--repeats", "0"], "repeats (0) must be at least 1"),
     "new_tokens": (["model", "--new-tokens", "1"], "new_tokens (1) must be at least 2"),
     "baseline": (["model", "--baseline-experts", "fast"], "baseline_experts ('fast') is not one of grouped_mm"),

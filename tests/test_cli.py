@@ -540,7 +540,7 @@ def test_a_terminal_gets_no_control_characters(
 
 
 def test_piped_tables_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"shapes": {"name": "x" * 150}, "setup": {"path": "[y]" * 50}, "figures": {"a_us": 1.0}, "baselines": {}}
+    row = {"shapes": {"name": "x" * 150}, "setup": {"path": "[y]" * 50}, "figures": {"a_us": 1.0}, "left_out": {}}
     cli.show_rows(
         {"rows": [row | {"baselines": {f"[z]{'z' * 150}": {"a_us": 2.0}}}], "world_size": 1, "gpu": "[g]", "ok": True}
     )

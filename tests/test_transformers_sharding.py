@@ -58,6 +58,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},  # no gate
 }
 READ_BY_US = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+SURVEYED = (
+    "afmoe aria axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 "
+    "deepseek_v4 diffusion_gemma dots1 dots3_note ernie4_5_moe ernie4_5_vl_moe exaone_moe flex_olmo flint gemma4 "
+    "glm4_moe glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid "
+    "granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_linear kolibri1 "
+    "laguna lara_mini lfm2_moe mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4 mixtral "
+    "muse_spark nemotron_h olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next "
+    "qwen3_omni_moe qwen3_vl_moe qwen4_exp solar_open unlimited_ocr zaya "
+)
 surveyed = pytest.mark.skipif(
     not hasattr(transformers, "Dots3NoteModel"), reason="needs the models of transformers 5.23, as they were read"
 )
@@ -489,6 +498,32 @@ def experts_module() -> torch.nn.Module:
             raise AssertionError(inputs)
 
     return use_experts_implementation(Experts)(AutoConfig.for_model("mixtral"))
+
+
+def test_the_installed_families_were_read() -> None:
+    """A family that is new is to be read as the docstring of `architectures` says, and added there and here."""
+    models = Path(transformers.__file__).parent / "models"
+    files = models.glob("*/modeling_*.py")
+    found = {path.parent.name for path in files if "@use_experts_implementation" in path.read_text(encoding="utf-8")}
+    assert "mixtral" in found
+    assert sorted(found - set(SURVEYED.split())) == []
+
+
+@pytest.mark.skipif(not hasattr(transformers, "LaraMiniModel"), reason="needs the models of transformers 5.24")
+def test_the_families_of_5_24() -> None:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, **linear}
+    model, ids = make_model("lara_mini", linear_value_head_dim=8, **sizes), token_ids()
+    expected = logits_of(model, ids)
+    assert_close(logits_of(shard_experts(model, EPGroup.single("cpu")), ids), expected)
+    assert not torch.equal(expected, torch.zeros_like(expected))
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_hidden_layers": 2}
+    hy = importlib.import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
+    activation = activation_of(hy.HYV4VLExperts(transformers.HYV4VLTextConfig(swiglu_limit=7.0, **sizes)))
+    assert (activation.kind.value, activation.alpha, activation.beta, activation.limit) == ("swiglu", 1.0, 0.0, 7.0)
+    loop = importlib.import_module("transformers.models.inkling2_loop.modeling_inkling2_loop")
+    with pytest.raises(ValueError, match="the activation of Inkling2LoopExperts .* is none of"):
+        activation_of(loop.Inkling2LoopExperts(transformers.Inkling2LoopTextConfig(**sizes)))
 
 
 @surveyed

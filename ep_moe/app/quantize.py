@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ep_moe.app.interrupts import raise_on_interrupt
 from ep_moe.app.start import SHIPPED_MODEL
 
 
@@ -20,6 +21,7 @@ def quantize_model(model: str, scheme: str, out: str) -> dict[str, Any]:
     from ep_moe.weights import Checkpoint
     from ep_moe.weights.writing import write_quantized
 
+    raise_on_interrupt()
     start = time.perf_counter()
     checkpoint, directory = Checkpoint.open(model or SHIPPED_MODEL), Path(out)
     written = write_quantized(checkpoint, get_scheme(scheme), directory)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ep_moe.app.interrupts import raise_on_interrupt
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 
@@ -80,12 +81,14 @@ def on_ranks(target: "Target", engine: EngineConfig, *args: Any) -> dict[str, An
             raise ValueError(f"ray ({engine.ray!r}) starts ranks, and this process is one already: RANK is set")
         from ep_moe.launch.on_ray import launch_on_ray
 
+        raise_on_interrupt()
         return launch_on_ray(target, engine, *args, nodes=nodes_of(engine), config=engine.group)[0]
     from ep_moe.launch import launch, run_rank
 
     device, num_ranks = pick_device(engine), num_local_ranks(engine)
     if engine.device != "cpu" and speaks():
         _warn_of_unused_gpus(num_ranks if device == "cuda" else 0, num_ranks)
+    raise_on_interrupt()
     if env is not None:
         try:
             return run_rank(target, engine, *args, config=engine.group, device=device)

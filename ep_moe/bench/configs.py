@@ -162,22 +162,28 @@ class ModelBenchConfig:
         return max(self.batch * self.prompt_tokens, CHECKED_TOKENS)
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise ValueError for a number of ranks over which transformers cannot spread the model. Local."""
-        sizes = MODEL_PRESETS[self.preset]
-        experts, heads = sizes.get("num_experts") or sizes["num_local_experts"], sizes["num_key_value_heads"]
+        """Raise ValueError for a hook on ranks over which transformers cannot spread the model. Local."""
         if num_ranks == 1 and self.hook:
             raise ValueError("hook with nproc (1): transformers' own expert parallelism needs at least 2 ranks")
+        if self.hook and (reason := self.why_no_baseline(num_ranks)):
+            raise ValueError(f"hook: {reason}")
+
+    def why_no_baseline(self, num_ranks: int) -> str:
+        """Why transformers cannot spread the model over so many ranks, "" if it can. Local."""
+        sizes = MODEL_PRESETS[self.preset]
+        experts, heads = sizes.get("num_experts") or sizes["num_local_experts"], sizes["num_key_value_heads"]
         if experts % num_ranks:
-            raise ValueError(
+            return (
                 f"nproc ({num_ranks}) does not divide the {experts} experts of {self.preset}, which transformers "
                 f"spreads evenly"
             )
         if spreads_dense() and heads % num_ranks:
-            raise ValueError(
+            return (
                 f"nproc ({num_ranks}) does not divide the {heads} KV heads of {self.preset}: transformers "
                 f"{importlib.metadata.version('transformers')} spreads attention over all ranks of its expert "
                 f"parallelism"
             )
+        return ""
 
 
 def spreads_dense() -> bool:

@@ -32,7 +32,7 @@ class Work:
         what: for progress. shapes, setup: of the row. known: figures of ours that need no timing.
         check: returns errors of each system, ours first, and a line for each broken limit. Collective.
         time: returns the times of a system, once all are right. Collective. whole: their figure that speedups compare.
-        limit: of the worst row error, if there is one.
+        limit: of the worst row error, if there is one. left_out: baselines that cannot be measured, and why.
     """
 
     what: str
@@ -43,6 +43,7 @@ class Work:
     whole: str = "call_us"
     known: Mapping[str, float] = dataclasses.field(default_factory=dict)
     limit: float | None = None
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, group: EPGroup) -> Row:
         """Check, then, if no limit is broken, time; returns the row of a report. Collective."""
@@ -60,7 +61,7 @@ class Work:
         times = {name: us for name, us in ours.items() if name.endswith("_us")}
         if times:  # of a long run that is cut off, these are what is left
             tell(group, f"{self.what}: " + ", ".join(f"{name} {us:.5g}" for name, us in times.items()))
-        row: Row = {"ok": not broken, "broken": broken}
+        row: Row = {"ok": not broken, "broken": broken, "left_out": dict(self.left_out)}
         row |= {} if self.limit is None else {"row_error_limit": self.limit}
         baselines = {name: theirs for name, theirs in figures.items() if theirs}
         return row | {"shapes": dict(self.shapes), "setup": dict(self.setup), "figures": ours, "baselines": baselines}

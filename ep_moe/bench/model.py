@@ -50,6 +50,7 @@ def transformers_config(config: ModelBenchConfig) -> PreTrainedConfig:
 def model_rank_main(group: EPGroup, engine: EngineConfig, config: ModelBenchConfig) -> dict[str, Any]:
     """One rank's part. Returns the report, the same on every rank: `ok` and one row; a wrong result is not timed.
 
+    On ranks over which transformers cannot spread the model there is no baseline, and `left_out` of the row says why.
     Errors: ValueError as `ModelBenchConfig.check_ranks`; RuntimeError for the CPU on a machine with visible GPUs, which
     transformers' expert parallelism would use. Collective.
     """
@@ -98,7 +99,7 @@ class _ModelBench:
                 "experts": harness.implementation_name(session.layers[0].experts, EXPERTS),
                 **field_values(engine, "layout", "placement"),
                 "baseline_experts": config.baseline_experts,
-                "baseline_dense": "tensor_parallel" if _has_spread_dense(systems[OWN].model) else "replicated",
+                "baseline_dense": _dense(systems[OWN].model) if OWN in systems else "none",
                 "seed": config.seed,
                 "nodes": harness.num_nodes(group),
                 **field_values(config, "hook", "repeats"),
@@ -110,6 +111,7 @@ class _ModelBench:
             ),
             whole="generate_secs",
             limit=self._limit,
+            left_out={} if OWN in systems else {OWN: config.why_no_baseline(group.num_ranks)},
         )
 
     def _limits(self, system: str) -> dict[str, float]:
@@ -126,8 +128,9 @@ class _ModelBench:
         harness.tell(group, f"bench model: {config.preset}, {config.layers} layers, on {group.num_ranks} ranks")
         ranks = group.num_ranks
         own: dict[str, Any] = {"ep_size": ranks} if spreads_dense() else {"enable_expert_parallel": True}
-        # as transformers itself spreads it; one rank has all
-        systems = {OWN: self._load(OWN, DistributedConfig(tp_size=ranks, **own) if ranks > 1 else None)}
+        systems = {}
+        if not config.why_no_baseline(ranks):  # as transformers itself spreads it; one rank has all
+            systems[OWN] = self._load(OWN, DistributedConfig(tp_size=ranks, **own) if ranks > 1 else None)
         ours: dict[str, Any] = {"transport": engine.transport, "experts": engine.experts, "layout": engine.layout}
         ours["max_tokens_per_rank"] = config.max_tokens_per_rank
         if config.hook:
@@ -172,8 +175,8 @@ class _ModelBench:
         """The worst row error of each system's MoE blocks against float32 experts, over all ranks. Collective.
 
         Every rank has its own tokens: ours gets those, transformers those of all ranks, so that rows returned to the
-        wrong rank are detected. All systems' blocks get the same input, so that routers choose the same experts; after
-        several layers they would not, as rounding may flip a choice and change all that follows.
+        wrong rank are detected. All systems' blocks get the same input, and each is compared with the experts that its
+        own router chose: of equal scores, which bfloat16 has, routers choose differently.
         Returns: these errors and the figures of `_compare`, and the broken limits.
         """
         group, model, engine, seed = self._group, systems[OURS].model, self._engine, self._config.seed
@@ -185,12 +188,11 @@ class _ModelBench:
         found = {name: [0.0] for name in systems}
         with torch.inference_mode(), group.guard("check"):
             for name, module in find_experts(model).items():
-                gate, experts = _router(model, name), experts_of(model.config, module, name, seed, x.dtype, x.device)
+                experts = experts_of(model.config, module, name, seed, x.dtype, x.device)
                 for key, system in systems.items():
-                    # the router gets the block's own input: the number of rows may change how its GEMM rounds
                     shown, part = (x, slice(None)) if key == OURS else (everyones, mine)
-                    output = _output(_block(system.model, name)(shown.unsqueeze(0)))[0][part]
-                    _, weights, ids = gate(shown)
+                    returned, (_, weights, ids) = _routed(_block(system.model, name), shown)
+                    output = returned[0][part]
                     expected = experts.expected_output(x, ids[part], weights[part].float(), SCHEMES["none"])
                     found[key].append(error := worst_row_error(output, expected))
                     if not error <= self._limits(key)["worst_block_row_error"]:
@@ -199,7 +201,7 @@ class _ModelBench:
                         _log.warning("%s has a row error of %.3g; rows that are not finite: %s", found_in, error, rows)
         worst = {name: {"worst_block_row_error": harness.largest(values)} for name, values in found.items()}
         errors = harness.largest_of_ranks(group, worst)
-        for name, related in self._compare(systems).items():
+        for name, related in self._compare(systems).items() if OWN in systems else ():
             errors[name] |= related
         return errors, harness.broken_limits(errors, {name: self._limits(name) for name in errors})
 
@@ -235,14 +237,15 @@ class _ModelBench:
         return {name: worst[name] | shares[name] for name in related}
 
 
-def _has_spread_dense(model: Any) -> bool:
-    """True if a matrix outside the experts is spread over ranks."""
-    return any(
+def _dense(model: Any) -> str:
+    """Whether a matrix outside the experts is spread over ranks: "tensor_parallel", or else "replicated"."""
+    spread = any(
         isinstance(parameter, DTensor)
         and parameter.dim() == 2
         and any(isinstance(placement, Shard) for placement in parameter.placements)
         for parameter in model.parameters()
     )
+    return "tensor_parallel" if spread else "replicated"
 
 
 def _block(model: Any, experts_name: str) -> Any:
@@ -250,11 +253,14 @@ def _block(model: Any, experts_name: str) -> Any:
     return model.get_submodule(experts_name.rpartition(".")[0])
 
 
-def _router(model: Any, experts_name: str) -> Any:
-    block = _block(model, experts_name)
-    return getattr(block, "gate", None) or block.router
-
-
-def _output(returned: Any) -> torch.Tensor:
-    """The hidden states [1, T, H] that a block returns, of some models beside the router's scores."""
-    return returned[0] if isinstance(returned, tuple) else returned
+def _routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The hidden states [1, T, H] of an MoE block, and the logits, weights and ids [T, K] that its router returned."""
+    chosen: list[Any] = []
+    router = getattr(block, "gate", None) or block.router
+    # before transformers' own hooks, by which ids become those of this rank's experts
+    hook = router.register_forward_hook(lambda *call: chosen.append(call[2]), prepend=True)
+    try:
+        returned = block(x.unsqueeze(0))
+    finally:
+        hook.remove()
+    return returned[0] if isinstance(returned, tuple) else returned, chosen[0]

@@ -35,6 +35,8 @@ def show_rows(report: Mapping[str, Any]) -> None:
         console.print(_table("", columns, {name: name for name in names if name not in host.values()}))
         if set(host.values()) <= set(names):
             console.print(_table("host us, median, no sync inside", columns, host))
+        for name, reason in row["left_out"].items():
+            console.print(Text(f"without {name}: {reason}", style="yellow"))
     if report["ok"]:
         limits = [row["row_error_limit"] for row in report["rows"] if "row_error_limit" in row]
         how = f"worst row at most {max(limits):g}" if limits else "bit for bit"

@@ -1,7 +1,7 @@
 """Architectures of transformers in which ranks may call different MoE layers.
 
-Every rank must call the same layers in the same order. The modeling files of transformers 5.23.0 with experts that
-support other implementations (65 classes) were searched for conditional calls, loops and early returns:
+Every rank must call the same layers in the same order. The modeling files of transformers 5.24.0 with experts that
+support other implementations (68 classes) were searched for conditional calls, loops and early returns:
 
 | architecture | ranks call different layers because | here |
 |---|---|---|
@@ -10,8 +10,8 @@ support other implementations (65 classes) were searched for conditional calls, 
 | DiffusionGemma | each rank's own tokens decide when it stops denoising | refused on several ranks |
 | Qwen3-Omni-MoE | the talker runs only if speech is requested, and until its end | refused on several ranks |
 
-All others call every layer once in each forward pass; `generate` needs `synced_gpus=True` if ranks stop at different
-steps.
+All others call every layer once in each forward pass, or as often as their config says (Inkling2-Loop); `generate`
+needs `synced_gpus=True` if ranks stop at different steps.
 """
 
 import dataclasses

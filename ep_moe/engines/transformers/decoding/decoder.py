@@ -8,6 +8,8 @@ Letters: B rows of this rank, P prompt tokens, N new tokens, C capacity, M max_t
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,12 @@ PASSES_PER_READ = 16  # after these the host reads tokens, checks the transport 
 _WARM_UPS = 2  # passes before a capture: kernels compile, libraries allocate their workspaces
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
+
+
+@functools.cache
+def _cache_name(model_type: Any) -> str:
+    """The parameter of a model's forward that takes the cache; transformers 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(model_type.forward).parameters else "past_key_values"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,8 +333,8 @@ class Decoder:
             input_ids=prompts,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
+            **{_cache_name(model.__class__): self._cache},
             **keep,
         )
         return output.logits[:, -1]
@@ -360,8 +368,8 @@ class Decoder:
                 input_ids=sequences.tokens[here, None],
                 attention_mask=cache.masks(text, model.dtype),
                 position_ids=sequences.positions[here, None],
-                past_key_values=cache,
                 use_cache=True,
+                **{_cache_name(model.__class__): cache},
             )
         sequences.advance(output.logits[:, -1], sampled=shape.sampled)
 
