@@ -177,6 +177,7 @@ WRONG = {
     "top-p": (["generate", "x", "--top-p", "0.5"], "top_p (0.5) needs a temperature above 0"),
     "temperature": (["generate", "x", "--temperature", "nan"], "temperature (nan) must be finite"),
     "cold": (["generate", "x", "--temperature", "-1"], "temperature (-1.0) must be at least 0"),
+    "not-utf-8": (["generate", "a\udcffb"], r"prompts ('a\udcffb') are not UTF-8: surrogates not allowed"),
     "port": (["serve", "--port", "65536"], "port (65536) must be at most 65535"),
     "passes": (["serve", "--passes-per-plan", "17"], "passes_per_plan (17) must be at most 16"),
     "text": (["eval", "--text", "no.txt"], "text ('no.txt') is not a file"),
@@ -477,6 +478,12 @@ def test_a_wrong_argument_is_one_line_of_one_process(
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert (left.value.code, capsys.readouterr()) == (2, ("", ""))
+
+
+def test_a_wrong_environment_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["run"], env={"RANK": "a"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "error: environment variable WORLD_SIZE (None) is not a number, although RANK is set\n"
 
 
 def test_what_fails_on_a_rank_of_torchrun_is_no_wrong_argument(monkeypatch: pytest.MonkeyPatch) -> None:

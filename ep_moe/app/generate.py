@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from ep_moe.app.start import on_ranks, open_model
 from ep_moe.config import EngineConfig
-from ep_moe.fields import Field, check_fields
+from ep_moe.fields import Field, check_fields, shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,11 @@ class GenerateConfig:
         check_fields(self)
         if any(not prompt for prompt in self.prompts):
             raise ValueError(f"prompts ({self.prompts}) must be one or more texts, none empty")
+        for prompt in self.prompts:
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompts ({shown(prompt)}) are not UTF-8: {error.reason}") from None
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) is not in (0, 1]")
         if self.top_p < 1 and self.temperature == 0:

@@ -128,5 +128,8 @@ def is_first_rank() -> bool:
 
 def speaks() -> bool:
     """True in the one process of each machine that reports wrong arguments, which all of its ranks have."""
-    env = LaunchEnv.from_environ()
+    try:
+        env = LaunchEnv.from_environ()
+    except ValueError:  # which may be what there is to report
+        return True
     return env is None or env.local_rank == 0
