@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -223,7 +224,9 @@ def test_a_killed_rank_is_named_to_all_clients(servers: tuple[_Starting, _Starti
 
 
 def test_a_port_in_use_and_missing_packages_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ep_moe.app.start.launch", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        sys.modules["ep_moe.launch"], "launch", lambda *args, **options: pytest.fail("ranks were started")
+    )
     with contextlib.closing(bind("127.0.0.1", 0)) as taken:
         taken.listen()
         done = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
