@@ -80,21 +80,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-def check_tensor(value: Any, name: str) -> None:
-    """Raise ValueError unless a value is a dense tensor of this rank alone, neither sparse nor distributed.
-
-    Local, no host sync.
-    """
-    import torch  # seconds, which a module of configs must not take
-
-    if type(value) is torch.Tensor and value.layout is torch.strided:  # distributed tensors are a subclass
-        return
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name} is a {type(value).__name__} ({shown(value)}), not a tensor")
-    if value.layout is not torch.strided or hasattr(value, "to_local"):
-        raise ValueError(f"{name} is a {type(value).__name__} of layout {value.layout}, not dense")
-
-
 def typed(value: Any, wanted: Any, name: str) -> Any:
     """Convert a value to the type `wanted`: an integer to a float, a list to a tuple, a name to an enum member.
 

@@ -16,7 +16,7 @@ else:
 PACKAGE = Path(__file__).parent.parent / "ep_moe"
 
 FLOORS = [
-    {"config", "environment", "fields", "names", "quant", "kernels", "kernel_launch"},
+    {"config", "environment", "fields", "names", "quant", "tensors", "kernels", "kernel_launch"},
     {"group", "launch", "routing", "placement", "layout", "weights"},
     {"transport", "experts"},
     {"local_moe", "layer", "functional", "testing", "profiling"},

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_moe.fields import check_tensor
 from ep_moe.group import PeerLostError
 from ep_moe.quant import Quantized
 from ep_moe.routing import Routing
+from ep_moe.tensors import check_tensor
 from ep_moe.transport import Dispatched
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import torch
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts import Experts, create_experts
-from ep_moe.fields import check_tensor
 from ep_moe.group import PeerLostError
 from ep_moe.layer import op
 from ep_moe.layer.backward import recorded, refuse_backward, refuse_result
@@ -21,6 +20,7 @@ from ep_moe.layer.warmup import warm_up
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input, make_routing, route, to_physical
+from ep_moe.tensors import check_tensor
 from ep_moe.transport import Transport
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights

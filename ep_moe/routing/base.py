@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from ep_moe.config import DTYPES, RoutingConfig, RoutingMethod
-from ep_moe.fields import check_tensor
 from ep_moe.placement import Placement
+from ep_moe.tensors import check_tensor
 
 EPSILON = 1e-20  # added to the sum that weights are divided by (DeepSeek-V3, FlashInfer)
 MAX_REPLAY_EXPERTS = 32767  # the largest int16

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 
 from ep_moe.config import Layout, TransportConfig
-from ep_moe.fields import check_tensor, shown
+from ep_moe.fields import shown
 from ep_moe.layout import ExpertBatch
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
+from ep_moe.tensors import check_tensor
 from ep_moe.transport.layer_tag import LayerTag
 
 

@@ -8,7 +8,8 @@ import torch
 
 from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
 from ep_moe.engines.transformers.hooks import Session
-from ep_moe.fields import check_fields, check_tensor
+from ep_moe.fields import check_fields
+from ep_moe.tensors import check_tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
