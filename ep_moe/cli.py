@@ -230,7 +230,7 @@ def eval_command(engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
 def serve_command(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     """Serve a model by OpenAI's protocol, to many clients at once.
 
-    Completions and chats. Needs the packages of ep-moe[serve].
+    Completions and chats. Needs ep-moe[serve].
     """
     return serve(engine, config)
 

@@ -262,7 +262,7 @@ print("loaded", [name for name in ("torch", "triton", "transformers", "numpy", "
 """
     done = call(sys.executable, "-c", code, cwd=ROOT)
     assert done.stdout.endswith("loaded []\n"), done.stderr
-    assert "Needs the packages of ep-moe[serve]." in done.stdout
+    assert "Needs ep-moe[serve]." in done.stdout
     assert len(done.stderr.splitlines()) == 2
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.config import ActivationConfig, GroupConfig, MoEConfig, RoutingConfig
 from ep_moe.engines.transformers import from_pretrained, register, shard_experts
-from ep_moe.engines.transformers.loading import load_whole
+from ep_moe.engines.transformers.loading import build_skeleton, load_whole
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
 from ep_moe.placement import Placement
@@ -565,3 +565,10 @@ def test_fp8_on_two_ranks(family: str) -> None:
         ids = rank_ids(rank)
         assert worst_row_error(found[f"fp8-{family}"], logits_of(whole, ids)) < ROW_ERROR_LIMITS["fp8"]
         assert worst_row_error(found[f"dequantized-{family}"], logits_of(exact, ids)) < LIMIT
+
+
+def test_a_config_that_transformers_refuses_is_named_with_its_key(tmp_path: Path) -> None:
+    config = make_config("deepseek_v3").to_dict() | {"routed_scaling_factor": 1}  # an integer for a float
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{tmp_path} has no config.json .*'routed_scaling_factor' .* \(value: 1\)"):
+        build_skeleton(tmp_path, None, None)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ep_moe.engines.transformers.experts import drop_parameters, find_experts, write_weights
@@ -29,8 +30,9 @@ def build_skeleton(directory: Path, dtype: torch.dtype | None, attention: str | 
     """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except OSError as error:
-        raise ValueError(f"{directory} has no config that transformers can read: {error}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{directory} has no config.json that transformers can read: {reason}") from error
     vars(config).pop("quantization_config", None)  # the model is not quantized once it is loaded
     ensure_registered()
     options = {} if attention is None else {"attn_implementation": attention}
