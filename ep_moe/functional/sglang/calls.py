@@ -61,7 +61,7 @@ class MoeRunnerConfig:
 
 
 _DEFAULT_CONFIG = MoeRunnerConfig()
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MoeRunnerConfig)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(MoeRunnerConfig)}
 
 
 def options_of(config: Any) -> MoeRunnerConfig:
