@@ -292,7 +292,6 @@ CALLS = {
     "in place": Call(scaled, routed, in_place, written="b2"),
     "static": Call(static, routed, lambda given: outplace_fused_experts(**given), written="a2_scale"),
     "b12x": Call(nvfp4, b12x_inputs, lambda given: b12x_fused_moe(**given), written="fc2_input_scale"),
-    "by expert": Call(turned, by_expert, lambda given: triton_kernel_fused_experts(**given), launches=7),
     "by expert, in order": Call(turned, by_expert, in_order, launches=7),
     "by expert in MXFP4": Call(turned_mxfp4, by_expert, by_expert_with_bias, written="b2", launches=7),
     "overridden": Call(plain, routed, overridden, sequences=3),
