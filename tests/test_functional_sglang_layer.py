@@ -372,6 +372,8 @@ def test_other_outputs_of_topk(plain: Path) -> None:
     layer = loaded(plain)
     expected = layer(x, output)
     by_expert = loaded(plain, inplace=True, top_k=TOPK)
+    assert torch.equal(layer(x, (*output, output.topk_ids)), expected)  # with packed ids
+    assert by_expert(x[:0], routing_from_topk(*(part[:0] for part in output[:2]), EXPERTS)).shape == (0, HIDDEN)
     kept = x.clone()
     assert by_expert(kept, routing_from_topk(*output[:2], EXPERTS)) is kept
     close(kept, summed(plain, x, output, layer).sum(1))
@@ -661,8 +663,11 @@ def test_bad_tensors_are_named(plain: Path) -> None:
         layer(x, StandardTopKOutput(output.topk_weights[:, :1], output.topk_ids[:, :1], None))
     with pytest.raises(ValueError, match=r"hidden_states are \(12, 32\)"):
         layer(x[:, :32], output)
-    with pytest.raises(ValueError, match="topk_output"):
-        layer(x, (1, 2))
+    for wrong in ((1, 2), ()):
+        with pytest.raises(ValueError, match="topk_output"):
+            layer(x, wrong)
+    with pytest.raises(ValueError, match="scatter_indx is None"):
+        layer(x, routing_from_topk(*output[:2], EXPERTS)._replace(scatter_indx=None))
     with pytest.raises(ValueError, match="pre_quant_input is given"):
         layer(x, output, (x, x))
     logits = torch.zeros(TOKENS, EXPERTS)

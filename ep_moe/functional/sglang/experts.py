@@ -377,8 +377,7 @@ def kept_or_new(
 
     Args: name: of the calls. tensors: the caller's, of which `call` has views.
     """
-    copies = any(scale is not None for scale in call.static_scales) or has_copies(call, scheme)
-    if copies:
+    if any(scale is not None for scale in call.static_scales) or has_copies(call, scheme):
         return weights_of(call, scheme)  # with copies, which would miss later writes to the caller's tensors
     kept = kept_weights(name, threading.get_ident())
     tokens = call.hidden_states

@@ -114,12 +114,14 @@ def chosen(hidden_states: torch.Tensor, topk_output: Any) -> tuple[torch.Tensor,
     if options is not None:
         return hidden_states, _routed(hidden_states, topk_output, options)
     parts = tuple(topk_output)
-    if hasattr(parts[0], "slice_sizes") and len(parts) == 5:
+    if len(parts) == 5 and hasattr(parts[0], "slice_sizes"):
         data = ByExpert(parts[0].slice_sizes, *parts[1:])
+        if data.scatter is None:
+            raise ValueError("scatter_indx is None, which says nothing about the tokens that rows are summed for")
         data.check(hidden_states.shape[0])
         routing, tokens = sort_pairs(data, None, hidden_states.shape[0])
         return hidden_states[tokens], routing
-    if len(parts) not in (2, 3) or not all(isinstance(part, torch.Tensor) for part in parts[:2]):
+    if len(parts) not in (2, 3, 4) or not all(isinstance(part, torch.Tensor) for part in parts[:2]):
         raise ValueError(f"topk_output ({type(topk_output).__name__}) is not (topk_weights, topk_ids, router_logits)")
     weights, ids = parts[:2]
     if ids.dim() != 2 or ids.shape[0] != hidden_states.shape[0] or weights.shape != ids.shape:
