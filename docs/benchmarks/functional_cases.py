@@ -238,7 +238,12 @@ def others(preset: str, scheme: str, weights: Weights, tokens: int) -> Iterator[
     yield Case("local_moe", limit, lambda: local_moe(x, routing, own, kernels), expected)
     data = routing_from_topk(factors, ids, experts)
     turned = weights.w1.transpose(1, 2), weights.w2.transpose(1, 2)
-    yield Case("triton_kernel_fused_experts", limit, lambda: triton_kernel_fused_experts(x, *turned, *data), expected)
+    yield Case(
+        "triton_kernel_fused_experts",
+        limit,
+        lambda: triton_kernel_fused_experts(x, *turned, *data),
+        lambda: by_torch(x, ids, factors, weights, lambda rows: gated(rows, False), combined=False).flatten(0, 1),
+    )
     config = try_get_optimal_moe_config(weights.w1.shape, weights.w2.shape, ids.shape[1], None, tokens)
     lists = moe_align_block_size(ids, config["BLOCK_SIZE_M"], experts)
     c = torch.empty(*ids.shape, weights.w1.shape[1], dtype=x.dtype, device=DEVICE)
@@ -274,7 +279,7 @@ def paths(weights: Weights, x: torch.Tensor, factors: torch.Tensor, ids: torch.T
     yield Case(
         "fused_experts, no_combine",
         limit,
-        lambda: outplace_fused_experts(*given, no_combine=True).flatten(0, 1),
+        lambda: outplace_fused_experts(*given, no_combine=True, no_combine_keep_router_weight=True).flatten(0, 1),
         lambda: by_torch(x, ids, factors, weights, silu_of, combined=False).flatten(0, 1),
         timed=True,
     )
@@ -314,7 +319,7 @@ def zero_points(shape: torch.Size) -> tuple[dict[str, torch.Tensor], torch.Tenso
 class Precision(NamedTuple):
     """The part of triton_kernels' PrecisionConfig that is read."""
 
-    weight_scale: torch.Tensor
+    b_mx_scale: torch.Tensor
 
 
 def with_bias(weights: Weights, x: torch.Tensor, factors: torch.Tensor, ids: torch.Tensor) -> Case:
@@ -331,7 +336,7 @@ def with_bias(weights: Weights, x: torch.Tensor, factors: torch.Tensor, ids: tor
         "triton_kernel_fused_experts_with_bias",
         LIMITS["bfloat16"],
         lambda: triton_kernel_fused_experts_with_bias(x, *turned, *data, gemm1_alpha=1.702, gemm1_clamp_limit=7.0),
-        lambda: by_torch(x, ids, factors, weights, swiglu_in_turns, (b1, b2)),
+        lambda: by_torch(x, ids, factors, weights, swiglu_in_turns, (b1, b2), combined=False).flatten(0, 1),
         timed=True,
     )
 
