@@ -1,6 +1,7 @@
 """The experts of one rank without a transport, against a dense loop over tokens that knows nothing of layouts."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import pytest

@@ -321,7 +321,7 @@ def main() -> int:
     found, wrong = set(), []
     for release, files in SOURCES.items():
         library, _, version = release.partition(" ")
-        if release not in docs:
+        if version not in docs:
             wrong.append(f"docs/functional.md does not name {release}")
         calls = theirs(unpacked(WHEELS[library], version, cache), files)
         wrong += [f"{release} has no {name}" for name in set(" ".join(files.values()).split()) - calls.keys()]
