@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +14,26 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ep_moe.app.generate_rank import _padded
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig, Layout
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained, generate, shard_experts
-from ep_moe.engines.transformers.decoding import Decoder, decoder, decoder_of, loop, why_no_graphs, why_not_fixed
+from ep_moe.engines.transformers.decoding import (
+    Decoder,
+    RowDecoder,
+    decoder,
+    decoder_of,
+    end_ids_of,
+    loop,
+    why_no_graphs,
+    why_not_fixed,
+)
 from ep_moe.engines.transformers.decoding.attention import attend
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.sampling import sample, uniform
-from ep_moe.engines.transformers.decoding.sequences import Sequences
+from ep_moe.engines.transformers.decoding.sequences import BROKEN, Sequences
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.quant import get_scheme
@@ -225,6 +236,9 @@ def test_a_sample_depends_on_its_seed_alone(shipped: PreTrainedModel) -> None:
     ]
     assert torch.equal(found, torch.stack(alone))
     assert not torch.equal(found, by_passes(shipped, ids, mask, seeds=(5, 6, 7, 8), **options))
+    likeliest = by_transformers(shipped, ids, mask, max_new_tokens=4)
+    for run in (by_passes, by_transformers):
+        assert torch.equal(run(shipped, ids, mask, max_new_tokens=4, temperature=1e-40), likeliest)
 
 
 def test_expert_load_counts_live_rows_alone(shipped: PreTrainedModel) -> None:
@@ -257,11 +271,14 @@ def test_samples_follow_their_probabilities() -> None:
     shares = sample(logits, ones / 2, ones, numbers).bincount(minlength=4) / 4000
     assert (shares - torch.tensor([25, 1, 9, 1]) / 36).abs().max() < 0.03
     assert sample(logits * float("nan"), ones, ones, numbers).max() < 4
+    for tiny in (1e-30, 1e-38, 1e-40, 1e-45):  # down to the least float32, where a quotient of logits overflows
+        assert sample(logits * 200 + 1000, ones * tiny, ones, numbers).unique().tolist() == [0]
 
 
 def test_rows_that_are_not_live_keep_still() -> None:
     sequences = Sequences(4, 3, torch.device("cpu"))
     sequences.live[:] = torch.tensor([True, False, True, False])
+    sequences.greedy[0] = False
     sequences.left[:] = torch.tensor([2, 0, 5, 9])
     sequences.end_ids[0] = 1
     assert sequences.num_tokens(4).tolist() == [3]
@@ -272,9 +289,15 @@ def test_rows_that_are_not_live_keep_still() -> None:
     assert sequences.positions.tolist() == [1, 0, 1, 0]
     assert sequences.live.tolist() == [True, False, False, False]
     assert sequences.num_tokens(4).tolist() == [1]
-    sequences.advance(logits, sampled=False)
+    logits[0, 4] = float("inf")
+    sequences.advance(logits, sampled=True)
     assert sequences.num_tokens(2).tolist() == [0]
-    assert sequences.made.tolist() == [[3, -1, 1, -1], [3, -1, -1, -1], [-1] * 4]
+    assert sequences.made.tolist() == [[3, -1, 1, -1], [BROKEN, -1, -1, -1], [-1] * 4]
+    assert sequences.tokens.tolist() == [3, 0, 1, 0]  # still tokens of the embedding
+    sequences.begin(0, torch.tensor([4, 4]), torch.tensor([2, 2]))
+    sequences.step.zero_()
+    sequences.advance(torch.full((2, 5), float("nan")).index_fill_(0, torch.tensor([1]), 1.0), sampled=False)
+    assert sequences.made[0, :2].tolist() == [BROKEN, 0]
 
 
 def test_a_ring_holds_the_last_positions() -> None:
@@ -313,6 +336,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"ids": torch.ones(1, 3, dtype=torch.int64), "mask": torch.ones(2, 3)},
         "attention_mask is (2, 3)",
     ),
+    "unknown": ({"ids": torch.tensor([[5, 256]])}, "a prompt has token 256 on rank 0, tokens are in [0, 256)"),
     "seeds": ({"ids": torch.ones(1, 3, dtype=torch.int64), "seeds": (1, 2)}, "seeds are 2 on rank 0, prompts are 1"),
 }
 
@@ -342,6 +366,31 @@ def test_bad_options_are_named(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         dataclasses.replace(GenerationOptions(max_new_tokens=1), **{field: value})
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_computes_nan_is_named_with_its_layer(value: float) -> None:
+    model, ids = make_model("qwen3_moe"), torch.ones(2, 3, dtype=torch.int64)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3, 5] = value
+    wrong, layer = "the model computes NaN or infinity: the logits", "first layer whose output is not finite is model.layers.1"
+    with pytest.raises(RuntimeError, match=f"{wrong} of row 0 are not finite; the {layer}$"):
+        by_passes(model, ids, max_new_tokens=2)
+    with pytest.raises(RuntimeError, match=f"{wrong} are not finite"):
+        by_transformers(model, ids, max_new_tokens=2)
+    with pytest.raises(RuntimeError, match=layer):
+        RowDecoder(model, num_rows=1, num_positions=8, end_ids=(), graphs=False)
+
+
+def test_end_tokens_are_those_of_the_model_and_of_its_tokenizer(shipped: PreTrainedModel, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "B"}))
+    with mock.patch.multiple(shipped, name_or_path=str(tmp_path), generation_config=GenerationConfig(eos_token_id=67)):
+        assert end_ids_of(shipped) == (67, 66)
+        shipped.name_or_path = str(tmp_path / "nothing")
+        assert end_ids_of(shipped) == (67,)
 
 
 def test_why_there_are_no_graphs(shipped: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,8 @@ from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import GenerationOptions, generate
 from ep_moe.engines.transformers.decoding import decoder_of, end_ids_of
 from ep_moe.group import EPGroup
+from ep_moe.serving.scheduler import LENGTH
+from ep_moe.serving.text import TextStream
 
 MOST_ROWS = 64  # prompts in one batch of a rank; by transformers' own loop a batch is one prompt
 
@@ -22,6 +24,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):
             model, session = load_expert_parallel(group, engine)
+        end_ids = end_ids_of(model, tokenizer)
         decoder = decoder_of(model, config.decode_graphs)
         rows = 1 if decoder is None else MOST_ROWS
         mine = range(group.rank, len(config.prompts), group.num_ranks)
@@ -42,7 +45,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
                 ids, mask = _padded([ids_of[index] for index in indices], group.device)
                 options = GenerationOptions(
                     max_new_tokens=config.max_new_tokens,
-                    end_ids=end_ids_of(model),
+                    end_ids=end_ids,
                     temperature=config.temperature,
                     top_p=config.top_p,
                     seeds=tuple(config.seed + index for index in indices),
@@ -57,7 +60,8 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
                 )
                 for index, row in zip(indices, found, strict=True):
                     tokens = row[row >= 0]
-                    made[index] = (str(tokenizer.decode(tokens, skip_special_tokens=True)), tokens.numel())
+                    piece = TextStream(tokenizer, prompt=ids_of[index]).push(tokens.tolist(), LENGTH)
+                    made[index] = (piece.text, piece.num_tokens)
         progress.update(task, completed=len(turns) * config.max_new_tokens)
         expert_load = session.expert_load.cpu()
         memory = None if decoder is None else decoder.memory

@@ -32,14 +32,33 @@ class TextStream:
 
     Text is held back while it may be the beginning of a stop string, or of a character of several tokens. Special
     tokens are left out.
+
+    Args:
+        prompt: the tokens that the sequence continues. They are not shown, but its text depends on them: a first space,
+            or the rest of a character that they begin, which is shown whole. Empty for the answer of a chat.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text is complete
         self._context = 0  # tokens before them that the decoding of the next ones depends on
         self._held = ""
+        for token in self._end_of(prompt):
+            self._tokens.append(token)
+            self._decode()
+        self._num_before = len(self._tokens)
+
+    def _end_of(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The last tokens of a prompt, from the beginning of a character on: the next tokens complete it."""
+        for first in range(max(len(prompt) - _MOST_HELD, 0), max(len(prompt) - 2 * _MOST_HELD, 0), -1):
+            if any(_UNFINISHED not in self._text(prompt[first : first + size]) for size in (1, 2, 3, 4)):
+                return prompt[first:]
+        return prompt[-2 * _MOST_HELD :]
+
+    @property
+    def _num_new(self) -> int:
+        return len(self._tokens) - self._num_before
 
     def push(self, tokens: Sequence[int], finish: str) -> Piece:
         """The text that is complete with these tokens. Nothing may be pushed after a piece with a `finish`."""
@@ -49,19 +68,22 @@ class TextStream:
             self._held += self._decode()
             place = self._stop_place()
             if place is not None:
-                return Piece(text=text + self._held[:place], num_tokens=len(self._tokens), finish=STOP)
+                return Piece(text=text + self._held[:place], num_tokens=self._num_new, finish=STOP)
             text += self._release()
         if finish:
             self._held += self._decode(flush=True)
             place = self._stop_place()
             text, finish = text + self._held[:place], finish if place is None else STOP
-        return Piece(text=text, num_tokens=len(self._tokens), finish=finish)
+        return Piece(text=text, num_tokens=self._num_new, finish=finish)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        # as it is: a clean-up of spaces would change text that has been shown
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _decode(self, *, flush: bool = False) -> str:
         """The text of the tokens after the last shown one, "" while it ends within a character."""
-        decode, tokens = self._tokenizer.decode, self._tokens
-        before = decode(tokens[self._context : self._shown], skip_special_tokens=True)
-        now = decode(tokens[self._context :], skip_special_tokens=True)
+        tokens = self._tokens
+        before, now = self._text(tokens[self._context : self._shown]), self._text(tokens[self._context :])
         if now.endswith(_UNFINISHED) and not flush and len(tokens) - self._shown < _MOST_HELD:
             return ""
         self._context, self._shown = self._shown, len(tokens)

@@ -47,13 +47,13 @@ def generate(
         model: of `from_pretrained` or `shard_experts`.
         prompts: [B, P] int64, B may be 0. A prompt longer than the transport's max_tokens_per_rank is an error on every
             rank; more rows than fit into it are prefilled in several passes.
-        options: of the generation; `end_ids_of(model)` returns the end tokens that the model itself declares.
+        options: of the generation; `end_ids_of(model)` returns the end tokens that the model and its tokenizer declare.
         attention_mask: [B, P], 0 for padding, which is on the left.
         decode_graphs: None for CUDA graphs on GPUs, if the transport is "nvlink" or "local"; True also logs a warning
             if there are none; False for eager passes. The same on all ranks.
         on_step: called after one or more passes with the number of new tokens per row.
     Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
-    Errors: ValueError for bad prompts, on every rank; PeerLostError if a rank is lost, before any of its NaN becomes a
+    Errors: ValueError for bad prompts, on every rank; RuntimeError for logits that are not finite; PeerLostError if a rank is lost, before any of its NaN becomes a
     token. Collective.
     """
     decoder = decoder_of(model, decode_graphs)

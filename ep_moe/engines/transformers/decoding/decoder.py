@@ -18,6 +18,7 @@ import torch
 from ep_moe.engines.common.layers import warm_up
 from ep_moe.engines.transformers.architectures import num_topk_of
 from ep_moe.engines.transformers.decoding.attention import grouped_attention
+from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
 from ep_moe.engines.transformers.decoding.fixed_cache import FixedCache, windows_of
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.passes import Shape, bucket_of, capture, new_pool, pass_shape
@@ -169,7 +170,7 @@ class Decoder:
         session, error = self._session, None
         try:
             session.transport.check()
-            check_prompts(prompts, mask, options, session)
+            check_prompts(prompts, mask, options, model)
             num_positions = prompts.shape[1] + options.max_new_tokens
             shape = self.prepare(prompts.shape[0], num_positions, options.temperature > 0)
             request = self._request(prompts, options, shape)
@@ -184,12 +185,14 @@ class Decoder:
         num_steps = max(other.new_tokens for other in requests)
         if not num_steps:
             return torch.full((prompts.shape[0], options.max_new_tokens), NONE, device="cpu")
-        logits = self._prefill(model, prompts, mask, shape, max(other.prefills for other in requests))
+        with first_not_finite(model) as name:
+            logits = self._prefill(model, prompts, mask, shape, max(other.prefills for other in requests))
         sequences = self._begin(prompts, mask, options)
         if logits is not None:
             sequences.advance(logits, sampled=shape.sampled)
         session.transport.check()
         made = [self.read(1, prompts.shape[0])]
+        check_finite(made[0], name)
         on_step(1)
         done, may_end = 1, any(other.ends for other in requests)
         if num_steps > 1:
@@ -200,6 +203,7 @@ class Decoder:
                 self.run(model, shape)
             self.check()
             made.append(self.read(passes, prompts.shape[0]))
+            check_finite(made[-1])
             done += passes
             on_step(passes)
         found = torch.cat(made)[: options.max_new_tokens].T

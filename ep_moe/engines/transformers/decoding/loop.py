@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from ep_moe.engines.common.agreement import Agreement
+from ep_moe.engines.transformers.decoding.finite import not_finite
 from ep_moe.engines.transformers.decoding.options import GenerationOptions, check_prompts
 from ep_moe.engines.transformers.decoding.sequences import NONE
 from ep_moe.engines.transformers.hooks import Session
+
+LEAST_TEMPERATURE = 1e-30  # of transformers' loop: logits divided by less may be beyond float32
 
 Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
@@ -37,6 +40,17 @@ class FinishRows(StoppingCriteria):
         return done
 
 
+class _CheckFinite(LogitsProcessor):
+    """Raises RuntimeError for logits whose largest is not finite. Host sync."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Called by transformers before each token."""
+        del input_ids
+        if not bool(scores.amax(-1).isfinite().all()):
+            raise RuntimeError(not_finite())
+        return scores
+
+
 def _is_end(tokens: torch.Tensor, end_ids: tuple[int, ...]) -> torch.Tensor:
     return torch.isin(tokens, torch.tensor(end_ids, dtype=tokens.dtype, device=tokens.device))
 
@@ -51,18 +65,20 @@ def by_transformers(
     """`generate` by transformers' loop with its dynamic cache; a rank without rows takes part with a dummy row."""
     session: Session = model.ep_moe
     with Agreement(session.group, "generate"):
-        check_prompts(prompts, mask, options, session)
+        check_prompts(prompts, mask, options, model)
     spare = not prompts.shape[0] or not options.max_new_tokens
     ids = prompts.new_zeros(1, 1) if spare else prompts
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
         torch.manual_seed(options.seeds_of(1)[0])
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+        temperature = max(options.temperature, LEAST_TEMPERATURE)
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": options.top_p, "top_k": 0}
     with torch.inference_mode(), session.sitting_out(spare):
         sequences = model.generate(
             ids,
             attention_mask=torch.ones_like(ids) if mask is None or spare else mask,
             max_new_tokens=1 if spare else options.max_new_tokens,
+            logits_processor=LogitsProcessorList([_CheckFinite()]),
             stopping_criteria=StoppingCriteriaList([FinishRows(session, options, ids.shape[1], on_step)]),
             eos_token_id=list(options.end_ids) or None,
             pad_token_id=options.end_ids[0] if options.end_ids else 0,

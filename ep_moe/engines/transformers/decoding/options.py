@@ -1,15 +1,18 @@
 """Options of a generation, and checks of its prompts. Letters: B rows of this rank, P prompt tokens, M
 max_tokens_per_rank."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from ep_moe.engines.transformers.decoding.sequences import MOST_END_IDS
-from ep_moe.engines.transformers.hooks import Session
 from ep_moe.fields import check_fields
 from ep_moe.tensors import check_tensor
+
+Model = Any  # a transformers model; its mixins are more than a type checker can follow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +50,26 @@ class GenerationOptions:
         return self.seeds or tuple(range(num_rows))
 
 
-def end_ids_of(model: Any) -> tuple[int, ...]:
-    """The end tokens of a model's generation config. Local."""
+def end_ids_of(model: Model, tokenizer: Any = None) -> tuple[int, ...]:
+    """The end tokens of a model's generation config, and that of its tokenizer, which may be another one.
+
+    Args:
+        tokenizer: of transformers; by default that of the model's directory, if it has one.
+    Local.
+    """
     end = model.generation_config.eos_token_id
-    return tuple(end) if isinstance(end, list) else () if end is None else (end,)
+    ends = end if isinstance(end, list) else [end]
+    if tokenizer is None and model.name_or_path:
+        with contextlib.suppress(OSError, ValueError):  # it has none
+            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+    ends = [*ends, getattr(tokenizer, "eos_token_id", None)]
+    return tuple(dict.fromkeys(token for token in ends if token is not None))
 
 
-def check_prompts(
-    prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions, session: Session
-) -> None:
-    """Raise ValueError for prompts that are not [B, P] int64 on the model's device, exceed M, or are padded otherwise
-    than on the left. Host sync if there is a mask."""
+def check_prompts(prompts: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions, model: Model) -> None:
+    """Raise ValueError for prompts that are not [B, P] int64 on the model's device, exceed M, have tokens that the
+    model's embedding has not, or are padded otherwise than on the left. Host sync."""
+    session = model.ep_moe
     rank, device = session.group.rank, session.group.device
     check_tensor(prompts, "prompts")
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or prompts.device != device:
@@ -71,6 +83,10 @@ def check_prompts(
         raise ValueError(f"a prompt of {num_columns} tokens exceeds max_tokens_per_rank ({limit}) on rank {rank}")
     if options.seeds and len(options.seeds) != num_rows:
         raise ValueError(f"seeds are {len(options.seeds)} on rank {rank}, prompts are {num_rows}")
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    unknown = prompts[(prompts < 0) | (prompts >= vocab_size)][:1].tolist()
+    if unknown:
+        raise ValueError(f"a prompt has token {unknown[0]} on rank {rank}, tokens are in [0, {vocab_size})")
     if mask is None:
         return
     check_tensor(mask, "attention_mask")

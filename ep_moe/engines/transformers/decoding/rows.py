@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ep_moe.engines.transformers.decoding.decoder import Decoder
+from ep_moe.engines.transformers.decoding.finite import check_finite, first_not_finite
 from ep_moe.engines.transformers.decoding.options import GenerationOptions
 from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
 from ep_moe.engines.transformers.decoding.sequences import Sampling
@@ -62,7 +63,8 @@ class RowDecoder:
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
         graphs: replay decode passes as CUDA graphs, captured at their first use.
-    Errors: ValueError for too many end_ids; those of a lack of memory, at once. Collective.
+    Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
+    once. Collective.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class RowDecoder:
         self._decoder.sequences.end_all(end_ids)
         first = RowStart(row=0, prompt=(0,), max_new_tokens=2)
         everywhere = session.group.num_ranks
-        self.run(RowsPlan(ended=((),) * everywhere, starts=((first,),) * everywhere))  # allocates and compiles
+        with first_not_finite(model) as name:  # allocates and compiles
+            tokens = self.run(RowsPlan(ended=((),) * everywhere, starts=((first,),) * everywhere))
+        check_finite(torch.tensor(tokens, device="cpu"), name)
         shapes = (pass_shape(1, 1, False),) * everywhere
         self.run(RowsPlan(ended=((),) * everywhere, starts=((),) * everywhere, passes=1, shapes=shapes))
 
@@ -86,8 +90,8 @@ class RowDecoder:
     def run(self, plan: RowsPlan) -> list[list[int]]:
         """Carry out this rank's part of a plan.
 
-        Returns: tokens [passes][row] of the rows up to the bucket's size, -1 where a row has none; of a plan with
-        starts one list of the first token of each start. Collective, host sync.
+        Returns: tokens [passes][row] of the rows up to the bucket's size, NONE where a row has none, BROKEN where its
+        logits are not finite, which ends it; of a plan with starts one list of the first token of each start. Collective, host sync.
         """
         rank, sequences = self._session.group.rank, self._decoder.sequences
         if plan.ended[rank]:

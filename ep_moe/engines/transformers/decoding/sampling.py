@@ -32,9 +32,11 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
 
     Args:
         logits: [B, V] float32. temperature: [B], above 0. top_p: [B], in (0, 1]. numbers: [B], in [0, 1).
-    Returns: [B] int64. Local, no host sync.
+    Returns: [B] int64, the likeliest token for a temperature near 0. Local, no host sync.
     """
-    ordered, tokens = (logits / temperature[:, None]).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    # from the largest logit down, no quotient is above 0; a GPU may take a temperature below the least normal one as 0
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    ordered, tokens = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
     up_to = ordered.cumsum(-1)
     taken = (up_to - ordered < top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)  # at least 1, even for NaN
     goal = numbers[:, None] * up_to.gather(1, taken - 1)

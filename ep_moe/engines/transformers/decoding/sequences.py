@@ -11,6 +11,7 @@ from ep_moe.engines.transformers.decoding.sampling import sample, uniform
 
 MOST_END_IDS = 16
 NONE = -1  # in place of a token of a row that has ended
+BROKEN = -2  # in place of a token whose logits are not finite; the row ends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,20 +91,22 @@ class Sequences:
         Args:
             logits: [B', V]. sampled: sample with the rows' temperature, top_p and seed, unless they are greedy; else
                 all rows take the likeliest token.
-        Local, no host sync.
+        A row whose logits have NaN or infinity ends, with BROKEN in place of a token. Local, no host sync.
         """
         here = slice(first, first + logits.shape[0])
         live, positions, tokens, left = self.live[here], self.positions[here], self.tokens[here], self.left[here]
         logits = logits.float()
         positions.add_(live)
         chosen = logits.argmax(-1)
+        finite = logits.gather(1, chosen[:, None]).squeeze(1).isfinite()  # the largest; NaN counts as larger than any
         if sampled:
             numbers = uniform(self.seeds[here], positions)
             drawn = sample(logits, self.temperature[here], self.top_p[here], numbers)
             chosen = torch.where(self.greedy[here], chosen, drawn)
+        chosen = torch.where(finite, chosen, BROKEN)
         self.made[:, here].index_copy_(0, self.step, torch.where(live, chosen, NONE)[None])
-        tokens.copy_(torch.where(live, chosen, tokens))
+        tokens.copy_(torch.where(live & finite, chosen, tokens))
         left.sub_(live.long())
         ended = (chosen[:, None] == self.end_ids).any(-1)
-        live.logical_and_((left > 0) & ~ended)
+        live.logical_and_((left > 0) & ~ended & finite)
         self.step.add_(1)
