@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from fake_rows import LIMITS, FakeRows, continuation, lead
 from starlette.testclient import TestClient
 from test_decoding import TEXTS, captured_on_a_cpu, make_model
-from transformers import AutoTokenizer
+from tokenizers import decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
@@ -83,7 +85,9 @@ def test_generations_start_in_order_on_the_rank_with_the_fewest() -> None:
         [(0, 2), (1, 2)],
         [(0, 2), (1, 2)],
     ]
-    scheduler.take([[[7]], [[7, 7]], [[7, 7]]])
+    assert scheduler.cancel(1)  # its token is not that of the next one of its rank
+    found = {ticket: progress.tokens for ticket, progress in scheduler.take([[[7]], [[1, 3]], [[2, 4]]])}
+    assert found == {0: (7,), 2: (2,), 3: (3,), 4: (4,)}
     passes = scheduler.next_plan()
     assert passes is not None
     assert (passes.passes, any(passes.starts)) == (4, False)  # those who run get tokens before others start
@@ -112,6 +116,14 @@ def test_what_cannot_be_served_is_named(generation: dict[str, Any], param: str, 
         scheduler.submit(Generation(prompt=(1,)))
 
 
+def test_a_sequence_fills_all_positions_and_no_more() -> None:
+    scheduler = Scheduler(dataclasses.replace(LIMITS, max_prompt_tokens=200))
+    assert [scheduler.room((1,) * size) for size in (1, 95)] == [95, 1]
+    with pytest.raises(BadRequestError, match="the prompt has 96 tokens, the limit is 95"):
+        scheduler.room((1,) * 96)
+    scheduler.submit(Generation(prompt=(1,) * 95, max_new_tokens=1))
+
+
 # Text.
 
 
@@ -132,6 +144,38 @@ def test_text_comes_whole_in_any_pieces(tokenizer: Any, size: int) -> None:
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in pieces[:-1])
     assert (piece.num_tokens, piece.finish) == (len(tokens), "length")
+
+
+def sentencepiece() -> Any:
+    """A tokenizer as Mixtral's: words, bytes, and a decoder that strips a first space."""
+    words = ["<unk>", "<s>", "</s>", "\u2581hello", "\u2581world", "."]
+    vocab = {word: index for index, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece"])
+def test_text_continues_that_of_its_prompt(tokenizer: Any, name: str) -> None:
+    """Whatever the prompt's last token, its text and the new one are that of all tokens; a split character is shown."""
+    text = "\N{THUMBS UP SIGN}" * 5 + " a"
+    tokens = list(text.encode())
+    if name == "sentencepiece":
+        tokenizer, tokens = sentencepiece(), [1, 3, 4, 4, *(6 + byte for byte in tokens), 4, 2, 3]
+    whole = tokenizer.decode(tokens, skip_special_tokens=True)
+    for size in range(1, len(tokens)):
+        before = next(
+            found
+            for end in range(size, -1, -1)
+            if not (found := tokenizer.decode(tokens[:end], skip_special_tokens=True)).endswith("\ufffd")
+        )
+        stream, shown = TextStream(tokenizer, prompt=tokens[:size]), before
+        for index, token in enumerate(tokens[size:], start=1):
+            piece = stream.push([token], "length" if size + index == len(tokens) else "")
+            shown += piece.text
+            assert piece.num_tokens == index
+        assert shown == whole
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ class TextStream:
         before, now = self._text(tokens[self._context : self._shown]), self._text(tokens[self._context :])
         if now.endswith(_UNFINISHED) and not flush and len(tokens) - self._shown < _MOST_HELD:
             return ""
-        self._context, self._shown = self._shown, len(tokens)
+        if len(now) > len(before):  # a special token, without text, is no context
+            self._context = self._shown
+        self._shown = len(tokens)
         return now[len(before) :]
 
     def _stop_place(self) -> int | None:
