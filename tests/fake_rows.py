@@ -10,7 +10,7 @@ import pytest
 
 from ep_moe.engines.transformers.decoding.rows import RowsPlan
 from ep_moe.group import EPGroup
-from ep_moe.serving.core import Leader, ServerEndedError, follow
+from ep_moe.serving.core import Leader, LeadRank, ServerEndedError, follow
 from ep_moe.serving.scheduler import Generation, Limits, Progress
 
 LIMITS = Limits(
@@ -91,7 +91,7 @@ def lead(group: EPGroup, act: str, folder: Path | None = None) -> list[list[int]
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         follow(group, rows)
         return []
-    leader = Leader(group, rows, limits)
+    leader = Leader(LeadRank(group, rows), limits)
     found: list[list[Progress]] = []
     ended = threading.Semaphore(0)
 

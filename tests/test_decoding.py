@@ -373,7 +373,10 @@ def test_a_model_that_computes_nan_is_named_with_its_layer(value: float) -> None
     model, ids = make_model("qwen3_moe"), torch.ones(2, 3, dtype=torch.int64)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[3, 5] = value
-    wrong, layer = "the model computes NaN or infinity: the logits", "first layer whose output is not finite is model.layers.1"
+    wrong, layer = (
+        "the model computes NaN or infinity: the logits",
+        "first layer whose output is not finite is model.layers.1",
+    )
     with pytest.raises(RuntimeError, match=f"{wrong} of row 0 are not finite; the {layer}$"):
         by_passes(model, ids, max_new_tokens=2)
     with pytest.raises(RuntimeError, match=f"{wrong} are not finite"):

@@ -27,7 +27,7 @@ from ep_moe.engines.transformers.decoding.passes import pass_shape
 from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.group import EPGroup
 from ep_moe.launch import launch
-from ep_moe.serving.core import Leader, ServerEndedError
+from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
 from ep_moe.serving.http import Service, create_app
 from ep_moe.serving.metrics import Metrics
 from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
@@ -283,7 +283,7 @@ def test_an_error_of_the_model_reaches_everyone() -> None:
             raise MemoryError("no room for 3 GB")
 
     limits = dataclasses.replace(LIMITS, num_ranks=1)
-    leader = Leader(EPGroup.single("cpu"), BrokenRows(limits, 0), limits)
+    leader = Leader(LeadRank(EPGroup.single("cpu"), BrokenRows(limits, 0)), limits)
     found: list[Progress] = []
     leader.submit(Generation(prompt=(1,)), found.append)
     with pytest.raises(MemoryError):
@@ -297,10 +297,10 @@ def test_an_error_of_the_model_reaches_everyone() -> None:
 
 
 @contextlib.contextmanager
-def served(tokenizer: Any, **limits: int) -> Iterator[tuple[TestClient, Leader]]:
+def served(tokenizer: Any, rows: type[FakeRows] = FakeRows, **limits: int) -> Iterator[tuple[TestClient, Leader]]:
     """A client of the application, with fake rows of one rank behind it."""
     few = dataclasses.replace(LIMITS, num_ranks=1, **limits)
-    leader = Leader(EPGroup.single("cpu"), FakeRows(few, 0), few)
+    leader = Leader(LeadRank(EPGroup.single("cpu"), rows(few, 0)), few)
     metrics = Metrics(leader)
     app = create_app(Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=metrics))
     thread = threading.Thread(target=leader.run)

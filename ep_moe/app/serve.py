@@ -1,17 +1,27 @@
-"""`ep-moe serve`: an OpenAI-compatible server; rank 0 speaks HTTP, the others follow every generation in step."""
+"""`ep-moe serve`: an OpenAI-compatible server; a process of its own speaks HTTP, the ranks carry out its plans."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import multiprocessing
+import os
+import pkgutil
+import signal
 import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Annotated, Any
 
-from ep_moe.app.start import on_ranks, open_model
+from ep_moe.app.start import PRELOAD, on_ranks, open_model, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.fields import Field, check_fields
+from ep_moe.launch import start_server
 
 _NEEDED = ("fastapi", "jinja2", "prometheus_client", "uvicorn")  # of the extra `serve`
+FAREWELL_SECS = 4.0  # in which the process that speaks HTTP tells its clients why the server has ended
 MOST_PASSES = 16  # of a plan: tokens of so many passes are kept on the device
 
 
@@ -55,7 +65,7 @@ class ServeConfig:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, which does not listen yet. Errors: RuntimeError names the address. Local."""
+    """A socket that listens at an address. Errors: RuntimeError names the address. Local."""
     try:
         [(family, kind, number, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -64,6 +74,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen()  # at once: until one listens, several can bind the same port
         except OSError:
             listener.close()
             raise
@@ -75,6 +86,8 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     """Serve until a signal or an error ends it.
 
+    The process that speaks HTTP starts beside the ranks; where something else has started them (torchrun, Ray), rank 0
+    starts it.
     Errors: ValueError for an unreadable model directory and RuntimeError for missing packages or a port in use, before
     ranks start; RankFailedError names a lost rank.
     """
@@ -82,6 +95,49 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"ep-moe serve needs {', '.join(missing)}; install: pip install 'ep-moe[serve]'")
-    if LaunchEnv.from_environ() is None:
-        bind(config.host, config.port).close()  # rank 0 binds for itself; this error comes before the model is loaded
-    return on_ranks("ep_moe.app.serve_rank:serve_rank_main", engine, config)
+    target = "ep_moe.app.serve_rank:serve_rank_main"
+    if engine.ray or LaunchEnv.from_environ() is not None:
+        return on_ranks(target, engine, config)
+    listener = bind(config.host, config.port)
+    start_server(PRELOAD if pick_device(engine, engine.nproc) == "cpu" else ())
+    with front_end(listener, engine, config, "forkserver") as connection:
+        # rank 0 gets a duplicate of the connection from this process when it unpickles these bytes
+        return on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+
+
+@contextlib.contextmanager
+def front_end(listener: socket.socket, engine: EngineConfig, config: ServeConfig, start: str) -> Iterator[Connection]:
+    """Run the process that speaks HTTP while the block runs; yields rank 0's end of its connection.
+
+    If the block raises, requests are answered with its error for a moment longer.
+
+    Args:
+        listener: of `bind`; the process takes it over. start: "forkserver", or "spawn" in a process that has threads.
+    """
+    context = multiprocessing.get_context(start)
+    ours, theirs = context.Pipe()
+    stderr = Connection(os.dup(2), readable=False)  # the fork server has the stderr of its own start
+    process: Any = context.Process(  # type: ignore[attr-defined]
+        target=_front_end_main, args=(stderr, listener, theirs, engine, config), name="ep_moe-http", daemon=True
+    )
+    process.start()
+    for each in (stderr, listener, theirs):
+        each.close()
+    try:
+        yield ours
+    except Exception as error:
+        with contextlib.suppress(OSError):  # it has ended
+            ours.send(str(error))
+        ours.close()
+        process.join(FAREWELL_SECS)
+        raise
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def _front_end_main(stderr: Connection, *args: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
+    os.dup2(stderr.fileno(), 2)
+    pkgutil.resolve_name("ep_moe.app.serve_front:serve_front_main")(*args)

@@ -1,16 +1,20 @@
-"""Worker entry point of `ep-moe serve`: rank 0 runs the queue and the HTTP server, the others follow its plans."""
+"""Worker entry point of `ep-moe serve`: a rank's part of every plan; rank 0 passes them on from the process with the
+queue."""
 
+import contextlib
 import logging
+import pickle
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
-from ep_moe.app.serve import ServeConfig, bind
+from ep_moe.app.serve import ServeConfig, bind, front_end
 from ep_moe.app.session import Model, load_expert_parallel, load_tokenizer
 from ep_moe.app.start import model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers.decoding import RowDecoder, end_ids_of, why_no_graphs, why_not_fixed
 from ep_moe.group import EPGroup
-from ep_moe.serving.core import Leader, follow
+from ep_moe.serving.core import LeadRank, follow, relay
 from ep_moe.serving.scheduler import Limits
 
 MOST_POSITIONS = 4096  # by default: their keys and values are reserved for every row
@@ -18,55 +22,59 @@ MOST_POSITIONS = 4096  # by default: their keys and values are reserved for ever
 _log = logging.getLogger(__name__)
 
 
-def serve_rank_main(group: EPGroup, engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
-    """One rank's part of the server; returns only under a front end that closes it. Collective."""
-    listener = bind(config.host, config.port) if group.rank == 0 else None
+def serve_rank_main(
+    group: EPGroup, engine: EngineConfig, config: ServeConfig, connection: bytes | None = None
+) -> dict[str, Any]:
+    """One rank's part of the server; returns only if the process with the queue closes it. Collective.
+
+    Args:
+        connection: rank 0's, pickled by the launcher, to the process that speaks HTTP; None if rank 0 starts it.
+    """
+    with contextlib.ExitStack() as ends:
+        front: Connection | None = None
+        if group.rank == 0:
+            sys.stderr.write(f"loading {model_dir(engine)}\n")
+            if connection is None:
+                front = ends.enter_context(front_end(bind(config.host, config.port), engine, config, "spawn"))
+            else:
+                front = pickle.loads(connection)
+        _serve(group, engine, config, front)
+    return {}
+
+
+def _serve(group: EPGroup, engine: EngineConfig, config: ServeConfig, front: Connection | None) -> None:
     tokenizer = load_tokenizer(engine)
-    if group.rank == 0:
-        sys.stderr.write(f"loading {model_dir(engine)}\n")
     with group.guard("load"):
         model, session = load_expert_parallel(group, engine)
     reason = why_not_fixed(model)
     if reason:
         raise ValueError(f"{model_dir(engine)} cannot be served: {reason}")
-    num_positions = _num_positions(model, config)
-    with group.guard("warm up"):
-        rows = RowDecoder(
-            model,
-            num_rows=config.max_rows,
-            num_positions=num_positions,
-            end_ids=end_ids_of(model),
-            graphs=_graphs(model, config),
-        )
-    if listener is None:
-        follow(group, rows)
-        session.destroy()
-        return {}
-    from ep_moe.serving.http import Service, create_app, run_beside  # packages that only rank 0 needs
-    from ep_moe.serving.metrics import Metrics
-
     limits = Limits(
         num_ranks=group.num_ranks,
         num_rows=config.max_rows,
-        num_positions=num_positions,
+        num_positions=_num_positions(model, config),
         max_prompt_tokens=session.transport.config.max_tokens_per_rank,
         max_waiting=config.max_waiting,
         passes_per_plan=config.passes_per_plan,
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        end_ids=end_ids_of(model),
+        end_ids=end_ids_of(model, tokenizer),
     )
-    leader = Leader(group, rows, limits)
-    metrics = Metrics(leader)
-    app = create_app(Service(leader=leader, tokenizer=tokenizer, name=config.name_of(engine), metrics=metrics))
-    with run_beside(app, listener, leader.close):
-        host, port = listener.getsockname()[:2]
-        sys.stderr.write(
-            f"serving {config.name_of(engine)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
-            f"{group.num_ranks} ranks of {config.max_rows} rows, {num_positions} positions\n"
+    with group.guard("warm up"):
+        rows = RowDecoder(
+            model,
+            num_rows=limits.num_rows,
+            num_positions=limits.num_positions,
+            end_ids=limits.end_ids,
+            graphs=_graphs(model, config),
         )
-        leader.run()
+    if front is None:
+        follow(group, rows)
+    else:
+        ranks = LeadRank(group, rows)
+        with contextlib.suppress(BrokenPipeError):  # `relay` says it
+            front.send(limits)
+        relay(ranks, front)
     session.destroy()
-    return {}
 
 
 def _num_positions(model: Model, config: ServeConfig) -> int:

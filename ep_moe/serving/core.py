@@ -1,16 +1,19 @@
 """The work between a front end and the ranks: generations in, tokens of each out, all ranks in step.
 
-    leader = Leader(group, rows, limits)          # on rank 0; `follow(group, rows)` on the others
+    leader = Leader(LeadRank(group, rows), limits)   # on rank 0; `follow(group, rows)` on the others
     ticket = leader.submit(generation, on_progress)  # from any thread
-    leader.run()                                  # in the thread that owns the model, until `close` or an error
+    leader.run()                                     # in the thread that owns the model, until `close` or an error
 
-It knows nothing of HTTP or text: `ep_moe.serving.http` is one front end, and any other may take its place.
+The leader may be in a process of its own, so that its work delays no rank: `Leader(RemoteRanks(connection), limits)`
+there, and `relay(LeadRank(group, rows), connection)` on rank 0. It knows nothing of HTTP or text: `ep_moe.serving.http`
+is one front end, and any other may take its place.
 """
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Protocol
 
 from ep_moe.engines.transformers.decoding.rows import RowsPlan
@@ -31,6 +34,26 @@ class Rows(Protocol):
         ...
 
 
+class Ranks(Protocol):
+    """What a leader does its work with; its methods are called in the thread of `Leader.run`."""
+
+    def run(self, plan: RowsPlan) -> list[list[list[int]]]:
+        """Carry out a plan on all ranks; returns their results, in rank order. Errors: of the model; PeerLostError."""
+        ...
+
+    def check(self) -> None:
+        """Raise an error if a rank is lost while there is no plan."""
+        ...
+
+    def explain(self, failure: Exception) -> Exception:
+        """The cause of an error: one that names a lost rank, or the error itself."""
+        ...
+
+    def close(self) -> None:
+        """End `follow` on all ranks."""
+        ...
+
+
 class ServerEndedError(RuntimeError):
     """The server has ended, by an error that the message names or because it was closed."""
 
@@ -42,27 +65,119 @@ def follow(group: EPGroup, rows: Rows) -> None:
         channel.answer(rows.run(plan))
 
 
+class LeadRank:
+    """`Ranks` on rank 0, made when `follow` is called on the others. Collective."""
+
+    def __init__(self, group: EPGroup, rows: Rows) -> None:
+        self._group, self._rows, self._channel = group, rows, PlanChannel(group)
+
+    def run(self, plan: RowsPlan) -> list[list[list[int]]]:
+        """See `Ranks`."""
+        self._channel.send(plan)
+        return self._channel.collect(self._rows.run(plan))
+
+    def check(self) -> None:
+        """See `Ranks`."""
+        self._group.check()
+
+    def explain(self, failure: Exception) -> Exception:
+        """See `Ranks`."""
+        return self._group.explain(failure)
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        self._channel.close()
+
+
+class RemoteRanks:
+    """`Ranks` in another process than rank 0's, which is in `relay` at the other end of the connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(self, plan: RowsPlan) -> list[list[list[int]]]:
+        """See `Ranks`. Errors: ServerEndedError."""
+        with contextlib.suppress(BrokenPipeError):  # what came before says why
+            self._connection.send(plan)
+        return self._receive()
+
+    def check(self) -> None:
+        """See `Ranks`. Errors: ServerEndedError."""
+        if self._connection.poll():
+            self._receive()  # nothing comes unasked but an error
+
+    def explain(self, failure: Exception) -> Exception:
+        """See `Ranks`."""
+        return failure
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        self._connection.send(None)
+
+    def _receive(self) -> list[list[list[int]]]:
+        try:
+            answer = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            answer = "rank 0 has ended"
+        if isinstance(answer, str):
+            raise ServerEndedError(answer)
+        return answer  # type: ignore[no-any-return]
+
+
+def relay(ranks: LeadRank, connection: Connection) -> None:
+    """Carry out the plans of the leader at the other end, on rank 0, until it closes; an error is sent there too.
+
+    Errors: RuntimeError if the leader has gone; those of `Ranks.run`. Collective.
+    """
+    try:
+        while (plan := _receive_plan(ranks, connection)) is not None:
+            connection.send(ranks.run(plan))
+        ranks.close()
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr") from None
+    except Exception as failure:
+        cause = ranks.explain(failure)
+        with contextlib.suppress(OSError):
+            connection.send(_said(cause))
+        if cause is failure:
+            raise
+        raise cause from failure
+
+
+def _receive_plan(ranks: LeadRank, connection: Connection) -> RowsPlan | None:
+    while not connection.poll(SLICE_SECS):
+        ranks.check()
+    plan: RowsPlan | None = connection.recv()
+    return plan
+
+
+def _said(error: Exception) -> str:
+    """An error of rank 0 for clients; others name the rank themselves."""
+    if isinstance(error, PeerLostError | ServerEndedError):
+        return str(error)
+    return f"rank 0: {type(error).__name__}: {error}"
+
+
 class Leader:
-    """Rank 0's part: the queue, the plans, and who gets which tokens. Made when `follow` is called on the others.
+    """The queue, the plans, and who gets which tokens.
 
     Attributes:
         limits: of the queue and of all ranks' rows.
         on_plan: called after each plan with PREFILL or DECODE and its seconds, in the thread of `run`.
     """
 
-    def __init__(self, group: EPGroup, rows: Rows, limits: Limits) -> None:
+    def __init__(self, ranks: Ranks, limits: Limits) -> None:
         self.limits = limits
-        self._group, self._own = group, rows
-        self._channel = PlanChannel(group)
+        self._ranks = ranks
         self.on_plan: Callable[[str, float], None] = lambda kind, secs: None
         self._scheduler = Scheduler(limits)
         self._watchers: dict[int, OnProgress] = {}
         self._changed = threading.Condition()
-        self._failure: Exception | None = None
+        self._failure: ServerEndedError | None = None
         self._closing = False
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> ServerEndedError | None:
         """The error that has ended the server; None while it runs."""
         return self._failure
 
@@ -102,7 +217,7 @@ class Leader:
             return self._scheduler.cancel(ticket)
 
     def close(self) -> None:
-        """End `run` on this rank and `follow` on the others; sequences that run are cut off. Any thread."""
+        """End `run` here and `follow` on the other ranks; sequences that run are cut off. Any thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -112,16 +227,14 @@ class Leader:
 
         However it ends, every generation gets its last progress, and `submit` raises ServerEndedError from then on.
         """
-        error: Exception = ServerEndedError("the server is closed")
+        error = ServerEndedError("the server is closed")
         try:
             while (plan := self._next()) is not None:
                 self._step(plan)
-            self._channel.close()
+            self._ranks.close()
         except Exception as failure:
-            cause = self._group.explain(failure)
-            error = cause
-            if not isinstance(cause, PeerLostError):
-                error = ServerEndedError(f"rank {self._group.rank}: {type(failure).__name__}: {failure}")
+            cause = self._ranks.explain(failure)
+            error = ServerEndedError(_said(cause))
             if cause is failure:
                 raise
             raise cause from failure
@@ -138,24 +251,23 @@ class Leader:
                 if plan is not None:
                     return plan
                 self._changed.wait(SLICE_SECS)
-            self._group.check()  # a rank may be lost while nobody asks for anything
+            self._ranks.check()  # a rank may be lost while nobody asks for anything
 
     def _step(self, plan: RowsPlan) -> None:
         start = time.perf_counter()
-        self._channel.send(plan)
-        tokens = self._channel.collect(self._own.run(plan))
+        tokens = self._ranks.run(plan)
         with self._changed:
             found = self._scheduler.take(tokens)
             watchers = [self._watchers.get(ticket) for ticket, _ in found]
             for ticket, progress in found:
-                if progress.finish:
+                if progress.finish or progress.error is not None:
                     self._watchers.pop(ticket, None)
         for watcher, (_, progress) in zip(watchers, found, strict=True):
             if watcher is not None:
                 watcher(progress)
         self.on_plan(PREFILL if any(plan.starts) else DECODE, time.perf_counter() - start)
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: ServerEndedError) -> None:
         with self._changed:
             self._failure = error
             watchers, self._watchers = list(self._watchers.values()), {}

@@ -1,49 +1,79 @@
 """An ASGI application that speaks OpenAI's protocol for a `Leader`.
 
-Any ASGI server may run it, in any thread of rank 0's process. A client that goes away frees the rows of its sequences.
+Any ASGI server may run it, in any thread of the leader's process. A client that goes away frees the rows of its
+sequences. Bodies are bounded before they are read, and parsed and tokenized by a thread of their own.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
+import resource
 import secrets
 import socket
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ep_moe.fields import shown
+from ep_moe.serving.connections import LimitedConnection
 from ep_moe.serving.core import Leader, ServerEndedError
-from ep_moe.serving.metrics import Metrics
-from ep_moe.serving.protocol import ChatRequest, CompletionRequest, error_body, usage
-from ep_moe.serving.scheduler import BadRequestError, Generation, QueueFullError
-from ep_moe.serving.text import Piece, Tokenizer, stream_texts
+from ep_moe.serving.metrics import CLIENT_LEFT, Metrics
+from ep_moe.serving.protocol import ChatRequest, CompletionRequest, error_body, parse, usage
+from ep_moe.serving.scheduler import BadRequestError, Generation, NotFiniteError, QueueFullError
+from ep_moe.serving.text import Piece, TextStream, Tokenizer, stream_texts
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat goes on for as long as there is room
 SHUTDOWN_SECS = 1  # that open answers have to end; with LINGER_SECS less than the launcher's grace for a failed rank
 LINGER_SECS = 1.0  # in which new requests read why the server has ended
-_CLIENT_LEFT = 499  # as nginx logs it; nobody reads this answer
+BODY_BYTES, TOKEN_BYTES = 2**20, 32  # a body may have so many, and so many more for each token of the longest prompt
+SMALL_BODY = 2**16  # bytes; of larger ones a few are read at a time
+MOST_LARGE_BODIES = 16
+SPARE_CONNECTIONS = 256  # besides one for each sequence that runs or waits
 _DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
+
+
+class _BodyTooLargeError(ValueError):
+    """A request's body has more bytes than a prompt that is served."""
+
+
+class _UnknownModelError(ValueError):
+    """A request for a model that is not served here."""
+
+    param = "model"
+
+
+# errors of a request: status, OpenAI's type and code
+_ERRORS: dict[type[Exception], tuple[int, str, str | None]] = {
+    BadRequestError: (400, "invalid_request_error", None),
+    _UnknownModelError: (404, "invalid_request_error", "model_not_found"),
+    _BodyTooLargeError: (413, "invalid_request_error", None),
+    QueueFullError: (429, "rate_limit_error", "queue_full"),
+    NotFiniteError: (500, "server_error", "not_finite"),
+    ServerEndedError: (503, "server_error", "server_ended"),
+    Exception: (500, "server_error", None),
+}
 
 
 class _ClientLeftError(Exception):
     """The client has closed its connection."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
     """What the application serves.
 
@@ -57,6 +87,16 @@ class Service:
     metrics: Metrics
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
+    @property
+    def most_body_bytes(self) -> int:
+        """The most bytes of a request's body."""
+        return BODY_BYTES + TOKEN_BYTES * self.leader.limits.longest_prompt
+
+    @functools.cached_property
+    def token_chars(self) -> int:
+        """The most characters that one token stands for."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
@@ -67,6 +107,7 @@ class _Kind:
     whole: str
     chunk: str
     chat: bool
+    parsed: type[CompletionRequest] | type[ChatRequest]
 
     def choice(self, index: int, text: str, finish: str | None, *, part: bool) -> dict[str, Any]:
         """A choice of an answer, or the part of it in a chunk of a stream."""
@@ -78,16 +119,34 @@ class _Kind:
         return common | {"message": {"role": "assistant", "content": text}}
 
 
-_COMPLETION = _Kind(endpoint="completions", prefix="cmpl", whole="text_completion", chunk="text_completion", chat=False)
-_CHAT = _Kind(endpoint="chat", prefix="chatcmpl", whole="chat.completion", chunk="chat.completion.chunk", chat=True)
+_COMPLETION = _Kind(
+    endpoint="completions",
+    prefix="cmpl",
+    whole="text_completion",
+    chunk="text_completion",
+    chat=False,
+    parsed=CompletionRequest,
+)
+_CHAT = _Kind(
+    endpoint="chat",
+    prefix="chatcmpl",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    chat=True,
+    parsed=ChatRequest,
+)
+_KINDS = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
 
 
 class _Job:
-    """One request: its sequences, one for each choice, and its answer."""
+    """One request: its sequences, one for each choice, and its answer. Errors: BadRequestError, _UnknownModelError."""
 
-    def __init__(self, service: Service, kind: _Kind, request: CompletionRequest | ChatRequest) -> None:
-        self._service, self._kind, self._request = service, kind, request
-        self._start = time.perf_counter()
+    def __init__(self, service: Service, kind: _Kind, body: bytearray, start: float) -> None:
+        self._service, self._kind = service, kind
+        self._request: CompletionRequest | ChatRequest = parse(kind.parsed, body)
+        if self._request.model not in ("", service.name):
+            raise _UnknownModelError(f"model ({shown(self._request.model)}) is not served here, {service.name!r} is")
+        self._start = start
         self._counts: dict[int, int] = {}
         self._head = {
             "id": f"{kind.prefix}-{uuid.uuid4().hex}",
@@ -95,6 +154,15 @@ class _Job:
             "model": service.name,
         }
         self._generations = [self._generation(prompt) for prompt in self._prompts()]
+        stops, tokenizer = self._request.stops, service.tokenizer
+        self._texts = [
+            TextStream(tokenizer, stops, () if kind.chat else generation.prompt) for generation in self._generations
+        ]
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream."""
+        return bool(self._request.stream)
 
     def _prompts(self) -> list[tuple[int, ...]]:
         request, tokenizer = self._request, self._service.tokenizer
@@ -106,17 +174,25 @@ class _Job:
             messages = [message.for_template() for message in request.messages]
             try:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except TemplateError as error:
-                raise BadRequestError(
-                    f"the model's chat template refuses these messages: {error}", "messages"
-                ) from None
-            return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"])]
-        prompts = request.prompts
+            except Exception as error:  # noqa: BLE001 - a template may do anything with what a client sends
+                what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+                raise BadRequestError(f"the model's chat template refuses these messages: {what}", "messages") from None
+            return [self._tokens(text, add_special_tokens=False)]
+        prompts, most = request.prompts, self._service.leader.limits.max_waiting
         if not prompts:
             raise BadRequestError("prompt ([]) must be one or more texts or lists of token ids", "prompt")
-        return [
-            tuple(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts
-        ]
+        if len(prompts) > most:
+            raise BadRequestError(f"prompt has {len(prompts)} prompts, the limit is {most} (max_waiting)", "prompt")
+        return [self._tokens(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+
+    def _tokens(self, text: str, **options: bool) -> tuple[int, ...]:
+        tokens = self._service.leader.limits.longest_prompt
+        most = tokens * self._service.token_chars
+        if len(text) > most:
+            raise BadRequestError(
+                f"the prompt has {len(text)} characters, {tokens} tokens have {most} at most", "prompt"
+            )
+        return tuple(self._service.tokenizer(text, **options)["input_ids"])
 
     def _generation(self, prompt: tuple[int, ...]) -> Generation:
         request, room = self._request, self._service.leader.room(prompt)
@@ -137,7 +213,7 @@ class _Job:
         service = self._service
         metrics, found = (
             service.metrics,
-            stream_texts(service.leader, service.tokenizer, self._generations, self._request.stops),
+            stream_texts(service.leader, self._generations, self._texts),
         )
         async with contextlib.aclosing(found):
             async for index, piece in found:
@@ -169,7 +245,7 @@ class _Job:
         self, first: tuple[int, Piece], pieces: AsyncGenerator[tuple[int, Piece], None]
     ) -> AsyncIterator[bytes]:
         """The chunks of a stream, as server-sent events, from its first piece on."""
-        outcome = "left"
+        status = CLIENT_LEFT
         try:
             if self._kind.chat:
                 start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -180,13 +256,13 @@ class _Job:
             if self._request.includes_usage:
                 yield self._chunk([], self._usage())
             yield _DONE
-            outcome = "ok"
-        except ServerEndedError as error:
-            outcome = "failed"
-            yield _event(error_body(str(error), "server_error", code="server_ended"))
+            status = 200
+        except (ServerEndedError, NotFiniteError) as error:
+            status, kind, code = _ERRORS[type(error)]
+            yield _event(error_body(str(error), kind, code=code))
         finally:
             await pieces.aclose()
-            self._service.metrics.requests.labels(self._kind.endpoint, outcome).inc()
+            self._service.metrics.count(self._kind.endpoint, status)
 
     def _part(self, index: int, piece: Piece) -> bytes:
         return self._chunk([self._kind.choice(index, piece.text, piece.finish, part=True)])
@@ -220,46 +296,64 @@ async def _left(request: Request) -> None:
         pass
 
 
+class _Bodies:
+    """Reads requests' bodies, within limits, and makes jobs of them in a thread of its own."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._large = asyncio.Semaphore(MOST_LARGE_BODIES)
+        self._worker = ThreadPoolExecutor(1, "ep_moe-requests")  # one after another: each may take much memory
+
+    async def job(self, request: Request, kind: _Kind) -> _Job:
+        """The job of a request. Errors: those of `_Job`; _BodyTooLargeError; ClientDisconnect."""
+        start = time.perf_counter()
+        async with contextlib.AsyncExitStack() as held:
+            body = await self._read(request, held)
+            make = functools.partial(_Job, self._service, kind, body, start)
+            return await asyncio.get_running_loop().run_in_executor(self._worker, make)
+
+    async def _read(self, request: Request, held: contextlib.AsyncExitStack) -> bytearray:
+        given = request.headers.get("content-type")
+        if given is None or given.partition(";")[0].strip().lower() != "application/json":
+            found = "is missing" if given is None else f"({shown(given)}) is not served"
+            raise BadRequestError(f"the header content-type {found}, application/json is needed")
+        most, body = self._service.most_body_bytes, bytearray()
+        announced = int(request.headers.get("content-length", 0))
+        if announced > most:
+            raise _BodyTooLargeError(f"the request's body has {announced} bytes, the limit is {most}")
+        async for part in request.stream():
+            if len(body) <= SMALL_BODY < len(body) + len(part):
+                await held.enter_async_context(self._large)
+            body += part
+            if len(body) > most:
+                raise _BodyTooLargeError(f"the request's body has more than {most} bytes, the limit")
+        return body
+
+
 def create_app(service: Service) -> FastAPI:
     """The application: /v1/models, /v1/completions, /v1/chat/completions, /health and /metrics."""
-    app = FastAPI(title="ep-moe", docs_url=None, redoc_url=None)
-    _answer_errors(app)
+    app = FastAPI(title="ep-moe", docs_url=None, redoc_url=None, openapi_url=None)
+    bodies = _Bodies(service)
+    _answer_errors(app, service.metrics)
 
-    async def answer(request: Request, kind: _Kind, body: CompletionRequest | ChatRequest) -> Response:
-        count = service.metrics.requests.labels
+    async def answer(request: Request) -> Response:
+        kind = _KINDS[request.url.path]
         try:
-            if body.model not in ("", service.name):
-                message = f"model ({shown(body.model)}) is not served here, {service.name!r} is"
-                content = error_body(message, "invalid_request_error", "model", "model_not_found")
-                count(kind.endpoint, "refused").inc()
-                return JSONResponse(content, 404)
-            job = _Job(service, kind, body)
-            if not body.stream:
+            job = await bodies.job(request, kind)
+            if not job.stream:
                 content = await _unless_left(request, job.whole())
-                count(kind.endpoint, "ok").inc()
+                service.metrics.count(kind.endpoint, 200)
                 return JSONResponse(content)
             pieces = job.pieces()
-            first = await _unless_left(
-                request, anext(pieces)
-            )  # errors before the first text have a status of their own
+            # errors before the first text have a status of their own
+            first = await _unless_left(request, anext(pieces))
             return StreamingResponse(job.events(first, pieces), media_type="text/event-stream")
-        except (BadRequestError, QueueFullError):
-            count(kind.endpoint, "refused").inc()
-            raise
-        except ServerEndedError:
-            count(kind.endpoint, "failed").inc()
-            raise
-        except _ClientLeftError:
-            count(kind.endpoint, "left").inc()
-            return Response(status_code=_CLIENT_LEFT)
+        except (_ClientLeftError, ClientDisconnect):
+            service.metrics.count(kind.endpoint, CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await answer(request, _COMPLETION, body)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatRequest) -> Response:
-        return await answer(request, _CHAT, body)
+    for path in _KINDS:
+        app.add_api_route(path, answer, methods=["POST"])
 
     def model() -> dict[str, Any]:
         limits = service.leader.limits
@@ -279,8 +373,7 @@ def create_app(service: Service) -> FastAPI:
     async def one_model(name: str) -> Any:
         if name == service.name:
             return model()
-        message = f"model ({shown(name)}) is not served here, {service.name!r} is"
-        return JSONResponse(error_body(message, "invalid_request_error", "model", "model_not_found"), 404)
+        raise _UnknownModelError(f"model ({shown(name)}) is not served here, {service.name!r} is")
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -295,60 +388,52 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _answer_errors(app: FastAPI) -> None:
-    """Answer errors in OpenAI's shape."""
+def _answer_errors(app: FastAPI, metrics: Metrics) -> None:
+    """Answer errors in OpenAI's shape, and count them."""
 
-    def handler(
-        status: int, kind: str, code: str | None = None
-    ) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
-        async def handle(request: Request, error: Exception) -> JSONResponse:
-            del request
-            param = getattr(error, "param", None)
-            return JSONResponse(error_body(str(error) or type(error).__name__, kind, param, code), status)
+    def answer(request: Request, message: str, status: int, kind: str, *more: str | None) -> JSONResponse:
+        served = _KINDS.get(request.url.path)
+        metrics.count(served.endpoint if served else "other", status)
+        return JSONResponse(error_body(message, kind, *more), status)
 
-        return handle
-
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        del request
-        assert isinstance(error, RequestValidationError)
-        # of the errors of several types, that of the type which fits best; their names, in brackets, say nothing
-        found = max(error.errors(), key=lambda each: len(each["loc"]))
-        place = [str(part) for part in found["loc"][1:] if "[" not in str(part)]
-        if found["type"] == "json_invalid":
-            place, message = [], f"the request's body is not valid JSON: {found['ctx']['error']}"
-        elif not place:
-            message = f"the request's body: {found['msg']}"
-        elif found["type"] == "missing":
-            message = f"{'.'.join(place)} is missing"
-        else:
-            message = f"{'.'.join(place)} ({shown(found['input'])}): {found['msg']}"
-        return JSONResponse(error_body(message, "invalid_request_error", place[0] if place else None), 400)
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        status, kind, code = next(found for known, found in _ERRORS.items() if isinstance(error, known))
+        param = getattr(error, "param", None)
+        return answer(request, str(error) or type(error).__name__, status, kind, param, code)
 
     async def plain(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
+        return answer(request, message, error.status_code, "invalid_request_error")
 
-    app.add_exception_handler(BadRequestError, handler(400, "invalid_request_error"))
-    app.add_exception_handler(QueueFullError, handler(429, "rate_limit_error", "queue_full"))
-    app.add_exception_handler(ServerEndedError, handler(503, "server_error", "server_ended"))
-    app.add_exception_handler(RequestValidationError, invalid)
+    for known in _ERRORS:
+        app.add_exception_handler(known, handle)
     app.add_exception_handler(HTTPException, plain)
-    app.add_exception_handler(Exception, handler(500, "server_error"))
 
 
 @contextlib.contextmanager
-def run_beside(app: FastAPI, listener: socket.socket, on_end: Callable[[], None]) -> Iterator[None]:
+def run_beside(service: Service, listener: socket.socket, on_end: Callable[[], None]) -> Iterator[None]:
     """Run the application in a thread, by uvicorn, while the block runs, `Leader.run` in it.
 
     If the block raises, requests are answered for a moment longer, with the error; then the thread ends.
 
     Args:
-        listener: bound, not listening. on_end: called if the server ends by itself; it has to end the block.
+        listener: bound. on_end: called if the server ends by itself; it has to end the block.
     Errors: RuntimeError if the server does not start or ends by itself, and those of the block. Local.
     """
+    connection: Any = functools.partial(
+        LimitedConnection,
+        count=functools.partial(service.metrics.count, "connection"),
+        most=_most_connections(service),
+    )
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_SECS
+        create_app(service),
+        http=connection,
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=SHUTDOWN_SECS,
     )
     server = uvicorn.Server(config)
 
@@ -374,3 +459,11 @@ def run_beside(app: FastAPI, listener: socket.socket, on_end: Callable[[], None]
     finally:
         server.should_exit = True
         thread.join(SHUTDOWN_SECS + 1)
+
+
+def _most_connections(service: Service) -> int:
+    """One for every sequence that the server takes and some more, as far as half of this process's files allow."""
+    limits = service.leader.limits
+    most = limits.max_waiting + limits.num_ranks * limits.num_rows + SPARE_CONNECTIONS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else min(most, files // 2)

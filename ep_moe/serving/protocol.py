@@ -3,15 +3,35 @@
 A parameter that is not served may have the value that asks for nothing; any other value is refused by name.
 """
 
-from typing import Annotated, Any, Literal
+import json
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from ep_moe.fields import shown
+from ep_moe.serving.scheduler import BadRequestError
 
 MOST_STOPS = 16
+MOST_FIELDS = 64  # of an object in a request's body, far more than any has
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # only as an escape can half a pair be in UTF-8
 
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _Stop = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[int, Field(ge=1)]
+
+
+def _all(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and set(map(type, values)) <= {kind}
+
+
+def _check_prompt(prompt: Any) -> Any:
+    """Raise ValueError for no prompt, or list of prompts; fast for very many elements, of which most may be wrong."""
+    if isinstance(prompt, str) or _all(prompt, str):
+        return prompt
+    if all(_all(each, int) for each in (prompt if _all(prompt, list) else [prompt])):
+        return prompt
+    raise ValueError("must be a text, token ids, or a list of either")
 
 
 class StreamOptions(BaseModel):
@@ -32,7 +52,7 @@ class _Request(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # says who asks, which changes nothing here
@@ -55,7 +75,7 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """Body of /v1/completions; each prompt, a text or token ids, has one choice in the answer."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[Any, AfterValidator(_check_prompt)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
@@ -68,7 +88,7 @@ class CompletionRequest(_Request):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
 
 class TextPart(BaseModel):
@@ -86,7 +106,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -95,21 +115,84 @@ class Message(BaseModel):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
+class ResponseFormat(BaseModel):
+    """`response_format`; what other types have beside their name is not read."""
+
+    type: Literal["text"]
+
+
 class ChatRequest(_Request):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _Tokens | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def most_tokens(self) -> int | None:
         """The limit under its newer name, else under its older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+Parsed = TypeVar("Parsed", bound=_Request)
+
+
+def parse(kind: type[Parsed], body: bytes | bytearray) -> Parsed:
+    """A request of its body. Errors: BadRequestError names the parameter, its value and what it may be."""
+    if not body:
+        raise BadRequestError("the request's body is empty, a JSON object is needed")
+    try:
+        fields = json.loads(body, object_pairs_hook=_object)
+    except BadRequestError:
+        raise
+    except (ValueError, RecursionError) as error:  # also of its bytes, and of a number of very many digits
+        raise BadRequestError(f"the request's body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRequestError(f"the request's body ({shown(fields)}) is no JSON object")
+    if _SURROGATE.search(body):
+        for name, value in fields.items():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                param = name if name in kind.model_fields else None
+                raise BadRequestError(f"{shown(name)} holds {half!r}, half of a character", param) from None
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _named(fields, error) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MOST_FIELDS:
+        raise BadRequestError(f"an object in the request's body has {len(pairs)} fields, the limit is {MOST_FIELDS}")
+    return dict(pairs)
+
+
+def _named(fields: dict[str, Any], error: ValidationError) -> BadRequestError:
+    """The error of the deepest place; of a field of several types, what is wrong with the type that its value has."""
+    found: dict[tuple[str | int, ...], list[Any]] = {}
+    for each in error.errors(include_url=False):
+        place: list[str | int] = []
+        value: Any = fields
+        for part in each["loc"]:  # names of types are among them
+            if isinstance(value, dict) and part in value or isinstance(value, list) and isinstance(part, int):
+                place.append(part)
+                value = value[part]
+        if each["type"] == "missing":
+            place.append(each["loc"][-1])
+        found.setdefault(tuple(place), []).append(each)
+    place = max(found, key=len)
+    best = [each for each in found[place] if not each["type"].endswith("_type")] or found[place]
+    name, param = ".".join(map(str, place)), str(place[0])
+    if best[0]["type"] == "missing":
+        return BadRequestError(f"{name} is missing", param)
+    said = " or ".join(each["msg"].removeprefix("Value error, ") for each in best)
+    return BadRequestError(f"{name} ({shown(best[0]['input'])}): {said}", param)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

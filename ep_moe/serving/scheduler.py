@@ -11,9 +11,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from ep_moe.engines.transformers.decoding.finite import not_finite
 from ep_moe.engines.transformers.decoding.passes import Shape, pass_shape
 from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
-from ep_moe.engines.transformers.decoding.sequences import NONE
+from ep_moe.engines.transformers.decoding.sequences import BROKEN, NONE
 from ep_moe.fields import shown
 
 STOP, LENGTH = "stop", "length"  # why a sequence has ended: its end token, or max_new_tokens
@@ -24,16 +25,20 @@ class BadRequestError(ValueError):
     """A generation that cannot be served; the message names the value and the limit.
 
     Args:
-        param: the parameter at fault, as OpenAI's API calls it.
+        param: the parameter at fault, as OpenAI's API calls it, if it is one.
     """
 
-    def __init__(self, message: str, param: str) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
 class QueueFullError(RuntimeError):
     """So many generations wait already that another one is refused."""
+
+
+class NotFiniteError(RuntimeError):
+    """A generation that ended because the model's logits were not finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +57,8 @@ class Progress:
     """New tokens of a sequence, the end token included.
 
     Args:
-        finish: "" while it goes on; else STOP or LENGTH. error: what ended the server, with `finish` "".
+        finish: "" while it goes on; else STOP or LENGTH.
+        error: what ended it instead, with `finish` "": NotFiniteError, or what ended the server.
     """
 
     tokens: tuple[int, ...] = ()
@@ -79,6 +85,11 @@ class Limits:
     passes_per_plan: int
     vocab_size: int
     end_ids: tuple[int, ...] = ()
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt."""
+        return min(self.max_prompt_tokens, self.num_positions - 1)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -152,9 +163,8 @@ class Scheduler:
         limits, length = self._limits, len(prompt)
         if not length:
             raise BadRequestError("the prompt has no tokens", "prompt")
-        most = min(limits.max_prompt_tokens, limits.num_positions - 1)
-        if length > most:
-            raise BadRequestError(f"the prompt has {length} tokens, the limit is {most}", "prompt")
+        if length > limits.longest_prompt:
+            raise BadRequestError(f"the prompt has {length} tokens, the limit is {limits.longest_prompt}", "prompt")
         unknown = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
         if unknown is not None:
             raise BadRequestError(
@@ -249,6 +259,10 @@ class Scheduler:
             if self._rows[rank][row] is not sequence:
                 continue  # cancelled meanwhile
             new = tuple(step[column] for step in tokens[rank] if step[column] != NONE)
+            if BROKEN in new:
+                self._rows[rank][row] = None
+                found.append((sequence.ticket, Progress(error=NotFiniteError(not_finite()))))
+                continue
             sequence.num_made += len(new)
             finish = STOP if new and new[-1] in self._limits.end_ids else "" if sequence.left > 0 else LENGTH
             if finish:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from ep_moe.serving.core import Leader, OnProgress, ServerEndedError
+from ep_moe.serving.core import Leader, OnProgress
 from ep_moe.serving.scheduler import STOP, Generation, Progress
 
 _UNFINISHED = "\ufffd"  # what tokenizers make of bytes that are not a whole character (yet)
@@ -113,12 +113,15 @@ class TextStream:
 
 
 async def stream_texts(
-    leader: Leader, tokenizer: Tokenizer, generations: Sequence[Generation], stops: Sequence[str] = ()
+    leader: Leader, generations: Sequence[Generation], texts: Sequence[TextStream]
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """Generate several sequences, and yield (index, piece) as text is complete; each one's last piece has a `finish`.
 
     If the iterator is closed or its task is cancelled, the rows of all sequences are freed.
-    Errors: those of `Leader.submit`, with the first piece; ServerEndedError if a rank is lost meanwhile.
+
+    Args:
+        texts: new ones, one for each generation.
+    Errors: those of `Leader.submit`, with the first piece; later NotFiniteError; ServerEndedError for a lost rank.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
@@ -130,14 +133,13 @@ async def stream_texts(
         return on_progress
 
     tickets: dict[int, int] = {}
-    texts = [TextStream(tokenizer, stops) for _ in generations]
     try:
         for index, generation in enumerate(generations):
             tickets[index] = leader.submit(generation, watcher(index))
         while tickets:
             index, progress = await found.get()
             if progress.error is not None:
-                raise ServerEndedError(str(progress.error)) from progress.error
+                raise type(progress.error)(str(progress.error)) from progress.error
             if index not in tickets:
                 continue  # tokens behind its stop string
             piece = texts[index].push(progress.tokens, progress.finish)

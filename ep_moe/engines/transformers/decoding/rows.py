@@ -91,7 +91,8 @@ class RowDecoder:
         """Carry out this rank's part of a plan.
 
         Returns: tokens [passes][row] of the rows up to the bucket's size, NONE where a row has none, BROKEN where its
-        logits are not finite, which ends it; of a plan with starts one list of the first token of each start. Collective, host sync.
+        logits are not finite, which ends it; of a plan with starts one list of the first token of each start.
+        Collective, host sync.
         """
         rank, sequences = self._session.group.rank, self._decoder.sequences
         if plan.ended[rank]:
