@@ -1,12 +1,17 @@
 """The queue, the plans, the text and the HTTP of a server, without its command: tests/test_serve.py has that."""
 
+import collections
 import contextlib
 import dataclasses
+import http.client
 import json
+import multiprocessing
 import random
+import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +24,18 @@ from test_decoding import TEXTS, captured_on_a_cpu, make_model
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ep_moe.app.serve import bind
 from ep_moe.app.start import SHIPPED_MODEL
 from ep_moe.config import GroupConfig
 from ep_moe.engines.transformers import GenerationOptions, from_pretrained
 from ep_moe.engines.transformers.decoding import RowDecoder, by_transformers
 from ep_moe.engines.transformers.decoding.passes import pass_shape
 from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
-from ep_moe.group import EPGroup
+from ep_moe.engines.transformers.decoding.sequences import BROKEN
+from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import launch
 from ep_moe.serving.core import Leader, LeadRank, RemoteRanks, ServerEndedError, relay
-from ep_moe.serving.http import Service, create_app
+from ep_moe.serving.http import Service, create_app, run_beside
 from ep_moe.serving.metrics import Metrics
 from ep_moe.serving.scheduler import BadRequestError, Generation, Progress, QueueFullError, Scheduler
 from ep_moe.serving.text import TextStream
@@ -293,6 +300,77 @@ def test_an_error_of_the_model_reaches_everyone() -> None:
         leader.submit(Generation(prompt=(1,)), found.append)
 
 
+class Explained(LeadRank):
+    """Rank 0, whose idle check finds a lost rank once `lost` is set."""
+
+    lost = False
+
+    def check(self) -> None:
+        """See `Ranks`."""
+        if self.lost:
+            raise PeerLostError((1,), "plan", 3, "was killed by SIGKILL")
+
+
+def test_a_leader_in_another_process_has_the_same_work_and_the_same_errors() -> None:
+    """Over a connection: tokens, a lost rank while idle, an error of the model; an end without a word."""
+    limits = dataclasses.replace(LIMITS, num_ranks=1)
+
+    def start() -> tuple[Explained, Any, Leader, list[threading.Thread], list[Exception]]:
+        near, far = multiprocessing.Pipe()
+        ranks, leader = Explained(EPGroup.single("cpu"), FakeRows(limits, 0)), Leader(RemoteRanks(far), limits)
+        raised: list[Exception] = []
+
+        def run(call: Any) -> None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001
+                raised.append(error)
+
+        threads = [threading.Thread(target=run, args=(call,)) for call in (leader.run, lambda: relay(ranks, near))]
+        for thread in threads:
+            thread.start()
+        return ranks, near, leader, threads, raised
+
+    for how in ("closed", "lost", "failed"):
+        ranks, near, leader, threads, raised = start()
+        generation, found, ended = Generation(prompt=(5, 6), max_new_tokens=9), [], threading.Event()
+
+        def on_progress(progress: Progress, found: Any = found, ended: Any = ended) -> None:
+            found.append(progress)
+            if progress.finish or progress.error:
+                ended.set()
+
+        leader.submit(generation, on_progress)
+        assert ended.wait(10)
+        assert [token for progress in found for token in progress.tokens] == continuation(generation)
+        if how == "closed":
+            leader.close()
+        elif how == "lost":
+            ranks.lost = True
+        elif how == "failed":
+            ranks.run = lambda plan: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+            ended.clear()
+            leader.submit(generation, on_progress)
+            assert ended.wait(10)
+            assert str(found[-1].error) == "rank 0: ZeroDivisionError: integer division or modulo by zero"
+        for thread in threads:
+            thread.join(10)
+        said = {
+            "closed": ("the server is closed", []),
+            "lost": ("rank 1 was killed by SIGKILL (noticed in plan of round 3)", [PeerLostError, ServerEndedError]),
+            "failed": ("rank 0: ZeroDivisionError: ", [ServerEndedError, ZeroDivisionError]),
+        }[how]
+        assert str(leader.failure).startswith(said[0])
+        assert sorted((type(error) for error in raised), key=lambda kind: kind.__name__) == said[1]
+    for gone in range(2):
+        ends = multiprocessing.Pipe()
+        ends[gone].close()
+        with pytest.raises(RuntimeError, match=("rank 0 has ended", "the process that speaks HTTP has ended")[gone]):
+            relay(Explained(EPGroup.single("cpu"), FakeRows(limits, 0)), ends[0]) if gone else RemoteRanks(
+                ends[1]
+            ).check()
+
+
 # HTTP.
 
 
@@ -313,7 +391,8 @@ def served(tokenizer: Any, rows: type[FakeRows] = FakeRows, **limits: int) -> It
         thread.join()
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "n": ("completions", {"prompt": "a", "n": 2}, 400, "n (2): Input should be 1"),
     "temperature": ("completions", {"prompt": "a", "temperature": 2.5}, 400, "temperature (2.5): Input should be less"),
     "top_p": ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p (0): Input should be greater than 0"),
@@ -325,9 +404,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "max_tokens (0): Input should be greater than",
     ),
     "positions": ("completions", {"prompt": "a", "max_tokens": 96}, 400, "the most for this prompt is 95"),
-    "long": ("completions", {"prompt": "a" * 25}, 400, "the prompt has 25 tokens, the limit is 24"),
+    "long": ("completions", {"prompt": [1] * 25}, 400, "the prompt has 25 tokens, the limit is 24"),
+    "characters": ("completions", {"prompt": "a" * 10**5}, 400, "the prompt has 100000 characters, 24 tokens have"),
+    "prompts": ("completions", {"prompt": ["a"] * 1001}, 400, "prompt has 1001 prompts, the limit is 1000"),
     "empty": ("completions", {"prompt": ""}, 400, "the prompt has no tokens"),
     "none": ("completions", {"prompt": []}, 400, "prompt ([]) must be one or more texts"),
+    "mixed": ("completions", {"prompt": ["a", 1]}, 400, "prompt (['a', 1]): must be a text, token ids, or a list of"),
+    "flags": ("completions", {"prompt": [True]}, 400, "prompt ([True]): must be a text, token ids, or a list of"),
     "missing": ("completions", {}, 400, "prompt is missing"),
     "ids": ("completions", {"prompt": [300]}, 400, "the prompt has token 300, tokens are in [0, 256)"),
     "unknown": ("completions", {"prompt": "a", "top_k": 3}, 400, "top_k (3): Extra inputs are not permitted"),
@@ -338,12 +421,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "presence_penalty (0.5): Input should be",
     ),
     "logprobs": ("completions", {"prompt": "a", "logprobs": 5}, 400, "logprobs (5): Input should be None"),
+    "stops": ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "]): List should have at most 16 items"),
     "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, "model ('gpt') is not served here, 'fake' is"),
-    "template": (
+    "surrogate": ("completions", {"prompt": "a\ud800"}, 400, r"'prompt' holds '\ud800', half of a character"),
+    "surrogate name": ("completions", {"prompt": "a", "\udc00": 1}, 400, r"'\udc00' holds '\udc00', half of a"),
+    "fields": ("completions", {str(index): 0 for index in range(65)}, 400, "has 65 fields, the limit is 64"),
+    "chat template": ("chat/completions", CHAT, 400, "model 'fake' has no chat template; use /v1/completions"),
+    "content": (
         "chat/completions",
-        {"messages": [{"role": "user", "content": "hi"}]},
+        {"messages": [{"role": "user", "content": None}]},
         400,
-        "model 'fake' has no chat template; use /v1/completions",
+        "messages.0.content (None): Input should be a valid string or Input should be a valid list",
+    ),
+    "schema": (
+        "chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {}}},
+        400,
+        "response_format.type ('json_schema'): Input should be 'text'",
     ),
     "image": (
         "chat/completions",
@@ -352,20 +446,70 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "messages.0.content.0.type ('image_url'): Input should be 'text'",
     ),
     "path": ("nothing", {}, 404, "POST /v1/nothing: Not Found"),
+    "no JSON": ("completions", b"{", 400, "the request's body is not valid JSON"),
+    "no UTF-8": ("completions", b"\xff", 400, "the request's body is not valid JSON"),
+    "deep": ("completions", b"[" * 10**5, 400, "the request's body is not valid JSON"),
+    "no body": ("completions", b"", 400, "the request's body is empty"),
+    "no object": ("completions", b"[5]", 400, "the request's body ([5]) is no JSON object"),
+    "large": ("completions", b" " * (2**20 + 32 * 24 + 1), 413, "has 1049345 bytes, the limit is 1049344"),
 }
 
 
-def test_errors_have_openais_shape_and_name_value_and_limit(tokenizer: Any) -> None:
+def test_errors_have_openais_shape_name_value_and_limit_and_are_counted(tokenizer: Any) -> None:
     with served(tokenizer) as (client, _):
-        for name, (path, body, status, message) in REFUSED.items():
-            answer = client.post(f"/v1/{path}", json=body)
-            assert answer.status_code == status, (name, answer.text)
+        json_type, counts = {"content-type": "application/json"}, collections.Counter[tuple[str, int]]()
+
+        def refused(path: str, body: bytes | Iterator[bytes], headers: Any, status: int, message: str) -> None:
+            answer = client.post(f"/v1/{path}", content=body, headers=headers)
             error = answer.json()["error"]
-            assert message in error["message"], name
+            assert (answer.status_code, message in error["message"]) == (status, True), answer.text
             assert (error.keys(), error["type"]) == ({"message", "type", "param", "code"}, "invalid_request_error")
-        answer = client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
-        assert (answer.status_code, "not valid JSON" in answer.json()["error"]["message"]) == (400, True)
+            counts[{"completions": path, "chat/completions": "chat"}.get(path, "other"), status] += 1
+
+        for path, body, status, message in REFUSED.values():
+            refused(path, body if isinstance(body, bytes) else json.dumps(body).encode(), json_type, status, message)
+        parts = iter([b" " * 10**6] * 2)  # without a content-length
+        refused("completions", parts, json_type, 413, "has more than 1049344 bytes, the limit")
+        missing, other = "the header content-type is missing", "the header content-type ('text/plain') is not served"
+        refused("completions", b"{}", None, 400, missing)
+        refused("chat/completions", b"{}", {"content-type": "text/plain"}, 400, other)
+        broken = {"{{ messages[0].no.name }}": "has no attribute 'no'", "{{ 1 // 0 }}": "ZeroDivisionError: integer"}
+        for template, what in broken.items():
+            tokenizer.chat_template = template
+            refused("chat/completions", json.dumps(CHAT).encode(), json_type, 400, what)
+        tokenizer.chat_template = None
         assert client.get("/v1/models/fake").json()["id"] == "fake"
+        found = client.get("/metrics").text
+        for (endpoint, status), count in counts.items():
+            labels = f'endpoint="{endpoint}",outcome="refused",status="{status}"'
+            assert f"ep_moe_requests_total{{{labels}}} {count}.0" in found
+
+
+class OneBroken(FakeRows):
+    """Logits that are not finite for the sequences that begin with token 66."""
+
+    def run(self, plan: RowsPlan) -> list[list[int]]:
+        """See `RowDecoder.run`."""
+        made = super().run(plan)
+        for place, start in enumerate(plan.starts[0]):
+            if start.prompt[0] == 66:
+                made[0][place] = BROKEN
+                self._live.pop(start.row, None)
+        return made
+
+
+def test_a_sequence_that_is_not_finite_fails_alone(tokenizer: Any) -> None:
+    with served(tokenizer, OneBroken) as (client, _):
+        for stream in (False, True):
+            answers = [
+                client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 9, "stream": stream})
+                for prompt in ("A", "B", "A")
+            ]
+            assert [answer.status_code for answer in answers] == [200, 500, 200]
+            error = answers[1].json()["error"]
+            assert (error["code"], "the model computes NaN or infinity" in error["message"]) == ("not_finite", True)
+        found = client.get("/metrics").text
+        assert 'ep_moe_requests_total{endpoint="completions",outcome="failed",status="500"} 2.0' in found
 
 
 def test_answers_usage_streams_and_metrics(tokenizer: Any) -> None:
@@ -392,7 +536,7 @@ def test_answers_usage_streams_and_metrics(tokenizer: Any) -> None:
         assert found == texts
         text = client.get("/metrics").text
         assert f"ep_moe_generated_tokens_total {2 * new:.1f}" in text
-        assert 'ep_moe_requests_total{endpoint="completions",outcome="ok"} 2.0' in text
+        assert 'ep_moe_requests_total{endpoint="completions",outcome="ok",status="200"} 2.0' in text
         assert "ep_moe_running_sequences 0.0" in text
         leader.close()
         while leader.failure is None:
@@ -401,9 +545,87 @@ def test_answers_usage_streams_and_metrics(tokenizer: Any) -> None:
             assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is closed")
 
 
+@contextlib.contextmanager
+def listening(tokenizer: Any) -> Iterator[Callable[[], socket.socket]]:
+    """A server at a port, with fake rows of one rank behind it; yields a call that connects to it."""
+    few = dataclasses.replace(LIMITS, num_ranks=1)
+    leader = Leader(LeadRank(EPGroup.single("cpu"), FakeRows(few, 0)), few)
+    service = Service(leader=leader, tokenizer=tokenizer, name="fake", metrics=Metrics(leader))
+    listener = bind("127.0.0.1", 0)
+    address = listener.getsockname()
+    thread = threading.Thread(target=leader.run)
+    with contextlib.ExitStack() as opened, run_beside(service, listener, leader.close):
+        thread.start()
+        yield lambda: opened.enter_context(socket.create_connection(address, timeout=10))
+        leader.close()
+        thread.join()
+
+
+def status_of(connection: socket.socket, data: bytes = b"") -> bytes:
+    """The status of the answer to what is sent; of an end without an answer b""."""
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(data)
+        return connection.recv(4096).partition(b" ")[2][:3]
+    return b""
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def test_slow_clients_and_many_connections_lock_nobody_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ep_moe.serving.connections.REQUEST_SECS", 0.5)
+    monkeypatch.setattr("ep_moe.serving.http._most_connections", lambda service: 20)
+    slow = {"nothing": b"", "headers": POST, "body": POST + b'content-length: 99\r\n\r\n{"prompt"', "chunks": None}
+    with listening(tokenizer) as connect:
+        for name, data in slow.items():
+            late = connect()
+            if data is None:  # a little of the body from time to time
+                late.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
+                for _ in range(4):
+                    late.sendall(b"1\r\na\r\n")
+                    time.sleep(0.1)
+            assert status_of(late, data or b"") == b"408", name
+        kept = http.client.HTTPConnection("")
+        kept.sock = connect()
+        for _ in range(3):  # a connection's next request has its own time
+            kept.request("GET", "/health")
+            answer = kept.getresponse()
+            assert (answer.status, answer.read()[:14]) == (200, b'{"status":"ok"')
+            time.sleep(0.3)
+        assert status_of(connect(), b"\x00\r\n\r\n") == b"400"
+        half = [connect() for _ in range(40)]
+        for connection in half[20:]:
+            connection.sendall(POST)
+        newest = [connect() for _ in range(10)]
+        for connection in newest:
+            assert status_of(connection, HEALTH) == b"200"
+        assert [status_of(connection) for connection in half[:20]] == [b""] * 20  # the oldest have made room
+        metrics = connect()
+        metrics.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        text = b"".join(iter(lambda: metrics.recv(65536), b"")).decode()
+        for status, least in (("408", 4), ("400", 1), ("503", 30)):
+            found = re.search(rf'requests_total\{{endpoint="connection",outcome="\w+",status="{status}"\}} (\d+)', text)
+            assert found is not None, (status, text)
+            assert int(found[1]) >= least
+
+
 def test_a_full_queue_is_told(tokenizer: Any) -> None:
-    with served(tokenizer, max_waiting=2) as (client, _):
-        answer = client.post("/v1/completions", json={"prompt": ["a"] * 40, "max_tokens": 9})
+    gate = threading.Event()
+
+    class SlowRows(FakeRows):
+        def run(self, plan: RowsPlan) -> list[list[int]]:
+            gate.wait(20)
+            return super().run(plan)
+
+    with served(tokenizer, SlowRows, max_waiting=2) as (client, leader):
+        leader.submit(Generation(prompt=(1,), max_new_tokens=1), lambda progress: None)
+        while leader.num_waiting:  # until the plan of the first one runs
+            time.sleep(0.01)
+        for _ in range(2):
+            leader.submit(Generation(prompt=(1,), max_new_tokens=1), lambda progress: None)
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9})
+        gate.set()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
         assert "wait already, the limit is 2" in answer.json()["error"]["message"]
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9}).status_code == 200

@@ -53,8 +53,8 @@ def generate(
             if there are none; False for eager passes. The same on all ranks.
         on_step: called after one or more passes with the number of new tokens per row.
     Returns: [B, max_new_tokens] int64 on the CPU, -1 after the end of a sequence.
-    Errors: ValueError for bad prompts, on every rank; RuntimeError for logits that are not finite; PeerLostError if a rank is lost, before any of its NaN becomes a
-    token. Collective.
+    Errors: ValueError for bad prompts, on every rank; RuntimeError for logits that are not finite; PeerLostError if a
+    rank is lost, before any of its NaN becomes a token. Collective.
     """
     decoder = decoder_of(model, decode_graphs)
     step = on_step or (lambda count: None)
