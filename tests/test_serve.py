@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -196,7 +198,83 @@ def test_ctrl_c_ends_all(server: Server) -> None:
     assert server.ended() == (130, "interrupted", [])
 
 
-def test_a_killed_rank_is_named_to_all_clients(servers: tuple[_Starting, _Starting]) -> None:
+STREAMS, STREAM_TOKENS = 16, 120
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def memory_of(process: int) -> int:
+    """MB that a process has in memory."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024  # type: ignore[index]
+
+
+def test_attacks_break_no_stream(servers: tuple[_Starting, _Starting]) -> None:
+    """Large bodies, wrong ones, endless ones and half-open connections, while 16 streams run."""
+    server = servers[1].server()
+    address = (server.client.base_url.host, server.client.base_url.port)
+    front = ranks_of(server.process.pid, server.mark)[0]
+    before, most, waits, texts = memory_of(front), [0], [], []
+
+    def stream() -> None:
+        chunks = server.client.completions.create(
+            model="ep-moe", prompt=PROMPTS[0], max_tokens=STREAM_TOKENS, temperature=0, stream=True
+        )
+        texts.append("".join(chunk.choices[0].text for chunk in chunks))
+
+    def post(body: bytes) -> int:
+        client = http.client.HTTPConnection(*address, timeout=60)
+        with contextlib.closing(client), contextlib.suppress(ConnectionError):  # refused while it still sends
+            client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            return client.getresponse().status
+        return 413
+
+    def endless(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+
+    threads = [threading.Thread(target=stream) for _ in range(STREAMS)]
+    with contextlib.ExitStack() as opened:
+        for thread in threads:
+            thread.start()
+        while server.running() < STREAMS:
+            time.sleep(0.05)
+        half_open = [opened.enter_context(socket.create_connection(address)) for _ in range(600)]
+        for connection in half_open:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(HEAD)
+        sender = opened.enter_context(socket.create_connection(address))
+        sender.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        attack = threading.Thread(target=endless, args=(sender,))
+        attack.start()
+        threads.append(attack)
+        bodies = [
+            (b'{"prompt":[' + b",".join([b"{}"] * 200_000) + b"]}", 400),
+            (b'{"prompt":"' + b"a" * 10**6 + b'"}', 400),
+            (b'{"prompt":"' + b"a" * 5 * 10**6 + b'"}', 413),
+            (json.dumps({"prompt": ["a"] * 50_000}).encode(), 400),
+        ]
+        statuses: list[int] = []
+        many = threading.Thread(target=lambda: statuses.extend(post(body) for body, _ in bodies * 2))
+        many.start()
+        threads.append(many)
+        while any(thread.is_alive() for thread in threads[:STREAMS]) or many.is_alive():
+            start = time.monotonic()
+            assert server.client.get("/../health", cast_to=dict[str, Any])["status"] == "ok"
+            waits.append(time.monotonic() - start)
+            most.append(memory_of(front))
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join(20)
+    assert statuses == [status for _, status in bodies * 2]
+    assert len(texts) == STREAMS
+    assert set(map(len, texts)) == {STREAM_TOKENS}
+    assert len(set(texts)) == 1
+    assert max(most) - before < 200
+    assert max(waits) < 1, sorted(waits)[-5:]
+
+
+def test_a_killed_rank_0_is_named_to_all_clients(servers: tuple[_Starting, _Starting]) -> None:
     server = servers[1].server()
     client, found = server.client, []
 
@@ -212,23 +290,23 @@ def test_a_killed_rank_is_named_to_all_clients(servers: tuple[_Starting, _Starti
     thread.start()
     while server.running() < 2:
         time.sleep(0.05)
-    os.kill(ranks_of(server.process.pid, server.mark)[1], signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
+    _front, first, _other = ranks_of(server.process.pid, server.mark)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="rank 0 was killed by SIGKILL"):
         list(stream)
-    with pytest.raises(openai.InternalServerError, match="rank 1 was killed by SIGKILL") as late:
+    with pytest.raises(openai.InternalServerError, match="rank 0 was killed by SIGKILL") as late:
         client.completions.create(model="ep-moe", prompt="The")
     thread.join()
     assert [error.status_code for error in (*found, late.value)] == [503, 503]
-    assert str(found[0].body["message"]).startswith("rank 1 was killed by SIGKILL")
-    assert server.ended() == (1, "error: rank 1 was killed by SIGKILL", [])
+    assert str(found[0].body["message"]).startswith("rank 0 was killed by SIGKILL")
+    assert server.ended() == (1, "error: rank 0 was killed by SIGKILL", [])
 
 
 def test_a_port_in_use_and_missing_packages_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys.modules["ep_moe.launch"], "launch", lambda *args, **options: pytest.fail("ranks were started")
     )
-    with contextlib.closing(bind("127.0.0.1", 0)) as taken:
-        taken.listen()
+    with contextlib.closing(bind("127.0.0.1", 0)) as taken:  # by a server that may still load its model
         done = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
     assert done.exit_code == 1
     assert re.search(r"error: host \('127.0.0.1'\) and port \(\d+\) cannot be listened at: .*in use", done.stderr)
