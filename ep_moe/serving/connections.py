@@ -48,13 +48,14 @@ class LimitedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop."""
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        full = len(self.connections) >= self._most
-        waiting: list[LimitedConnection] = [each for each in self.connections if each._waits] if full else []
+        others: set[Any] = self.connections  # type: ignore[assignment]
+        full = len(others) >= self._most
+        waiting: list[LimitedConnection] = [each for each in others if each._waits] if full else []
         super().connection_made(transport)
         self._start_clock()
         if waiting:
             oldest = min(waiting, key=lambda each: each._since)
-            self.connections.discard(oldest)  # which it does itself only later
+            others.discard(oldest)  # which it does itself only later
             oldest.transport.abort()
             self._count(503)
         elif full:

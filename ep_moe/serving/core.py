@@ -121,7 +121,7 @@ class RemoteRanks:
             answer = "rank 0 has ended"
         if isinstance(answer, str):
             raise ServerEndedError(answer)
-        return answer  # type: ignore[no-any-return]
+        return answer
 
 
 def relay(ranks: LeadRank, connection: Connection) -> None:

@@ -180,15 +180,15 @@ def _named(fields: dict[str, Any], error: ValidationError) -> BadRequestError:
         place: list[str | int] = []
         value: Any = fields
         for part in each["loc"]:  # names of types are among them
-            if isinstance(value, dict) and part in value or isinstance(value, list) and isinstance(part, int):
+            if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
                 place.append(part)
-                value = value[part]
+                value = value[part]  # type: ignore[index]
         if each["type"] == "missing":
             place.append(each["loc"][-1])
         found.setdefault(tuple(place), []).append(each)
-    place = max(found, key=len)
-    best = [each for each in found[place] if not each["type"].endswith("_type")] or found[place]
-    name, param = ".".join(map(str, place)), str(place[0])
+    deepest = max(found, key=len)
+    best = [each for each in found[deepest] if not each["type"].endswith("_type")] or found[deepest]
+    name, param = ".".join(map(str, deepest)), str(deepest[0])
     if best[0]["type"] == "missing":
         return BadRequestError(f"{name} is missing", param)
     said = " or ".join(each["msg"].removeprefix("Value error, ") for each in best)
