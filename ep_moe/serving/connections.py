@@ -48,7 +48,7 @@ class LimitedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop."""
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        others: set[Any] = self.connections  # type: ignore[assignment]
+        others: set[Any] = self.connections
         full = len(others) >= self._most
         waiting: list[LimitedConnection] = [each for each in others if each._waits] if full else []
         super().connection_made(transport)
