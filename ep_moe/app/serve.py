@@ -18,7 +18,6 @@ from ep_moe.app.start import PRELOAD, on_ranks, open_model, pick_device
 from ep_moe.config import EngineConfig
 from ep_moe.environment import LaunchEnv
 from ep_moe.fields import Field, check_fields
-from ep_moe.launch import start_server
 
 _NEEDED = ("fastapi", "jinja2", "prometheus_client", "uvicorn")  # of the extra `serve`
 FAREWELL_SECS = 4.0  # in which the process that speaks HTTP tells its clients why the server has ended
@@ -98,11 +97,13 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
     target = "ep_moe.app.serve_rank:serve_rank_main"
     if engine.ray or LaunchEnv.from_environ() is not None:
         return on_ranks(target, engine, config)
-    listener = bind(config.host, config.port)
+    from ep_moe.launch import start_server  # which imports torch
+
     start_server(PRELOAD if pick_device(engine, engine.nproc) == "cpu" else ())
-    with front_end(listener, engine, config, "forkserver") as connection:
+    with front_end(bind(config.host, config.port), engine, config, "forkserver") as connection:
         # rank 0 gets a duplicate of the connection from this process when it unpickles these bytes
-        return on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+        on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))
+    raise RuntimeError("the process that speaks HTTP has ended, its error is on stderr")
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@ queue."""
 
 import contextlib
 import logging
-import pickle
 import sys
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from ep_moe.app.serve import ServeConfig, bind, front_end
@@ -37,7 +37,7 @@ def serve_rank_main(
             if connection is None:
                 front = ends.enter_context(front_end(bind(config.host, config.port), engine, config, "spawn"))
             else:
-                front = pickle.loads(connection)
+                front = ForkingPickler.loads(connection)
         _serve(group, engine, config, front)
     return {}
 

@@ -429,6 +429,7 @@ def run_beside(service: Service, listener: socket.socket, on_end: Callable[[], N
     config = uvicorn.Config(
         create_app(service),
         http=connection,
+        ws="none",
         loop="asyncio",
         log_config=None,
         access_log=False,

@@ -23,7 +23,7 @@ def first_not_finite(model: torch.nn.Module) -> Iterator[Callable[[], str]]:
         def hook(module: torch.nn.Module, given: Any, output: Any) -> None:
             del module, given
             hidden = output[0] if isinstance(output, tuple) else output
-            if name not in finite:
+            if name not in finite and isinstance(hidden, torch.Tensor):
                 finite[name] = hidden[:, -1].isfinite().all()
 
         return hook
