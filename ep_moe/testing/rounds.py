@@ -109,11 +109,17 @@ def check_batch(batch: ExpertBatch, case: TransportCase, rank: int) -> None:
 
 
 def _check_token_rows(batch: Flat, case: TransportCase, everyone: list[CaseInputs], rank: int) -> None:
-    """FLAT holds each token that has an expert here once, in order; unused rows may lie between them."""
+    """FLAT holds each token that has an expert here once, in any order; unused rows may lie between them."""
     first, last = case.make_placement().starts[rank : rank + 2]
+    places: dict[tuple[int, int], int] = {}  # (source, token): its row
+    for local in range(last - first):
+        wanted = _rows_of_expert(case, everyone, first + local)
+        for token, row in zip(wanted, _rows_in_batch(batch, local), strict=True):
+            assert places.setdefault(token, row) == row, f"{case.name}, rank {rank}: token {token} has several rows"
     ids: list[list[int]] = []
     weights: list[list[float]] = []
-    for inputs in everyone:
+    rows: list[int] = []
+    for source, inputs in enumerate(everyone):
         for token, token_ids in enumerate(inputs.routing.topk_ids.tolist()):
             if any(first <= expert < last for expert in token_ids):
                 seen = [expert in token_ids[:column] for column, expert in enumerate(token_ids)]
@@ -124,11 +130,12 @@ def _check_token_rows(batch: Flat, case: TransportCase, everyone: list[CaseInput
                     ]
                 )
                 weights.append(_merged_weights(token_ids, inputs.routing.topk_weights[token]))
+                rows.append(places[source, token])
     expected = torch.tensor(ids, dtype=torch.int32).reshape(-1, case.num_topk)
-    used = (batch.local_topk_ids >= 0).any(1)
-    assert_same_bits(batch.local_topk_ids[used], expected, f"{case.name}, rank {rank}, local_topk_ids")
+    assert sorted(rows) == (batch.local_topk_ids >= 0).any(1).nonzero().flatten().tolist()
+    assert_same_bits(batch.local_topk_ids[rows], expected, f"{case.name}, rank {rank}, local_topk_ids")
     merged = torch.where(expected >= 0, torch.tensor(weights).reshape(-1, case.num_topk), 0.0)
-    assert_same_bits(batch.topk_weights[used], merged, f"{case.name}, rank {rank}, topk_weights")
+    assert_same_bits(batch.topk_weights[rows], merged, f"{case.name}, rank {rank}, topk_weights")
 
 
 def _merged_weights(ids: list[int], weights: torch.Tensor) -> list[float]:

@@ -88,17 +88,22 @@ def test_regions_hold_what_is_sent(num_groups: int) -> None:
     """The last element of each region of the last rank and token, with the most experts and columns, is inside."""
     ranks = Ranks(R=3, RANKS=4, RANK=2, STARTS=(0, 5, 10, 12), L=5, EXPERTS=8)
     hidden, tokens, word_tokens, k = 7168, 24, 16, 6
-    row = Row(K=k, COLUMNS=8, VALUE_WORDS=hidden // 2, G=num_groups, GROUPS=64, ENTRY=2 * k)
     regions = Regions(
         num_ranks=3, max_experts=5, max_tokens=tokens, hidden=hidden, max_topk=k, itemsize=2, word_tokens=word_tokens
     )
+    strides = {"VALUE_STRIDE": regions.value_bytes // 4, "SCALE_STRIDE": regions.scale_bytes // 4}
+    strides |= {"ENTRY": 2 * k, "LL_STRIDE": regions.ll_words}
+    row = Row(K=k, COLUMNS=8, VALUE_WORDS=hidden // 2, G=num_groups, GROUPS=64, **strides)
+    assert row.VALUE_WORDS <= row.VALUE_STRIDE
+    assert row.G <= row.SCALE_STRIDE
+    assert row.ll_scales + row.G <= row.LL_STRIDE
     needed = {
         wire_layout.HEADERS: 8 * ranks.R * ranks.header_stride,
         wire_layout.FLAGS: 8 * ranks.R * tokens,
         wire_layout.ENTRIES: 4 * ranks.R * tokens * row.ENTRY,
-        wire_layout.VALUES: 4 * ranks.R * tokens * row.VALUE_WORDS,
-        wire_layout.SCALES: 4 * ranks.R * tokens * row.G,
-        wire_layout.LL_ROWS: 8 * ranks.R * word_tokens * row.ll_words,
+        wire_layout.VALUES: 4 * ranks.R * tokens * row.VALUE_STRIDE,
+        wire_layout.SCALES: 4 * ranks.R * tokens * row.SCALE_STRIDE,
+        wire_layout.LL_ROWS: 8 * ranks.R * word_tokens * row.LL_STRIDE,
         wire_layout.COMBINE_HEADERS: 8 * ranks.R,
         wire_layout.RETURNED: 2 * ranks.R * tokens * hidden,
     }

@@ -88,8 +88,8 @@ def count_wrong(
     """Count what differs in a batch of the experts [first, last), as WRONG says, int64 on the device.
 
     Values and scales are compared for each source, token and expert at their row in the batch; in FLAT also the ids and
-    weights of all rows, of which row r * M + t is token t of rank r. Rows and weights are those that the combine reads
-    in the slot.
+    weights of all rows. Rows and weights are those that the combine reads in the slot. In FLAT and in the slot, row
+    t * R + r is token t of rank r.
     """
     device, (found_x, found_scale) = batch.x.device, (batch.x, batch.scale)
     local = torch.arange(first, last, device=device)
@@ -116,13 +116,21 @@ def count_wrong(
     nothing = torch.zeros_like(wrong[0])
     wrong.append(nothing if scale is None or found_scale is None else differing(found_scale, scale))
     ids, weights = _merge(inputs.ids.flatten(0, 1), inputs.weights.flatten(0, 1), first, last)
+    ranks, most = len(inputs.tokens), len(ids) // len(inputs.tokens)
+
+    def by_source(found: torch.Tensor, lacking: int) -> torch.Tensor:
+        """The rows of `most` tokens of each rank; `lacking` for those that a batch with a bound lacks."""
+        by_token = found.reshape(-1, ranks, ids.shape[1])[:most]
+        filled = torch.nn.functional.pad(by_token, (0, 0, 0, 0, 0, most - len(by_token)), value=lacking)
+        return filled.transpose(0, 1).reshape(ids.shape)
+
     if isinstance(batch, Flat):
-        wrong.append(((batch.local_topk_ids != ids) | (batch.topk_weights != weights)).sum())
+        found_ids, found_weights = by_source(batch.local_topk_ids, -1), by_source(batch.topk_weights, 0)
+        wrong.append(((found_ids != ids) | (found_weights != weights)).sum())
     else:
         wrong.append(nothing)
     rows = torch.where(ids >= 0, places.gather(1, ids.clamp(min=0)), -1)
-    found_rows, found_weights = (each[: ids.numel()].view(ids.shape) for each in (slot.rows_ptr, slot.weights_ptr))
-    most = len(ids) // len(inputs.tokens)
+    found_rows, found_weights = (by_source(each[: ids.numel()], 0) for each in (slot.rows_ptr, slot.weights_ptr))
     tokens = torch.arange(most, device=device)
     present = torch.cat([tokens < count for count in inputs.tokens]).unsqueeze(1)
     if isinstance(batch, Flat):  # whether there is one: the sum is made already

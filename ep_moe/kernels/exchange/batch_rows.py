@@ -31,8 +31,8 @@ def note_rows(
     source,
     own,
     row: tl.constexpr,
+    ranks: tl.constexpr,
     TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr,
     POOLED: tl.constexpr,
 ):
     """Note the rows of the batch that tokens have. Returns them, -1 for none.
@@ -42,18 +42,19 @@ def note_rows(
     COLUMNS: tl.constexpr = row.COLUMNS
     index = tl.arange(0, TOKENS * COLUMNS)
     column, here = index % COLUMNS, entry >= 0
-    first_row = tl.gather(first_rows, tl.where(here, source * EXPERTS + expert_of(entry), 0), 0)
+    first_row = tl.gather(first_rows, tl.where(here, source * ranks.EXPERTS + expert_of(entry), 0), 0)
     to_row = tl.where(here, first_row + place_of(entry), -1)
-    at = (pool_row + index // COLUMNS) * row.K
+    pool_rows = pool_row + index // COLUMNS * ranks.R
+    at = pool_rows * row.K
     mask = mask & (column < row.K)
     if POOLED:
         tl.store(own.token_to_row_ptr + at + column, to_row, mask=mask)
         tl.store(own.local_ids_ptr + at + column, tl.where(here, expert_of(entry), -1), mask=mask)
         tl.store(own.pooled_weights_ptr + at + column, weight, mask=mask)
-        tl.store(own.row_index_ptr + to_row, (pool_row + index // COLUMNS).to(tl.int32), mask=mask & here)
+        tl.store(own.row_index_ptr + to_row, pool_rows.to(tl.int32), mask=mask & here)
         any_row = tl.max(tl.reshape(to_row, [TOKENS, COLUMNS]), 1)  # whether there is one
         noted = tl.max(tl.reshape(mask.to(tl.int32), [TOKENS, COLUMNS]), 1) > 0
-        tl.store(own.rows_ptr + (pool_row + tl.arange(0, TOKENS)) * row.K, any_row, mask=noted)
+        tl.store(own.rows_ptr + (pool_row + tl.arange(0, TOKENS) * ranks.R) * row.K, any_row, mask=noted)
     else:  # columns without a row come last
         order = tl.reshape(tl.cumsum(tl.reshape(here.to(tl.int32), [TOKENS, COLUMNS]), 1), [TOKENS * COLUMNS]) - 1
         tl.store(own.rows_ptr + at + order, to_row, mask=mask & here)
@@ -87,7 +88,7 @@ def copy_row(
     group = tl.arange(0, GROUPS)
     if POOLED:
         if COPY:
-            tl.store(batch.out_ptr + pool_row * row.VALUE_WORDS + word, values, mask=word < row.VALUE_WORDS)
+            tl.store(batch.out_ptr + pool_row * row.VALUE_STRIDE + word, values, mask=word < row.VALUE_WORDS)
         if row.G > 0:
             tl.store(batch.out_scale_ptr + group.to(tl.int64) * height + pool_row, scale, mask=(group < row.G) & leads)
     else:
@@ -112,13 +113,13 @@ def _mark_unused(own, index, nowhere, mask):
 
 
 @triton.jit
-def fill_unused(own, tokens, receiver, receivers, rows_per_rank, ranks: tl.constexpr, K: tl.constexpr):
-    """Mark the pool rows that received no token as rows without experts."""
-    for first in range(receiver * FILLED, ranks.R * rows_per_rank, receivers * FILLED):
+def fill_unused(own, tokens, receiver, receivers, pool_rows, ranks: tl.constexpr, K: tl.constexpr):
+    """Mark those of the first `pool_rows` rows that received no token as rows without experts."""
+    for first in range(receiver * FILLED, pool_rows, receivers * FILLED):
         pool_row = first + tl.arange(0, FILLED).to(tl.int64)
         present = tl.zeros([FILLED], tl.int32)
         for s in tl.static_range(ranks.R):
-            present = tl.where(pool_row // rows_per_rank == s, pick(tokens, s, ranks.RANKS), present)
-        unused = (pool_row < ranks.R * rows_per_rank) & (pool_row % rows_per_rank >= present)
+            present = tl.where(pool_row % ranks.R == s, pick(tokens, s, ranks.RANKS), present)
+        unused = (pool_row < pool_rows) & (pool_row // ranks.R >= present)
         for k in range(K):
             _mark_unused(own, pool_row * K + k, tl.zeros([FILLED], tl.int32) - 1, unused)

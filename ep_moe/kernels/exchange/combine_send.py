@@ -45,11 +45,12 @@ def _clean(total, dtype: tl.constexpr):
 
 
 @triton.jit
-def _item(i, tokens, rows_per_rank, ranks: tl.constexpr, BLOCKS: tl.constexpr):
+def _item(i, tokens, ranks: tl.constexpr, BLOCKS: tl.constexpr):
     """Return an item's source rank, its token, the token's pool row, and whether the source has as many tokens."""
     token = i // (ranks.R * BLOCKS)
     source = (ranks.RANK + 1 + i // BLOCKS) % ranks.R  # this rank's own come last: they need no time on the wire
-    return source, token, source * rows_per_rank + token, token < pick(tokens, source, ranks.RANKS)
+    pool_row = (token + tl.zeros([], tl.int64)) * ranks.R + source
+    return source, token, pool_row, token < pick(tokens, source, ranks.RANKS)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def return_rows(
     HALF: tl.constexpr = FIRST // 2  # most tokens have no more rows
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     items = tl.max(tokens, 0) * (ranks.R * BLOCKS)
-    source, token, pool_row, there = _item(sender, tokens, rows_per_rank, ranks, BLOCKS)
+    source, token, pool_row, there = _item(sender, tokens, ranks, BLOCKS)
     rows, weights = _load_places(own, pool_row, there & (sender < items), combining)
     for i in range(sender, items, senders):
         column = i % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +125,7 @@ def return_rows(
         elif not combining.POISONED:
             for j in tl.static_range(FIRST):
                 parts = parts + tl.tuple([_load_part(y_ptr, rows[j], column, combining)])
-        next_source, next_token, next_row, there = _item(i + senders, tokens, rows_per_rank, ranks, BLOCKS)
+        next_source, next_token, next_row, there = _item(i + senders, tokens, ranks, BLOCKS)
         next_rows, next_weights = _load_places(own, next_row, there & (i + senders < items), combining)
         total = tl.zeros([BLOCK], tl.float32)
         if combining.POISONED:

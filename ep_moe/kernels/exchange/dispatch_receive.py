@@ -142,8 +142,8 @@ def _take_ll(
             source,
             own,
             row,
+            ranks,
             1,
-            ranks.EXPERTS,
             receiving.POOLED,
         )
         copy_row(
@@ -164,14 +164,14 @@ def _take_ll(
 
 
 @triton.jit
-def _wait_for_flags(links, base, first, count, present, source, pool_row, epoch, timeout_ns, R: tl.constexpr):
+def _wait_for_flags(links, base, first, count, present, source, sent_row, epoch, timeout_ns, R: tl.constexpr):
     """Wait for the flags of `count` tokens of a source from `first` on: a bit for each one sent here, -1 if aborted.
 
     Example: 4 tokens from 8 on, of which 8 and 10 were sent, give 5.
     """
     group = tokens_per_flag(present)
     at = first // group * group
-    flags_ptr = region(base, links, FLAGS, tl.int64) + (pool_row - first)
+    flags_ptr = region(base, links, FLAGS, tl.int64) + (sent_row - first)
     bits = wait_for_flag(flags_ptr + at, source, epoch, links, timeout_ns, DISPATCH, R)
     bits = tl.where(bits < 0, bits, (bits >> (first - at)) & ((1 << count) - 1))
     for later in range(at + group, tl.minimum(first + count, present), group):
@@ -208,24 +208,25 @@ def _take_rows(
     group = tl.arange(0, row.GROUPS)
     word = block * receiving.BLOCK_WORDS + tl.arange(0, receiving.BLOCK_WORDS)
     base = links.bases[ranks.RANK]
-    pool_row = source * rows_per_rank + first
-    bits = _wait_for_flags(links, base, first, TOKENS, present, source, pool_row, epoch, timeout_ns, ranks.R)
+    sent_row, pool_row = source * rows_per_rank + first, (first + tl.zeros([], tl.int64)) * ranks.R + source
+    bits = _wait_for_flags(links, base, first, TOKENS, present, source, sent_row, epoch, timeout_ns, ranks.R)
     if bits >= 0:
         values, scales = tl.tuple([]), tl.tuple([])
         for t in tl.static_range(TOKENS):
             came = ((bits >> t) & 1) > 0
             part, scale = word, group
             if not receiving.POOLED:
-                from_ptr = region(base, links, VALUES, tl.int32) + (pool_row + t) * row.VALUE_WORDS
+                from_ptr = region(base, links, VALUES, tl.int32) + (pool_row + t * ranks.R) * row.VALUE_STRIDE
                 part = tl.load(from_ptr + word, mask=(word < row.VALUE_WORDS) & came)
             if row.G > 0:
-                scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty) + (pool_row + t) * row.G
+                scale_ptr = region(base, links, SCALES, batch.out_scale_ptr.dtype.element_ty)
+                scale_ptr += (sent_row + t) * row.SCALE_STRIDE
                 scale = tl.load(scale_ptr + group, mask=(group < row.G) & came)
             values, scales = values + tl.tuple([part]), scales + tl.tuple([scale])
         tl.debug_barrier()  # issues the long loads first: arithmetic on the entries would delay them
         index = tl.arange(0, TOKENS * COLUMNS)
         token, column = index // COLUMNS, index % COLUMNS
-        entry_ptr = region(base, links, ENTRIES, tl.int32) + (pool_row + token) * row.ENTRY + column
+        entry_ptr = region(base, links, ENTRIES, tl.int32) + (sent_row + token) * row.ENTRY + column
         sent = (((bits >> token) & 1) > 0) & (column < row.K)
         entry = tl.load(entry_ptr, mask=sent, other=-1)
         weight = tl.load(entry_ptr + row.K, mask=sent, other=0).to(tl.float32, bitcast=True)
@@ -238,8 +239,8 @@ def _take_rows(
             source,
             own,
             row,
+            ranks,
             TOKENS,
-            ranks.EXPERTS,
             receiving.POOLED,
         )
         for t in tl.static_range(TOKENS):
@@ -249,7 +250,7 @@ def _take_rows(
                     scales[t],
                     tl.max(tl.reshape(tl.where(token == t, to_row, -1), [TOKENS, COLUMNS]), 0),
                     word,
-                    pool_row + t,
+                    pool_row + t * ranks.R,
                     block == 0,
                     batch,
                     height,
@@ -338,7 +339,7 @@ def receive(
         tl.store(own.state_ptr + RUNS, 0)
         tl.store(own.state_ptr + BEGUN, round_.epoch)
     if receiving.POOLED:
-        fill_unused(own, tokens, receiver, receivers, rows_per_rank, ranks, row.K)
+        fill_unused(own, tokens, receiver, receivers, height, ranks, row.K)
     alive = (verdict == FINE).to(tl.int32)
     UNIT: tl.constexpr = receiving.TOKENS if receiving.TAKE_ROWS else 1  # tokens that are taken together
     units = (tl.max(tokens, 0) + UNIT - 1) // UNIT
@@ -354,14 +355,14 @@ def receive(
                 if receiving.TAKE_LL:
                     for token in range(first, tl.minimum(first + UNIT, present)):
                         if alive > 0:
-                            ll_row = (s * word_tokens.to(tl.int64) + token) * row.ll_words
+                            ll_row = (s * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
                             alive = _take_ll(
                                 region(base, links, LL_ROWS, tl.int64) + ll_row,
                                 links,
                                 own,
                                 batch,
                                 first_rows,
-                                s * rows_per_rank + token,
+                                (token + tl.zeros([], tl.int64)) * R + s,
                                 s,
                                 block,
                                 round_.epoch,

@@ -202,7 +202,8 @@ def _deliver_row(
     place,
     values,
     scale,
-    pool_row,
+    pool_row,  # of VALUES
+    sent_row,  # of other regions
     their_row,  # of the outbox, for what differs between ranks
     round_,
     r: tl.constexpr,
@@ -216,15 +217,15 @@ def _deliver_row(
     here, needed = _is_needed(ids, round_.active, r, ranks.STARTS)
     if (needed > 0) & round_.enabled:
         base, mask = links.bases[r], column < row.K
-        to_values = target(base, links, VALUES, pool_row * row.VALUE_WORDS, tl.int32)
-        staged = outbox(links, VALUES, pool_row * row.VALUE_WORDS, tl.int32, ranks)
+        to_values = target(base, links, VALUES, pool_row * row.VALUE_STRIDE, tl.int32)
+        staged = outbox(links, VALUES, pool_row * row.VALUE_STRIDE, tl.int32, ranks)
         parcel = Parcel(staged, 0, row.VALUE_WORDS, r)
         put_rows(links, to_values, word, values, word < row.VALUE_WORDS, parcel, BY_PUT)
         if row.G > 0:
-            staged = outbox(links, SCALES, pool_row * row.G, scale.dtype, ranks)
-            to_scales = target(base, links, SCALES, pool_row * row.G, scale.dtype)
+            staged = outbox(links, SCALES, sent_row * row.SCALE_STRIDE, scale.dtype, ranks)
+            to_scales = target(base, links, SCALES, sent_row * row.SCALE_STRIDE, scale.dtype)
             put_rows(links, to_scales, group, scale, group < row.G, Parcel(staged, 0, row.G, r), BY_PUT)
-        to_entry = target(base, links, ENTRIES, pool_row * row.ENTRY, tl.int32)
+        to_entry = target(base, links, ENTRIES, sent_row * row.ENTRY, tl.int32)
         entry = tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1)
         staged = outbox(links, ENTRIES, their_row * row.ENTRY, tl.int32, ranks)
         with_flag = Parcel(staged, 0, 0, r)
@@ -287,12 +288,12 @@ def send_rows(
                 next_planned, next_weights = _load_plan(tokens, far_token, far_token < present, row)
             if token < present:
                 dest_rank_mask = tl.zeros([], tl.int32)
-                pool_row = ranks.RANK * rows_per_rank + token
+                pool_row, sent_row = token * ranks.R + ranks.RANK, ranks.RANK * rows_per_rank + token
                 word, scales = tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
-                staged = outbox(links, VALUES, pool_row * row.VALUE_WORDS, tl.int32, ranks)
+                staged = outbox(links, VALUES, pool_row * row.VALUE_STRIDE, tl.int32, ranks)
                 stage(staged, word, values, word < row.VALUE_WORDS, ranks.PUTS != 0)
                 if row.G > 0:
-                    staged_scales = outbox(links, SCALES, pool_row * row.G, scale.dtype, ranks)
+                    staged_scales = outbox(links, SCALES, sent_row * row.SCALE_STRIDE, scale.dtype, ranks)
                     stage(staged_scales, scales, scale, scales < row.G, ranks.PUTS != 0)
                 for d in tl.static_range(ranks.R):  # each rank begins with another, so that not all store to one
                     dest_rank_mask = dest_rank_mask | _deliver_row(
@@ -303,6 +304,7 @@ def send_rows(
                         values,
                         scale,
                         pool_row,
+                        sent_row,
                         (ranks.RANK + d) % ranks.R * rows_per_rank + token,
                         round_,
                         (ranks.RANK + d) % ranks.R,
@@ -388,7 +390,7 @@ def _deliver_ll(
     if (block == 0) & round_.enabled & is_active(round_.active, r):
         entry = tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1)
         epochs = tl.zeros([row.COLUMNS], tl.int32) + round_.epoch
-        their_row = (r * word_tokens.to(tl.int64) + token) * row.ll_words
+        their_row = (r * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
         staged_entry = outbox(links, LL_ROWS, their_row, tl.int64, ranks)
         entry_words = make_word(epochs, entry)
         stage(staged_entry, column, entry_words, column < row.K, BY_PUT)
@@ -435,7 +437,7 @@ def send_ll(
             first_scale = block * GROUPS
             num_scales = tl.minimum(row.G - first_scale, GROUPS)
         scales = make_word(tl.zeros([GROUPS], tl.int32) + round_.epoch, scale.to(tl.int32, bitcast=True))
-        first = (ranks.RANK * word_tokens.to(tl.int64) + token) * row.ll_words
+        first = (ranks.RANK * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
         words = make_word(tl.zeros([WORDS], tl.int32) + round_.epoch, values)
         staged = outbox(links, LL_ROWS, first, tl.int64, ranks)
         stage(staged, row.ll_values + word, words, word < row.VALUE_WORDS, ranks.PUTS != 0)

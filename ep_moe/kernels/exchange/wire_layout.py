@@ -8,14 +8,19 @@ kernels, plain ones for the host. A rank's memory for one slot has a region for 
 | HEADERS | [R, header_stride] words, by source rank: status, format, layer, settings, rows for each expert | source |
 | FLAGS | [R, M] words, the first of each group of tokens used: a bit for each token of it that was sent here | source |
 | ENTRIES | [R, M, ENTRY] int32: K entries, then K weights | source |
-| VALUES | [R, M, row] int32 words of payload | source |
-| SCALES | [R, M, G] scales | source |
-| LL_ROWS | [R, word_tokens, ll_words] words: K entries, K weights, values, scales | source |
+| VALUES | [M, R, VALUE_STRIDE] int32 words of payload | source |
+| SCALES | [R, M, SCALE_STRIDE] scales | source |
+| LL_ROWS | [R, word_tokens, LL_STRIDE] words: K entries, K weights, values, scales | source |
 | COMBINE_HEADERS | [R] words | rank of the experts |
 | RETURNED | [R, M, H] in the model's dtype | rank of the experts |
 
 A word (LL, as NCCL calls it) has 64 bits: the epoch of its round above 32 bits of payload. It is stored in one piece: a
 reader that finds the epoch it waits for has the payload too, without any fence, and words never need to be cleared.
+
+Rule: where a row lies follows from its source, its token and the sizes of the transport, never from a round's format, K
+or `max_num_tokens`. So each word has one writer for ever: what a rank stores late, in a refused round or after the others
+have masked it out, overwrites only its own words, which it stores again before they are read, or which nobody reads.
+VALUES has the tokens of all sources next to each other, so that those of a round with a bound are one tensor (FLAT).
 
 Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, H hidden, G scale groups, K top-k.
 """
@@ -67,6 +72,8 @@ COMBINE = tl.constexpr(1)
 _PHASES: tuple[Literal["dispatch", "combine"], ...] = ("dispatch", "combine")
 _NOBODY = 255  # in place of the rank, in an abort word that names none
 _REGION_ALIGNMENT_BYTES = 256
+_ROW_ALIGNMENT_BYTES = 16  # of a vector access
+_LL_ALIGNMENT_WORDS = 16  # a cache line
 _WORD_BYTES = 8
 _SCALE_SHARE = 4  # scales take at most a fourth of the bytes of 8-bit values: one float32 for 16 elements
 
@@ -96,7 +103,10 @@ class Row(NamedTuple):
     VALUE_WORDS: tl.constexpr  # 32-bit words of values
     G: tl.constexpr
     GROUPS: tl.constexpr  # G, at least 1, rounded up
-    ENTRY: tl.constexpr  # int32 between two rows of ENTRIES, 2 * max_topk
+    ENTRY: tl.constexpr  # int32 between two rows of ENTRIES, 2 * max_topk; the same for all rounds, as the next three
+    VALUE_STRIDE: tl.constexpr  # int32 between two rows of VALUES
+    SCALE_STRIDE: tl.constexpr  # scales between two rows of SCALES, in bytes the same for all rounds
+    LL_STRIDE: tl.constexpr  # words between two rows of LL_ROWS
 
     @property
     def ll_values(self) -> int:
@@ -107,11 +117,6 @@ class Row(NamedTuple):
     def ll_scales(self) -> int:
         """Where scales begin in a row of LL words."""
         return 2 * self.K + self.VALUE_WORDS
-
-    @property
-    def ll_words(self) -> int:
-        """Words of a row of LL words: even, so that pairs of words are aligned."""
-        return 2 * self.K + self.VALUE_WORDS + (self.G + 1) // 2 * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,27 +137,44 @@ class Regions:
     word_tokens: int
 
     @property
+    def value_bytes(self) -> int:
+        """From a row of VALUES to the next."""
+        return _rounded(self.hidden * self.itemsize, _ROW_ALIGNMENT_BYTES)
+
+    @property
+    def scale_bytes(self) -> int:
+        """From a row of SCALES to the next."""
+        return _rounded(max(self.hidden // _SCALE_SHARE, 1), _ROW_ALIGNMENT_BYTES)
+
+    @property
+    def ll_words(self) -> int:
+        """From a row of LL_ROWS to the next."""
+        return _rounded((self.value_bytes + self.scale_bytes) // 4 + 2 * self.max_topk, _LL_ALIGNMENT_WORDS)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each region, by its number."""
-        rows, row_bytes = self.num_ranks * self.max_tokens, self.hidden * self.itemsize
-        scale_bytes = max(self.hidden // _SCALE_SHARE, 16)
-        ll_words = (row_bytes + scale_bytes + 8 * self.max_topk) // 4 + 2
+        rows = self.num_ranks * self.max_tokens
         return (
             self.num_ranks * (HEADER_WORDS.value + self.max_experts) * _WORD_BYTES,
             rows * _WORD_BYTES,
             rows * 8 * self.max_topk,
-            rows * row_bytes,
-            rows * scale_bytes,
-            self.num_ranks * self.word_tokens * ll_words * _WORD_BYTES,
+            rows * self.value_bytes,
+            rows * self.scale_bytes,
+            self.num_ranks * self.word_tokens * self.ll_words * _WORD_BYTES,
             self.num_ranks * _WORD_BYTES,
-            rows * row_bytes,
+            rows * self.hidden * self.itemsize,
         )
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The byte offset of each region, and last that of the next slot."""
-        sizes = (-(-size // _REGION_ALIGNMENT_BYTES) * _REGION_ALIGNMENT_BYTES for size in self.sizes)
-        return (0, *itertools.accumulate(sizes))
+        return (0, *itertools.accumulate(_rounded(size, _REGION_ALIGNMENT_BYTES) for size in self.sizes))
+
+
+def _rounded(size: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-size // step) * step
 
 
 @triton.jit

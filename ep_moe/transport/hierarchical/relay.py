@@ -8,6 +8,7 @@ which, so that rows can be put into the order of source ranks and tokens without
 """
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -37,8 +38,8 @@ _log = logging.getLogger(__name__)
 class Forwarded:
     """A round inside the node: the rows of one source node and one chunk.
 
-    `counts`: by relay, the rows that it has. `blocks`: by relay, where those for this rank begin in the received rows,
-    and how many there may be. `places`: by relay, where they begin among the rows of all rounds.
+    `counts`: by relay, the rows that it has. `blocks`: by relay, where those for this rank lie in the received rows, and
+    how many there may be. `places`: by relay, where they begin among the rows of all rounds.
     """
 
     node: int
@@ -46,7 +47,7 @@ class Forwarded:
     rows: slice  # of the source node's rows to this relay
     counts: tuple[int, ...]
     dispatched: Dispatched | None = None
-    blocks: tuple[tuple[int, int], ...] = ()
+    blocks: tuple[tuple[slice, int], ...] = ()
     places: tuple[int, ...] = ()
 
     @property
@@ -172,9 +173,7 @@ class Relay:
             empty: no rows, with the dtypes and widths of these.
         Local, a copy of the rows.
         """
-        parts = [
-            (rows.batch, slice(at, at + n)) for _, g, _, rows in self._in_order(rounds) for at, n in [rows.blocks[g]]
-        ]
+        parts = [(rows.batch, rows.blocks[g][0]) for _, g, _, rows in self._in_order(rounds)]
         if not parts:
             return empty
 
@@ -210,8 +209,8 @@ class Relay:
         pool, like = forwarded.batch, self._inner.config
         num_rows = pool.x.shape[0]
         places = [
-            (slice(at, at + count), slice(place, place + count))
-            for (at, count), place in zip(forwarded.blocks, forwarded.places, strict=True)
+            (block, slice(place, place + count))
+            for (block, count), place in zip(forwarded.blocks, forwarded.places, strict=True)
         ]
         if y is None:
             rows = torch.full((num_rows, like.hidden), float("nan"), dtype=like.dtype, device=pool.x.device)
@@ -298,15 +297,15 @@ def _inner_kind(kind: RoundKind) -> RoundKind:
     )
 
 
-def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[int, int], ...]:
-    """By relay, the first row of those received from it, and how many there may be."""
+def _blocks(forwarded: Forwarded, num_relays: int) -> tuple[tuple[slice, int], ...]:
+    """By relay, the rows that were received from it, and how many there may be."""
     assert forwarded.dispatched is not None
     handle = forwarded.dispatched.handle
     if isinstance(handle, CollectiveHandle):  # packed
-        starts = [sum(handle.recv_counts[:relay]) for relay in range(num_relays)]
-        return tuple(zip(starts, handle.recv_counts, strict=True))
-    room = forwarded.batch.x.shape[0] // num_relays  # a region for each
-    return tuple((relay * room, count) for relay, count in enumerate(forwarded.counts))
+        ends = itertools.accumulate(handle.recv_counts)
+        return tuple((slice(end - n, end), n) for end, n in zip(ends, handle.recv_counts, strict=True))
+    # one-sided: the first tokens of all relays, then the second
+    return tuple((slice(g, g + n * num_relays, num_relays), n) for g, n in enumerate(forwarded.counts))
 
 
 def _reaches(part: GroupPart, inside: str, slots: int) -> bool:

@@ -118,7 +118,7 @@ class CombineLauncher:
                 fixed=(
                     context.memory.links[slot],
                     context.states.slots[slot],
-                    plan.max_num_tokens,
+                    config.max_tokens_per_rank,
                     senders,
                     senders,  # the first receiver comes behind them
                 ),

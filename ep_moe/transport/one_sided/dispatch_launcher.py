@@ -266,7 +266,7 @@ class DispatchLauncher:
                     plan.num_tokens,
                     plan.blocks,
                     context.ranks.STARTS[-1],
-                    plan.max_num_tokens,
+                    context.config.max_tokens_per_rank,
                     WORD_TOKENS,
                     plan.frame.height,
                     plan.frame.alignment,
@@ -313,8 +313,8 @@ class DispatchLauncher:
         lead = 0 if plan.layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
         pool = None
         if plan.layout is Layout.FLAT:
-            size = num_rows * plan.row.VALUE_WORDS * 4
-            pool = context.memory.values(slot)[:size].view(frame.x.dtype).view(num_rows, -1)
+            rows = context.memory.values(slot).view(-1, plan.row.VALUE_STRIDE * 4)[:num_rows]
+            pool = rows[:, : plan.row.VALUE_WORDS * 4].view(frame.x.dtype)
             fields |= {
                 "x": pool,
                 "local_topk_ids": own.local_ids_ptr[: num_rows * k].view(num_rows, k),

@@ -48,7 +48,7 @@ class RoundPlan:
     fingerprint: int  # of the payload's format
     layout: Layout
     num_tokens: int  # T, the rows of x
-    max_num_tokens: int  # of any rank, M or less: rows of a source rank in peers' memory and in the batch
+    max_num_tokens: int  # of any rank, M or less: rows of a source rank in the batch
     num_topk: int
     quantized: bool  # x is `Quantized` already
     blocks: int  # of tokens whose ids are counted before the dispatch, 0 if each program counts all ids itself
@@ -231,6 +231,7 @@ class RoundPlans:
         """A plan for x with `rows` rows. quantized: x is `Quantized` already. max_num_tokens: of `size_for`."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
         payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
+        regions = regions_of(config, self._ranks)
         row = Row(
             K=num_topk,
             COLUMNS=triton.next_power_of_2(num_topk),
@@ -238,6 +239,9 @@ class RoundPlans:
             G=payload.num_groups,
             GROUPS=triton.next_power_of_2(max(payload.num_groups, 1)),
             ENTRY=2 * config.max_topk,
+            VALUE_STRIDE=regions.value_bytes // 4,
+            SCALE_STRIDE=regions.scale_bytes // scheme.payload.scale_dtype.itemsize,
+            LL_STRIDE=regions.ll_words,
         )
         programs = self._tuning.dispatch(rows, num_ranks, packs=layout is not Layout.FLAT)
         fused_quant = "" if quantized or not scheme.payload.quantized else payload.fused_quant
