@@ -85,13 +85,14 @@ FEW: dict[str, Any] = {
     "rounds": 20_000,
     "hidden": 512,
     "max_tokens": 96,
+    "room": 200,
     "num_experts": 18,
     "max_topk": 6,
     "look_every": 100,
     "delay": 300_000,
     "num_graphs": 2,
 }
-MANY = {**FEW, "rounds": 2000, "max_tokens": 600, "shapes": 6, "seed": 1}  # ids are counted before they are sent
+MANY = {**FEW, "rounds": 2000, "max_tokens": 600, "room": 1000, "shapes": 6, "seed": 1}  # ids are counted before they are sent
 EAGER = {**FEW, "rounds": 2000, "shapes": 3, "seed": 5, "num_graphs": 0, "delay": 0, "look_every": 10}
 
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange import wire_layout
+from ep_moe.kernels.exchange.peers import Links
+from ep_moe.kernels.exchange.round_state import SlotState, report_loss
 from ep_moe.kernels.exchange.wire_layout import (
     STATUS_MASK,
     Ranks,
@@ -74,13 +76,42 @@ def test_words(epoch: int, payload: int) -> None:
 
 @pytest.mark.parametrize("suspect", [0, 2, 31])
 def test_aborts(suspect: int) -> None:
-    assert read_abort(packed(4, suspect)[7]) == (3, "combine", (suspect,))
+    assert read_abort(packed(4, suspect)[7]) == (4, "combine", (suspect,))
     assert read_abort(host_abort((suspect, 1))) == (0, "dispatch", (suspect,))
 
 
 def test_aborts_that_name_nobody() -> None:
     assert read_abort(host_abort(())) == (0, "dispatch", ())
     assert read_abort(host_word(9, 0)) is None
+
+
+@triton.jit
+def _report_loss_kernel(abort_ptr, told_ptr, active, links: tl.constexpr, own: tl.constexpr, ranks: tl.constexpr):
+    report_loss(links._replace(abort_ptr=abort_ptr), own._replace(told_ptr=told_ptr), active, ranks)
+
+
+LATER, EARLIER, BEFORE_IT = host_word(7, 257), host_word(7, 3), host_word(6, 258)
+
+
+@pytest.mark.parametrize(
+    ("aborts", "active", "told"),
+    [
+        ((0, 0, 0), 0b111, [0, 0]),
+        ((LATER, 0, EARLIER), 0b111, [1, EARLIER]),  # the combine waits for a rank that waits in the dispatch
+        ((LATER, EARLIER, BEFORE_IT), 0b111, [1, BEFORE_IT]),
+        ((LATER, EARLIER, BEFORE_IT), 0b001, [1, LATER]),  # what ranks store that were masked out
+        ((0, EARLIER, 0), 0b101, [0, 0]),
+    ],
+)
+def test_the_earliest_loss_that_an_active_rank_names_is_reported(
+    aborts: tuple[int, ...], active: int, told: list[int]
+) -> None:
+    found = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    ranks = Ranks(R=3, RANKS=4, RANK=2, STARTS=(0, 1, 2, 3), L=1, EXPERTS=1)
+    words = torch.tensor(aborts, dtype=torch.int64, device=DEVICE)
+    nothing = Links(*(None,) * len(Links._fields)), SlotState(*(None,) * len(SlotState._fields))
+    _report_loss_kernel[(1,)](words, found, active, *nothing, ranks)
+    assert found.tolist() == told
 
 
 @pytest.mark.parametrize("num_groups", [0, 1, 56])

@@ -34,11 +34,13 @@ class StressConfig:
         look_every: rounds between two reads of the error counts.
         delay: the longest pause of a rank, in seconds on a CPU, in clock cycles on a GPU.
         num_graphs: CUDA graphs that are replayed between eager rounds.
+        room: max_tokens_per_rank, of which rounds with a bound use a part.
     """
 
     rounds: int
     hidden: int = 16
     max_tokens: int = 3
+    room: int = 40
     num_experts: int = 5
     max_topk: int = 3
     shapes: int = 20
@@ -60,6 +62,7 @@ class Shape:
     counted: bool  # with `num_tokens` on the device
     shared: bool
     id_dtype: torch.dtype
+    bound: int | None  # `max_num_tokens`
 
     @classmethod
     def at_random(cls, config: StressConfig, rng: random.Random, num_ranks: int) -> "Shape":
@@ -72,6 +75,7 @@ class Shape:
             counted=rng.random() < 0.5,
             shared=rng.random() < 0.3,
             id_dtype=rng.choice((torch.int32, torch.int64)),
+            bound=rng.choice((None, rng.randint(config.max_tokens, config.room))),
         )
 
 
@@ -83,7 +87,7 @@ class Stress:
         self._placement = Placement.linear(config.num_experts, group.num_ranks)
         self._first, self._last = self._placement.starts[group.rank : group.rank + 2]
         sizes = TransportConfig(
-            hidden=config.hidden, max_tokens_per_rank=config.max_tokens, max_topk=config.max_topk, row_alignment=4
+            hidden=config.hidden, max_tokens_per_rank=config.room, max_topk=config.max_topk, row_alignment=4
         )
         self._sizes, self.transport = sizes, NvlinkTransport(group, self._placement, sizes)
         self._begin_before_the_wrap()
@@ -202,6 +206,7 @@ class Stress:
             "scheme": get_scheme(shape.scheme),
             "slot": slot,
             "num_tokens": count if shape.counted else None,
+            "max_num_tokens": shape.bound,
         }
 
     def make_inputs(self, number: int, shape: Shape) -> Inputs:

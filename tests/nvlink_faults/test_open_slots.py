@@ -1,8 +1,6 @@
 """on_peer_loss "mask", rounds open on two slots: a loss found on one ends the open rounds of both, on every rank."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from nvlink_faults.common import (
     NUM_TOKENS,
     be_lost,
     begin,
+    blindfolded,
     expected,
     expected_counts,
     expert,
@@ -62,16 +61,6 @@ def compute(transport: Any, dispatched: Any) -> torch.Tensor:
     for local, (start, count) in enumerate(ranges):
         y[start : start + count] = expert(batch.x[start : start + count], EXPERTS_PER_RANK * transport.rank + local)
     return y
-
-
-@contextlib.contextmanager
-def blindfolded(transport: Any) -> Iterator[None]:
-    """The host does not read the kernels' reports, as when a CUDA graph is replayed."""
-    look, transport._faults.look = transport._faults.look, lambda **_: None
-    try:
-        yield
-    finally:
-        transport._faults.look = look
 
 
 def advance(transport: Any, progress: str) -> Any:

@@ -17,6 +17,7 @@ from nvlink_faults.common import (
     MAX_TOKENS,
     NUM_TOKENS,
     PATIENT,
+    blindfolded,
     check_round,
     finish,
     inputs,
@@ -27,7 +28,7 @@ from nvlink_faults.common import (
 CULPRIT = 1
 
 
-def bring(transport: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+def bring(transport: Any, change: Callable[[dict[str, Any]], None], slot: int = 0) -> Any:
     """A dispatch whose input the culprit has changed."""
     x, routing = inputs(transport.rank, 0, transport.num_ranks)
     given = {"x": x, "ids": routing.topk_ids, "weights": routing.topk_weights, "num_tokens": None}
@@ -35,7 +36,7 @@ def bring(transport: Any, change: Callable[[dict[str, Any]], None]) -> Any:
         change(given)
     given = {name: None if value is None else value.to(DEVICE) for name, value in given.items()}
     routing = Routing(topk_ids=given["ids"], topk_weights=given["weights"])
-    options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "num_tokens": given["num_tokens"]}
+    options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "num_tokens": given["num_tokens"], "slot": slot}
     return transport.dispatch(given["x"], routing, **options)
 
 
@@ -121,6 +122,33 @@ def refuse_rounds(group: EPGroup) -> dict[str, tuple[str, str]]:
     outcomes["logged"] = ("2", str(sum(text in line for line in logged)))
     transport.destroy()
     return outcomes
+
+
+def refuse_in_two_slots(group: EPGroup) -> tuple[str, list[str]]:
+    """Rounds of both slots fail before the host looks: the error of `check`, and all that is logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: logged.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ep_moe.transport.one_sided.faults").addHandler(handler)
+    transport = make_transport(group, num_slots=2)
+    for round_ in range(3):  # of slot 0
+        check_round(transport, round_)
+    with blindfolded(transport):
+        for slot, change in ((1, more_than_rows), (0, bad_ids)):
+            bring(transport, change, slot)
+            transport.abandon(slot=slot)
+    said = said_by(transport)
+    check_round(transport, 5)
+    transport.destroy()
+    return said, logged
+
+
+def test_refused_rounds_of_two_slots() -> None:
+    """Each is told, with the transport's number of the round, not the slot's."""
+    texts = ("num_tokens (3) is not in [0, rows of x] on rank 1 in round 3", "topk_ids has 2 ids outside [-1,")
+    for said, logged in on_ranks(refuse_in_two_slots, config=PATIENT):
+        assert said == texts[0]
+        assert [text in line for text, line in zip(texts, logged, strict=True)] == [True, True], logged
 
 
 def test_refused_rounds() -> None:

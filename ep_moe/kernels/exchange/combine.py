@@ -27,19 +27,21 @@ from ep_moe.kernels.exchange.round_state import (
     ACTIVE,
     BEGUN,
     DONE,
-    LOST,
+    NUMBER,
     OUT_OF_ORDER,
     OWN_TOKENS,
     RESUME,
     SOURCE_TOKENS,
     VERDICT,
+    Round,
     add_waited,
     begin_combine,
     is_active,
     report,
+    report_loss,
 )
-from ep_moe.kernels.exchange.waits import SPREAD, is_over, wait_for_launch, wait_for_words
-from ep_moe.kernels.exchange.wire_layout import COMBINE, COMBINE_HEADERS, FINE, make_word, payload_of
+from ep_moe.kernels.exchange.waits import SPREAD, wait_for_launch, wait_for_words
+from ep_moe.kernels.exchange.wire_layout import COMBINE, COMBINE_HEADERS, FINE, make_word
 
 
 @triton.jit(
@@ -74,10 +76,11 @@ def _combine_kernel(
     epoch = tl.load(own.state_ptr + BEGUN)
     verdict = tl.load(own.state_ptr + VERDICT)
     active = tl.load(own.state_ptr + ACTIVE)
-    repeated, over = begin_combine(links, own, epoch, halves.SEND, halves.RECEIVE)
+    round_ = Round(epoch, tl.load(own.state_ptr + NUMBER), active, timeout_ns)
+    repeated, over = begin_combine(links, own, epoch, active, ranks, halves.SEND, halves.RECEIVE)
     nobody = tl.zeros([], tl.int32)
     if repeated & (pid == 0):
-        report(own.report_ptr, epoch, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
+        report(own, round_.number, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
     rows_per_rank = max_tokens_per_rank.to(tl.int64)
     source = tl.arange(0, RANKS)
     if halves.SEND:
@@ -87,8 +90,8 @@ def _combine_kernel(
                 header = make_word(epoch, tl.zeros([], tl.int32))
                 staged = outbox(links, COMBINE_HEADERS, ranks.RANK, tl.int64, ranks)
                 stage(staged, 0, header, None, ranks.PUTS != 0)
-                if ranks.PUTS != 0:
-                    order_rows(ranks.PUTS)  # also rows of a refused round, which nobody waits for, arrive before it
+                if verdict != FINE:
+                    order_rows(ranks.PUTS)  # rows of a refused round, which nobody waits for, arrive before it
                 for r in tl.static_range(R):
                     if is_active(active, r):
                         to = target(links.bases[r], links, COMBINE_HEADERS, ranks.RANK, tl.int64)
@@ -108,13 +111,12 @@ def _combine_kernel(
                     region(links.bases[ranks.RANK], links, COMBINE_HEADERS, tl.int64) + index,
                     (index < R) & is_active(active, index),
                     index,
-                    epoch,
+                    round_,
                     links,
-                    timeout_ns,
                     COMBINE,
                     own.waited_ptr,
                     leads,
-                    R,
+                    ranks,
                 )
             alive = tl.where(verdict == FINE, alive, 0)
             alive = sum_rows(
@@ -126,8 +128,7 @@ def _combine_kernel(
                 rows_per_rank,
                 shared_stride,
                 out_stride,
-                epoch,
-                timeout_ns,
+                round_,
                 pid - first_receiver,
                 tl.num_programs(0) - first_receiver,
                 ranks,
@@ -140,6 +141,4 @@ def _combine_kernel(
                     tl.store(own.state_ptr + RESUME, 0)
                 tl.store(own.state_ptr + DONE, epoch)
             if alive == 0:
-                if is_over(links.abort_ptr):
-                    abort = tl.load(links.abort_ptr, volatile=True)
-                    report(own.report_ptr, epoch, nobody + LOST, nobody, payload_of(abort), nobody)
+                report_loss(links, own, active, ranks)

@@ -33,8 +33,7 @@ def sum_rows(
     rows_per_rank,
     shared_stride,
     out_stride,
-    epoch,
-    timeout_ns,
+    round_,
     receiver,
     receivers,
     ranks: tl.constexpr,
@@ -92,13 +91,13 @@ def sum_rows(
                     probe_ptr = returned_ptr + (rank * rows_per_rank + token) * H + last
                     late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
                     # an abort or timeout counts even if no last column is missing
-                    found = tl.max(tl.where(late, LATE, 0) | trouble(links, start, polls, timeout_ns), 0)
+                    found = tl.max(tl.where(late, LATE, 0) | trouble(links, round_, start, polls, ranks), 0)
                     late_rank = tl.max(tl.where(late, rank, -1), 0)
                     suspect = tl.where(late_rank >= 0, late_rank, suspect)
                     polls += 1
                 if found >= OVER:
                     if found >= TIMED_OUT:
-                        give_up(links, COMBINE, epoch, suspect, R)
+                        give_up(links, COMBINE, round_, suspect, ranks)
                     waiting, alive = waiting * 0, alive * 0
         dest_rank_mask = next_dest_rank_mask
         if alive == 0:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import base_of, outbox, put_rows, stage, target
+from ep_moe.kernels.exchange.peers import base_of, outbox, put_word, stage, target
 from ep_moe.kernels.exchange.puts import Parcel
 from ep_moe.kernels.exchange.round_state import pick
 from ep_moe.kernels.exchange.wire_layout import RETURNED
@@ -149,10 +149,10 @@ def return_rows(
             staged = outbox(links, RETURNED, (source * rows_per_rank + token) * H, dtype, ranks)
             parcel = Parcel(staged, first, tl.minimum(H - first, BLOCK), source)
             if ranks.PUTS == 0:
-                put_rows(links, to, column, result, column < H, parcel, False)
+                put_word(links, to, column, result, column < H, parcel, False)
             elif ((ranks.PUTS >> source) & 1) > 0:
                 stage(staged, column, result, column < H, True)
-                put_rows(links, to, column, result, column < H, parcel, True)
+                put_word(links, to, column, result, column < H, parcel, True)
             else:
-                put_rows(links, to, column, result, column < H, parcel, False)
+                put_word(links, to, column, result, column < H, parcel, False)
         source, token, pool_row, rows, weights = next_source, next_token, next_row, next_rows, next_weights

@@ -51,6 +51,7 @@ from ep_moe.kernels.exchange.waits import wait_for_launch
         "weights_stride",
         "layer",
         "settings",
+        "number",
         "timeout_ns",
     ]
 )
@@ -79,6 +80,7 @@ def _dispatch_kernel(
     weights_stride,
     layer,  # `layer` and `settings`: `LayerTag.words` of the round, which ranks compare
     settings,
+    number,  # `Round.number`
     timeout_ns,
     ranks: tl.constexpr,  # `wire_layout.Ranks`
     row: tl.constexpr,  # `wire_layout.Row`
@@ -91,8 +93,8 @@ def _dispatch_kernel(
     pid = tl.program_id(0)
     epoch = next_epoch(tl.load(own.state_ptr + DONE))
     active = tl.load(own.state_ptr + ACTIVE)
-    enabled = is_off(links, own, epoch) == 0
-    round_ = Round(epoch, active, enabled, fingerprint, layer, settings)
+    enabled = is_off(links, own, epoch, active, ranks) == 0
+    round_ = Round(epoch, number, active, timeout_ns, enabled, fingerprint, layer, settings)
     rows_per_rank = max_tokens_per_rank.to(tl.int64)
     if halves.SEND:
         num_tokens = max_tokens
@@ -168,7 +170,6 @@ def _dispatch_kernel(
                 word_tokens,
                 height,
                 alignment,
-                timeout_ns,
                 round_,
                 ranks,
                 row,

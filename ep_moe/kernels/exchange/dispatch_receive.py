@@ -16,6 +16,7 @@ from ep_moe.kernels.exchange.round_state import (
     BEGUN,
     DONE,
     LOST,
+    NUMBER,
     OUT_OF_ORDER,
     RUNS,
     SOURCE_TOKENS,
@@ -24,6 +25,7 @@ from ep_moe.kernels.exchange.round_state import (
     is_active,
     pick,
     report,
+    report_loss,
 )
 from ep_moe.kernels.exchange.waits import (
     LATE,
@@ -81,8 +83,7 @@ def _take_ll(
     pool_row,
     source,
     block,
-    epoch,
-    timeout_ns,
+    round_,
     height,
     ranks: tl.constexpr,
     row: tl.constexpr,
@@ -113,19 +114,19 @@ def _take_ll(
         values = tl.load(row_ptr + row.ll_values + word, mask=word < row.VALUE_WORDS, other=0, volatile=True)
         # if no expert here needs the token, only its entry was sent
         needed = tl.max(tl.where(column < K, payload_of(entries), -1), 0) >= 0
-        late = (column < K) & ((epoch_of(entries) != epoch) | (epoch_of(weights) != epoch))
+        late = (column < K) & ((epoch_of(entries) != round_.epoch) | (epoch_of(weights) != round_.epoch))
         missing = tl.max(late.to(tl.int32), 0)  # as this warp sees it, for all have their own entries
         if row.G > 0:
             mask = (group < row.G) & (block == 0)
             scales = tl.load(row_ptr + row.ll_scales + group, mask=mask, other=0, volatile=True)
-            missing += tl.max((needed & mask & (epoch_of(scales) != epoch)).to(tl.int32), 0)
-        late_values = needed & (word < row.VALUE_WORDS) & (epoch_of(values) != epoch)
-        waiting = agree(late_values | (missing > 0), trouble(links, start, polls, timeout_ns))
+            missing += tl.max((needed & mask & (epoch_of(scales) != round_.epoch)).to(tl.int32), 0)
+        late_values = needed & (word < row.VALUE_WORDS) & (epoch_of(values) != round_.epoch)
+        waiting = agree(late_values | (missing > 0), trouble(links, round_, start, polls, ranks))
         here = (waiting == 0).to(tl.int32)
         polls += 1
         if waiting >= OVER:
             if waiting >= TIMED_OUT:
-                give_up(links, DISPATCH, epoch, source, ranks.R)
+                give_up(links, DISPATCH, round_, source, ranks)
             waiting = waiting * 0
         elif waiting > 0:
             pause()
@@ -164,7 +165,7 @@ def _take_ll(
 
 
 @triton.jit
-def _wait_for_flags(links, base, first, count, present, source, sent_row, epoch, timeout_ns, R: tl.constexpr):
+def _wait_for_flags(links, base, first, count, present, source, sent_row, round_, ranks: tl.constexpr):
     """Wait for the flags of `count` tokens of a source from `first` on: a bit for each one sent here, -1 if aborted.
 
     Example: 4 tokens from 8 on, of which 8 and 10 were sent, give 5.
@@ -172,11 +173,11 @@ def _wait_for_flags(links, base, first, count, present, source, sent_row, epoch,
     group = tokens_per_flag(present)
     at = first // group * group
     flags_ptr = region(base, links, FLAGS, tl.int64) + (sent_row - first)
-    bits = wait_for_flag(flags_ptr + at, source, epoch, links, timeout_ns, DISPATCH, R)
+    bits = wait_for_flag(flags_ptr + at, source, round_, links, DISPATCH, ranks)
     bits = tl.where(bits < 0, bits, (bits >> (first - at)) & ((1 << count) - 1))
     for later in range(at + group, tl.minimum(first + count, present), group):
         if bits >= 0:
-            found = wait_for_flag(flags_ptr + later, source, epoch, links, timeout_ns, DISPATCH, R)
+            found = wait_for_flag(flags_ptr + later, source, round_, links, DISPATCH, ranks)
             bits = tl.where(found < 0, found, bits | (found << (later - first)))
     return bits
 
@@ -192,8 +193,7 @@ def _take_rows(
     source,
     block,
     rows_per_rank,
-    epoch,
-    timeout_ns,
+    round_,
     height,
     ranks: tl.constexpr,
     row: tl.constexpr,
@@ -209,7 +209,7 @@ def _take_rows(
     word = block * receiving.BLOCK_WORDS + tl.arange(0, receiving.BLOCK_WORDS)
     base = links.bases[ranks.RANK]
     sent_row, pool_row = source * rows_per_rank + first, (first + tl.zeros([], tl.int64)) * ranks.R + source
-    bits = _wait_for_flags(links, base, first, TOKENS, present, source, sent_row, epoch, timeout_ns, ranks.R)
+    bits = _wait_for_flags(links, base, first, TOKENS, present, source, sent_row, round_, ranks)
     if bits >= 0:
         values, scales = tl.tuple([]), tl.tuple([])
         for t in tl.static_range(TOKENS):
@@ -273,7 +273,6 @@ def receive(
     word_tokens,
     height,
     alignment,
-    timeout_ns,
     round_,
     ranks: tl.constexpr,
     row: tl.constexpr,
@@ -305,13 +304,12 @@ def receive(
             headers_ptr + writer * ranks.header_stride + place,
             (writer < R) & (place < num_experts + HEADER_WORDS) & is_active(round_.active, writer),
             writer,
-            round_.epoch,
+            round_,
             links,
-            timeout_ns,
             DISPATCH,
             own.waited_ptr,
             leads,
-            R,
+            ranks,
         )
     writes = leads & (arrived > 0)
     first_rows = place_experts(headers_ptr, own, height, alignment, writes, round_.active, ranks, receiving.BATCHED)
@@ -327,16 +325,18 @@ def receive(
             tl.store(own.num_rows_ptr + expert, nothing, mask=expert < num_experts)
             tl.store(own.row_start_ptr + expert, nothing, mask=expert < num_experts)
             if verdict == LOST:
-                value = payload_of(tl.load(links.abort_ptr, volatile=True)).to(tl.int64)
-            report(own.report_ptr, round_.epoch, verdict, suspect, value, make_word(round_.settings, round_.layer))
+                report_loss(links, own, round_.active, ranks)
+            else:
+                report(own, round_.number, verdict, suspect, value, make_word(round_.settings, round_.layer))
         if tl.load(own.state_ptr + BEGUN) != tl.load(own.state_ptr + DONE):
             wrong = tl.zeros([], tl.int32) + OUT_OF_ORDER
-            report(own.report_ptr, round_.epoch, wrong, suspect * 0, value * 0, value * 0)
+            report(own, round_.number, wrong, suspect * 0, value * 0, value * 0)
         add_waited(own.waited_ptr, R, RANKS)
         tl.debug_barrier()  # all warps have read the state
         tl.store(own.state_ptr + VERDICT, verdict)
         tl.store(own.state_ptr + SOURCE_TOKENS + source, tokens, mask=source < R)
         tl.store(own.state_ptr + RUNS, 0)
+        tl.store(own.state_ptr + NUMBER, round_.number)
         tl.store(own.state_ptr + BEGUN, round_.epoch)
     if receiving.POOLED:
         fill_unused(own, tokens, receiver, receivers, height, ranks, row.K)
@@ -365,8 +365,7 @@ def receive(
                                 (token + tl.zeros([], tl.int64)) * R + s,
                                 s,
                                 block,
-                                round_.epoch,
-                                timeout_ns,
+                                round_,
                                 height,
                                 ranks,
                                 row,
@@ -383,8 +382,7 @@ def receive(
                     s,
                     block,
                     rows_per_rank,
-                    round_.epoch,
-                    timeout_ns,
+                    round_,
                     height,
                     ranks,
                     row,

@@ -1,8 +1,10 @@
 """Memory of the group, which peers write to: how a rank reaches it, and the only stores to other ranks.
 
 What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `order_rows`.
+What others poll is stored by `publish`. Rule: every word that others poll has one writer, a rank: no rank needs atomics
+on another's memory. Abort words are no exception: each rank has one at every rank.
 There are two ways to reach a rank, a constant of the kernel for each (`Ranks.PUTS`):
-- by address: its memory is mapped here, and these are plain stores and atomics;
+- by address: its memory is mapped here, and these are stores;
 - by puts: NVSHMEM's device functions send it what was staged in this rank's outbox, and a flag with the last rows.
 The interpreter copies what a put sends over memory that is mapped.
 
@@ -26,8 +28,8 @@ class Links(NamedTuple):
 
     bases: tuple[int, ...]  # R addresses: each rank's memory of the slot as mapped here, this rank's own for puts
     offsets: tuple[int, ...]  # of the regions in it
-    aborts_ptr: Any  # [R] int64, addresses of every rank's abort word; 0 if it is not mapped here
-    abort_ptr: Any  # [1] int64, this rank's own
+    aborts_ptr: Any  # [R] int64, addresses of every rank's abort words; 0 if they are not mapped here
+    abort_ptr: Any  # [R] int64, this rank's own, by the rank that writes them
     urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
     outbox: int | None = None  # bytes from this rank's memory of the slot to its outbox, None without puts
 
@@ -78,10 +80,20 @@ def stage(staged, index, values, mask, BY_PUT: tl.constexpr):
 
 
 @triton.jit
+def publish(pointers, values, mask):
+    """Store what other ranks, or the host, poll: strong at system scope, each 32 or 64 bits in one piece.
+
+    Triton has no scoped stores; the machine's instruction for `.wt` is that for `st.relaxed.sys` (STG.STRONG.SYS), which
+    the compile check looks for. A vector of words may arrive in parts: each word carries its own epoch.
+    """
+    tl.store(pointers, values, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
 def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
     """Store `values` at elements `index` from a `target` on, in its dtype; by puts, send a parcel that was staged.
 
-    Announced by a `signal` after `order_rows`, or by the sentinel that they overwrite.
+    Announced by a `signal` after `order_rows`.
     """
     if BY_PUT:
         put_parcel(links, to, parcel)
@@ -91,11 +103,11 @@ def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
 
 @triton.jit
 def put_word(links, to, index, word, mask, parcel, BY_PUT: tl.constexpr):
-    """Store LL words at words `index` from a `target` on, each in one piece; by puts, send a parcel that was staged."""
+    """Store what is polled, LL words or results over a sentinel, as `put_rows` does."""
     if BY_PUT:
         put_parcel(links, to, parcel)
     else:
-        tl.store(to + index, word, mask=mask)
+        publish(to + index, word, mask)
 
 
 @triton.jit
@@ -104,7 +116,7 @@ def signal(links, to, word, to_rows, parcel, BY_PUT: tl.constexpr):
     if BY_PUT:
         put_flag(links, to, word, to_rows, parcel)
     else:
-        tl.store(to, word)
+        publish(to, word, None)
 
 
 @triton.jit
@@ -117,21 +129,17 @@ def order_rows(PUTS: tl.constexpr):
 
 
 @triton.jit
-def put_abort(links, rank, word):
-    """Set the abort word of a rank unless it is set already. Relaxed: it orders nothing else.
-
-    A rank that is not mapped here is sent the word by NVSHMEM, which overwrites an earlier one: a compare-and-swap
-    would wait for an answer of a rank that may be lost.
-    """
+def put_abort(links, rank, word, RANK: tl.constexpr):
+    """Set the abort word that this rank, RANK, has at a rank. It orders nothing else."""
     address = tl.load(links.aborts_ptr + rank)
     if links.outbox is not None and not INTERPRET:
         if address == 0:
-            signal_op(links.abort_ptr.to(tl.int64), word, SIGNAL_SET, rank + tl.zeros([], tl.int32))
+            own_ptr = links.abort_ptr + RANK
+            signal_op(own_ptr.to(tl.int64), word, SIGNAL_SET, rank + tl.zeros([], tl.int32))
         else:
-            tl.atomic_cas(as_pointer(address, tl.int64), tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
+            publish(as_pointer(address, tl.int64) + RANK, word, None)
     else:
-        abort_ptr = as_pointer(address, tl.int64)
-        tl.atomic_cas(abort_ptr, tl.zeros([], tl.int64), word, sem="relaxed", scope="sys")
+        publish(as_pointer(address, tl.int64) + RANK, word, None)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import fence
-from ep_moe.kernels.exchange.waits import SPREAD, is_over
+from ep_moe.kernels.exchange.peers import fence, publish
+from ep_moe.kernels.exchange.waits import SPREAD, aborted, load_aborts
 from ep_moe.kernels.exchange.wire_layout import make_word
 
 # words of a slot's state, int32, this rank's own
@@ -23,6 +23,7 @@ ACTIVE = tl.constexpr(41)  # a bit for each rank that takes part
 SENT = tl.constexpr(42)  # the last round whose dispatch was sent, or skipped: the host reads it
 RUNS = tl.constexpr(43)  # the sum that programs of this round's combine add to (`begin_combine`): 0 after a dispatch
 SENT_ONCE = tl.constexpr(1 << 14)  # the part of a whole launch that sends; also the most programs of a launch
+NUMBER = tl.constexpr(44)  # of the round whose dispatch was received last, see `Round`
 RECEIVED_ONCE = tl.constexpr(1 << 29)  # the part of one that receives
 
 # verdicts on a round, beside the codes of `wire_layout`
@@ -47,7 +48,8 @@ class SlotState(NamedTuple):
     local_ids_ptr: Any  # [R * M, K] int32
     pooled_weights_ptr: Any  # [R * M, K] float32
     row_index_ptr: Any  # [R * M * min(K, L)] int32
-    report_ptr: Any  # [3] int64, of the host
+    report_ptr: Any  # [3] int64, of the host: the slot's `report`
+    told_ptr: Any  # [2] int64, of the host, of all slots: not 0 if there is something to read; an abort word, or 0
 
 
 class Halves(NamedTuple):
@@ -59,14 +61,16 @@ class Halves(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A round, as the programs of its dispatch see it."""
+    """A round, as the programs of a launch see it; the fields with a default are for those of a dispatch."""
 
-    epoch: Any
+    epoch: Any  # counted on the device, slot by slot
+    number: Any  # that errors name: the transport's count of launched rounds, modulo 2^31; a replay has the captured one
     active: Any  # a bit for each rank that takes part
-    enabled: Any  # false if the round is skipped
-    fingerprint: Any  # of the payload's format, as `layer` and `settings` compared between ranks
-    layer: Any
-    settings: Any
+    timeout_ns: Any  # of a wait
+    enabled: Any = True  # false if the round is skipped
+    fingerprint: Any = 0  # of the payload's format, as `layer` and `settings` compared between ranks
+    layer: Any = 0
+    settings: Any = 0
 
 
 @triton.jit
@@ -82,12 +86,12 @@ def next_epoch(done):
 
 
 @triton.jit
-def is_off(links, own, epoch):
-    """Whether a round is skipped: this rank's abort word is set, or the ranks have agreed to resume with a later round.
+def is_off(links, own, epoch, active, ranks: tl.constexpr):
+    """Whether a round is skipped: an abort word is set, or the ranks have agreed to resume with a later round.
 
     The same in all warps of all programs of a rank, except at the moment in which the abort word is set.
     """
-    return is_over(links.abort_ptr) | _is_before_resumption(own, epoch)
+    return (tl.max(aborted(links, active, ranks), 0) > 0) | _is_before_resumption(own, epoch)
 
 
 @triton.jit
@@ -98,7 +102,7 @@ def _is_before_resumption(own, epoch):
 
 
 @triton.jit
-def begin_combine(links, own, epoch, SEND: tl.constexpr, RECEIVE: tl.constexpr):
+def begin_combine(links, own, epoch, active, ranks: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
     """Return whether this half of the round's combine has been launched already, and whether the round is skipped.
 
     The first is the same in all programs of a launch: each reads the sum, and only then adds its part. The parts of a
@@ -109,12 +113,11 @@ def begin_combine(links, own, epoch, SEND: tl.constexpr, RECEIVE: tl.constexpr):
     UNIT: tl.constexpr = (1 if SEND else 0) + (RECEIVED_ONCE // SENT_ONCE if RECEIVE else 0)
     everywhere = tl.arange(0, SPREAD) * 0
     runs = tl.load(own.state_ptr + RUNS + everywhere, volatile=True)
-    abort = tl.load(links.abort_ptr + everywhere, volatile=True)
     if SEND:
         complete = (runs & (2 * SENT_ONCE - 1)) >= SENT_ONCE
     else:
         complete = runs >= RECEIVED_ONCE
-    found = tl.max((abort != 0).to(tl.int32) + 2 * complete.to(tl.int32), 0)  # all warps have read both words here
+    found = tl.max(aborted(links, active, ranks) + 2 * complete.to(tl.int32), 0)  # all warps have read all words here
     repeated = found >= 2
     part = tl.where(tl.program_id(0) == 0, SENT_ONCE - tl.num_programs(0) + 1, 1)
     tl.atomic_add(own.state_ptr + RUNS, part * UNIT, mask=found < 2, sem="relaxed", scope="gpu")
@@ -128,23 +131,35 @@ def pick(vector, index, N: tl.constexpr):
 
 
 @triton.jit
-def report(report_ptr, epoch, verdict, source, value, own_value):
-    """Report a failed round to the host; a report that the host has not read yet stays.
+def report(own, number, verdict, source, value, own_value):
+    """Report a failed round to the host; a report of this slot that the host has not read yet stays.
 
-    Release at system scope: the host reads the word first, then the numbers.
+    Release at system scope: the host reads `told_ptr` first, then the word, then the numbers.
     """
-    told = tl.load(report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
+    told = tl.load(own.report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
     if tl.max((told != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
-        tl.store(report_ptr + 1, value.to(tl.int64))
-        tl.store(report_ptr + 2, own_value.to(tl.int64))
+        tl.store(own.report_ptr + 1, value.to(tl.int64))
+        tl.store(own.report_ptr + 2, own_value.to(tl.int64))
         fence()
-        tl.store(report_ptr, make_word(epoch, (verdict << 8 | source).to(tl.int32)))
+        publish(own.report_ptr, make_word(number, (verdict << 8 | source).to(tl.int32)), None)
+        fence()
+        publish(own.told_ptr, tl.full([], 1, tl.int64), None)
+
+
+@triton.jit
+def report_loss(links, own, active, ranks: tl.constexpr):
+    """Report the smallest abort word to the host, if one is set. It says all in one piece, so any program may."""
+    words = load_aborts(links, active, tl.arange(0, ranks.RANKS))
+    smallest = tl.min((words - 1).to(tl.uint64, bitcast=True), 0).to(tl.int64, bitcast=True) + 1  # 0 if none is set
+    publish(own.told_ptr + 1, smallest, smallest != 0)
+    fence()
+    publish(own.told_ptr, tl.full([], 1, tl.int64), smallest != 0)
 
 
 class Report(NamedTuple):
     """The fields of a report's first word."""
 
-    epoch: int
+    number: int  # of the round
     verdict: int
     source: int  # the rank that caused it
 

@@ -4,20 +4,21 @@ A word that carries the epoch that a reader waits for is complete. Rows are too 
 then all threads of the program pass a barrier, each fences at system scope, and a flag word follows (release). The
 receiver polls the flag with acquire loads.
 
-Every wait is bounded. It ends when the word arrives, when another rank has set this rank's abort word, or after
-`timeout_ns`: nanoseconds on a GPU, polls in the interpreter, which has no timer. The first rank that times out sets
-every peer's abort word to the rank that it suspects, and they take that suspect over.
+Every wait is bounded. It ends when the word arrives, when a rank that takes part has set its abort word here, or after
+`Round.timeout_ns`: nanoseconds on a GPU, polls in the interpreter, which has no timer. A rank that times out first sets
+its abort word at every rank to the rank that it suspects.
 
 Rule: a value that may change while it is read decides no branch before all warps of the program agree on it (`agree`):
 warps that diverge here deadlock at the next barrier.
 
-Functions that take `links` use its abort words (`ep_moe.kernels.exchange.peers.Links`). Letters: R ranks.
+Functions that take `links` use its abort words (`ep_moe.kernels.exchange.peers.Links`), and those that take `round_` a
+`ep_moe.kernels.exchange.round_state.Round`. Letters: R ranks.
 """
 
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import put_abort
+from ep_moe.kernels.exchange.peers import publish, put_abort
 from ep_moe.kernels.exchange.wire_layout import epoch_of, make_abort, payload_of
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -49,17 +50,11 @@ def wait_for_launch(PDL: tl.constexpr):
 
 
 @triton.jit
-def give_up(links, phase, epoch, suspect, R: tl.constexpr):
-    """Set every rank's abort word: `suspect` did not answer in a phase of a round. A word that is set already stays.
-
-    Compare-and-swap at system scope, relaxed: it orders nothing else.
-    """
-    word = make_abort(epoch, suspect, phase)
-    zero = tl.zeros([], tl.int64)
-    first = tl.atomic_cas(links.abort_ptr, zero, word, sem="relaxed", scope="sys")
-    if first == 0:
-        for r in tl.static_range(R):
-            put_abort(links, r, word)
+def give_up(links, phase, round_, suspect, ranks: tl.constexpr):
+    """Set this rank's abort word at every rank: `suspect` did not answer in a phase of the round."""
+    word = make_abort(round_.number, suspect, phase)
+    for r in tl.static_range(ranks.R):
+        put_abort(links, r, word, ranks.RANK)
 
 
 @triton.jit
@@ -78,17 +73,24 @@ def timed_out(start, polls, timeout_ns):
 
 
 @triton.jit
-def trouble(links, start, polls, timeout_ns):
-    """Why a wait may end, as one warp sees it: OVER if this rank's abort word is set, TIMED_OUT, both or 0.
+def load_aborts(links, active, source):
+    """The abort words of ranks `source` at this one; 0 for a rank that does not take part, whatever it stores."""
+    takes_part = ((active >> source) & 1) > 0
+    return tl.load(links.abort_ptr + source, mask=takes_part, other=0, volatile=True)
 
-    The abort word in host memory is read in few polls, since that is slow, and copied to the one on the device unless
-    that is set: the next poll finds it.
+
+@triton.jit
+def trouble(links, round_, start, polls, ranks: tl.constexpr):
+    """Why a wait may end, as one warp sees it: OVER if an abort word is set, else TIMED_OUT, else 0.
+
+    The abort word in host memory is read in few polls, since that is slow, and copied to this rank's own on the device:
+    the next poll finds it.
     """
-    abort = tl.load(links.abort_ptr, volatile=True)
+    aborts = load_aborts(links, round_.active, tl.arange(0, ranks.RANKS))
+    over = tl.max((aborts != 0).to(tl.int32), 0)
     urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
-    tl.store(links.abort_ptr, urgent, mask=(urgent != 0) & (abort == 0))
-    over = tl.where(abort != 0, OVER, 0)
-    return over + tl.where(timed_out(start, polls, timeout_ns), TIMED_OUT, 0)
+    publish(links.abort_ptr + ranks.RANK, urgent, (urgent != 0) & (over == 0))
+    return tl.where(over > 0, OVER, tl.where(timed_out(start, polls, round_.timeout_ns), TIMED_OUT, 0))
 
 
 @triton.jit
@@ -101,10 +103,9 @@ def agree(late, what):
 
 
 @triton.jit
-def is_over(abort_ptr):
-    """Whether this rank's abort word is set, the same in all warps. Each thread loads it."""
-    index = tl.arange(0, SPREAD)
-    return tl.max((tl.load(abort_ptr + index * 0, volatile=True) != 0).to(tl.int32), 0) > 0
+def aborted(links, active, ranks: tl.constexpr):
+    """For each of SPREAD elements whether an abort word is set, int32; all warps have read all words together."""
+    return (load_aborts(links, active, tl.arange(0, SPREAD) % ranks.RANKS) != 0).to(tl.int32)
 
 
 @triton.jit
@@ -112,29 +113,28 @@ def wait_for_words(
     word_ptrs,  # [N >= SPREAD] pointers to int64
     mask,  # [N], which of them are waited for
     sources,  # [N] int32, the rank that writes each
-    epoch,
+    round_,
     links,
-    timeout_ns,
     phase,
     waited_ptr,  # [R] int64, out if `measure`: nanoseconds until the words of each rank arrived
     measure,
-    R: tl.constexpr,
+    ranks: tl.constexpr,
 ):
-    """Wait until all words carry `epoch`; returns 1, or 0 if the exchange is aborted. Relaxed: a word is complete."""
+    """Wait until all words carry the round's epoch; returns 1, or 0 if the exchange is aborted. Relaxed: a word is complete."""
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting = tl.full([], LATE, tl.int32)
     here = tl.zeros([], tl.int32)
     while waiting > 0:
         word = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-        late = mask & (epoch_of(word) != epoch)
-        waiting = agree(late, trouble(links, start, polls, timeout_ns))
+        late = mask & (epoch_of(word) != round_.epoch)
+        waiting = agree(late, trouble(links, round_, start, polls, ranks))
         here = (waiting == 0).to(tl.int32)
         polls += 1
         if measure:
             tl.store(waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
         if waiting >= OVER:
             if waiting >= TIMED_OUT:
-                give_up(links, phase, epoch, tl.min(tl.where(late, sources, R), 0), R)
+                give_up(links, phase, round_, tl.min(tl.where(late, sources, ranks.R), 0), ranks)
             waiting = waiting * 0
         elif waiting > 0:
             pause()
@@ -142,8 +142,8 @@ def wait_for_words(
 
 
 @triton.jit
-def wait_for_flag(flag_ptr, source, epoch, links, timeout_ns, phase, R: tl.constexpr):
-    """Wait until a word carries `epoch`; returns its payload, or -1 if the exchange is aborted.
+def wait_for_flag(flag_ptr, source, round_, links, phase, ranks: tl.constexpr):
+    """Wait until a word carries the round's epoch; returns its payload, or -1 if the exchange is aborted.
 
     One thread acquires at system scope, then all pass a barrier: what the writer stored before its fence may be read
     after this.
@@ -153,14 +153,14 @@ def wait_for_flag(flag_ptr, source, epoch, links, timeout_ns, phase, R: tl.const
     everywhere = tl.arange(0, SPREAD) >= 0
     while waiting > 0:
         word = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-        payload = tl.where(epoch_of(word) != epoch, -1, payload_of(word))
-        waiting = (epoch_of(word) != epoch).to(tl.int32)
+        payload = tl.where(epoch_of(word) != round_.epoch, -1, payload_of(word))
+        waiting = (epoch_of(word) != round_.epoch).to(tl.int32)
         if waiting > 0:
-            waiting = agree(everywhere, trouble(links, start, polls, timeout_ns))
+            waiting = agree(everywhere, trouble(links, round_, start, polls, ranks))
             polls += 1
             if waiting >= OVER:
                 if waiting >= TIMED_OUT:
-                    give_up(links, phase, epoch, source, R)
+                    give_up(links, phase, round_, source, ranks)
                 waiting = waiting * 0
             else:
                 pause()

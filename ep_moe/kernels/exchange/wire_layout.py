@@ -238,9 +238,12 @@ def tokens_per_flag(num_tokens):
 
 
 @triton.jit
-def make_abort(epoch, suspect, phase):
-    """An abort word: `suspect` did not answer in a phase of a round. Example: rank 2, COMBINE has payload 259."""
-    return make_word(epoch, (suspect + 1 + 256 * phase).to(tl.int32))
+def make_abort(number, suspect, phase):
+    """An abort word: `suspect` did not answer in a phase of round `number`. Example: rank 2, COMBINE has payload 259.
+
+    The smallest of several words names the earliest phase, for which the others may wait.
+    """
+    return make_word(number, (suspect + 1 + 256 * phase).to(tl.int32))
 
 
 def host_word(epoch: int, payload: int) -> int:
@@ -250,7 +253,7 @@ def host_word(epoch: int, payload: int) -> int:
 
 def host_abort(suspects: tuple[int, ...]) -> int:
     """An abort word that the host writes, for no particular round; it names the first suspect, if there is one."""
-    return host_word(1, suspects[0] + 1 if suspects else _NOBODY)
+    return host_word(0, suspects[0] + 1 if suspects else _NOBODY)
 
 
 class Abort(NamedTuple):
@@ -267,4 +270,4 @@ def read_abort(word: int) -> Abort | None:
     if not payload:
         return None
     suspect = payload & 0xFF
-    return Abort((word >> 32) - 1, _PHASES[payload >> 8 & 1], () if suspect == _NOBODY else (suspect - 1,))
+    return Abort(word >> 32, _PHASES[payload >> 8 & 1], () if suspect == _NOBODY else (suspect - 1,))

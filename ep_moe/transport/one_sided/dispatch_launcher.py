@@ -38,7 +38,7 @@ class RoundInputs(NamedTuple):
     plan: RoundPlan
     tokens: Tokens
     strides: tuple[int, ...]  # of x, of its scales by token and by group, of ids and of weights
-    layer: tuple[int, int]  # `LayerTag.words`
+    tag: tuple[int, int, int]  # `LayerTag.words`, and the round's number (`Round.number`)
     refusal: int  # 1 sends the error flag
 
 
@@ -79,10 +79,10 @@ class DispatchLauncher:
         routing: Routing,
         *,
         num_tokens: torch.Tensor | None,
-        layer: tuple[int, int],
+        tag: tuple[int, int, int],
     ) -> RoundInputs:
         """Launch the sending half; returns the inputs for `receive`. Local, no host sync."""
-        inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer)
+        inputs = self.inputs_of(plan, x, routing, num_tokens=num_tokens, tag=tag)
         kernel, numbers = self.kernel_of(slot, inputs, send=True, receive=False), self._numbers(inputs)
         if kernel.repeat is None:
             kernel((inputs.tokens, self.no_batch), numbers)
@@ -109,7 +109,7 @@ class DispatchLauncher:
 
     def _numbers(self, inputs: RoundInputs) -> tuple[int, ...]:
         """The kernel's numbers that change from launch to launch."""
-        return *inputs.strides, *inputs.layer, self._context.timeout_ns
+        return *inputs.strides, *inputs.tag, self._context.timeout_ns
 
     def repeat(
         self,
@@ -119,7 +119,7 @@ class DispatchLauncher:
         routing: Routing,
         *,
         num_tokens: torch.Tensor | None,
-        layer: tuple[int, int],
+        tag: tuple[int, int, int],
     ) -> ExpertBatch | None:
         """`inputs_of` and `receive` with `send`, if their kernel is loaded and reads these inputs in place; else None.
 
@@ -150,7 +150,7 @@ class DispatchLauncher:
             values,
             scale,
         )
-        repeat((*inputs, *plan.strides, *layer, self._context.timeout_ns))
+        repeat((*inputs, *plan.strides, *tag, self._context.timeout_ns))
         return template.batch(memory)
 
     def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
@@ -180,7 +180,7 @@ class DispatchLauncher:
         routing: Routing,
         *,
         num_tokens: torch.Tensor | None = None,
-        layer: tuple[int, int] = NO_LAYER.words,
+        tag: tuple[int, int, int] = (*NO_LAYER.words, 0),
         refusal: int = 0,
     ) -> RoundInputs:
         """The inputs of a round as the kernel takes them. Local, no host sync.
@@ -193,7 +193,7 @@ class DispatchLauncher:
         if plan.in_place and _are_dense(x, ids, weights):  # type: ignore[arg-type]
             values = x if fused_quant else x.view(torch.int32)  # type: ignore[union-attr]
             tokens = Tokens(values, unused, ids, weights, count, unused, unused, self._unscaled)
-            return RoundInputs(plan, tokens, plan.strides, layer, refusal)
+            return RoundInputs(plan, tokens, plan.strides, tag, refusal)
         if plan.scheme.payload.quantized and not isinstance(x, Quantized) and not fused_quant:
             if num_tokens is not None:  # rows that are no tokens must not affect a scale that tokens share
                 x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= num_tokens, 0)
@@ -211,7 +211,7 @@ class DispatchLauncher:
         if plan.blocks:
             counted = self._count_blocks(ids, weights, count, plan)
         strides = values.stride(0) // plan.sending.UNIT, *scale_strides, ids.stride(0), weights.stride(0)
-        return RoundInputs(plan, Tokens(values, scale, ids, weights, count, *counted), strides, layer, refusal)
+        return RoundInputs(plan, Tokens(values, scale, ids, weights, count, *counted), strides, tag, refusal)
 
     def _count_blocks(
         self, ids: torch.Tensor, weights: torch.Tensor, count: torch.Tensor, plan: RoundPlan

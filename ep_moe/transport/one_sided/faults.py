@@ -14,8 +14,8 @@ import torch
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.membership import Members, earlier_epoch
-from ep_moe.kernels.exchange.round_state import LOST, MISMATCH, OTHER_LAYER, OUT_OF_ORDER, read_report
-from ep_moe.kernels.exchange.wire_layout import BAD_IDS, STATUS_MASK, TOO_MANY, host_word, read_abort
+from ep_moe.kernels.exchange.round_state import MISMATCH, OTHER_LAYER, OUT_OF_ORDER, read_report
+from ep_moe.kernels.exchange.wire_layout import BAD_IDS, STATUS_MASK, TOO_MANY, read_abort
 from ep_moe.kernels.numerics import INTERPRET
 from ep_moe.placement import Placement
 from ep_moe.transport.checks import bad_ids_message, too_many_tokens_message
@@ -50,7 +50,7 @@ class Faults:
     ) -> None:
         self._group, self._config, self._memory, self._states = group, config, memory, states
         self._num_physical = placement.num_physical
-        self._words = memoryview(states.report.numpy())  # type: ignore[arg-type]
+        *self._reports, self._bell = (memoryview(words.numpy()) for words in states.reports)  # type: ignore[arg-type]
         self.timeout_ns = int(group.config.timeout_secs * (_POLLS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
         self._watchdog = Watchdog(group, memory, self._members)
@@ -81,8 +81,8 @@ class Faults:
         if self._destroyed or self._group.destroyed:
             self._group.check_open()
             raise RuntimeError("the transport is destroyed")
-        if self._words[0]:
-            self._read_report()
+        if self._bell[0]:
+            self._read_reports()
         if self._lost is None and self._members is None:
             failure = self._group.failure
             if failure is None:
@@ -100,8 +100,9 @@ class Faults:
         if not self._rest():
             limit = 2 * self._group.config.timeout_secs + REST_SECS
             raise RuntimeError(f"kernels that rank {self._group.rank} has launched did not end within {limit:g} s")
-        self._read_report()
-        self._note_loss(int(self._memory.abort[0]))  # a refused round may occupy the report
+        self._read_reports()
+        words = self._memory.abort.tolist()  # of a rank that had nothing to wait for
+        self._note_loss(min((word for word, there in zip(words, self.active, strict=True) if word and there), default=0))
         self.look(settle=True)
         error, self._refusal = self._refusal, None
         if error is not None:
@@ -130,20 +131,20 @@ class Faults:
             _log.warning("kernels that rank %d has launched ended with an error: %s", self._group.rank, error)
         return self._rested
 
-    def _read_report(self) -> None:
-        word = int(self._words[0])
-        if not word:
-            return
-        value, own_value = int(self._words[1]), int(self._words[2])
-        self._words[0] = 0  # lets kernels write the next report; only they write the other two words
-        epoch, verdict, source = read_report(word)
-        if verdict == LOST.value:
-            self._note_loss(host_word(epoch, value))
-            return
-        error = self._explain(epoch - 1, verdict, source, value, own_value)
-        if error is not None:
-            _log.warning("a round failed: %s", error)
-            self._refusal = self._refusal or error
+    def _read_reports(self) -> None:
+        self._bell[0] = 0  # first: what comes later sets it again
+        lost, self._bell[1] = self._bell[1], 0
+        self._note_loss(lost)
+        found = []
+        for words in self._reports:
+            if words[0]:
+                found.append((*read_report(words[0]), words[1], words[2]))
+                words[0] = 0  # lets kernels write the slot's next report; only they write the other two words
+        for number, verdict, source, value, own_value in sorted(found):
+            error = self._explain(number, verdict, source, value, own_value)
+            if error is not None:
+                _log.warning("a round failed: %s", error)
+                self._refusal = self._refusal or error
 
     def _explain(self, round_: int, verdict: int, source: int, value: int, own_value: int) -> Exception | None:
         """The error of a reported round; None if this rank has raised it already."""
@@ -196,7 +197,7 @@ class Faults:
         missing: tuple[int, ...] = ()
         rank, settled = self._group.rank, wanted is None
         while True:
-            self._read_report()
+            self._read_reports()
             before = members.active
             asked = wanted  # unless a rank is lost, which is settled first
             if before[rank] and (settled or missing or self._watchdog.ended):
@@ -204,7 +205,7 @@ class Faults:
                 self._watchdog.end(missing)
                 if not self._rest():
                     raise PeerLostError((), "agreement", None, "this rank's device has not come to rest")
-                self._read_report()
+                self._read_reports()
             suspects = {*missing, *self._suspects, *self._watchdog.suspects}
             decision = members.decide(sorted(suspects), self._states.begun(), asked)
             settled = settled or decision.as_wanted

@@ -16,11 +16,11 @@ from ep_moe.kernels.exchange.wire_layout import RETURNED, VALUES, Ranks, Regions
 from ep_moe.placement import Placement
 from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
 
-ABORT_BYTES = 256  # after the slots: the abort word, in a cache line of its own
+ABORT_BYTES = 256  # after the slots: abort words, in cache lines of their own
 
 
 class PeerMemory:
-    """The peer-visible memory of a transport: regions of each slot, and the abort word.
+    """The peer-visible memory of a transport: regions of each slot, and abort words.
 
     Args:
         regions: of a slot, the same on all ranks.
@@ -29,7 +29,7 @@ class PeerMemory:
     Attributes:
         links: by slot, how kernels reach the ranks' memory.
         num_bytes: of this rank's part.
-        abort: [1] int64, this rank's abort word.
+        abort: [R] int64, this rank's abort words, by the rank that writes them.
         libraries: of device code that kernels link, name -> file.
         prepare: called with each kernel that has been loaded, if it needs that.
     Errors: RuntimeError if the machine lacks the memory. Collective.
@@ -54,7 +54,7 @@ class PeerMemory:
         addresses, aborts_at = self._buffer.addresses, num_slots * slot_bytes
         self._check_reached(group, puts)
         bases = [addresses[group.rank if puts >> rank & 1 else rank] for rank in range(group.num_ranks)]
-        self.abort = self._buffer.local[aborts_at:][:8].view(torch.int64)
+        self.abort = self._buffer.local[aborts_at:][: 8 * group.num_ranks].view(torch.int64)
         self._urgent = torch.zeros(1, dtype=torch.int64, pin_memory=group.device.type == "cuda", device="cpu")
         aborts = [start + aborts_at if start else 0 for start in addresses]
         aborts_ptr = torch.tensor(aborts, dtype=torch.int64, device=group.device)

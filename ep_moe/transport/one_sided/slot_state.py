@@ -1,6 +1,6 @@
 """The memory of a transport's slots that no peer sees, for kernels and for the host.
 
-Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns.
+Letters: R ranks, S slots, M max_tokens_per_rank, L the most experts that a rank owns.
 """
 
 import dataclasses
@@ -40,11 +40,13 @@ class SlotStates:
 
     Attributes:
         slots: by slot, the tensors that kernels take.
-        report: [3] int64 that kernels write and the host reads without a sync (`round_state.report`).
+        reports: [S + 1, 4] int64 that kernels write and the host reads without a sync: each slot's `report_ptr`, and last
+            `told_ptr` (`round_state.report`).
     """
 
     def __init__(self, config: TransportConfig, device: torch.device, ranks: Ranks) -> None:
-        self.report = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+        shape, pinned = (config.num_slots + 1, 4), device.type == "cuda"  # rows are aligned to 16 bytes
+        self.reports = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
         num_ranks, max_experts = ranks.R, ranks.L
         rows = num_ranks * config.max_tokens_per_rank
 
@@ -65,9 +67,10 @@ class SlotStates:
                 local_ids_ptr=zeros(rows * config.max_topk),
                 pooled_weights_ptr=zeros(rows * config.max_topk, dtype=torch.float32),
                 row_index_ptr=zeros(rows * min(config.max_topk, max_experts)),  # always valid, even if a round is lost
-                report_ptr=self.report,
+                report_ptr=self.reports[slot],
+                told_ptr=self.reports[-1],
             )
-            for _ in range(config.num_slots)
+            for slot in range(config.num_slots)
         ]
         for slot in self.slots:
             slot.state_ptr[RUNS.value] = _ENDED

@@ -41,6 +41,7 @@ from ep_moe.transport.one_sided.warmup import warm_up
 from ep_moe.transport.round_kind import RoundKind
 from ep_moe.transport.slots import Slots
 
+_NUMBER_MASK = 2**31 - 1
 _STILL_IN_USE: list[object] = []  # memory of kernels that did not end: freeing it would break the device for all
 
 
@@ -160,7 +161,7 @@ class NvlinkTransport(Transport):
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
         plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
-        inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, layer=layer.words)
+        inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))
         self._begin(slot, "dispatch_send", plan, inputs)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
@@ -193,9 +194,9 @@ class NvlinkTransport(Transport):
         plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
         batch = inputs = None
         if plan.in_place:  # x is no `Quantized`
-            batch = self._dispatches.repeat(slot, plan, x, routing, num_tokens=num_tokens, layer=layer.words)  # type: ignore[arg-type]
+            batch = self._dispatches.repeat(slot, plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))  # type: ignore[arg-type]
         if batch is None:
-            inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, layer=layer.words)
+            inputs = self._dispatches.inputs_of(plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))
             with self._faults.waiting("dispatch", self.num_rounds):
                 batch = self._dispatches.receive(slot, inputs, send=True)
         state = self._begin(slot, "dispatch_recv", plan, inputs)
@@ -231,6 +232,10 @@ class NvlinkTransport(Transport):
             except ValueError as error:
                 self.refuse(error, slot=slot, num_tokens=count_rows(x))
         return self._plans.add(key, x, routing, layout, scheme, num_tokens, size) if plan is None else plan
+
+    def _tag(self, layer: LayerTag = NO_LAYER) -> tuple[int, int, int]:
+        """`RoundInputs.tag` of the next round."""
+        return *layer.words, self.num_rounds & _NUMBER_MASK
 
     def _begin(self, slot: int, call: str, plan: RoundPlan, inputs: RoundInputs | None) -> _Round:
         """Record a round whose dispatch has been launched, or its sending half."""
@@ -324,7 +329,7 @@ class NvlinkTransport(Transport):
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
         plan = self._plans.of_nobody(x, nobody, count)
-        inputs = self._dispatches.inputs_of(plan, x, nobody, num_tokens=count, refusal=int(not too_many))
+        inputs = self._dispatches.inputs_of(plan, x, nobody, num_tokens=count, tag=self._tag(), refusal=int(not too_many))
         state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):

@@ -81,7 +81,7 @@ def _kernels_of(
     for send, receive in halves if kind.split_dispatch else whole:
         kernel = dispatches.kernel_of(0, inputs, send=send, receive=receive)
         filled = batch if receive else dispatches.no_batch
-        yield kernel, (inputs.tokens, filled), (*inputs.strides, *inputs.layer, context.timeout_ns)
+        yield kernel, (inputs.tokens, filled), (*inputs.strides, *inputs.tag, context.timeout_ns)
     for send, receive in halves if kind.split_combine else whole:
         added, empty = shared if receive else None, combines.unused
         kernel = combines.kernel_of(0, plan, poisoned=not send, shared=added, send=send, receive=receive)
