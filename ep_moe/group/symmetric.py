@@ -12,7 +12,6 @@ import torch
 
 from ep_moe.environment import shares_gpus, switch_on
 from ep_moe.group.base import EPGroup
-from ep_moe.group.peer_atomics import has_peer_atomics
 
 SHARED_FOLDER = "/dev/shm"
 ALIGNMENT_BYTES = 1024  # of a buffer's size
@@ -58,11 +57,6 @@ def _why_not(group: EPGroup, rank: int, node: int, theirs: str, *, mine: str, vi
         return f"rank {group.rank} does not see the GPU of rank {rank} (CUDA_VISIBLE_DEVICES)"
     if not torch.cuda.can_device_access_peer(group.device, visible[theirs]):
         return f"the GPUs of {pair} have no peer access"
-    try:
-        if not has_peer_atomics(visible[mine], visible[theirs]):
-            return f"the GPUs of {pair} have no native atomics between them (as over PCIe)"
-    except RuntimeError as error:  # returned, not raised: the other ranks wait for this rank's reason
-        return f"whether the GPUs of {pair} have atomics between them is not known: {error}"
     return ""
 
 
