@@ -29,6 +29,7 @@ EXPECTED = {
     "too many stages": ("shared", "exceed 232448"),
     "running on": ("in_flight", "instructions write registers that products in flight read"),
     "polls": ("loaded_again", "loaded in several layouts: "),
+    "weak words": ("weak", "STG.E.128.STRONG.GPU is no strong store: "),
     "error": ("case", "arange's range must be a power of 2"),
     "failing": ("case", "the launcher fails: ValueError('no such size')"),
     "idle": ("case", "launches no kernel"),

@@ -15,6 +15,7 @@ Rule = Literal[
     "narrow",
     "order",
     "loaded_again",
+    "weak",
     "excuse",
 ]
 

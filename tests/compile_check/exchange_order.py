@@ -5,7 +5,9 @@ from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publ
 ROWS = Site(function="put_rows", kind="store")
 FLAGS = Site(function="signal", kind="store")
 WORDS = Site(function="put_word", kind="store")
-GIVE_UP = dict.fromkeys(("give_up", "put_abort"), frozenset({"relaxed", "sys", "cas"}))
+RESULTS = Site(function="return_rows", kind="store", words="put_word(")
+ABORTS = tuple(Site(function=function, kind="store") for function in ("put_abort", "trouble", "report_loss"))
+REPORTS = tuple(Site(function="report", kind="store", words=words) for words in ("make_word", "told_ptr"))
 BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # on a word that no other rank accesses
 COMMON: tuple[AnyRule, ...] = (
     AfterLaunch(name="early launch"),
@@ -19,18 +21,21 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
     "_dispatch_kernel": (
         *COMMON,
         Agree(
-            name="agreement", looks=("trouble", "is_over", "report", "clock"), reductions=("agree", "is_over", "report")
+            name="agreement",
+            looks=("trouble", "load_aborts", "report", "clock"),
+            reductions=("agree", "is_off", "report"),
         ),
         Strong(
             name="what changes meanwhile",
-            functions=("trouble", "is_over", "wait_for_words", "report"),
-            atomics=GIVE_UP,
+            functions=("trouble", "load_aborts", "wait_for_words", "report"),
+            atomics={},
         ),
         Publish(name="rows and their flag", rows=ROWS, flag=FLAGS),
         Acquire(name="loads of rows", flags="wait_for_flag"),
         Stores(
             name="stores of a dispatch",
-            words=(WORDS, FLAGS),
+            words=(WORDS, FLAGS, *ABORTS, *REPORTS),
+            results=(),
             others=(ROWS,),
         ),
         Meet(
@@ -43,19 +48,20 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         *COMMON,
         Agree(
             name="agreement",
-            looks=("trouble", "is_over", "report", "clock", "begin_combine"),
-            reductions=("agree", "is_over", "report", "begin_combine", "sum_rows"),
+            looks=("trouble", "load_aborts", "report", "clock", "begin_combine"),
+            reductions=("agree", "report", "begin_combine", "sum_rows"),
         ),
         Strong(
             name="what changes meanwhile",
-            functions=("trouble", "is_over", "wait_for_words", "report", "begin_combine"),
-            atomics=GIVE_UP | BEGIN_COMBINE,
+            functions=("trouble", "load_aborts", "wait_for_words", "report", "begin_combine"),
+            atomics=BEGIN_COMBINE,
         ),
         Acquire(name="loads of results", flags="", parts=("strong load",)),
         Stores(
             name="stores of a combine",
-            words=(WORDS,),
-            others=(ROWS, Site(function="sum_rows", kind="store")),
+            words=(WORDS, *ABORTS, *REPORTS),
+            results=(RESULTS,),
+            others=(Site(function="sum_rows", kind="store"),),
         ),
         Meet(
             name="the state of a combine",

@@ -88,6 +88,8 @@ class Acquire:
             return "met" if state == "acquired by one thread" else state, "", ""
         if instruction.kind not in ("load", "atomic") or not instruction.in_peers:
             return state, "", ""
+        if "nc" in instruction.modifiers:
+            return state, "a load of what peers write through the read-only cache", ""
         if look_up(*instruction.frames[0]).function == self.flags:
             if {"acquire", "sys"} <= instruction.modifiers:
                 return "acquired by one thread", "", "flag"
@@ -130,31 +132,35 @@ class Stores:
     """Every store to memory of the group belongs to the protocol: a row, a flag, a result, or a word.
 
     Attributes:
-        words: stores of LL words, which must be single 64-bit stores.
-        others: stores that other rules cover, or whose value differs from a sentinel.
+        words: stores of words that other ranks or the host poll, wherever these lie: strong, each a single 64-bit store.
+        results: stores over a sentinel, which are polled too: strong.
+        others: stores that other rules cover.
     """
 
     name: str
     words: tuple[Site, ...]
+    results: tuple[Site, ...]
     others: tuple[Site, ...]
     start: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """See `Rule`."""
-        return tuple(site.function for site in (*self.words, *self.others))
+        return tuple(site.function for site in (*self.words, *self.results, *self.others))
 
     def step(self, instruction: Instruction, state: str) -> tuple[str, str, str]:
         """See `Rule.step`."""
-        if instruction.kind != "store" or not instruction.in_peers:
+        if instruction.kind != "store":
             return state, "", ""
+        for site in (*self.results, *self.words):
+            if site.holds(instruction):
+                whole = site in self.results or bool({"b64", "u64", "s64"} & instruction.modifiers)
+                wrong = "" if whole else f"a word does not travel in one piece from {site.function}"
+                weak = f"{site.function} stores weakly what others poll"
+                return state, wrong if instruction.is_strong else weak, site.function
         for site in self.others:
-            if site.holds(instruction):
-                return state, "", site.function
-        for site in self.words:
-            if site.holds(instruction):
-                whole = bool({"b64", "u64", "s64"} & instruction.modifiers)
-                return state, "" if whole else "a word does not travel in one piece", site.function
+            if site.holds(instruction) or not instruction.in_peers:
+                return state, "", site.function if instruction.in_peers else ""
         return state, "a store to memory of the group that no rule knows", ""
 
 

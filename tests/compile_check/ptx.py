@@ -41,8 +41,11 @@ class Instruction:
 
     @property
     def is_strong(self) -> bool:
-        """True for a strong operation at system scope; `volatile` is relaxed at system scope."""
-        return "volatile" in self.modifiers or (
+        """True for a strong operation at system scope; `volatile` is relaxed at system scope.
+
+        So are stores that write through: the rule "weak" looks at their machine code.
+        """
+        return bool({"volatile", "wt"} & self.modifiers) or (
             "sys" in self.modifiers and bool(self.modifiers & {"relaxed", "acquire"})
         )
 

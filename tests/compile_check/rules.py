@@ -4,6 +4,7 @@ from typing import Any
 
 from compile_check import ir, sass
 from compile_check.case import Finding
+from compile_check.source import look_up
 
 MINIMUM_WIDTH_BYTES = 4
 SHARED_LIMIT_BYTES = {90: 232448, 100: 232448}  # per block, with opt-in
@@ -31,6 +32,13 @@ def check(kernel: str, compiled: Any, intermediate: ir.Ir, machine: sass.Sass) -
             Finding(rule="loaded_again", kernel=kernel, text=f"loaded in several layouts: {_where(place)}")
             for place in ir.loaded_again(compiled.asm["ttir"], compiled.asm["ttgir"])
         ]
+    weak = [
+        f"{access.opcode} is no strong store: {_where(access.place)}"
+        for access in machine.accesses
+        if access.kind == "store" and access.place and look_up(*access.place).function == "publish"
+        if "STRONG.SYS" not in access.opcode
+    ]
+    findings += [Finding(rule="weak", kernel=kernel, text=text) for text in dict.fromkeys(weak)]
     if machine.overwritten:
         text = f"{machine.overwritten} instructions write registers that products in flight read"
         findings.append(Finding(rule="in_flight", kernel=kernel, text=text))

@@ -74,6 +74,8 @@ def cases() -> list[Case]:
         _case("strided", kernels._strided_load_kernel, x, x, 1, BLOCK=2048),
         _case("right polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=True),
         _case("polls", kernels._polling_kernel, x.view(torch.int32), x.view(torch.int32), BEHIND=False),
+        _case("right words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".wt"),
+        _case("weak words", kernels._publishing_kernel, x.view(torch.int64), cache_modifier=".cg"),
         _case("error", kernels._not_compiling_kernel, x),
         Case(name="failing", launch=_failing_launcher),
         Case(name="idle", launch=lambda: None),

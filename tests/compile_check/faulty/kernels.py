@@ -90,6 +90,18 @@ def _polling_kernel(word_ptr, y_ptr, BEHIND: tl.constexpr):
 
 
 @triton.jit
+def publish(word_ptr, word, cache_modifier: tl.constexpr):
+    tl.store(word_ptr, word, cache_modifier=cache_modifier)
+
+
+@triton.jit
+def _publishing_kernel(x_ptr, cache_modifier: tl.constexpr):
+    """Right if it writes through to the system."""
+    index = tl.arange(0, 512)
+    publish(x_ptr + index, index.to(tl.int64), cache_modifier)
+
+
+@triton.jit
 def _store_products(words, y_ptr):
     index = tl.arange(0, 4)
     tl.store(y_ptr + index[:, None] * 4 + index[None, :], words[:, None] * words[None, :])
