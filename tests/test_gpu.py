@@ -92,7 +92,8 @@ FEW: dict[str, Any] = {
     "delay": 300_000,
     "num_graphs": 2,
 }
-MANY = {**FEW, "rounds": 2000, "max_tokens": 600, "room": 1000, "shapes": 6, "seed": 1}  # ids are counted before they are sent
+# ids are counted before they are sent
+MANY = {**FEW, "rounds": 2000, "max_tokens": 600, "room": 1000, "shapes": 6, "seed": 1}
 EAGER = {**FEW, "rounds": 2000, "shapes": 3, "seed": 5, "num_graphs": 0, "delay": 0, "look_every": 10}
 
 

@@ -24,8 +24,8 @@ kernels are compiled with the alignments and options of real runs. The rules and
                  the exchange's accesses, and `mutants` changes its kernels so that each rule finds something
     loaded_again a volatile load that Triton has made several: it loads a tensor of fewer elements than threads once for
                  each layout that it is used in. A peer may write between them, and one may be compared, another used
-    weak         a store by a function `publish`, which is for what others poll, that is not strong at system scope in the
-                 machine code: Triton has no scoped stores, and the exchange relies on what `.wt` becomes
+    weak         a store by a function `publish`, which is for what others poll, that is not strong at system scope in
+                 the machine code: Triton has no scoped stores, and the exchange relies on what `.wt` becomes
 
 A case may excuse a kernel from a rule, with a reason; an unused excuse is itself a finding.
 """

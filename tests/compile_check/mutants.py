@@ -92,7 +92,8 @@ MUTANTS = (
         name="rows loaded as constants",
         module="dispatch_receive",
         old="part = tl.load(from_ptr + word, mask=(word < row.VALUE_WORDS) & came)",
-        new='part = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [from_ptr + word], tl.int32, False, 1)',
+        new="part = tl.inline_asm_elementwise("
+        '"ld.global.nc.b32 $0, [$1];", "=r,l", [from_ptr + word], tl.int32, False, 1)',
         found="loads of rows: a load of what peers write through the read-only cache",
         beside=True,
     ),

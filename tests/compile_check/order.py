@@ -132,7 +132,7 @@ class Stores:
     """Every store to memory of the group belongs to the protocol: a row, a flag, a result, or a word.
 
     Attributes:
-        words: stores of words that other ranks or the host poll, wherever these lie: strong, each a single 64-bit store.
+        words: stores of words that other ranks or the host poll, wherever these lie: strong, single, of 64 bits.
         results: stores over a sentinel, which are polled too: strong.
         others: stores that other rules cover.
     """

@@ -68,7 +68,7 @@ def hold_back(memory: Any, until: Path) -> None:
         with lock:
             if released.is_set() or not start <= at < start + memory.num_bytes or (at < header and not held):
                 return store(self, pointers, values, mask, *options)
-            held.append((pointers.data.copy(), values.data.copy(), mask.data.copy()))
+            return held.append((pointers.data.copy(), values.data.copy(), mask.data.copy()))
 
     def release() -> None:
         while not until.exists():

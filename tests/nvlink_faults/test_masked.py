@@ -1,5 +1,7 @@
 """on_peer_loss "mask": survivors go on without the lost rank, and ranks can be taken out and brought back."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -7,24 +9,32 @@ from typing import Any
 import pytest
 import torch
 
+from ep_moe.config import Layout
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError
+from ep_moe.quant import get_scheme
+from ep_moe.routing import Routing
 from nvlink_faults.common import (
     CONFIG,
+    DEVICE,
     LOST_ROUND,
     NUM_RANKS,
     PATIENT,
     be_lost,
     begin,
+    blindfolded,
     check_round,
     expected,
     expected_counts,
     finish,
+    inputs,
     make_transport,
     on_ranks,
     record,
     recorded,
+    run_round,
 )
+from nvlink_faults.test_lost import SHORT
 
 ROUNDS = LOST_ROUND + 6
 ALL = (True,) * NUM_RANKS
@@ -97,6 +107,75 @@ def test_survivors_go_on(tmp_path: Path, how: str, victim: int, where: str) -> N
     assert set(told) == set(range(NUM_RANKS)) - {victim}
     for rank, seen in told.items():
         judge(rank, victim, seen)
+
+
+def wait_for(file: Path) -> None:
+    """Wait until a file is there."""
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def send(transport: Any, round_: int, bound: int | None) -> None:
+    """The sending half of a round, whose kernel has ended."""
+    x, routing = inputs(transport.rank, round_, transport.num_ranks)
+    routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
+    options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "max_num_tokens": bound}
+    transport.dispatch_send(x.to(DEVICE), routing, **options)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def wake_up(group: EPGroup, folder: Path) -> None:
+    """Rank 1 is stopped before a dispatch, masked out, and continued while the others are in a round.
+
+    It sends the round that it was about to send, of another bound, times out, and tells the others.
+    """
+    from ep_moe.transport.one_sided import dispatch_launcher, round_plan
+
+    round_plan.WORD_TOKENS = dispatch_launcher.WORD_TOKENS = 0  # rows
+    transport = make_transport(group, on_peer_loss="mask", max_tokens_per_rank=48)
+    check_round(transport, 0)
+    stopped = group.all_gather_object(os.getpid())[1]
+    if group.rank == 1:
+        with blindfolded(transport):
+            transport._faults._watchdog.stop()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            transport._context.timeout_ns = SHORT
+            send(transport, 1, 32)
+            transport.abandon()
+        (folder / "late").touch()
+        with pytest.raises(PeerLostError, match="rank 1 was given up by the other ranks"):
+            begin(transport, 2)
+        transport.destroy()
+        return
+    for round_ in range(1, 100):
+        run_round(transport, round_)
+        transport.check()
+        if not transport.active_ranks[1]:
+            break
+    assert not transport.active_ranks[1]
+    send(transport, 100, 16)
+    (folder / f"sent{group.rank}").touch()
+    if group.rank == 0:
+        wait_for(folder / "sent2")
+        os.kill(stopped, signal.SIGCONT)
+    wait_for(folder / "late")
+    out, counts = finish(transport, transport.dispatch_recv())
+    assert counts == expected_counts(group.rank, 100, transport.active_ranks)
+    assert torch.equal(out, expected(group.rank, 100, transport.active_ranks)), out
+    for round_ in (101, 102):
+        check_round(transport, round_)
+    transport.check()
+    record(folder / "seen", group.rank, transport.active_ranks)
+    transport.destroy()
+
+
+@pytest.mark.skipif(NUM_RANKS < 3, reason="needs two survivors")
+def test_a_rank_that_wakes_up(tmp_path: Path) -> None:
+    (tmp_path / "seen").mkdir()
+    ended = on_ranks(wake_up, tmp_path)
+    assert ended == [None] * NUM_RANKS, ended
+    assert recorded(tmp_path / "seen") == {0: (True, False, True), 2: (True, False, True)}
 
 
 def choose_ranks(group: EPGroup) -> None:

@@ -83,8 +83,8 @@ def stage(staged, index, values, mask, BY_PUT: tl.constexpr):
 def publish(pointers, values, mask):
     """Store what other ranks, or the host, poll: strong at system scope, each 32 or 64 bits in one piece.
 
-    Triton has no scoped stores; the machine's instruction for `.wt` is that for `st.relaxed.sys` (STG.STRONG.SYS), which
-    the compile check looks for. A vector of words may arrive in parts: each word carries its own epoch.
+    Triton has no scoped stores; the machine's instruction for `.wt` is that for `st.relaxed.sys` (STG.STRONG.SYS), and
+    the compile check looks for it. A vector of words may arrive in parts: each word carries its own epoch.
     """
     tl.store(pointers, values, mask=mask, cache_modifier=".wt")
 

@@ -49,7 +49,7 @@ class SlotState(NamedTuple):
     pooled_weights_ptr: Any  # [R * M, K] float32
     row_index_ptr: Any  # [R * M * min(K, L)] int32
     report_ptr: Any  # [3] int64, of the host: the slot's `report`
-    told_ptr: Any  # [2] int64, of the host, of all slots: not 0 if there is something to read; an abort word, or 0
+    told_ptr: Any  # [2] int64, of the host, for all slots: not 0 if there is news; an abort word, or 0
 
 
 class Halves(NamedTuple):
@@ -64,7 +64,9 @@ class Round(NamedTuple):
     """A round, as the programs of a launch see it; the fields with a default are for those of a dispatch."""
 
     epoch: Any  # counted on the device, slot by slot
-    number: Any  # that errors name: the transport's count of launched rounds, modulo 2^31; a replay has the captured one
+    number: (
+        Any  # that errors name: the transport's count of launched rounds, modulo 2^31; a replay has the captured one
+    )
     active: Any  # a bit for each rank that takes part
     timeout_ns: Any  # of a wait
     enabled: Any = True  # false if the round is skipped

@@ -120,7 +120,10 @@ def wait_for_words(
     measure,
     ranks: tl.constexpr,
 ):
-    """Wait until all words carry the round's epoch; returns 1, or 0 if the exchange is aborted. Relaxed: a word is complete."""
+    """Wait until all words carry the round's epoch; returns 1, or 0 if the exchange is aborted.
+
+    Relaxed: a word is complete.
+    """
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting = tl.full([], LATE, tl.int32)
     here = tl.zeros([], tl.int32)

@@ -17,10 +17,10 @@ kernels, plain ones for the host. A rank's memory for one slot has a region for 
 A word (LL, as NCCL calls it) has 64 bits: the epoch of its round above 32 bits of payload. It is stored in one piece: a
 reader that finds the epoch it waits for has the payload too, without any fence, and words never need to be cleared.
 
-Rule: where a row lies follows from its source, its token and the sizes of the transport, never from a round's format, K
-or `max_num_tokens`. So each word has one writer for ever: what a rank stores late, in a refused round or after the others
-have masked it out, overwrites only its own words, which it stores again before they are read, or which nobody reads.
-VALUES has the tokens of all sources next to each other, so that those of a round with a bound are one tensor (FLAT).
+Rule: where a row lies follows from its source, its token and the sizes of the transport, never from a round's format,
+K or `max_num_tokens`. So each word has one writer for ever: what a rank stores late, in a refused round or after the
+others have masked it out, overwrites only its own words, which it stores again before they are read, or which nobody
+reads. VALUES goes by token first: the rows of a round with a bound are one tensor, which a FLAT batch is.
 
 Letters: R ranks, M max_tokens_per_rank, L the most experts that a rank owns, H hidden, G scale groups, K top-k.
 """

@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 class Forwarded:
     """A round inside the node: the rows of one source node and one chunk.
 
-    `counts`: by relay, the rows that it has. `blocks`: by relay, where those for this rank lie in the received rows, and
-    how many there may be. `places`: by relay, where they begin among the rows of all rounds.
+    `counts`: by relay, the rows that it has. `blocks`: by relay, where those for this rank lie among the received
+    rows, and how many there may be. `places`: by relay, where they begin among the rows of all rounds.
     """
 
     node: int

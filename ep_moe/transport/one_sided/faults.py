@@ -101,8 +101,8 @@ class Faults:
             limit = 2 * self._group.config.timeout_secs + REST_SECS
             raise RuntimeError(f"kernels that rank {self._group.rank} has launched did not end within {limit:g} s")
         self._read_reports()
-        words = self._memory.abort.tolist()  # of a rank that had nothing to wait for
-        self._note_loss(min((word for word, there in zip(words, self.active, strict=True) if word and there), default=0))
+        told = zip(self._memory.abort.tolist(), self.active, strict=True)  # while this rank had nothing to wait for
+        self._note_loss(min((word for word, active in told if word and active), default=0))
         self.look(settle=True)
         error, self._refusal = self._refusal, None
         if error is not None:

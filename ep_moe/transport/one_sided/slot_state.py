@@ -40,8 +40,8 @@ class SlotStates:
 
     Attributes:
         slots: by slot, the tensors that kernels take.
-        reports: [S + 1, 4] int64 that kernels write and the host reads without a sync: each slot's `report_ptr`, and last
-            `told_ptr` (`round_state.report`).
+        reports: [S + 1, 4] int64 that kernels write and the host reads without a sync: each slot's `report_ptr`, and
+            last `told_ptr` (`round_state.report`).
     """
 
     def __init__(self, config: TransportConfig, device: torch.device, ranks: Ranks) -> None:

@@ -329,7 +329,8 @@ class NvlinkTransport(Transport):
             self._faults.tell_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
         plan = self._plans.of_nobody(x, nobody, count)
-        inputs = self._dispatches.inputs_of(plan, x, nobody, num_tokens=count, tag=self._tag(), refusal=int(not too_many))
+        tag, refusal = self._tag(), int(not too_many)
+        inputs = self._dispatches.inputs_of(plan, x, nobody, num_tokens=count, tag=tag, refusal=refusal)
         state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
