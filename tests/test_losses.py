@@ -24,11 +24,13 @@ TWO_SLOTS = (
     *(*a_round(0), ("check", 0), *a_round(0), *a_round(1)),
 )
 ONE_SLOT, OPEN_SLOT = Case(calls=ROUNDS), Case(calls=TWO_SLOTS, num_slots=2)
+WAKES = replace(ONE_SLOT, wakes=True)
 RAISES = Case(calls=(*a_round(0), *a_round(0)), agrees=False)  # a loss ends the transport
 ONE_NEVER_TIMES_OUT = replace(RAISES, may_time_out=(0,))
 TWO_WARPS = Case(calls=ROUNDS, num_ranks=2, num_warps=2, may_time_out=(0,))
 DESIGNED = {
     "one-slot": ONE_SLOT,
+    "one-slot-and-it-wakes": WAKES,
     "a-slot-open": OPEN_SLOT,
     "raises": RAISES,
     "raises-and-one-is-patient": ONE_NEVER_TIMES_OUT,
@@ -54,6 +56,8 @@ BROKEN = {
     "rounds-behind-are-exchanged": ("D never comes", ONE_SLOT),
     "results-stay": ("stale Y", ONE_SLOT),
     "votes-before-its-stores-have-landed": ("stale Y", ONE_SLOT),
+    "a-bound-as-stride": ("D never comes", WAKES),
+    "hears-who-is-masked-out": ("a round after the loss fails", WAKES),
     "votes-for-what-it-has-received": ("Y never comes", OPEN_SLOT),
 }
 

@@ -18,6 +18,7 @@ from protocol.model import Machine, Model, Program, Step
 Traffic = frozenset[tuple[int, int]]  # (source, destination): one row goes there, and its result comes back
 BOTH, HALF, NONE = frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}), frozenset[tuple[int, int]]()
 CHAIN = frozenset({(0, 1), (1, 2)})
+INTO_ONE = frozenset({(1, 0), (2, 0)})
 SELF = frozenset({(0, 0), (0, 1)})
 PLACES = 4  # indices of a word in one slot
 # Broken rules about launch order only: their programs get the right epoch, so that only the order is wrong.
@@ -57,6 +58,10 @@ class Case:
         """Index of the first word of round n's slot."""
         return 0 if self.broken == "slots-share-their-words" else PLACES * ((n - 1) % self.num_slots)
 
+    def region(self, n: int, source: int) -> int:
+        """Where the rows of a source lie: only there, in each round."""
+        return source * 2 if self.broken == "a-bound-as-stride" and n == 1 else source  # of 2, then 1 token of each
+
     def readers(self, waited: list[int], sources: list[int]) -> list[int]:
         """The ranks among those waited for that get their own receiver; `sources` have rows."""
         return [b for b in waited if b in sources] or waited[:1] if self.lean else waited
@@ -85,10 +90,10 @@ def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
     early = epoch + [Step("store", (name, b, a, place), case.rows(n, a, b)) for name in case.cells for b in peers]
     senders = []
     for b in (b for b in peers if case.rows(n, a, b)):
-        payload = [Step("store", ("P", b, a, place + i)) for i in range(case.num_words)]
+        payload = [Step("store", ("P", b, case.region(n, a), place + i)) for i in range(case.num_words)]
         # A row's payload is delivered before its header (release).
         fence = [] if broken == "no-fence-before-the-header" else [Step("fence")]
-        senders.append([*epoch, *payload, *fence, Step("store", ("h", b, a, place))])
+        senders.append([*epoch, *payload, *fence, Step("store", ("h", b, case.region(n, a), place))])
     # A rank waits for the cells of all ranks: no rank gets two kernels ahead, whatever the traffic.
     sources = [b for b in peers if case.rows(n, b, a) or broken != "dispatch-waits-only-for-ranks-with-tokens"]
     waits = [Step("wait", (name, a, b, place)) for name in case.cells for b in sources]
@@ -98,10 +103,10 @@ def dispatch_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
         bound = [Step("bound", (last, a, b, place))]
         opening = bound + waits if broken == "loop-bound-from-the-last-cell" else waits + bound
         # A header carries the epoch, so that nothing needs to be cleared for the next round.
-        header = [Step("flag" if broken == "header-without-epoch" else "wait", ("h", a, b, place), looped=True)]
-        payload = (
-            [] if case.flat else [Step("read", ("P", a, b, place + i), looped=True) for i in range(case.num_words)]
-        )
+        region = case.region(n, b)
+        header = [Step("flag" if broken == "header-without-epoch" else "wait", ("h", a, region, place), looped=True)]
+        words = [] if case.flat else range(case.num_words)
+        payload = [Step("read", ("P", a, region, place + i), looped=True) for i in words]
         # The payload is loaded after the header was seen (acquire).
         rows = payload + header if broken == "payload-loaded-before-the-header" else header + payload
         rows = [] if n == case.refused else [*rows, Step("took", count=case.rows(n, b, a))]
@@ -125,7 +130,10 @@ def combine_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
     peers, broken, place = case.peers(a), case.broken, case.place(n)
     epoch = [Step("given", count=n)] if broken in OUT_OF_TURN else [Step("epoch", ("begun", a, a, place), 0)]
     # The cell says that this rank's dispatch kernel has ended: all its waits were satisfied.
-    early = epoch + [Step("store", ("C", b, a, place)) for b in peers]
+    early = [[*epoch, *(Step("store", ("C", b, a, place)) for b in peers)]]
+    if n == case.refused and broken != "no-fence-behind-a-refused-round":
+        # Nobody waits for the rows of a refused round: they arrive before the cell, at each rank for itself.
+        early = [[*epoch, Step("behind", count=b), Step("store", ("C", b, a, place))] for b in peers]
     # A result row needs no flag and no fence: each word has arrived when it is not the sentinel.
     words = range(max(case.num_words, 1))
     senders = []
@@ -150,7 +158,7 @@ def combine_kernel(case: Case, a: int, n: int) -> dict[str, list[list[Step]]]:
             rows += poison(case, a, b, place)
         receivers.append([*epoch, *waits, *rows])
     counter = [] if broken == "one-word-counts-for-both-kernels" else [*epoch, Step("count", ("done", a, a, place))]
-    return {"early": [early], "receivers": receivers, "senders": senders, "counter": [counter]}
+    return {"early": early, "receivers": receivers, "senders": senders, "counter": [counter]}
 
 
 def build(case: Case) -> list[Program]:
@@ -227,8 +235,8 @@ DESIGNED = {
     "epochs-of-one-bit": Case(traffic=(HALF,) * 3, machine=Machine(period=2)),
     "two-slots": Case(traffic=(HALF, HALF), num_slots=2, **ONE_CELL),
     "two-slots-twice": Case(traffic=(NONE,) * 4, num_slots=2, **ONE_CELL),
-    "refused-round-in-order": Case(traffic=(BOTH,) * 2, refused=1, machine=Machine(in_order=True)),
-    "refused-round-landed": Case(traffic=(BOTH,) * 2, refused=1, machine=Machine(lands="all")),
+    "refused-round": Case(traffic=(BOTH,) * 2, refused=1),
+    "three-ranks-and-a-refused-round": Case(traffic=(INTO_ONE,) * 2, num_ranks=3, refused=1, num_words=0, **ONE_CELL),
 }
 
 
@@ -239,8 +247,7 @@ def test_no_race_and_no_deadlock(name: str, layout: str) -> None:
     case = replace(DESIGNED[name], flat=layout == "FLAT")
     model = Model(build(case), case.machine)
     assert explore(model)[0] == set()
-    # a refused round's rows are not waited for: by puts, the combine's cell follows them, as in "refused-round-landed"
-    assert model.overtaken == ({"h"} if name == "refused-round-in-order" else set())
+    assert model.overtaken == set()
 
 
 # Rule: the error without it, and the case. "Overwritten": before it was read, so that its reader waits for ever.
@@ -262,6 +269,7 @@ BROKEN = {
     "refused-round-without-combine": ("D overwritten", Case(traffic=(NONE,) * 2)),
     "combine-reads-what-peers-wrote": ("rows lost", Case(traffic=(NONE, BOTH))),
     "rows-sent-twice": ("stale Y", Case(traffic=(HALF,) * 2)),
+    "a-bound-as-stride": ("h never comes", DESIGNED["three-ranks-and-a-refused-round"]),
     "slots-share-their-words": ("D of the next round", Case(traffic=(NONE,) * 2, num_slots=2, **ONE_CELL)),
     "receivers-of-a-slot-fill-the-GPU": ("D never comes", Case(traffic=(NONE,) * 2, num_slots=2, **ONE_CELL)),
 }
@@ -287,7 +295,10 @@ def test_the_cell_may_be_ahead_of_the_experts(traffic: Traffic, layout: str) -> 
 # Requirements of the protocol on the machine and on epochs: the error if one is not met.
 DEMANDS = {
     "local-stores-land-after-their-kernel": ("stale Y", Case(traffic=(HALF,) * 2, machine=Machine(lands="none"))),
-    "refused-round-and-stores-out-of-order": ("h never comes", Case(traffic=(HALF,) * 2, refused=1)),
+    "no-fence-behind-a-refused-round": (
+        "h never comes",
+        Case(traffic=(HALF,) * 2, refused=1, broken="no-fence-behind-a-refused-round"),
+    ),
     "header-not-written-for-a-whole-period": (
         "stale h",
         Case(traffic=(HALF, NONE, HALF), machine=Machine(period=2)),

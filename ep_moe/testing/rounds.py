@@ -114,8 +114,8 @@ def _check_token_rows(batch: Flat, case: TransportCase, everyone: list[CaseInput
     places: dict[tuple[int, int], int] = {}  # (source, token): its row
     for local in range(last - first):
         wanted = _rows_of_expert(case, everyone, first + local)
-        for token, row in zip(wanted, _rows_in_batch(batch, local), strict=True):
-            assert places.setdefault(token, row) == row, f"{case.name}, rank {rank}: token {token} has several rows"
+        for place, row in zip(wanted, _rows_in_batch(batch, local), strict=True):
+            assert places.setdefault(place, row) == row, f"{case.name}, rank {rank}: token {place} has several rows"
     ids: list[list[int]] = []
     weights: list[list[float]] = []
     rows: list[int] = []

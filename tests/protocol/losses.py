@@ -39,6 +39,8 @@ class Model:
             yield state._replace(dead=True)
             if state.lived < len(self.stores_of_victim):
                 yield from self.live(state)
+        elif self.case.wakes and any(rank.agreed for rank in state.ranks) and state.woke < 2 * len(self.survivors):
+            yield self.wake(state)
 
     def live(self, state: State) -> Iterator[State]:
         """The next store of the last rank; those of its combine once all other ranks have sent their dispatch."""
@@ -46,6 +48,16 @@ class Model:
         if name == "D" or all(rank.slots[s].told for rank in state.ranks):
             words = self.written(state.words, (name, a, self.case.victim, s), 1)
             yield state._replace(words=words, lived=state.lived + 1)
+
+    def wake(self, state: State) -> State:
+        """The next store of the last rank after the others have masked it out: a header or an abort word at a rank."""
+        kind, a = divmod(state.woke, len(self.survivors))
+        state, victim, rank = state._replace(woke=state.woke + 1), self.case.victim, state.ranks[a]
+        if kind == 0:  # of a round with another bound, when that is the stride
+            writer = 1 - a if self.case.broken == "a-bound-as-stride" else victim
+            return state._replace(words=self.written(state.words, ("D", a, writer, 0), 1))
+        heard = victim in rank.active or self.case.broken == "hears-who-is-masked-out"
+        return self.put(state, a, rank._replace(abort=rank.abort or heard))
 
     def deliver(self, state: State, message: Message) -> State:
         """Deliver a store."""

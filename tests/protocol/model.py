@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
     epoch: reads the program's epoch from a counter and adds `count`; given: the epoch is `count`; count: writes the
     epoch to a counter; store, poison: sends the epoch (P and Y: data) or the sentinel; fence: until all that this
-    program sent is delivered; wait: until a word carries the epoch; flag: until a word is not zero; take: until a word
+    program sent is delivered; behind: until all that this rank's kernels before have sent to rank `count` is delivered; wait: until a word carries the epoch; flag: until a word is not zero; take: until a word
     is not the sentinel; read: now; bound: the loop bound is what a word counts; took: the loop bound must be `count`;
     keep: writes the loop bound to a word of the rank's own; recall: the loop bound is what such a word counts.
     """
@@ -178,10 +178,18 @@ class Model:
             bound = memory[word].count
         elif step.op == "took" and bound == step.count:
             pass
+        elif step.op == "behind" and not any(
+            self.goes_before(j, i) and self.owners[w] == step.count for j, w, _ in flight
+        ):
+            pass
         elif step.op != "fence" or any(program == i for program, _, _ in flight):
             return False
         threads[i] = (at + 1, epoch, bound)
         return True
+
+    def goes_before(self, i: int, j: int) -> bool:
+        """Whether program i is of the same rank as program j, and of a kernel before it."""
+        return self.programs[i].rank == self.programs[j].rank and i < j and i not in self.abreast[j]
 
     def count(self, step: Step, word: int, epoch: int, memory: list) -> int:
         """Reads the epoch from a counter, or writes it there; returns it."""
@@ -236,13 +244,13 @@ class Model:
         return any(i < program and other == word and self.programs[i].rank == rank for i, other, _ in state.flight)
 
     def running(self, state: State) -> list[int]:
-        """The programs that have started but not ended, and do not wait for a fence."""
+        """The programs that have started but not ended, and do not wait for a delivery."""
         threads = state.threads
         return [
             i
             for a in self.ranks
             for i in self.live(a, threads)
-            if threads[i][0] < self.ends[i] and self.steps[i][threads[i][0]][0].op != "fence"
+            if threads[i][0] < self.ends[i] and self.steps[i][threads[i][0]][0].op not in ("fence", "behind")
             if threads[i][0] > 0 or self.started(i, threads, state.flight)
         ]
 

@@ -52,6 +52,7 @@ class State(NamedTuple):
     clean: frozenset[tuple[int, int]]
     lived: int  # number of stores of the last rank so far
     dead: bool
+    woke: int = 0  # number of stores of the last rank after it was masked out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,7 @@ class Case:
 
     Attributes:
         calls: of every rank but the last, which runs at most the first round of every slot.
+        wakes: the last rank is not dead, and goes on once the others have agreed to go on without it.
         may_time_out: the ranks whose waits may time out. agrees: hosts vote to go on without a lost rank.
     """
 
@@ -69,6 +71,7 @@ class Case:
     num_warps: int = 1
     may_time_out: tuple[int, ...] = (0, 1)
     agrees: bool = True
+    wakes: bool = False
     broken: str = ""
 
     @property

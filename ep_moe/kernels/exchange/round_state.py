@@ -64,9 +64,7 @@ class Round(NamedTuple):
     """A round, as the programs of a launch see it; the fields with a default are for those of a dispatch."""
 
     epoch: Any  # counted on the device, slot by slot
-    number: (
-        Any  # that errors name: the transport's count of launched rounds, modulo 2^31; a replay has the captured one
-    )
+    number: Any  # that errors name: the transport's count of rounds, modulo 2^31; a replay has that of its capture
     active: Any  # a bit for each rank that takes part
     timeout_ns: Any  # of a wait
     enabled: Any = True  # false if the round is skipped

@@ -50,7 +50,7 @@ class Faults:
     ) -> None:
         self._group, self._config, self._memory, self._states = group, config, memory, states
         self._num_physical = placement.num_physical
-        *self._reports, self._bell = (memoryview(words.numpy()) for words in states.reports)  # type: ignore[arg-type]
+        *self._reports, self._bell = (memoryview(words.numpy()) for words in states.reports)
         self.timeout_ns = int(group.config.timeout_secs * (_POLLS_PER_SEC if INTERPRET else 1e9))
         self._members = Members(group) if config.on_peer_loss == "mask" else None
         self._watchdog = Watchdog(group, memory, self._members)
