@@ -29,8 +29,9 @@ class Step(NamedTuple):
 
     epoch: reads the program's epoch from a counter and adds `count`; given: the epoch is `count`; count: writes the
     epoch to a counter; store, poison: sends the epoch (P and Y: data) or the sentinel; fence: until all that this
-    program sent is delivered; behind: until all that this rank's kernels before have sent to rank `count` is delivered; wait: until a word carries the epoch; flag: until a word is not zero; take: until a word
-    is not the sentinel; read: now; bound: the loop bound is what a word counts; took: the loop bound must be `count`;
+    program sent is delivered; behind: until all that this rank's kernels before have sent to rank `count` is delivered;
+    wait: until a word carries the epoch; flag: until a word is not zero; take: until a word is not the sentinel;
+    read: now; bound: the loop bound is what a word counts; took: the loop bound must be `count`;
     keep: writes the loop bound to a word of the rank's own; recall: the loop bound is what such a word counts.
     """
 
@@ -178,18 +179,18 @@ class Model:
             bound = memory[word].count
         elif step.op == "took" and bound == step.count:
             pass
-        elif step.op == "behind" and not any(
-            self.goes_before(j, i) and self.owners[w] == step.count for j, w, _ in flight
-        ):
-            pass
-        elif step.op != "fence" or any(program == i for program, _, _ in flight):
+        elif step.op not in ("fence", "behind") or any(self.is_before(other, i, step) for other in flight):
             return False
         threads[i] = (at + 1, epoch, bound)
         return True
 
-    def goes_before(self, i: int, j: int) -> bool:
-        """Whether program i is of the same rank as program j, and of a kernel before it."""
-        return self.programs[i].rank == self.programs[j].rank and i < j and i not in self.abreast[j]
+    def is_before(self, message: tuple[int, int, Value | None], i: int, step: Step) -> bool:
+        """Whether a fence of program i, or a step "behind", waits for a message."""
+        j, word, _ = message
+        if step.op == "fence":
+            return i == j
+        earlier = self.programs[i].rank == self.programs[j].rank and j < i and j not in self.abreast[i]
+        return earlier and self.owners[word] == step.count
 
     def count(self, step: Step, word: int, epoch: int, memory: list) -> int:
         """Reads the epoch from a counter, or writes it there; returns it."""

@@ -11,9 +11,9 @@ The interpreter copies what a put sends over memory that is mapped.
 The outbox has the regions of a slot (`wire_layout`) once more; where ranks are sent different things, its first index
 is the rank that they are sent to. Rule: a word of the outbox is written again only after its last put has arrived. What
 a dispatch has put has arrived once all peers' combine headers are here, and what a combine has put once all peers'
-headers of the next dispatch are here; a rank waits for these before it sends the same again. Only rows of a refused round
-may still be on their way then, of which the fence says no more than that they come before what is put later: such a put
-takes what is staged now to where it is sent anyway.
+headers of the next dispatch are here; a rank waits for these before it sends the same again. Only rows of a refused
+round may still be on their way then: such a put takes what is staged now to where it is sent anyway, and arrives before
+what is put there later, because of the fence.
 """
 
 from typing import Any, NamedTuple
