@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         name="aborts loaded plainly",
         module="waits",
-        old="mask=takes_part, other=0, volatile=True)",
-        new="mask=takes_part, other=0)",
+        old="mask=source < ranks.R, other=0, volatile=True)",
+        new="mask=source < ranks.R, other=0)",
         found="what changes meanwhile: a plain load in load_aborts",
         beside=True,
     ),

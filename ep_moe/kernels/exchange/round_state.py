@@ -149,7 +149,7 @@ def report(own, number, verdict, source, value, own_value):
 @triton.jit
 def report_loss(links, own, active, ranks: tl.constexpr):
     """Report the smallest abort word to the host, if one is set. It says all in one piece, so any program may."""
-    words = load_aborts(links, active, tl.arange(0, ranks.RANKS))
+    words = load_aborts(links, active, tl.arange(0, ranks.RANKS), ranks)
     smallest = tl.min((words - 1).to(tl.uint64, bitcast=True), 0).to(tl.int64, bitcast=True) + 1  # 0 if none is set
     publish(own.told_ptr + 1, smallest, smallest != 0)
     fence()

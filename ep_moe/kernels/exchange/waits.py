@@ -73,10 +73,13 @@ def timed_out(start, polls, timeout_ns):
 
 
 @triton.jit
-def load_aborts(links, active, source):
-    """The abort words of ranks `source` at this one; 0 for a rank that does not take part, whatever it stores."""
-    takes_part = ((active >> source) & 1) > 0
-    return tl.load(links.abort_ptr + source, mask=takes_part, other=0, volatile=True)
+def load_aborts(links, active, source, ranks: tl.constexpr):
+    """The abort words of ranks `source` at this one; 0 for a rank that does not take part, whatever it stores.
+
+    The load does not wait for `active`, which the first one of a launch would cost half a microsecond.
+    """
+    words = tl.load(links.abort_ptr + source, mask=source < ranks.R, other=0, volatile=True)
+    return tl.where(((active >> source) & 1) > 0, words, 0)
 
 
 @triton.jit
@@ -86,7 +89,7 @@ def trouble(links, round_, start, polls, ranks: tl.constexpr):
     The abort word in host memory is read in few polls, since that is slow, and copied to this rank's own on the device:
     the next poll finds it.
     """
-    aborts = load_aborts(links, round_.active, tl.arange(0, ranks.RANKS))
+    aborts = load_aborts(links, round_.active, tl.arange(0, ranks.RANKS), ranks)
     over = tl.max((aborts != 0).to(tl.int32), 0)
     urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
     publish(links.abort_ptr + ranks.RANK, urgent, (urgent != 0) & (over == 0))
@@ -105,7 +108,7 @@ def agree(late, what):
 @triton.jit
 def aborted(links, active, ranks: tl.constexpr):
     """For each of SPREAD elements whether an abort word is set, int32; all warps have read all words together."""
-    return (load_aborts(links, active, tl.arange(0, SPREAD) % ranks.RANKS) != 0).to(tl.int32)
+    return (load_aborts(links, active, tl.arange(0, SPREAD) % ranks.RANKS, ranks) != 0).to(tl.int32)
 
 
 @triton.jit
