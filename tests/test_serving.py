@@ -628,4 +628,6 @@ def test_a_full_queue_is_told(tokenizer: Any) -> None:
         gate.set()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
         assert "wait already, the limit is 2" in answer.json()["error"]["message"]
+        while leader.num_waiting:
+            time.sleep(0.01)
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9}).status_code == 200

@@ -21,8 +21,8 @@ READ_BYTES = 65536  # at once; they are in memory until the application asks for
 class LimitedConnection(H11Protocol):
     """uvicorn's connection, closed if its client is too slow.
 
-    At the limit of connections a new one takes the place of the one that has waited longest for its client; if all have
-    requests in progress, it is refused.
+    At the limit of connections a new one takes the place of the one that has waited longest for its client, best of one
+    that is not between two requests; if all have requests in progress, it is refused.
 
     Args:
         count: called with the status of each refusal. most: connections.
@@ -41,9 +41,13 @@ class LimitedConnection(H11Protocol):
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     @property
+    def _answered(self) -> bool:
+        return self.cycle is not None and self.cycle.response_complete
+
+    @property
     def _waits(self) -> bool:
         """Whether the server waits for the client, to send a request or to take the end of an answer."""
-        return self._arriving or self.cycle is None or self.cycle.response_complete
+        return self._arriving or self._answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop."""
@@ -54,7 +58,7 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self._start_clock()
         if waiting:
-            oldest = min(waiting, key=lambda each: each._since)
+            oldest = min(waiting, key=lambda each: (each._answered, each._since))
             others.discard(oldest)  # which it does itself only later
             oldest.transport.abort()
             self._count(503)
