@@ -119,7 +119,7 @@ def _round(
         count = torch.zeros(1, dtype=torch.int32) if counted else None
         plan = launchers.plans.add((), x, routing, layout, scheme, count, tokens)
         if halves:
-            inputs = dispatches.send(0, plan, x, routing, num_tokens=count, layer=NO_LAYER.words)
+            inputs = dispatches.send(0, plan, x, routing, num_tokens=count, tag=(*NO_LAYER.words, 0))
         else:
             inputs = dispatches.inputs_of(plan, x, routing, num_tokens=count)
         batch = dispatches.receive(0, inputs, send=not halves)

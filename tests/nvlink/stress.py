@@ -97,6 +97,7 @@ class Stress:
         self._generator = torch.Generator(group.device)
         self._wrong = torch.zeros(len(WRONG) + 1, dtype=torch.int64, device=group.device)
         self._first_wrong = torch.full((4,), -1.0, dtype=torch.float64, device=group.device)  # as `_RESULT` says
+        self._refused = False  # a round since the last look
         self._done: list[tuple[int, Shape]] = []  # since the last look
         self._graphs = [
             Graph(self, slot=index % 2, shape=self._graph_shape(index)) for index in range(config.num_graphs)
@@ -129,7 +130,8 @@ class Stress:
             if self._graphs and kind < 0.5:
                 rng.choice(self._graphs).replay(number)
             elif kind < 0.9:
-                self.one(number, rng.choice(self.shapes), rng.randrange(2))
+                culprit = rng.randrange(self._num_ranks) if rng.random() < 0.1 else None
+                self.one(number, rng.choice(self.shapes), rng.randrange(2), culprit)
             else:
                 self._two_open(number, rng)
                 number += 1
@@ -141,7 +143,13 @@ class Stress:
 
     def look(self, first: int, last: int) -> None:
         """Raise AssertionError if any of rounds `first` to `last` - 1 was wrong. Local, host sync."""
-        self.transport.check()
+        said = ""
+        try:
+            self.transport.check()
+        except ValueError as error:
+            said = str(error)
+        assert ("topk_ids has" in said) == self._refused, said
+        self._refused = False
         found = dict(zip((*WRONG, "result"), self._wrong.tolist(), strict=True))
         if any(found.values()):
             result = dict(zip(_RESULT, self._first_wrong.tolist(), strict=True))
@@ -149,12 +157,19 @@ class Stress:
             raise AssertionError(f"rounds {first} to {last} on rank {self._rank}: {found}, {result}\n{rounds}")
         self._done.clear()
 
-    def one(self, number: int, shape: Shape, slot: int) -> None:
-        """One round; each rank calls halves or both at once. Collective, no host sync."""
+    def one(self, number: int, shape: Shape, slot: int, culprit: int | None = None) -> None:
+        """One round; each rank calls halves or both at once. Collective, no host sync.
+
+        culprit: a rank whose first token, if it has one, makes all ranks refuse the round.
+        """
         own = random.Random(f"{number}/{self._rank}")
         inputs = self.make_inputs(number, shape)
+        refused = culprit is not None and inputs.tokens[culprit] > 0
+        if refused:
+            inputs.ids[culprit, 0, 0] = 10**6
         dispatched = self._dispatch(inputs, shape, slot, own)
-        self._check_batch(slot, dispatched.batch, inputs, shape)
+        if not refused:
+            self._check_batch(slot, dispatched.batch, inputs, shape)
         self._pause(own)
         y = compute(dispatched.batch, self._first)
         out = self._out(shape)
@@ -165,7 +180,11 @@ class Stress:
             self.transport.combine_send(y, dispatched)
             self._pause(own)
             self.transport.combine_recv(dispatched, shared=shared, out=out)
-        self.check_result(number, out, inputs, shape)
+        if refused:
+            self._refused = True
+            self._wrong[-1] += (~out.isnan()).sum()
+        else:
+            self.check_result(number, out, inputs, shape)
 
     def _dispatch(self, inputs: Inputs, shape: Shape, slot: int, own: random.Random) -> Dispatched:
         options = self.call(inputs, shape, slot)
