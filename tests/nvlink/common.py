@@ -106,7 +106,7 @@ class _Fused:
             if not (named["halves"].SEND and named["halves"].RECEIVE):
                 self._kernel[grid](**named, **extra)
                 return
-            alone = {"announcers": 1, "first_sender": 0, "senders": 1, "first_receiver": 0}
+            alone = {"announcers": 1, "senders": 1, "first_receiver": 0}
             self._kernel[(1,)](**named | {n: v for n, v in alone.items() if n in named}, **extra)
 
         return launch_one

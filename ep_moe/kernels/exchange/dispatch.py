@@ -41,7 +41,6 @@ from ep_moe.kernels.exchange.waits import wait_for_launch
         "fingerprint",
         "refusal",
         "announcers",
-        "first_sender",
         "senders",
         "first_receiver",
         "x_stride",
@@ -68,7 +67,6 @@ def _dispatch_kernel(
     fingerprint,  # of the payload's format
     refusal,  # 1 if the host has refused this rank's input
     announcers,
-    first_sender,
     senders,
     first_receiver,
     tokens,  # `dispatch_send.Tokens`
@@ -121,6 +119,7 @@ def _dispatch_kernel(
                 row,
                 sending,
             )
+        first_sender = tl.minimum(announcers, first_receiver)  # one program alone has all roles
         if (pid >= first_sender) & (pid < first_sender + senders):
             as_ll = sending.SEND_LL
             if sending.SEND_LL and sending.SEND_ROWS:

@@ -273,7 +273,6 @@ class DispatchLauncher:
                     plan.fingerprint,
                     inputs.refusal,
                     plan.announcers,
-                    plan.announcers,
                     senders,
                     first_receiver,
                 ),
