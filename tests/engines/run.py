@@ -27,7 +27,7 @@ else:
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 ENGINES = (("vllm", "0.26.0"), ("vllm", "0.33.0"), ("sglang", "0.5.17"), ("sglang", "0.5.23"))
-COMPARED = (("flashinfer_python", "0.7.2"), ("vllm", "0.9.2"), *ENGINES[1::2])  # by `signatures.py`
+COMPARED = (("flashinfer_python", "0.7.2"), ("vllm", "0.9.2"), *ENGINES[1::2])  # for `signatures.py`
 COMPILED = (".so", ".hpp", ".h", ".cuh", ".cu", ".inl", ".js", ".css", ".jpg", "vllm-rs")
 WORLDS = (1, 2)
 VARIABLES = {

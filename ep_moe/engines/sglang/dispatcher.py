@@ -225,6 +225,7 @@ class EpMoeDispatcher(BaseDispatcher):
 
         It may be an earlier round, which a failure in the engine's own code left open. Collective.
         """
+        self._returning.pop(slot, None)  # frees its batch
         if isinstance(error, PeerLostError):
             self._state.plugin.log.error("ep_moe in %s: %s", self._state.name, error)
         else:
