@@ -224,8 +224,8 @@ def test_sizes_that_are_no_multiple_of_16(scheme: str, hidden: int, layout: Layo
     x, ids = torch.randn(40, hidden, generator=random).bfloat16(), torch.randint(-1, 7, (40, 3), generator=random)
     outs, factors = [], torch.rand(40, 3, generator=random)
     for device in map(torch.device, ("cpu", "cuda")):
-        moved = (matrix.map(operator.methodcaller("to", device)) for matrix in (w13, w2))
-        weights = ExpertWeights(**dict(zip(("w13", "w2"), moved, strict=True)), scheme=chosen)
+        moved = operator.methodcaller("to", device)
+        weights = ExpertWeights(w13=w13.map(moved), w2=w2.map(moved), scheme=chosen)
         routing = Routing(topk_ids=ids.to(device), topk_weights=factors.to(device))
         experts = create_experts("auto", ACTIVATION, device, scheme=chosen)
         outs.append(local_moe(x.to(device), routing, weights, experts, layout=layout).cpu())
