@@ -1,6 +1,9 @@
 """torch.compile over the layer: one operator, without graph breaks, that runs even if nobody needs its result."""
 
+import copy
 import functools
+import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,6 +190,28 @@ def test_a_layer_that_is_gone_is_an_error() -> None:
         del layer
         with pytest.raises(RuntimeError, match=f"layer {number} of a compiled graph no longer exists"):
             torch.ops.ep_moe.layer(x, torch.randn(2, NUM_EXPERTS), None, None, None, None, number)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda layer: pickle.loads(pickle.dumps(layer))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_computes_with_its_own_weights(how: str) -> None:
+    _, layer = alone(2)
+    x, logits = tokens(5), torch.randn(5, NUM_EXPERTS, generator=torch.Generator().manual_seed(2))
+    before = layer(x, logits)
+    if how == "deepcopy":
+        layer.experts.lock = threading.Lock()  # kernels that are kept cannot be copied either
+    twin = COPIES[how](layer)
+    if how == "copy":
+        twin.weights = copy.deepcopy(layer.weights)
+    twin.weights.w2.values.mul_(2)
+    doubled = twin(x, logits)
+    assert torch.equal(layer(x, logits), before)
+    assert not torch.equal(doubled, before)
+    assert torch.equal(compiled(lambda x, logits: twin(x, logits))(x, logits), doubled)
+    assert torch.equal(compiled(lambda x, logits: layer(x, logits))(x, logits), before)
+    assert (twin.transport is layer.transport) == (how != "pickle")
 
 
 @pytest.mark.parametrize("trained", ["x", "logits", "topk_weights", "w2", "shared"])

@@ -1,5 +1,8 @@
 """SGLang's `FusedMoE` with weights in int32, of checkpoints that are written here from the published layouts."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,9 +106,44 @@ def test_checkpoints_are_loaded_as_by_our_own_loader(
     doubled |= {key: tensor * 2 for key, tensor in tensors.items() if "down" in key and key.endswith("scales")}
     load(whole, doubled)  # a loader is called again
     assert torch.equal(whole(x, output), before * 2)
-    copy = made(name)
-    copy.load_state_dict(whole.state_dict())
-    assert torch.equal(copy(x, output), before * 2)
+    restored = made(name)
+    restored.load_state_dict(whole.state_dict())
+    assert torch.equal(restored(x, output), before * 2)
+
+
+def assigned(layer: FusedMoE) -> FusedMoE:
+    twin = copy.deepcopy(layer)
+    twin.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    return twin
+
+
+COPIES: dict[str, Callable[[FusedMoE], FusedMoE]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "to_empty": lambda layer: copy.deepcopy(layer).to("meta").to_empty(device="cpu"),
+    "assigned": assigned,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_load_and_compute_on_their_own(how: str, tmp_path: Path) -> None:
+    tensors, _ = write(tmp_path, "awq")
+    layer, (x, output) = made("awq"), routed()
+    load(layer, tensors)
+    before = layer(x, output)  # after it the layer keeps weights that were made of its parameters
+    twin = COPIES[how](layer)
+    load(twin, tensors)
+    assert torch.equal(twin(x, output), before)
+    with pytest.raises(ValueError, match="loaded before are torch.float16"):
+        load(twin, {key: tensor.bfloat16() for key, tensor in tensors.items() if key.endswith("scales")})
+    scaled = {key: tensor / 2 if "scale" in key else tensor for key, tensor in layer.state_dict().items()}
+    twin.load_state_dict(scaled)
+    halved = twin(x, output)
+    assert not torch.equal(halved, before)
+    assert torch.equal(layer(x, output), halved if how == "copy" else before)  # a shallow copy shares the parameters
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(lambda x: twin(x, output), backend="aot_eager", fullgraph=True)(x), halved)
 
 
 @pytest.mark.parametrize("name", ["gptq_v2", "awq", "pack_quantized"])
@@ -149,9 +187,9 @@ def test_columns_in_another_order(name: str, tmp_path: Path, monkeypatch: pytest
     for expert in range(EXPERTS - 1):  # the last one has its columns in order
         act_order.shuffle(base(expert, "up"), act_order.shuffle(base(expert, "gate")))
     layer = check()
-    copy = made(name)
-    copy.load_state_dict(layer.state_dict())
-    assert_same_bits(copy(x, output), layer(x, output), "of a state")
+    restored = made(name)
+    restored.load_state_dict(layer.state_dict())
+    assert_same_bits(restored(x, output), layer(x, output), "of a state")
     share = made(name, parallel=ranks(monkeypatch, 0, tp=2))
     with pytest.raises(ValueError, match=f"{base(0, 'down')}.*another order.*shares of ranks"):
         load(share, tensors)

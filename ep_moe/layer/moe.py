@@ -4,6 +4,7 @@ Letters: T tokens on this rank, H hidden, K top-k, E logical experts.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -98,6 +99,19 @@ class ExpertParallelMoE(torch.nn.Module):
         self._layout, self._weight_tensors = config.layout, tuple(weights.tensors())
         self._number = op.number_of(self)
         self._exchange_stream: torch.cuda.Stream | None = None  # of micro-batches, made by the first such call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallelMoE":
+        """A layer with its own weights, on the same transport, with the same experts implementation and observer."""
+        shared = (self.transport, self.experts, self.phases, self._exchange_stream)
+        twin = type(self).__new__(type(self))
+        memo.update({id(value): value for value in shared} | {id(self): twin})
+        twin.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy a number of its own: by the original's, a compiled call would compute with its weights."""
+        super().__setstate__(state)
+        self._number = op.number_of(self)
 
     def _check(self) -> None:
         config, weights, transport = self.config, self.weights, self.transport

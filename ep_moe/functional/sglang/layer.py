@@ -25,6 +25,15 @@ from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
 
+class _Made:
+    """Weights made of a layer's parameters, shared by shallow copies as these are; other copies make their own."""
+
+    weights: ExpertWeights | None = None
+
+    def __reduce__(self) -> tuple[type["_Made"], tuple[()]]:
+        return _Made, ()
+
+
 class FusedMoE(torch.nn.Module):
     """The routed experts of a layer: tokens with their experts in, the weighted sum out.
 
@@ -167,14 +176,41 @@ class FusedMoE(torch.nn.Module):
             parameter.weight_loader = loader  # type: ignore[attr-defined]
             parameter.part = part  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
-        self._weights: ExpertWeights | None = None
-        self.register_load_state_dict_pre_hook(_fit_scales)
-        self.register_load_state_dict_post_hook(lambda module, _: module._forget())  # noqa: SLF001
+        self._kept = _Made()
         self._number = register(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "attributes": self._attributes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy another layer: with a number of its own, and loaders of its own parameters."""
+        attributes = state.pop("attributes")
+        super().__setstate__(state)
+        self._restore(attributes)
+        self._number = register(self)
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        """Each parameter's attributes, such as its loader, which torch loses where it puts another one in its place."""
+        return {name: vars(getattr(self, name)) for name in self._parts}
+
+    def _restore(self, attributes: dict[str, dict[str, Any]]) -> None:
+        for name, values in attributes.items():
+            vars(getattr(self, name)).update(values)
 
     def _forget(self) -> None:
         """Parameters have changed: what was made of them is made again."""
-        self._weights = None
+        self._kept.weights = None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, torch.Tensor], prefix: str, *options: Any) -> None:
+        """`load_state_dict`, after which parameters of scales have the dtypes of the state."""
+        attributes = self._attributes()
+        for name, part in self._parts.items():
+            if prefix + name in state_dict:
+                attributes[name].pop("scale_dtype", None)  # of those before, which the state replaces
+                fit_scale(getattr(self, name), part, state_dict[prefix + name], name)
+        super()._load_from_state_dict(state_dict, prefix, *options)
+        self._restore(attributes)
+        self._forget()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FusedMoE":
         """`to` and the like move parameters, which keep their dtypes: the format says these."""
@@ -183,7 +219,9 @@ class FusedMoE(torch.nn.Module):
             found: torch.Tensor = fn(tensor)
             return found if found.dtype == tensor.dtype else tensor.to(found.device)
 
+        attributes = self._attributes()
         super()._apply(moved, recurse)
+        self._restore(attributes)
         self._forget()
         return self
 
@@ -245,7 +283,7 @@ class FusedMoE(torch.nn.Module):
                 parameter.data = matrix.values
                 scale = torch.nn.Parameter(matrix.scale, requires_grad=False)
                 self.register_parameter(f"{field}_weight_scale", scale)
-        self._weights = self._made()
+        self._kept.weights = self._made()
 
     def _made(self) -> ExpertWeights:
         tensors = self.tensors
@@ -265,10 +303,10 @@ class FusedMoE(torch.nn.Module):
     @property
     def expert_weights(self) -> ExpertWeights:
         """The parameters as the runtime's own weights; the same object until they change."""
-        if self._weights is None:
+        if self._kept.weights is None:
             self.process_weights_after_loading()
-        assert self._weights is not None
-        return self._weights
+        assert self._kept.weights is not None
+        return self._kept.weights
 
     @property
     def should_fuse_routed_scaling_factor_in_topk(self) -> bool:
@@ -385,12 +423,3 @@ class FusedMoE(torch.nn.Module):
         names |= {"w2_weight": ckpt_down_proj_name, "w2_weight_bias": ckpt_down_proj_bias_name}
         names |= {"w13_weight_scale": ckpt_gate_up_proj_scale_name, "w2_weight_scale": ckpt_down_proj_scale_name}
         return stacked_names(names)
-
-
-def _fit_scales(layer: FusedMoE, state: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
-    """Give parameters of scales the dtype that they have in a state."""
-    for name, part in layer._parts.items():  # noqa: SLF001
-        if f"{prefix}{name}" in state:
-            parameter = getattr(layer, name)
-            parameter.__dict__.pop("scale_dtype", None)  # of those before, which the state replaces
-            fit_scale(parameter, part, state[f"{prefix}{name}"], name)

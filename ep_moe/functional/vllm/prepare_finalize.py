@@ -77,13 +77,8 @@ class BatchedPrepareAndFinalize:
             num_experts: E. expert_map: [E] integers, the local number of each expert, -1 none; `finalize` uses that of
                 the last call.
             apply_router_weight_on_input: multiply rows by their weights, of any K.
-<<<<<<< HEAD
-            quant_config: vLLM's or our `FusedMoEQuantConfig`; the `a1_scale` that it has in newer releases serves if
-                the argument is None.
-=======
             quant_config: vLLM's or our `FusedMoEQuantConfig`; newer ones have an `a1_scale`, which serves if the
                 argument is None.
->>>>>>> 67b90ee (Docs: the activations; a test's moves without lambdas)
         Returns: rows [L, C, H], in token order, then zeros; their scales [L, C, G] or [L, 1, 1], or None;
         expert_num_tokens [E] int32, of which the first L are the local experts' and the others zero; None; None.
         Errors: ValueError names the argument, its value and what is needed.
