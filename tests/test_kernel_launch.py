@@ -246,20 +246,40 @@ def test_launches_that_come_again_are_started_as_one_graph(monkeypatch: pytest.M
     with CAPTURING:
         run(values)
     assert len(fake.started) == started
-    monkeypatch.setattr(cuda_driver, "_MOST_GRAPHS", 3)
-    for number in range(3):
-        for _ in range(direct + 1):
-            run([number] * 5)
-    assert [bool(launches) for launches in fake.graphs.values()] == [False, True, True, True]  # the first one is freed
     monkeypatch.setattr(launch_graph, "_MOST", launch_graph.LaunchGraph._alive)
-    started = len(fake.started)
     for _ in range(2 * direct):
-        run([3] * 5)
-    run([2] * 5)
+        run([2] * 5)
+    run(values)
     assert len(fake.started) == started + 1  # of those that exist
     fake.status = 719
     with pytest.raises(RuntimeError, match="CUresult 719"):
-        run([2] * 5)
+        run(values)
+
+
+def test_graphs_that_are_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that take turns beyond the limit make no graphs; ones that no longer come give their places to others."""
+    fake = Recorder()
+    run, most, direct = recorded_sequence(monkeypatch, fake, []), 4, cuda_driver._RECORDED_AFTER
+    monkeypatch.setattr(cuda_driver, "_MOST_COUNTED", most)
+
+    def passes(count: int, *numbers: int) -> tuple[int, float]:
+        """Graphs that were made, and started ones a pass."""
+        made, started = len(fake.graphs), len(fake.started)
+        for _ in range(count):
+            for number in numbers:
+                run([number] * 5)
+        return len(fake.graphs) - made, (len(fake.started) - started) / count
+
+    assert passes(direct, *range(7)) == (0, 0)
+    assert passes(1, *range(7)) == (most, most)
+    assert passes(50, *range(7)) == (0, most)
+    passes(direct * most, 0)  # the others are out of use
+    made, _ = passes(4 * direct, 0, 7, 8, 9)
+    assert made == 3
+    assert passes(10, 0, 7, 8, 9) == (0, 4)
+    assert sum(bool(launches) for launches in fake.graphs.values()) == most  # the others are freed
+    assert passes(1, *range(10**3, 10**3 + 40 * direct)) == (0, 0)  # values that never come again
+    assert len(run._counted) == most
 
 
 @pytest.mark.parametrize("lacking", [False, True], ids=["refuses", "lacks"])

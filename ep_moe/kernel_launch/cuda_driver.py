@@ -22,8 +22,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_CONTEXT = 201  # CUresult
 _SCRATCH_POINTERS = 2  # Triton appends them to a kernel's own arguments; our kernels need no scratch memory
 _RECORDED_AFTER = 8  # launches of a sequence with the same values: making a graph takes the host as long as some calls
-_MOST_GRAPHS = 128  # of a sequence, one for each layer of a model
-_MOST_COUNTED = 256  # values of a sequence that came too seldom
+_MOST_COUNTED = 128  # values of a sequence that may have a graph, one for each layer of a model
 _REFUSED = "the CUDA driver did not launch a kernel (CUresult {})"
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4}  # of an argument, by Triton's type name; a pointer has 8
 _log = logging.getLogger(__name__)
@@ -220,13 +219,25 @@ class BoundLaunch(NamedTuple):
     arguments: tuple[ctypes.c_void_p, ...]
 
 
+class _Counted:
+    """Values of a sequence: how often they came, in which call last, and their graph."""
+
+    __slots__ = ("graph", "last", "times")
+
+    def __init__(self) -> None:
+        self.times = self.last = 0
+        self.graph: LaunchGraph | None = None
+
+
 class DriverSequence:
     """Launches one after the other, whose changing arguments lie in one array: written once, read by all of them.
 
     Several threads may share one. Beside single launches that saves what each does again: the device, the stream, the
     lock, the choice and the conversion of its arguments. Launches whose values have come `_RECORDED_AFTER` times are
     recorded as a CUDA graph, which the driver starts as one: a program whose calls repeat allocates the same addresses
-    again, as torch's allocator keeps them. docs/benchmarks/notes/2026-11-25-calls-as-graphs.md has times.
+    again, as torch's allocator keeps them. docs/benchmarks/notes/2026-11-25-calls-as-graphs.md has times. Values in
+    excess of `_MOST_COUNTED` replace only others that did not come in the last `_RECORDED_AFTER` times as many calls:
+    if more take turns, the first ones keep their graphs, and no more graphs are made.
 
     Args:
         launches: each a `DriverLaunch`, or another function of its arguments, with the positions of these among the
@@ -259,7 +270,7 @@ class DriverSequence:
         self._current_device, self._current_stream = first._current_device, first._current_stream  # noqa: SLF001
         self._capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
         self._stream: int | None = None
-        self._times, self._graphs = dict[tuple[int, ...], int](), dict[tuple[int, ...], LaunchGraph]()
+        self._counted, self._calls = dict[tuple[int, ...], _Counted](), 0
         self._recordable = len(self._steps) > 1
         self._lock = threading.Lock()
 
@@ -300,21 +311,29 @@ class DriverSequence:
         """The launches with these values as a graph; None if they came too seldom, or torch captures a graph now."""
         if self._capturing():
             return None
-        graph = self._graphs.get(values)
-        if graph is None:
-            times = self._times[values] = self._times.pop(values, 0) + 1
-            if times <= _RECORDED_AFTER or not LaunchGraph.may_be_made():
-                if len(self._times) > _MOST_COUNTED:
-                    del self._times[next(iter(self._times))]
+        self._calls += 1
+        counted = self._counted.get(values) or self._count(values)
+        if counted is None:
+            return None
+        counted.last = self._calls
+        if counted.graph is None:
+            counted.times += 1
+            if counted.times > _RECORDED_AFTER and LaunchGraph.may_be_made():
+                try:
+                    launch_on = functools.partial(self._launch_on, values)
+                    counted.graph = LaunchGraph(cuda_driver(), launch_on, self._device)
+                except RecordingError as error:
+                    self._recordable = error.status == _NO_CONTEXT  # which the launches, that come now, will mend
+                    _log.info("calls launch their kernels one by one, which is slower: %s", error)
+        return counted.graph
+
+    def _count(self, values: tuple[int, ...]) -> _Counted | None:
+        """Begin to count new values; None if there are as many others, and the one looked at now is still in use."""
+        if len(self._counted) >= _MOST_COUNTED:
+            other = next(iter(self._counted))
+            first = self._counted.pop(other)
+            if self._calls - first.last <= _RECORDED_AFTER * _MOST_COUNTED:
+                self._counted[other] = first  # at the end: the next call with new values looks at another
                 return None
-            del self._times[values]
-            try:
-                graph = LaunchGraph(cuda_driver(), functools.partial(self._launch_on, values), self._device)
-            except RecordingError as error:
-                self._recordable = error.status == _NO_CONTEXT  # which the launches, that come now, will mend
-                _log.info("calls launch their kernels one by one, which is slower: %s", error)
-                return None
-            self._graphs[values] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-        return graph
+        found = self._counted[values] = _Counted()
+        return found
