@@ -7,6 +7,7 @@ Letters: T tokens on this rank, H hidden, K top-k.
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ class OverlappedCall:
             with self._layer.phases.phase("route"):
                 result = self._split(hidden_states, router, count)
         except Exception as error:  # noqa: BLE001 - raised below, after the steps that other ranks wait for
+            release_memory(error)
             self._failure = error
         if self._stream is not None and self._main is not None:
             self._stream.wait_stream(self._main)
@@ -114,6 +116,7 @@ class OverlappedCall:
         except PeerLostError:
             raise
         except Exception as error:  # noqa: BLE001 - raised after the last step
+            release_memory(error)
             self._failure = error
         with contextlib.suppress(ValueError):  # this round, too, is refused on all ranks
             self._stand_in(step, index, router)
@@ -195,6 +198,13 @@ class OverlappedCall:
                 self._layer.send_nothing(router, self._max_num_tokens, slot)
             elif step in ("send_back", "receive_back"):
                 self._transport.abandon(slot=slot)
+
+
+def release_memory(error: BaseException | None) -> None:
+    """Free the tensors of the calls that ran out of memory, which the error's traceback would keep. Local."""
+    while isinstance(error, torch.OutOfMemoryError):
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def row_slices(num_tokens: int, count: int) -> list[slice]:

@@ -16,7 +16,7 @@ from ep_moe.experts import Experts, create_experts
 from ep_moe.group import PeerLostError
 from ep_moe.layer import op
 from ep_moe.layer.backward import recorded, refuse_backward, refuse_result
-from ep_moe.layer.micro_batches import SLOTS, OverlappedCall
+from ep_moe.layer.micro_batches import SLOTS, OverlappedCall, release_memory
 from ep_moe.layer.warmup import warm_up
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme, quantize
@@ -260,7 +260,8 @@ class ExpertParallelMoE(torch.nn.Module):
             return self._exchange(hidden_states, x, routing, num_tokens, max_num_tokens)
         except PeerLostError:
             raise
-        except Exception:
+        except Exception as error:
+            release_memory(error)
             if transport.num_rounds != begun:
                 transport.abandon()
             else:

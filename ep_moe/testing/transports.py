@@ -25,6 +25,7 @@ from ep_moe.testing.rounds import (
     compute_experts,
     expected_output,
 )
+from ep_moe.transport import Dispatched, Transport
 from ep_moe.transport.round_kind import RoundKind
 
 
@@ -193,31 +194,42 @@ def check_slots(make: TransportFactory, group: EPGroup) -> None:
 def check_abandon(make: TransportFactory, group: EPGroup) -> None:
     """If one rank abandons a round, the others get NaN for the tokens that they sent it, and the next round works.
 
-    Collective.
+    In both slots at once, with and without scales. Collective.
     """
-    case = TransportCase(name="abandon", tokens=(6,) * group.num_ranks, num_topk=8)
-    transport = make(group, case.make_placement(), case.config)
-    inputs = case.inputs(group.rank).to(group.device)
-    for stage in ("dispatch_recv", "combine_send", "combine_recv"):
-        transport.dispatch_send(inputs.x, inputs.routing, layout=case.layout, scheme=get_scheme("none"))
+    for scheme in ("none", "fp8_token"):
+        case = TransportCase(name=f"abandon {scheme}", tokens=(6,) * group.num_ranks, num_topk=8, scheme=scheme)
+        transport = make(group, case.make_placement(), case.config)
+        for stage in ("dispatch_recv", "combine_send", "combine_recv"):
+            _abandon_both(transport, case, stage, group)
+            for slot in (0, 1):
+                check_round(transport, case, group.device, slot)
+        transport.destroy()
+
+
+def _abandon_both(transport: Transport, case: TransportCase, stage: str, group: EPGroup) -> None:
+    """Rank 0 abandons the rounds of slots 0 and 1 when they wait for `stage`; the others end theirs."""
+    inputs, found = case.inputs(group.rank).to(group.device), list[Dispatched]()
+    for slot in (0, 1):
+        scheme = get_scheme(case.scheme)
+        transport.dispatch_send(inputs.x, inputs.routing, layout=case.layout, scheme=scheme, slot=slot)
         if group.rank > 0 or stage != "dispatch_recv":
-            dispatched = transport.dispatch_recv()
-        if group.rank > 0 or stage == "combine_recv":
-            transport.combine_send(
-                compute_experts(dispatched.batch, case.make_placement().starts[group.rank]), dispatched
-            )
+            found.append(transport.dispatch_recv(slot=slot))
+    if group.rank == 0 and stage != "combine_recv":
+        for slot in (0, 1):
+            transport.abandon(slot=slot)
+        return
+    for dispatched in found:
+        transport.combine_send(compute_experts(dispatched.batch, case.make_placement().starts[group.rank]), dispatched)
+    for slot, dispatched in enumerate(found):
         if group.rank == 0:
-            transport.abandon()
+            transport.abandon(slot=slot)
         elif stage == "combine_recv":
-            result = transport.combine_recv(dispatched)
             expected = expected_output(case, group.rank, transport)
-            assert_same_bits(result, expected, f"{case.name}, {stage}, rank {group.rank}")
+            assert_same_bits(transport.combine_recv(dispatched), expected, f"{case.name}, {stage}, rank {group.rank}")
         else:
             ones = torch.ones(case.tokens[group.rank], case.hidden, dtype=case.dtype, device=group.device)
             result = transport.combine_recv(dispatched, out=ones)
             assert bool(result.isnan().all()), f"abandoned in {stage}: rank {group.rank} got numbers"
-        check_round(transport, case, group.device)
-    transport.destroy()
 
 
 def check_nan_weights(make: TransportFactory, group: EPGroup) -> None:

@@ -210,8 +210,9 @@ class Transport(Protocol):
     def abandon(self, *, slot: int = 0) -> None:
         """End an open round, at any of its calls, because its experts cannot be computed here.
 
-        This rank returns NaN rows to the source ranks, so that none mistakes them for a result. A slot that is not
-        open is left unchanged. Errors: `PeerLostError`. Collective.
+        This rank returns NaN rows to the source ranks, so that none mistakes them for a result. It needs no memory on
+        the device, but what other libraries allocate. A slot that is not open is left unchanged.
+        Errors: `PeerLostError`. Collective.
         """
         ...
 

@@ -81,10 +81,12 @@ def maps_of(dispatched: Dispatched) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None if isinstance(dispatched.batch, Flat) else (handle.token_to_row, handle.topk_weights)
 
 
-def sum_experts(y: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-    """[N, H], each received token's weighted sum of its experts' rows of y. Local, no host sync on a GPU."""
+def sum_experts(y: torch.Tensor, dispatched: Dispatched, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[N, H], each received token's weighted sum of its experts' rows of y, into `out` if given; in FLAT y itself.
+
+    Local, no host sync on a GPU."""
     maps = maps_of(dispatched)
-    return y if maps is None else weighted_sum(y, *maps)
+    return y if maps is None else weighted_sum(y, *maps, out=out)
 
 
 State = TypeVar("State", bound=OpenRound)

@@ -8,7 +8,7 @@ from ep_moe.group import EPGroup
 from ep_moe.kernel_launch.repeated import RepeatedLaunch, Tensors, present
 from ep_moe.placement import Placement
 from ep_moe.testing import TransportCase, check_round
-from ep_moe.testing.transports import check_sit_out
+from ep_moe.testing.transports import check_abandon, check_sit_out
 from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.one_sided.round_plan import distinct_sizes
 from ep_moe.transport.one_sided.warmup import _kernels_of
@@ -26,7 +26,7 @@ def make(group: EPGroup, placement: Placement, config: TransportConfig) -> Hiera
 
 
 def check_on_rank(group: EPGroup) -> list[str]:
-    """The errors of a few small cases on this rank, in halves and whole, and of a rank that sits a round out."""
+    """The errors of a few small cases on this rank, in halves and whole, and of a rank that has failed."""
     wrong = []
     for name in NAMES:
         case = cases(group.num_ranks)[name]
@@ -38,10 +38,11 @@ def check_on_rank(group: EPGroup) -> list[str]:
             wrong.append(str(error))
         group.barrier()
         transport.destroy()
-    try:
-        check_sit_out(make, group)
-    except AssertionError as error:
-        wrong.append(str(error))
+    for check in (check_sit_out, check_abandon):
+        try:
+            check(make, group)
+        except AssertionError as error:
+            wrong.append(str(error))
     return wrong
 
 

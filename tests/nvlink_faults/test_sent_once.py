@@ -4,7 +4,6 @@ A source rank restores its sentinels when it has read a row: results sent again 
 """
 
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +34,6 @@ CULPRIT = 1
 # the call that a slot waits for when it is abandoned, and the part of the first `abandon` that fails
 FAILURES = (
     ("dispatch_recv", "discard"),
-    ("dispatch_recv", "memory"),
     ("dispatch_recv", "send"),
     ("combine_send", "receive"),
     ("combine_recv", "receive"),
@@ -81,17 +79,13 @@ def begin_until(transport: Any, round_: int, stage: str) -> Any:
 
 def abandon_twice(group: EPGroup) -> list[str]:
     """The culprit abandons rounds, and its first call fails; returns the errors in them or in the next round."""
-    from ep_moe.transport.one_sided import transport as module
-
     transport, round_, wrong = make_transport(group), 0, []
     dispatches, combines = transport._dispatches, transport._combines
     launches = dispatches.receive, combines.send, combines.receive
     for stage, failure in FAILURES:
         if group.rank == CULPRIT:
             begin_until(transport, round_, stage)
-            if failure == "memory":
-                module.torch = types.SimpleNamespace(**{**vars(torch), "empty": failing_once(torch.empty)})
-            elif failure == "discard":
+            if failure == "discard":
                 dispatches.receive = failing_once(dispatches.receive)
             elif failure == "send":
                 combines.send = failing_once(combines.send)
@@ -101,7 +95,7 @@ def abandon_twice(group: EPGroup) -> list[str]:
                 transport.abandon()
             time.sleep(READ_SECS)
             transport.abandon()
-            module.torch, (dispatches.receive, combines.send, combines.receive) = torch, launches
+            dispatches.receive, combines.send, combines.receive = launches
         else:
             out, _ = finish(transport, begin(transport, round_))
             wrong += judge(out, group.rank, round_, stage, group.num_ranks)

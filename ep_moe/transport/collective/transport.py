@@ -39,14 +39,10 @@ class _Round(OpenRound):
     send_counts: tuple[int, ...]  # rows sent to each rank
     recv_counts: tuple[int, ...]  # rows received from each rank
     recv_pairs: int  # received (token, local expert) pairs
-    buffer: torch.Tensor  # destination of the all-to-all in flight
     work: dist.Work | None
-    keep: torch.Tensor  # source of the all-to-all in flight, kept alive until it ends
-
-    def settle(self) -> None:
-        """Release the buffers between two all-to-alls: nothing is in flight."""
-        self.buffer = self.keep = self.buffer.new_empty(0)
-        self.work = None
+    buffers: tuple[torch.Tensor, ...]  # source and destination of the all-to-all in flight, kept alive until it ends
+    sums: torch.Tensor  # [rows received, H], of this rank's experts; `abandon` has no memory to allocate it
+    results: torch.Tensor  # [rows sent, H], the sums that come back; the same
 
 
 class CollectiveTransport(HostSyncTransport[_Round]):
@@ -83,7 +79,9 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         send_counts, recv_counts = (tuple(header.rows for header in side) for side in (sent, received))
         with self._reporting():
             outgoing, token_to_row = row_format.write(x, tokens.routing, plan, sum(send_counts))
-            incoming = torch.empty(sum(recv_counts), row_format.row_bytes, dtype=torch.uint8, device=device)
+            incoming = outgoing.new_empty(sum(recv_counts), row_format.row_bytes)
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": device}
+            sums, results = (torch.empty(sum(n), self.config.hidden, **like) for n in (recv_counts, send_counts))
         work = begin_all_to_all(self._group, incoming, outgoing, recv_counts, send_counts)
         return _Round(
             round=round_,
@@ -93,19 +91,20 @@ class CollectiveTransport(HostSyncTransport[_Round]):
             send_counts=send_counts,
             recv_counts=recv_counts,
             recv_pairs=sum(header.pairs for header in received),
-            buffer=incoming,
             work=work,
-            keep=outgoing,
+            buffers=(outgoing, incoming),
+            sums=sums,
+            results=results,
         )
 
     def _receive(self, state: _Round) -> Packed:
         self._wait(state, "dispatch")
-        values, scale, routing = state.row_format.read(state.buffer)
+        values, scale, routing = state.row_format.read(state.buffers[1])
         first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
         ids, weights = merge_repeats(routing.topk_ids, routing.topk_weights, first=first, last=last)
         rows = TokenRows(x=values, scale=scale, local_topk_ids=ids, topk_weights=weights)
         packed = self._pack(rows, state.sizes, state.recv_pairs)
-        state.settle()
+        state.work, state.buffers = None, ()
         return packed
 
     def _handle(self, slot: int, state: _Round, packed: Packed) -> CollectiveHandle:
@@ -113,14 +112,30 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         return CollectiveHandle(slot=slot, round=state.round, recv_counts=state.recv_counts, **maps)
 
     def _send_results(self, state: _Round, y: torch.Tensor, dispatched: Dispatched) -> None:
-        outgoing = sum_experts(y, dispatched).contiguous()
-        incoming = torch.empty(sum(state.send_counts), self.config.hidden, dtype=self.config.dtype, device=y.device)
-        state.work = begin_all_to_all(self._group, incoming, outgoing, state.send_counts, state.recv_counts)
-        state.buffer, state.keep = incoming, outgoing
+        self._send_sums(state, sum_experts(y, dispatched, out=state.sums).contiguous())
+
+    def send_nan(self, *, slot: int) -> int:
+        """`combine_send` of NaN, also before `dispatch_recv`: experts have failed. It needs no memory.
+
+        Returns the round. Collective.
+        """
+        call, state = self._slots.stage(slot)
+        if state is not None and call == "dispatch_recv":
+            self._wait(state, "dispatch")
+            self._slots.advance(slot, call, state)
+        state = self._slots.expect(slot, "combine_send")
+        assert state is not None
+        self._send_sums(state, state.sums.fill_(float("nan")))
+        self._slots.advance(slot, "combine_send", state)
+        return state.round
+
+    def _send_sums(self, state: _Round, sums: torch.Tensor) -> None:
+        state.work = begin_all_to_all(self._group, state.results, sums, state.send_counts, state.recv_counts)
+        state.buffers = (sums,)
 
     def _receive_results(self, state: _Round) -> tuple[torch.Tensor, torch.Tensor]:
         self._wait(state, "combine")
-        return state.buffer, state.token_to_row  # a token has at most one row per rank: summed in rank order
+        return state.results, state.token_to_row  # a token has at most one row per rank: summed in rank order
 
     def _tell_refusal(self, num_tokens: int, round_: int) -> None:
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
@@ -132,15 +147,9 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         if state is None:
             return
         self._group.check()
-        self._wait(state, "abandoned round")
         if call != "combine_recv":
-            shape = (self.config.hidden,)
-            like: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device}
-            with self._reporting():
-                outgoing = torch.full((sum(state.recv_counts), *shape), float("nan"), **like)
-                incoming = torch.empty((sum(state.send_counts), *shape), **like)
-            state.work = begin_all_to_all(self._group, incoming, outgoing, state.send_counts, state.recv_counts)
-            self._wait(state, "abandoned round")
+            self.send_nan(slot=slot)
+        self._wait(state, "abandoned round")
         self._slots.close(slot)
 
     def _wait(self, state: _Round, phase: str) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,12 +23,15 @@ from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.base import Dispatched, Transport
+from ep_moe.transport.base import Dispatched
 from ep_moe.transport.collective import CollectiveTransport
 from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.collective.transport import CollectiveHandle
 from ep_moe.transport.hierarchical.nodes import NodeGrid
 from ep_moe.transport.round_kind import RoundKind
+
+if TYPE_CHECKING:
+    from ep_moe.transport.one_sided import NvlinkTransport
 
 MOST_ONE_SIDED_SLOTS = 64  # they share the programs that may wait on a GPU, 400 on an H200
 
@@ -67,6 +71,8 @@ class Relay:
     Collective.
     """
 
+    _inner: "CollectiveTransport | NvlinkTransport | None"
+
     def __init__(
         self, group: EPGroup, grid: NodeGrid, placement: Placement, config: TransportConfig, inside: str
     ) -> None:
@@ -77,7 +83,7 @@ class Relay:
         self.first, self.last = grid.experts(placement)[grid.node]
         self._chunk_rows = min(config.chunk_rows, config.max_tokens_per_rank)
         self._chunks = -(-config.max_tokens_per_rank // self._chunk_rows)
-        self._inner: Transport | None = None
+        self._inner = None
         own = placement.starts[grid.rank - grid.local_rank :][: grid.ranks_per_node + 1]
         slots = config.num_slots * grid.num_nodes * self._chunks
         inner = dataclasses.replace(
@@ -199,12 +205,17 @@ class Relay:
         """Send this rank's sums of a round's rows to their relays.
 
         Args:
-            y: the experts' output for the batch of all rounds; None sends NaN.
+            y: the experts' output for the batch of all rounds; None sends NaN, which needs no memory, and no rows that
+                have been received.
             maps: token_to_row and topk_weights [rows of all rounds, K], in the order of `gather`; None if y has a
                 weighted sum for each of these rows already.
         Collective in the node, no wait.
         """
         assert self._inner is not None
+        if y is None:
+            round_ = self._inner.send_nan(slot=forwarded.slot)
+            forwarded.dispatched = Dispatched.in_slot(forwarded.slot, round_, None)  # type: ignore[arg-type]
+            return
         assert forwarded.dispatched is not None
         pool, like = forwarded.batch, self._inner.config
         num_rows = pool.x.shape[0]
@@ -212,9 +223,7 @@ class Relay:
             (block, slice(place, place + count))
             for (block, count), place in zip(forwarded.blocks, forwarded.places, strict=True)
         ]
-        if y is None:
-            rows = torch.full((num_rows, like.hidden), float("nan"), dtype=like.dtype, device=pool.x.device)
-        elif maps is None:
+        if maps is None:
             rows = torch.empty(num_rows, like.hidden, dtype=like.dtype, device=y.device)
             for here, there in places:
                 rows[here] = y[there]

@@ -14,6 +14,7 @@ All that needs other ranks is sent by dispatch_send and combine_send: no rank wa
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ class _Round(OpenRound):
     forwarded: list[Forwarded]  # rounds inside the node
     messages: list[Message]
     results: torch.Tensor  # [rows sent, H], the nodes' sums
+    sums: torch.Tensor  # [rows received, H], allocated before it is needed: a failure is told without more memory
     kept: tuple[torch.Tensor | None, ...] = ()
 
 
@@ -113,6 +115,9 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         )
         with self._reporting():
             outgoing, token_to_row = row_format.write(x, tokens.routing, plan, sum(send_counts))
+            recv_counts = tuple(counts[self.nodes.local_rank] for counts in by_relay)
+            like: dict[str, Any] = {"dtype": self.config.dtype, "device": device}
+            sums, results = (torch.empty(sum(n), self.config.hidden, **like) for n in (recv_counts, send_counts))
             state = _Round(
                 round=round_,
                 sizes=sizes,
@@ -120,14 +125,15 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
                 chunks=-(-max(header.num_tokens for header in received) // self.config.chunk_rows),
                 token_to_row=token_to_row,
                 send_counts=send_counts,
-                recv_counts=tuple(counts[self.nodes.local_rank] for counts in by_relay),
+                recv_counts=recv_counts,
                 recv_pairs=sum(header.pairs for header in received),
                 sent=outgoing,
                 pool=outgoing[:0],
                 received=[],
                 forwarded=[] if self._relay is None else self._relay.plan(slot, by_relay),
                 messages=[],
-                results=torch.empty(sum(send_counts), self.config.hidden, dtype=self.config.dtype, device=device),
+                results=results,
+                sums=sums,
             )
             self._send_rows(state)
         return state
@@ -219,19 +225,18 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         """Sum this rank's rows, then its node's, and begin to send the sums back. y: None sends NaN for this rank's."""
         own, relay = self.nodes.node, self._relay
         incoming = list(state.results.split(state.send_counts))
-        shape = (sum(state.recv_counts), self.config.hidden)
+        sums = state.sums
         if relay is None:
             if y is None or dispatched is None:
-                sums = state.results.new_full(shape, float("nan"))
+                sums.fill_(float("nan"))
             else:
-                sums = sum_experts(y, dispatched).contiguous()
+                sums = sum_experts(y, dispatched, out=sums).contiguous()
             outgoing = list(sums.split(state.recv_counts))
             incoming[own].copy_(outgoing[own])
             for chunk in range(state.chunks):
                 self._exchange(state, chunk, incoming, outgoing, dispatch=False)
             state.kept = (sums,)
             return
-        sums = state.results.new_empty(shape)
         outgoing = [incoming[n] if n == own else rows for n, rows in enumerate(sums.split(state.recv_counts))]
         state.kept = (y, sums)
         maps = None if dispatched is None else maps_of(dispatched)
@@ -266,8 +271,8 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         self._group.check()
         with self._reporting():
             if call == "dispatch_recv":
-                first, last = self.placement.starts[self.rank], self.placement.starts[self.rank + 1]
-                self._receive_rows(state, first, last)
+                self._network.wait(state.messages, "dispatch", state.round)
+                state.messages.clear()
             if call != "combine_recv":
                 self._send_sums(state, None, None)
         self._network.wait(state.messages, "abandoned round", state.round)

@@ -23,7 +23,8 @@ class CombineLauncher:
 
     def __init__(self, context: KernelContext) -> None:
         self._context = context
-        self.unused = torch.empty(0, dtype=context.config.dtype, device=context.device)
+        # for arguments that a launch does not need, and for results that nobody does: all rows at one address
+        self.unused = torch.empty(context.config.hidden, dtype=context.config.dtype, device=context.device)
         self._unused_address = self.unused.data_ptr()
 
     def send(self, slot: int, plan: RoundPlan, y: torch.Tensor | None) -> None:

@@ -91,11 +91,16 @@ class DispatchLauncher:
             kernel.repeat((*tokens, self._unused_address, self._unscaled_address, *numbers))
         return inputs
 
-    def receive(self, slot: int, inputs: RoundInputs, *, send: bool = False) -> ExpertBatch:
-        """Launch the receiving half, or with `send` both; returns the batch that it fills. Local, no host sync."""
+    def receive(
+        self, slot: int, inputs: RoundInputs, *, send: bool = False, memory: torch.Tensor | None = None
+    ) -> ExpertBatch:
+        """Launch the receiving half, or with `send` both; returns the batch that it fills, in new memory by default.
+
+        Local, no host sync.
+        """
         plan = inputs.plan
         kernel, received = self.kernel_of(slot, inputs, send=send, receive=True), self._received_of(plan, slot)
-        memory = received.template.allocate()
+        memory = received.template.allocate() if memory is None else memory
         batch = received.template.batch(memory)
         if kernel.repeat is None:  # in the dtypes that the kernel stores
             scale = self._unscaled if batch.scale is None else as_bytes(batch.scale)
@@ -153,13 +158,15 @@ class DispatchLauncher:
         repeat((*inputs, *plan.strides, *tag, self._context.timeout_ns))
         return template.batch(memory)
 
-    def discard(self, slot: int, inputs: RoundInputs) -> RoundInputs:
-        """Launch the receiving half of a dispatch whose rows are not needed, without allocating memory for x.
+    def discard(self, slot: int, inputs: RoundInputs) -> RoundPlan:
+        """Launch the receiving half of a dispatch whose rows are not needed, without allocating memory.
 
-        Returns the inputs with which the round continues. Local, no host sync.
+        Rows of FLAT stay where they arrive, and their scales are laid out over them: no rank reads either, and sources
+        store the next round's rows only after this rank's combine. Returns the plan with which the round continues.
+        Local, no host sync.
         """
         plan = inputs.plan
-        if plan.layout is not Layout.FLAT:  # FLAT rows stay in the slot's memory
+        if plan.layout is not Layout.FLAT:
             plan = self._plans.make(
                 plan.num_tokens,
                 plan.num_topk,
@@ -169,9 +176,8 @@ class DispatchLauncher:
                 has_num_tokens=plan.sending.HAS_NUM_TOKENS,
                 max_num_tokens=plan.max_num_tokens,
             )
-        inputs = inputs._replace(plan=plan)
-        self.receive(slot, inputs)
-        return inputs
+        self.receive(slot, inputs._replace(plan=plan), memory=self._context.memory.values(slot))
+        return plan
 
     def inputs_of(
         self,

@@ -288,6 +288,23 @@ class NvlinkTransport(Transport):
         self._combines.send(handle.slot, state.plan, state.sent_y)
         self._slots.advance(handle.slot, "combine_send", state)
 
+    def send_nan(self, *, slot: int) -> int:
+        """`combine_send` of NaN, also before `dispatch_recv`: experts have failed. It needs no memory.
+
+        Returns the round. Local, on the current stream, no host sync.
+        """
+        call, state = self._slots.stage(slot)
+        if state is not None and call == "dispatch_recv":
+            assert state.inputs is not None
+            with self._faults.waiting("dispatch", state.round):
+                state.plan = self._dispatches.discard(slot, state.inputs)
+            self._slots.advance(slot, call, state)
+        state = self._slots.expect(slot, "combine_send")
+        assert state is not None
+        self._combines.send(slot, state.plan, None)
+        self._slots.advance(slot, "combine_send", state)
+        return state.round
+
     def combine_recv(
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -344,25 +361,17 @@ class NvlinkTransport(Transport):
     def abandon(self, *, slot: int = 0) -> None:
         """See `Transport.abandon`. Local, on the current stream, no host sync.
 
-        If it runs out of memory or a launch fails, it may be called again and continues after the last launch.
+        If a launch fails, it may be called again and continues after the last launch.
         """
         self._faults.look()
         call, state = self._slots.stage(slot)
         if state is None:
             return
-        shape = state.plan.num_tokens, self.config.hidden
-        out = torch.empty(shape, dtype=self.config.dtype, device=self.device)
-        if call == "dispatch_recv":
-            assert state.inputs is not None
-            with self._faults.waiting("dispatch", state.round):
-                state.inputs = self._dispatches.discard(slot, state.inputs)
-            state.plan = state.inputs.plan
-            self._slots.advance(slot, "dispatch_recv", state)
         if call != "combine_recv":
-            self._combines.send(slot, state.plan, None)
-            self._slots.advance(slot, "combine_send", state)
+            self.send_nan(slot=slot)
+        nowhere = self._combines.unused.expand(state.plan.num_tokens, -1)
         with self._faults.waiting("combine", state.round):
-            self._combines.receive(slot, state.plan, out=out)
+            self._combines.receive(slot, state.plan, out=nowhere)
         self._close(slot)
 
     def warmup(self, kinds: Sequence[RoundKind]) -> None:
