@@ -480,6 +480,21 @@ def test_a_capture_with_an_open_slot_is_refused() -> None:
     assert len(counts) == 1
 
 
+def test_a_second_decoder_takes_the_place_of_the_first(shipped: PreTrainedModel) -> None:
+    session, ids = shipped.ep_moe, torch.ones(1, 3, dtype=torch.int64)
+    generate(shipped, ids, GenerationOptions(max_new_tokens=2))
+    ended = [session.decoder._transport]
+    for _ in range(2):
+        RowDecoder(shipped, num_rows=1, num_positions=8, end_ids=(), graphs=False)
+        for transport in ended:
+            with pytest.raises(RuntimeError, match="the transport is destroyed"):
+                transport.check()
+        ended.append(session.decoder._transport)
+    generate(shipped, ids, GenerationOptions(max_new_tokens=2))
+    session.decoder.destroy()
+    session.decoder = None
+
+
 def test_nothing_runs_once_the_session_has_ended(shipped: PreTrainedModel) -> None:
     model = make_model("qwen3_moe")
     ids = torch.ones(1, 3, dtype=torch.int64)

@@ -6,6 +6,7 @@ import gc
 import itertools
 import struct
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -295,6 +296,30 @@ def test_a_driver_that_records_nothing(monkeypatch: pytest.MonkeyPatch, lacking:
         run([4096, 8192, 12288, -2, 5])
     assert len([values for *_, values in fake.launched if values[5] == -2]) == 2 * count
     assert not run._recordable
+
+
+def test_threads_share_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches of a call have its arguments, whether they are started one by one or as a graph."""
+    fake = Recorder()
+    run = recorded_sequence(monkeypatch, fake, [])
+    launch = run._launch
+
+    def slow(*addresses: Any) -> int:
+        time.sleep(1e-5)  # lets other threads run
+        return launch(*addresses)
+
+    run._launch = slow
+    threads = [
+        threading.Thread(target=lambda n: [run([n, n, n, n, n]) for _ in range(30)], args=(n,)) for n in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    found = [set(values[3:7]) for *_, values in fake.launched]
+    assert all(len(numbers) == 1 for numbers in found)
+    assert [found.count({n}) for n in range(1, 5)] == [2 * 30] * 4
+    assert len(fake.started) == 4 * (30 - cuda_driver._RECORDED_AFTER)
 
 
 def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import sys
 from typing import Any
 
 import pytest
@@ -112,6 +113,10 @@ def test_quantized_tokens_are_taken_as_they_are() -> None:
     there = local_moe(brought, routing, stored, cpu_experts(), local_expert_offset=1, dtype=torch.bfloat16, out=out)
     assert there is out
     assert torch.equal(here, there)
+    scheme = dataclasses.replace(stored.scheme)  # an equal one, whose id says that its calls are checked
+    before = sys.getrefcount(scheme)
+    local_moe(dataclasses.replace(brought, scheme=scheme), routing, stored, cpu_experts(), dtype=torch.bfloat16)
+    assert sys.getrefcount(scheme) > before  # so that no other scheme gets this id
     plain = ExpertWeights(
         w13=StoredMatrix(dequantize_weight(stored.w13, stored.scheme)),
         w2=StoredMatrix(dequantize_weight(stored.w2, stored.scheme)),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -369,6 +370,27 @@ def test_a_leader_in_another_process_has_the_same_work_and_the_same_errors() -> 
             relay(Explained(EPGroup.single("cpu"), FakeRows(limits, 0)), ends[0]) if gone else RemoteRanks(
                 ends[1]
             ).check()
+
+
+def test_a_front_end_that_has_ended_does_not_end_the_ranks() -> None:
+    limits = dataclasses.replace(LIMITS, num_ranks=1)
+    leader = Leader(LeadRank(EPGroup.single("cpu"), FakeRows(limits, 0)), limits)
+    found: list[Progress] = []
+
+    def close_at_the_end(progress: Progress) -> None:
+        found.append(progress)
+        if progress.finish:
+            leader.close()
+
+    def ended(progress: Progress) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    leader.submit(Generation(prompt=(1,), max_new_tokens=2), ended)
+    leader.submit(Generation(prompt=(1,), max_new_tokens=4), close_at_the_end)
+    with mock.patch.object(leader._ranks, "close") as told:
+        leader.run()
+    assert told.called  # which ends `follow` on the others
+    assert sum(len(progress.tokens) for progress in found) == 4
 
 
 # HTTP.

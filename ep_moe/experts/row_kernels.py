@@ -94,7 +94,7 @@ def _prepared(
     num_flags: int,
 ) -> RowGemm:
     """The launches of calls of a shape whose tensors have these names and dtypes."""
-    del thread  # launches keep their arguments, and are for tensors of the same dtypes
+    del thread  # each has its own, so that none waits for another's launches
     return RowGemm(shape, tiles, tuple(name for name, _ in given), num_flags)
 
 

@@ -176,7 +176,7 @@ def _experts_for(
     device: torch.device,
     tiles: ExpertTiles | None,
 ) -> Experts:
-    del thread  # prepared launches keep their arguments, so threads do not share them
+    del thread  # each has its own, so that none waits for another's launches
     if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
         _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
     experts = create_experts("auto", activation, device, scheme=scheme)

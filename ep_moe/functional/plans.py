@@ -67,7 +67,8 @@ def _forget(plans: dict[object, Any], alive: dict[object, Any], key: object, _: 
 
 @functools.lru_cache(maxsize=64)
 def plans_of(call: str, thread: int) -> CallPlans[Any]:
-    """The plans of the calls of this name in one thread: prepared launches are not shared by threads."""
+    """The plans of the calls of a name in one thread. Threads may share launches (`ep_moe.kernel_launch`), but a plan
+    has memory of its own, such as `CopiedScale`, which each call writes on its thread's stream."""
     del call, thread
     return CallPlans()
 

@@ -100,7 +100,7 @@ def _sizes(type_: str, value: Any) -> list[int]:
 class DriverLaunch:
     """A compiled kernel on a grid, launched repeatedly with new values of some of its arguments.
 
-    Several threads may share one. Eager host time beside Triton's launcher: dispatch 24 us, not 76, combine 12 us, not
+    Eager host time beside Triton's launcher: dispatch 24 us, not 76, combine 12 us, not
     37 (2 H200s, 1 and 128 tokens, median of 400, Triton 3.6.0; docs/benchmarks/notes/2026-11-22-host-time.md).
 
     Args:
@@ -232,7 +232,7 @@ class _Counted:
 class DriverSequence:
     """Launches one after the other, whose changing arguments lie in one array: written once, read by all of them.
 
-    Several threads may share one. Beside single launches that saves what each does again: the device, the stream, the
+    Beside single launches that saves what each does again: the device, the stream, the
     lock, the choice and the conversion of its arguments. Launches whose values have come `_RECORDED_AFTER` times are
     recorded as a CUDA graph, which the driver starts as one: a program whose calls repeat allocates the same addresses
     again, as torch's allocator keeps them. docs/benchmarks/notes/2026-11-25-calls-as-graphs.md has times. Values in

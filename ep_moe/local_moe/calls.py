@@ -16,7 +16,7 @@ from ep_moe.config import Layout
 from ep_moe.experts import Experts
 from ep_moe.layout import Flat, Packed, pack_routed, weighted_sum
 from ep_moe.layout.base import PackingSizes, packable
-from ep_moe.quant import Quantized, quantize
+from ep_moe.quant import Quantized, QuantScheme, quantize
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
@@ -173,13 +173,14 @@ class _Kind:
 
     Args:
         packing: repeated launches that pack, None if they do not compute this kind. sizes: what a call asks for.
+        scheme: of tokens that are quantized already, whose id is in the key.
 
     Attributes:
         calls: whole calls as one sequence, by `_call_key`, as long as their weights and experts exist.
     """
 
-    def __init__(self, packing: "RoutedPacking | None", sizes: PackingSizes) -> None:
-        self.packing, self.sizes = packing, sizes
+    def __init__(self, packing: "RoutedPacking | None", sizes: PackingSizes, scheme: QuantScheme | None) -> None:
+        self.packing, self.sizes, self._scheme = packing, sizes, scheme
         self.calls: dict[object, JoinedCall] = {}
         self._sequences: dict[object, tuple[object, LaunchSequence]] = {}  # one for all layers of a model
         self._alive: dict[object, tuple[weakref.ref[Any], ...]] = {}
@@ -257,7 +258,7 @@ def _kinds() -> dict[object, _Kind]:
 def _key_of(
     x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights, chosen: _Chosen
 ) -> tuple[object, ...]:
-    """All that packing and the checks of a call depend on."""
+    """All that packing and the checks of a call depend on; a kind keeps the schemes whose ids are here."""
     ids = routing.topk_ids
     routed = routing.signature or (ids.shape, ids.dtype, ids.device, ids.stride(), routing.topk_weights.stride())
     of_weights = id(weights.scheme), weights.num_local_experts, weights.w13_input_scale is None
@@ -277,7 +278,7 @@ def _kind_of(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeigh
         sizes = _check(x, routing, weights, chosen)
         if len(known) >= _MOST_KINDS:
             known.clear()
-        kind = known[key] = _Kind(_new_packing(x, routing, sizes), sizes)
+        kind = known[key] = _Kind(_new_packing(x, routing, sizes), sizes, getattr(x, "scheme", None))
     return kind
 
 

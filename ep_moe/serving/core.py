@@ -264,7 +264,8 @@ class Leader:
                     self._watchers.pop(ticket, None)
         for watcher, (_, progress) in zip(watchers, found, strict=True):
             if watcher is not None:
-                watcher(progress)
+                with contextlib.suppress(RuntimeError):  # a front end that has ended; `close` ends the ranks
+                    watcher(progress)
         self.on_plan(PREFILL if any(plan.starts) else DECODE, time.perf_counter() - start)
 
     def _end(self, error: ServerEndedError) -> None:

@@ -63,6 +63,7 @@ class RowDecoder:
         num_rows, num_positions: the most at any time; the same on all ranks.
         end_ids: tokens that end a sequence; the end token is the last one of its row.
         graphs: replay decode passes as CUDA graphs, captured at their first use.
+    It takes the place of the model's decoder, whose memory is freed: a `RowDecoder` before it ends.
     Errors: ValueError for too many end_ids; RuntimeError for a model that computes NaN; those of a lack of memory, at
     once. Collective.
     """
@@ -73,6 +74,8 @@ class RowDecoder:
         GenerationOptions(max_new_tokens=1, end_ids=end_ids)  # checks them
         session: Session = model.ep_moe
         self._model, self._session, self._graphs = model, session, graphs
+        if session.decoder is not None:  # the session ends one
+            session.decoder.destroy()
         self._decoder = session.decoder = Decoder(model, graphs=graphs)
         self._captured: list[set[Shape]] = [set() for _ in range(session.group.num_ranks)]
         self._decoder.prepare(num_rows, num_positions, sampled=True)
