@@ -14,8 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ep_moe.config import ActivationConfig
+from ep_moe.engines.common.formats import LoadedFormat, weights_of
+from ep_moe.experts import create_experts
+from ep_moe.functional.sglang import FusedMoE
+from ep_moe.local_moe import local_moe
 from ep_moe.placement import Placement
-from ep_moe.quant import dequantize_weight, quantize_weight
+from ep_moe.quant import dequantize_rows, dequantize_weight, quantize, quantize_weight, round_trip
+from ep_moe.routing import Routing
+from ep_moe.testing import worst_row_error
 from ep_moe.weights import Checkpoint, ExpertWeights
 
 HIDDEN, INTERMEDIATE, EXPERTS, GROUP = 96, 64, 3, 32
@@ -374,6 +381,59 @@ def layer_of(real: dict[str, torch.Tensor], expert: int) -> tuple[torch.Tensor, 
     return torch.cat([real[base(expert, "gate")], real[base(expert, "up")]]), real[base(expert, "down")]
 
 
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("nvfp4")])
+def test_gate_and_up_have_global_scales_of_their_own(tmp_path: Path, name: str) -> None:
+    """The layer, SGLang's and an engine's compute with both, as a loop over tokens in float64 does."""
+    tensors, real = map(dict, write(tmp_path, name))
+    layout, random = LAYOUTS[name], torch.Generator().manual_seed(3)
+    suffix, values = ("_global_scale", "_packed") if "weight_global_scale" in str(list(tensors)) else ("_scale_2", "")
+    for expert in range(EXPERTS):
+        factor = 2.0 ** (expert - 2)
+        key = f"{base(expert, 'up')}.weight{suffix}"
+        tensors[key] = tensors[key] * (1 / factor if suffix == "_global_scale" else factor)
+        real[base(expert, "up")] = real[base(expert, "up")] * factor
+    save_file(tensors, tmp_path / "model.safetensors")
+    x = torch.randn(7, HIDDEN, generator=random).bfloat16()
+    ids = torch.rand(7, EXPERTS, generator=random).argsort(1)[:, :2].int()
+    routing = Routing(topk_ids=ids, topk_weights=torch.rand(7, 2, generator=random) / 100)
+    weights = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)[0]
+    plain = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0, scheme="none", dtype=F32)[0]
+    layer = FusedMoE(EXPERTS, HIDDEN, INTERMEDIATE, 0, params_dtype=BF16, quant_config=layout.config, inplace=False)
+    parameters = {f"model.layers.0.mlp.experts.{key}": value for key, value in layer.named_parameters()}
+    mapping = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", EXPERTS)
+    for key, tensor in tensors.items():
+        for parameter, part, expert, shard in mapping:
+            if part in key:
+                own = parameters[key.replace(part, parameter)]
+                own.weight_loader(own, tensor, key, shard_id=shard, expert_id=expert)
+    shared = getattr(layer, f"w13_weight{suffix}").data
+    loaded = LoadedFormat(
+        scheme=weights.scheme, scale_name="weight_scale", values_name=f"weight{values}", global_name=f"weight{suffix}"
+    )
+    assert shared.shape == (EXPERTS, 2)
+    experts = create_experts("torch", ActivationConfig(kind="silu"), x.device, scheme=weights.scheme)
+    found = [
+        local_moe(x, routing, held, experts) for held in (weights, layer.expert_weights, weights_of(layer, loaded))
+    ]
+    expected = torch.zeros(7, HIDDEN, dtype=torch.float64)
+    tokens = x.double()
+    if weights.scheme.payload.quantized:
+        tokens = dequantize_rows(*dataclasses.astuple(quantize(x, weights.scheme))[:2], weights.scheme).double()
+    for token in range(7):
+        for column in range(2):
+            expert = int(ids[token, column])
+            w13, w2 = (part.double() for part in layer_of(real, expert))
+            assert torch.equal(plain.w13.values[expert], w13.float())
+            gate, up = (w13 @ tokens[token]).chunk(2)
+            inner = (up * gate * torch.sigmoid(gate)).float()
+            if weights.scheme.activation.quantized:
+                inner = round_trip(inner[None], weights.scheme)[0]
+            expected[token] += routing.topk_weights[token, column].double() * (w2 @ inner.double())
+    for out in found:
+        assert torch.equal(out, found[0])
+        assert float(worst_row_error(out, expected)) < (4e-2 if weights.scheme.activation.quantized else 4e-3)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_are_held_as_they_are_on_disk(tmp_path: Path, name: str) -> None:
     """The same real numbers, bit for bit; nothing is dequantized unless the caller says so."""
@@ -509,7 +569,6 @@ BROKEN = base(2, "up")
         ("pack_quantized_zero_points", ".weight_zero_point", lambda t: t.t().contiguous(), ("[3, 8]", "[8, 3]")),
         ("fp8_static", ".input_scale", lambda t: t * 0, ("input_scale", "not positive")),
         ("nvfp4_compressed", ".weight_scale", lambda t: t.float(), ("torch.float32", "float8_e4m3fn")),
-        ("nvfp4_compressed", ".weight_global_scale", lambda t: t * 2, ("differs from that of the gate", "37.")),
         ("nvfp4_modelopt", ".weight_scale_2", lambda t: t * 0, ("not positive",)),
         ("mxfp4_compressed", ".weight_scale", lambda t: t[:, :2].contiguous(), ("[64, 2]", "[64, 3]")),
     ],
@@ -606,6 +665,8 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         (changed("nvfp4_compressed", (*WEIGHTS, "group_size"), 32), ("group_size 32",)),
         (changed("fp8_blocks", (*WEIGHTS[:2], "input_activations", "group_size"), 64), ("group_size 64",)),
         (changed("mxfp4_compressed", (*WEIGHTS[:2], "input_activations"), FP4), ("input_activations", "'num_bits': 4")),
+        (changed("nvfp4_compressed", ("transform_config",), {"config_groups": {"u": {}}}), ("transform_config",)),
+        (changed("pack_quantized", ("sparsity_config",), {"format": "sparse-24-bitmask"}), ("sparse-24-bitmask",)),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path: Path, config: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -614,6 +675,39 @@ def test_what_is_not_read_is_named(tmp_path: Path, config: dict[str, Any], words
     with pytest.raises(ValueError) as caught:
         Checkpoint.open(tmp_path)
     assert [word for word in ("config.json", *words) if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["nvfp4_modelopt", "nvfp4_compressed"])
+def test_other_names_of_the_quantization(name: str, tmp_path: Path) -> None:
+    """ModelOpt's own file, and compressed-tensors' older key; without arithmetic of transforms and sparsity."""
+    _, real = write(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = config.pop("quantization_config")
+    if name == "nvfp4_modelopt":
+        own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    else:
+        config["compression_config"] = quantized | {"transform_config": {}, "sparsity_config": {"format": "dense"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 1), 0)[0]
+    assert found.scheme.name == LAYOUTS[name].scheme
+    assert torch.equal(dequantize_weight(found.w2, found.scheme)[0], real[base(0, "down")])
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8_static"])
+def test_biases_without_a_place(name: str, tmp_path: Path) -> None:
+    """Zeros, as AutoGPTQ writes them, are left out everywhere; others are an error on every rank."""
+    tensors, real = write(tmp_path, name)
+    biases = {f"{base(e, part)}.bias": torch.zeros(1) for e in range(EXPERTS) for part in ("gate", "up", "down")}
+    save_file(tensors | biases, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    found = ExpertWeights.from_pretrained(checkpoint, Placement.linear(EXPERTS, 3), 0)[0]
+    assert torch.equal(dequantize_weight(found.w2, found.scheme)[0], real[base(0, "down")])
+    assert not [key for key in checkpoint.dense() if "bias" in key]
+    biases[f"{base(2, 'up')}.bias"] = torch.tensor([float("nan")])
+    save_file(tensors | biases, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{base(2, 'up')}.bias in .* is not zero"):
+        ExpertWeights.from_pretrained(tmp_path, Placement.linear(EXPERTS, 3), 0)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(96, 64), (2880, 32)])

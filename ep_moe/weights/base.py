@@ -179,4 +179,5 @@ class ExpertWeights(_Referable):
         chosen = None if scheme is None else get_scheme(scheme)
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint.open(directory)
         experts = read_experts(checkpoint, placement, rank, scheme=chosen, layers=layers, dtype=dtype, device=device)
-        return {layer: cls(**fields) for layer, fields in experts.items()}
+        constants = {layer: PerExpert(**fields.pop("constants", {})) for layer, fields in experts.items()}
+        return {layer: cls(**fields, per_expert=constants[layer]) for layer, fields in experts.items()}

@@ -94,6 +94,19 @@ class Checkpoint:
         return found
 
     @functools.cached_property
+    def _other_biases(self) -> dict[str, int]:
+        """Name of every bias of experts that the model has no place for -> its layer."""
+        weights = {".bias": (".weight",), "_bias": ("", "_blocks")}
+        return {
+            name: self._expert_tensors[f"{base}{suffix}"][0]
+            for name in self.tensors.keys() - self._expert_tensors.keys()
+            for end, suffixes in weights.items()
+            for base in [name.removesuffix(end)]
+            for suffix in suffixes
+            if base != name and f"{base}{suffix}" in self._expert_tensors
+        }
+
+    @functools.cached_property
     def layers(self) -> dict[int, Form]:
         """The MoE layers, ascending, and how each stores its experts.
 
@@ -138,8 +151,17 @@ class Checkpoint:
     def check_layer(self, layer: int) -> torch.dtype:
         """Check all E experts of a layer, not only this rank's, so that every rank raises the same error.
 
-        Returns: their dtype on disk. Errors: ValueError as of `find`, or for several dtypes. Local.
+        Returns: their dtype on disk. Errors: ValueError as of `find`, for several dtypes, and for a bias other than
+        zeros that the model has no place for. Local.
         """
+        with TensorReader() as reader:
+            for name in sorted(name for name, of in self._other_biases.items() if of == layer):
+                bias = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="cpu")
+                read_dequantized(reader, self.tensors[name], bias)
+                if bool(bias.any()):
+                    raise ValueError(
+                        f"{name} in {self.tensors[name].file} is not zero, and experts of this model have no biases"
+                    )
         first: AnyTensor | None = None
         for tensor in self.layers[layer]:
             if self.method is not None and "bias" in tensor.field and isinstance(first, QuantizedTensor):
@@ -194,7 +216,9 @@ class Checkpoint:
         for tensor, stored in self._parts(layer, field, expert):
             read_dequantized(reader, stored, tensor.place(out))
 
-    def read_stored(self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix) -> None:
+    def read_stored(
+        self, reader: TensorReader, layer: int, field: str, expert: int, out: StoredMatrix
+    ) -> list[torch.Tensor]:
         """Read a matrix of one expert as it is on disk; the `layer_scheme` of its layer must quantize.
 
         Columns that lie in another order than their groups (GPTQ's act-order) are sorted: in w2, and with them the rows
@@ -202,26 +226,22 @@ class Checkpoint:
 
         Args:
             field: "w13" or "w2". out: [W, H] or [H, I] in that scheme.
-        Errors: as of `read_matrix`; ValueError for global scales of gate and up that differ. Local; synchronizes with
-        the device of `out`.
+        Returns: the global scales [] of all tensors of the field, such as those of gate and up; `out` has the last one.
+        Errors: as of `read_matrix`. Local; synchronizes with the device of `out`.
         """
+        shared: list[torch.Tensor] = []
         device, scheme = out.values.device, self.layer_scheme(layer)
         [(_, down)] = self._parts(layer, "w2", expert)
         assert isinstance(down, QuantizedTensor)
         order = read_order(reader, down, device)
-        for index, (tensor, stored) in enumerate(self._parts(layer, field, expert)):
+        for tensor, stored in self._parts(layer, field, expert):
             assert isinstance(stored, QuantizedTensor)
             columns = order if field == "w2" else read_order(reader, stored, device)
             matrix = read_matrix(reader, stored, device, order=columns)
             for name, place in out.tensors.items():
                 part = getattr(matrix, name)
                 if name == "global_scale":
-                    if index and not torch.equal(place, part):
-                        raise ValueError(
-                            f"{stored.parts[name].name} in {stored.file} ({part.item()}) differs from that of the gate "
-                            f'({place.item()}): scheme="none" dequantizes'
-                        )
-                    place.copy_(part)
+                    shared.append(place.copy_(part).clone())
                     continue
                 view = tensor.place(place) if place.dim() else place
                 if name == "scale" and stored.method.stored.granularity == "block":
@@ -232,6 +252,7 @@ class Checkpoint:
                 elif field == "w13" and order is not None and view.dim():
                     part = part[order]
                 view.copy_(part.reshape(view.shape))
+        return shared
 
     def column_orders(self, reader: TensorReader, layer: int) -> torch.Tensor | None:
         """Of each expert, the columns of w13 as they are on disk in the order of their groups, [E, H] int64; None if
@@ -277,11 +298,11 @@ class Checkpoint:
 
         Args:
             dtype: of dequantized tensors; by default that of config.json, else float32.
-        Errors: ValueError for fp8 values that have no scale. Local.
+        Errors: ValueError for fp8 values that have no scale. Local. Biases of experts without a place are left out.
         """
         dense = {}
         for name, stored in self.tensors.items():
-            if name in self._expert_tensors:
+            if name in self._expert_tensors or name in self._other_biases:
                 continue
             quantized = isinstance(stored, QuantizedTensor)
             if stored.dtype.is_floating_point and stored.dtype.itemsize == 1 and not quantized:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind, MoEConfig, RoutingConfig, RoutingMethod
-from ep_moe.fields import shown
+from ep_moe.fields import shown, typed
 from ep_moe.weights.json_files import build_config, read_key, read_object
 
 ACTIVATIONS = {"silu": ActivationKind.SILU, "swish": ActivationKind.SILU, "gelu": ActivationKind.GELU}
@@ -230,7 +230,7 @@ Source = str | Path | Mapping[str, Any] | TransformersConfig
 
 
 def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
-    """Return config.json as a mapping, and its name in errors.
+    """Return config.json as a mapping, with the quantization of hf_quant_config.json, and its name in errors.
 
     Args:
         source: a checkpoint directory, the content of its config.json, or a transformers config.
@@ -243,7 +243,16 @@ def read_config(source: Source) -> tuple[Mapping[str, Any], str]:
     path = Path(source) / "config.json"
     if not path.is_file():
         raise ValueError(f"{source} has no config.json, so it is not a Hugging Face checkpoint directory")
-    return read_object(path), str(path)
+    found = read_object(path)
+    if found.get("quantization_config") is None:  # under other names of older releases
+        modelopt = path.with_name("hf_quant_config.json")
+        if found.get("compression_config") is not None:
+            found["quantization_config"] = found["compression_config"]
+        elif modelopt.is_file():
+            settings = typed(read_object(modelopt).get("quantization"), dict, f"{modelopt}: quantization")
+            if settings.get("quant_algo") is not None:
+                found["quantization_config"] = {"quant_method": "modelopt", **settings}
+    return found, str(path)
 
 
 def find_family(source: Source) -> Family:

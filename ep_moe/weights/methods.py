@@ -157,6 +157,13 @@ def _mxfp4(config: Config) -> Method:
 
 
 def _compressed_tensors(config: Config) -> Method:
+    for key in ("transform_config", "sparsity_config"):
+        changes = config.get(key)
+        without = isinstance(changes, Mapping) and (
+            changes.get("format") == "dense" or changes == {"config_groups": {}}
+        )
+        if changes and not without:
+            raise _UnreadError(config, key)
     groups = config.get("config_groups")
     if not (isinstance(groups, Mapping) and groups):
         raise _UnreadError(config, "config_groups")

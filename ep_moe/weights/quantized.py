@@ -215,6 +215,18 @@ def _scale_dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
     return FLOATS if stored.family == "integer" else (stored.scale_dtype,)
 
 
+def shared_scale(halves: torch.Tensor, stored: TensorFormat) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The global scales [L] of w13, and constants for `PerExpert`, of those of the gate and the up half [L, 2].
+
+    Halves with different ones are multiplied by their own behind the first GEMM, which has them apart; the scales of
+    the matrices are 1 then. Local; host sync.
+    """
+    if torch.equal(halves[:, 0], halves[:, 1]):
+        return halves[:, 0], {}
+    gate, up = (halves.reciprocal() if stored.global_scale == "divisor" else halves).t().contiguous()
+    return torch.ones_like(gate), {"w13_gate_output_scale": gate, "w13_output_scale": up}
+
+
 def _rows_of(part: StoredTensor, start: int, stop: int, tile_rows: int, num_rows: int) -> StoredTensor:
     """The rows of a part that rows [start, stop) of a weight of `num_rows` need; a part without rows is whole."""
     if not part.shape or part.shape[0] != math.ceil(num_rows / tile_rows):

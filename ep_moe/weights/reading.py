@@ -13,6 +13,7 @@ from ep_moe.config import DTYPES
 from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, StoredMatrix, quantize_weight
 from ep_moe.weights.checkpoint import Checkpoint
+from ep_moe.weights.quantized import shared_scale
 from ep_moe.weights.storage import TensorReader
 
 
@@ -28,7 +29,8 @@ def read_experts(
 ) -> dict[int, dict[str, Any]]:
     """Read one rank's experts. `ExpertWeights.from_pretrained` has the arguments and the errors.
 
-    Returns: layer -> the fields of `ExpertWeights`. Local; synchronizes with `device`.
+    Returns: layer -> the fields of `ExpertWeights`, with those of `PerExpert` as "constants". Local; synchronizes with
+    `device`.
     """
     directory = checkpoint.directory
     if placement.num_experts != checkpoint.config.num_experts:
@@ -76,8 +78,13 @@ def _read_layer(
                 checkpoint.read_field(reader, layer, field, expert, stack.values[position])
             continue
         if scheme == stored:
-            for position, expert in enumerate(experts):
+            shared = [
                 checkpoint.read_stored(reader, layer, field, expert, stack[position])
+                for position, expert in enumerate(experts)
+            ]
+            if stack.global_scale is not None and shared and len(shared[0]) > 1:
+                one, fields["constants"] = shared_scale(torch.stack([torch.stack(s) for s in shared]), scheme.weight)
+                stack.global_scale.copy_(one)
             continue
         matrix = torch.empty(shape, dtype=torch.float32 if stored.weight.quantized else dtype, device=device)
         stricter = stored.weight != scheme.weight == dataclasses.replace(stored.weight, power_of_two=True)

@@ -15,8 +15,8 @@ from ep_moe.config import DTYPES
 from ep_moe.engines.common.packed import Order, check_order, middle, rows_first, turn, values_of, zero_points
 from ep_moe.engines.common.weights import gate_above_up
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
-from ep_moe.weights import ExpertWeights
-from ep_moe.weights.quantized import SCALE_NAMES
+from ep_moe.weights import ExpertWeights, PerExpert
+from ep_moe.weights.quantized import SCALE_NAMES, shared_scale
 
 ACT_ORDER = "each expert has its own order of w13's columns, and tokens have one for all"
 
@@ -132,12 +132,13 @@ def weights_of(layer: Any, loaded: LoadedFormat) -> ExpertWeights:
         scheme=scheme,
         w13_bias=_bias(layer, "w13", loaded),
         w2_bias=_bias(layer, "w2", loaded),
+        per_expert=PerExpert(**_global_scale(layer, "w13", loaded)[1]),
         up_first=loaded.up_first,
     )
 
 
 def _matrix(layer: Any, name: str, values: torch.Tensor, loaded: LoadedFormat) -> StoredMatrix:
-    """The values of a matrix with their other parts. Errors: as of `_global_scale` and `check_order`."""
+    """The values of a matrix with their other parts. Errors: as of `check_order`."""
     stored, scale, zero = loaded.scheme.weight, _scale(layer, name, loaded), None
     if loaded.group_name:
         assert scale is not None
@@ -147,7 +148,7 @@ def _matrix(layer: Any, name: str, values: torch.Tensor, loaded: LoadedFormat) -
     elif stored.zero_point:
         assert scale is not None
         zero = middle(scale, stored)
-    return StoredMatrix(values, scale=scale, zero=zero, global_scale=_global_scale(layer, name, loaded))
+    return StoredMatrix(values, scale=scale, zero=zero, global_scale=_global_scale(layer, name, loaded)[0])
 
 
 def _bias(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
@@ -171,20 +172,15 @@ def _scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
     return scale.squeeze(-1) if stored.granularity == "channel" else scale
 
 
-def _global_scale(layer: Any, name: str, loaded: LoadedFormat) -> torch.Tensor | None:
+def _global_scale(layer: Any, name: str, loaded: LoadedFormat) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """The second scale of each matrix [L], a view; engines have one for each half of w13, [L, 2]. Host sync.
 
-    Errors: ValueError for halves with different ones.
+    Returns: as of `shared_scale`: constants if the halves have different ones, which are copies.
     """
     if not loaded.global_name:
-        return None
+        return None, {}
     scale: torch.Tensor = getattr(layer, f"{name}_{loaded.global_name}").data
-    if scale.dim() < 2:
-        return scale
-    different = int((scale != scale[:, :1]).any(1).sum())
-    if different:
-        raise ValueError(f"gate and up of {different} experts have different {name}_{loaded.global_name}")
-    return scale[:, 0]
+    return shared_scale(scale, loaded.scheme.weight) if scale.dim() > 1 and scale.shape[1] > 1 else (scale, {})
 
 
 def share_scale(layer: Any) -> None:

@@ -14,9 +14,9 @@ import torch
 from ep_moe.functional.formats import Flags
 from ep_moe.functional.sglang.layer_configs import READ, as_mapping, block_of, skips
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, get_scheme, with_block
-from ep_moe.weights import ExpertWeights
+from ep_moe.weights import ExpertWeights, PerExpert
 from ep_moe.weights.methods import method_of
-from ep_moe.weights.quantized import Method
+from ep_moe.weights.quantized import Method, shared_scale
 
 _FIELDS = ("w13", "w2")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of an expert's modules
@@ -252,9 +252,9 @@ def as_expert_weights(
 
     Scales for a tensor become those of its channels. Blocks become shorter if the last one of the gate's rows is short.
     Args: local: this rank's experts among all.
-    Errors: ValueError for global scales of gate and up that differ. Local; a host sync for these.
+    Local; a host sync for global scales of gate and up.
     """
-    scheme, fields = form.scheme, dict[str, Any]()
+    scheme, fields, constants = form.scheme, dict[str, Any](), dict[str, torch.Tensor]()
     intermediate = tensors["w13_bias"].shape[1] // 2 if "w13_bias" in tensors else tensors["w13_values"].shape[1] // 2
     if form.stored.granularity == "tensor" and not form.on_load:
         scheme = SCHEMES[_ONE_FOR_CHANNELS.get(scheme.name, scheme.name)]
@@ -266,11 +266,8 @@ def as_expert_weights(
             scale = _scales(form.stored, scheme.weight, scale, values.shape[1], field == "w13")
         shared = tensors.get(f"{field}_global_scale")
         if shared is not None and shared.dim() == 2:
-            if not torch.equal(shared[:, 0], shared[:, 1]):
-                raise ValueError(
-                    f"{field}_{form.names['global_scale']} of gate and up differ: {shared.tolist()}; one for both"
-                )
-            shared = shared[:, 0].contiguous()
+            shared, constants = shared_scale(shared, scheme.weight)
+            shared = shared.contiguous()
         fields[field] = StoredMatrix(values, scale=scale, global_scale=shared)
     first, second = (tensors.get(f"{field}_input_scale") for field in _FIELDS)
     return ExpertWeights(
@@ -280,6 +277,7 @@ def as_expert_weights(
         w2_bias=tensors.get("w2_bias"),
         w13_input_scale=None if first is None else first.amax().reshape(1),
         w2_input_scale=None if second is None else second[local].contiguous(),
+        per_expert=PerExpert(**constants),
         up_first=up_first,
     )
 
