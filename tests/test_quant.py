@@ -563,6 +563,13 @@ def test_weights_alone_are_quantized() -> None:
     stored = quantize_weight(weight, divided)
     assert stored.global_scale is not None
     torch.testing.assert_close(stored.global_scale, 2688 / weight.abs().amax(dim=(1, 2)))
+    infinite = weight.clone()
+    infinite[:, 5, 16:32] = -math.inf
+    rest = torch.cat([weight[:, :5], weight[:, 6:], weight[:, 5:6, 32:].repeat(1, 1, 2)], dim=1)
+    torch.testing.assert_close(quantize_weight(infinite, divided).global_scale, 2688 / rest.abs().amax(dim=(1, 2)))
+    tiny = quantize_weight(weight * torch.tensor([0.0, 1e-20])[:, None, None], divided)  # at most 2688 / 1e-10
+    assert tiny.global_scale is not None
+    torch.testing.assert_close(tiny.global_scale, torch.full((2,), 2.688e13), rtol=1e-6, atol=0)
     real = dequantize_weight(stored, divided)
     torch.testing.assert_close(real, dequantize_weight(multiplied, SCHEMES["nvfp4"]))
 
