@@ -113,7 +113,7 @@ PRELOADING = """
 import sys
 from ep_moe.launch import launch
 from target_of_a_launch import target
-env = {"EP_MOE_TEST": "given"}
+env = {"EP_MOE_TEST": "given", "TRITON_INTERPRET": "1"}
 print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_module", *sys.argv[1:])))
 """
 
@@ -121,7 +121,8 @@ print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_modu
 def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProcess[str]":
     """Launch with these modules preloaded, in a new process, as only a process's first launch uses them."""
     source = "import os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
-    source += "def target(group):\n    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST']\n"
+    source += "def target(group):\n    import triton.language as tl\n"  # whose functions are made for its interpreter, or not
+    source += "    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST'], type(tl.sum).__name__\n"
     (folder / "target_of_a_launch.py").write_text(source)
     (folder / "broken_module.py").write_text("raise ValueError('broken')\n")
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
@@ -131,7 +132,8 @@ def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProce
 
 def test_ranks_share_what_is_preloaded(tmp_path: Path) -> None:
     done = launch_preloading(tmp_path, "target_of_a_launch")
-    assert done.stdout == "(True, None, 'given') (True, None, 'given')\n", done.stderr
+    expected = "(True, None, 'given', 'InterpretedFunction')"
+    assert done.stdout == f"{expected} {expected}\n", done.stderr
 
 
 def test_a_failure_to_preload_is_named(tmp_path: Path) -> None:
@@ -140,6 +142,36 @@ def test_a_failure_to_preload_is_named(tmp_path: Path) -> None:
     assert "ValueError: broken" in lines
     assert lines[-1].startswith("RuntimeError: the server that forks ranks has ended")
     assert lines[-1].endswith("(modules to preload: no_such_module, broken_module)")
+
+
+NO_TRITON = """
+import sys
+class NoTriton:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTriton())
+"""
+ON_TORCH = """
+import sys, torch, test_layer
+from ep_moe.cli import app
+arguments = "linear", "none", test_layer.Layout.COMPACT, torch.float32
+parts = test_layer.launch(test_layer.run_layer, *arguments, num_ranks=2, device="cpu")
+print(test_layer.worst_row_error(torch.cat(parts, dim=1)[0], test_layer.expected(torch.float32)))
+app(["run", "--nproc", "1", "--device", "cpu", "--config", sys.argv[1]])
+"""
+
+
+def test_everything_on_a_cpu_does_without_triton(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_TRITON)  # Python imports it in every process
+    (tmp_path / "small.toml").write_text('[run]\nprompts = ["In"]\nnew_tokens = [2]\nteacher_tokens = 8\n')
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))}
+    command = [sys.executable, "-c", ON_TORCH, str(tmp_path / "small.toml")]
+    done = subprocess.run(command, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    error, *report = done.stdout.splitlines()
+    assert float(error) < 1e-6, done.stderr
+    assert done.returncode == 0
+    assert any("tokens equal" in line for line in report), done.stdout
 
 
 def fail_on_rank_1(group: EPGroup, how: str) -> None:

@@ -3,10 +3,12 @@
 import functools
 import importlib.util
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
-from ep_moe.experts.grouped_gemm import CallShape
+if TYPE_CHECKING:  # it imports Triton
+    from ep_moe.experts.grouped_gemm import CallShape
 
 CAPABILITY = (9, 0)
 # expected of an expert, by bytes of an element: with fewer, Triton's kernels read the weights as fast
@@ -35,7 +37,7 @@ def is_hopper(device: torch.device) -> bool:
     return found and torch.cuda.get_device_capability(device) == CAPABILITY
 
 
-def obstacle(shape: CallShape) -> str | None:
+def obstacle(shape: "CallShape") -> str | None:
     """The reason why the kernels do not compute calls of this shape; None if they do. Local."""
     rows, weight = shape.scheme.payload, shape.scheme.weight
     if shape.decodes or rows.family not in ("none", "scaled") or shape.row_dtype not in _ROW_DTYPES:
