@@ -13,11 +13,13 @@ from unittest import mock
 import pytest
 import torch
 from no_memory import NoMemory
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_moe.config import ActivationConfig, GroupConfig, Layout, MoEConfig, RoutingConfig, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError, launch
 from ep_moe.layer import ExpertParallelMoE, warmup
+from ep_moe.local_moe import local_moe
 from ep_moe.placement import Placement, create_placement
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing, route
@@ -253,6 +255,41 @@ def test_one_rank_alone_refuses_what_is_no_tensor() -> None:
         with pytest.raises(ValueError, match=words):
             call()
         assert torch.equal(layer(x, logits), sound)
+
+
+class CountsMeta(TorchDispatchMode):
+    """Counts operators that run on a meta device, whose conversions import hundreds of modules."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.count += any(isinstance(given, torch.Tensor) and given.is_meta for given in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1)], ids=["identity", "permuted"])
+def test_another_device_is_refused_before_anything_runs_there(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    weights = ExpertWeights(w13=StoredMatrix(torch.ones(4, 32, 16)), w2=StoredMatrix(torch.ones(4, 16, 16)))
+    sizes = TransportConfig(hidden=16, max_tokens_per_rank=4, dtype=torch.float32)
+    transport = create_transport("local", EPGroup.single("cpu"), Placement(order, (0, 4)), sizes)
+    routing = RoutingConfig(method=1, num_topk=2)
+    layer = ExpertParallelMoE(MoEConfig(hidden=16, intermediate=16, num_experts=4, routing=routing), weights, transport)
+    x, logits = torch.ones(2, 16), torch.ones(2, 4)
+    far = Routing(topk_ids=torch.ones(2, 2, dtype=dtype, device="meta"), topk_weights=torch.ones(2, 2, device="meta"))
+    calls = {
+        "topk_ids is on meta on rank 0, the transport on cpu": lambda: layer.forward_routed(
+            x, far.topk_ids, far.topk_weights
+        ),
+        "router_logits is on meta on rank 0, the transport on cpu": lambda: layer(x, logits.to("meta")),
+        "hidden_states is on meta on rank 0, the transport on cpu": lambda: layer(x.to("meta"), logits),
+        "topk_ids is on meta, x on cpu": lambda: local_moe(x, far, weights, layer.experts),
+    }
+    for message, call in calls.items():
+        with CountsMeta() as mode, pytest.raises(ValueError, match=message):
+            call()
+        assert mode.count == 0
+    assert layer(x, logits).isfinite().all()
 
 
 def count_on_rank(group: EPGroup, scheme: str, static: bool) -> list[str]:

@@ -23,6 +23,7 @@ from ep_moe.quant import Quantized, get_scheme, quantize
 from ep_moe.routing import Routing, apply_weights_to_input, make_routing, route, to_physical
 from ep_moe.tensors import check_tensor
 from ep_moe.transport import Transport
+from ep_moe.transport.checks import check_device
 from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights
 
@@ -352,12 +353,14 @@ class ExpertParallelMoE(torch.nn.Module):
     ) -> tuple[torch.Tensor | Quantized, Routing]:
         """Check the input; return the tokens for the transport, scaled by router weights or quantized as configured,
         and the routing with physical ids. Local."""
-        check_tensor(hidden_states, "hidden_states")
+        rank, device = self.transport.rank, self.transport.device
+        names = ("topk_ids", "topk_weights") if len(router) == 2 else ("router_logits",)
+        for name, value in zip(("hidden_states", *names), (hidden_states, *router), strict=True):
+            check_tensor(value, name)
+            check_device(value, name, rank, device)  # first: a conversion on a meta device imports for seconds
         shape = hidden_states.shape
         if len(shape) != 2:
-            raise ValueError(
-                f"hidden_states is {tuple(shape)} on rank {self.transport.rank}, expected [num_tokens, hidden]"
-            )
+            raise ValueError(f"hidden_states is {tuple(shape)} on rank {rank}, expected [num_tokens, hidden]")
         routing = self._place(*router) if len(router) == 2 else self._route(shape[0], router[0])
         x: torch.Tensor | Quantized = hidden_states
         if self.config.apply_router_weight_on_input:
@@ -378,7 +381,6 @@ class ExpertParallelMoE(torch.nn.Module):
         routing = self.config.routing
         if routing is None:
             raise ValueError("the layer has no routing config: call forward_routed, with topk_ids and topk_weights")
-        check_tensor(router_logits, "router_logits")
         if router_logits.shape != (num_tokens, self.config.num_experts):
             expected = num_tokens, self.config.num_experts
             raise ValueError(

@@ -308,6 +308,9 @@ def _check(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeights
     values = x.values if isinstance(x, Quantized) else x
     if values.shape[0] != num_rows:
         raise ValueError(f"topk_ids has {num_rows} rows, x is {tuple(values.shape)}")
+    for name, tensor in (("topk_ids", routing.topk_ids), ("w13", weights.w13.values)):
+        if tensor.device != values.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {values.device}")
     if tokens_in_sum > 1 and layout is Layout.FLAT:
         raise ValueError(f"x is {tuple(values.shape)}, {tokens_in_sum} rows a token, which layout flat does not sum")
     return PackingSizes(

@@ -72,8 +72,13 @@ def check_dispatch(given: DispatchArguments, config: TransportConfig, rank: int,
     if num_tokens is not None and (num_tokens.dtype != torch.int32 or num_tokens.numel() != 1):
         raise ValueError(f"num_tokens is {tuple(num_tokens.shape)} {num_tokens.dtype}, needed is 1 number of int32")
     for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
+        check_device(tensor, name, rank, device)
+
+
+def check_device(tensor: torch.Tensor, name: str, rank: int, device: torch.device) -> None:
+    """Raise ValueError unless a tensor is on the transport's device. Local, no host sync."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} on rank {rank}, the transport on {device}")
 
 
 def first_tokens(
