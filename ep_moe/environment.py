@@ -117,6 +117,14 @@ class LaunchEnv:
         )
 
 
+SECRET = "EP_MOE_LAUNCH_SECRET"
+
+
+def launch_secret(environ: Mapping[str, str] | None = None) -> str:
+    """What the ranks of a launch share and nobody else knows: EP_MOE_LAUNCH_SECRET, "" if it is not set."""
+    return (os.environ if environ is None else environ).get(SECRET, "")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PluginConfig:
     """Options of the plug-ins of serving engines, as the environment sets them.

@@ -14,6 +14,7 @@
 #   MASTER_PORT  free port on node 0; default 29500; ignored with one node, which picks a free port
 #   JOIN_SECS    how long nodes wait for one another; default 300
 #   PYTHON       the interpreter; default python3
+#   EP_MOE_LAUNCH_SECRET  any text that only the ranks know, the same on every node; default: a new one with one node
 set -euo pipefail
 
 python=${PYTHON:-python3}
@@ -34,6 +35,8 @@ fi
 
 if ((nnodes <= 1)); then
     rendezvous=(--standalone)
+    EP_MOE_LAUNCH_SECRET=${EP_MOE_LAUNCH_SECRET:-$("$python" -c 'import secrets; print(secrets.token_hex(16))')}
+    export EP_MOE_LAUNCH_SECRET
 else
     [[ -n ${NODE_RANK:-} ]] || fail "NNODES is $nnodes: set NODE_RANK to the index of this node, 0 to $((nnodes - 1))"
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES is $nnodes: set MASTER_ADDR to the host name or address of node 0"

@@ -1,5 +1,8 @@
 """A group names the lost rank, whichever it is and however it was lost."""
 
+import contextlib
+import dataclasses
+import json
 import multiprocessing
 import os
 import pickle
@@ -8,18 +11,26 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake_rows import continuation, lead
 
 from ep_moe.config import GroupConfig
-from ep_moe.environment import LaunchEnv
+from ep_moe.engines.transformers.decoding.passes import Shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
+from ep_moe.environment import SECRET, LaunchEnv
 from ep_moe.group import EPGroup, PeerLostError, store
 from ep_moe.group.joining import check_nodes
+from ep_moe.group.watch import Watch
+from ep_moe.group.wire import decode, encode
 from ep_moe.launch import RankFailedError, launch, run_rank
+from ep_moe.serving.channel import PlanChannel
+from ep_moe.serving.scheduler import Generation
 
 CONFIG = GroupConfig(timeout_secs=3.0, heartbeat_secs=0.2)
 SLACK_SECS = 2.0
@@ -129,6 +140,109 @@ def test_collectives(num_ranks: int) -> None:
     gathered = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(num_ranks)]
     expected = (gathered, [num_ranks, sum(range(num_ranks))], list(range(num_ranks)))
     assert results == [expected] * num_ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+    """A value whose pickle makes a folder where it is read."""
+
+    folder: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def test_values_travel_between_ranks(tmp_path: Path) -> None:
+    start = RowStart(row=1, prompt=(5, 2**62), max_new_tokens=3, temperature=0.1, seed=-1)
+    plan = RowsPlan(
+        ended=((), (2,)), starts=((start,), ()), passes=1, shapes=(Shape(rows=1, capacity=2, sampled=True),)
+    )
+    found = {
+        "text": "\ud800 \N{SNOWMAN}",
+        3: {"of": [float("-inf"), 1e-308]},
+        (1, None): {4, 5},
+        b"\xff": frozenset("a"),
+    }
+    for value in (plan, found, [], {}, (), ((),), {"tuple": [1]}, [True, 1, 1.0]):
+        again = decode(encode(value), RowsPlan, RowStart, Shape)
+        assert (again, str(again), type(again)) == (value, str(value), type(value))
+    evil = Executed(str(tmp_path / "read"))
+    refused = [
+        pickle.dumps(evil),
+        pickle.dumps(plan),
+        b"",
+        b"{",
+        b"[" * 10**5,
+        b"\xff",
+        b'{"tuple": 1}',
+        b'{"dict": [[[], 1]]}',
+    ]
+    refused += [b"{}", b'{"tuple": [], "set": []}', b'{"Executed": ["x"]}', b'{"RowStart": [1]}', b'{"bytes": "0"}']
+    for data in refused:
+        with pytest.raises(ValueError, match="is nothing that a rank has sent"):
+            decode(data, RowsPlan, RowStart, Shape)
+    assert not (tmp_path / "read").exists()
+    for value in (evil.__reduce__, torch.ones(1), {1: [torch.float32]}):
+        with pytest.raises(ValueError, match="which ranks do not send to each other"):
+            EPGroup.single("cpu").all_gather_object(value)
+
+
+def write_as_a_stranger(folder: str, num_ranks: int) -> None:
+    """Send pickles and plans to ranks, and tell them of deaths, with what the store tells to everyone who asks."""
+    foreign = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    told: Any = foreign
+    assert not any(os.environ[SECRET] in key for key in told.list_keys())
+    names = {"ep_moe/world/0/watch", *(key.removesuffix("/beat/0") for key in told.list_keys() if "/beat/0" in key)}
+    assert len(names) == 2
+    forged = encode(RowsPlan(ended=((0, 1, 2, 3),) * num_ranks, starts=((),) * num_ranks))
+    for message in (pickle.dumps(Executed(folder)), forged, encode((1, [[7]]))):
+        for name in (f"{name}/store/{number}" for name in names for number in range(1, 4)):
+            for rank in range(num_ranks):
+                told.queue_push(f"{name}/plans/{rank}", message)
+            told.queue_push(f"{name}/answers", message)
+    foreign.set("ep_moe/deaths", json.dumps([[0, "was forged"]]))
+    foreign.set("ep_moe/world/0/watch/failure", json.dumps([[0], "plan", 1, "was forged"]))
+
+
+def lead_beside_a_stranger(group: EPGroup, folder: str) -> list[list[int]]:
+    if group.rank == 1:
+        write_as_a_stranger(folder, group.num_ranks)
+    group.barrier()
+    return lead(group, "close")
+
+
+def test_a_stranger_at_the_store_neither_runs_code_nor_changes_plans(tmp_path: Path) -> None:
+    config, folder = GroupConfig(timeout_secs=20), tmp_path / "read"
+    attacked = launch(lead_beside_a_stranger, str(folder), num_ranks=2, config=config, device="cpu")
+    assert attacked[0] == [continuation(Generation(prompt=(n,) * n, max_new_tokens=n)) for n in range(1, 21)]
+    assert not folder.exists()
+
+
+def test_without_a_secret_what_strangers_write_is_a_named_error(tmp_path: Path) -> None:
+    """As under torchrun, which has nothing that its ranks alone know."""
+    shared = store.serve_store("127.0.0.1", 0, 5.0)
+    foreign: Any = dist.TCPStore("127.0.0.1", shared.port, wait_for_workers=False)
+    names = iter(["plans", "answers"])
+    group: Any = SimpleNamespace(
+        rank=1,
+        num_ranks=2,
+        connect_store=lambda: dist.PrefixStore(next(names), shared.clone()),
+        check=lambda: None,
+        waiting=lambda *_: contextlib.nullcontext(),
+    )
+    channel = PlanChannel(group)
+    foreign.queue_push("plans/plans/1", pickle.dumps(Executed(str(tmp_path / "read"))))
+    with pytest.raises(ValueError, match="is nothing that a rank has sent"):
+        channel.receive()
+    assert not (tmp_path / "read").exists()
+    watch = Watch(dist.PrefixStore("w", shared), rank=0, world_ranks=(0,), config=CONFIG, local_rank=0, secret="")
+    watch.meet(5.0)
+    foreign.set("w/failure", pickle.dumps("no rank"))
+    deadline = time.monotonic() + 5
+    while watch.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "the launcher's store holds what no rank wrote" in str(watch.failure)
+    watch.close()
 
 
 def be_slow(group: EPGroup) -> tuple[float, list[int]]:

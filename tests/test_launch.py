@@ -121,9 +121,7 @@ print(*launch(target, num_ranks=2, device="cpu", env=env, preload=("no_such_modu
 def launch_preloading(folder: Path, *preload: str) -> "subprocess.CompletedProcess[str]":
     """Launch with these modules preloaded, in a new process, as only a process's first launch uses them."""
     source = "import os\nIMPORTER, SEEN = os.getpid(), os.environ.get('EP_MOE_TEST')\n"
-    source += (
-        "def target(group):\n    import triton.language as tl\n"  # whose functions are made for its interpreter, or not
-    )
+    source += "def target(group):\n    import triton.language as tl\n"  # its functions are for the interpreter, or not
     source += "    return IMPORTER == os.getppid(), SEEN, os.environ['EP_MOE_TEST'], type(tl.sum).__name__\n"
     (folder / "target_of_a_launch.py").write_text(source)
     (folder / "broken_module.py").write_text("raise ValueError('broken')\n")

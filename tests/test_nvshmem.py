@@ -3,6 +3,7 @@
 The transport itself runs in the interpreter (`nvlink/test_puts.py`) and on GPUs (below).
 """
 
+import ctypes
 import dataclasses
 import importlib.util
 import os
@@ -38,7 +39,7 @@ class FakeLibrary:
         (folder / "libnvshmem_device.bc").touch()
         core = types.SimpleNamespace(
             get_version=lambda: types.SimpleNamespace(libnvshmem_version=version),
-            get_unique_id=lambda: "uid",
+            get_unique_id=self.unique_id,
             init=self.init,
         )
         bindings = types.SimpleNamespace(malloc=self.malloc, free=lambda at: self.calls.append(("free", at)))
@@ -53,9 +54,14 @@ class FakeLibrary:
             "cuda.pathfinder": types.SimpleNamespace(load_nvidia_dynamic_lib=lambda name: library),
         }
 
+    def unique_id(self, empty: bool) -> Any:
+        """An id of 128 bytes at `ptr`, as that of nvshmem4py."""
+        memory = ctypes.create_string_buffer(b"none" if empty else b"of rank 0", 128)
+        return types.SimpleNamespace(ptr=ctypes.addressof(memory), memory=memory)
+
     def init(self, **options: Any) -> None:
         """Start, or wait for ranks that do not come."""
-        self.calls.append(("init", options["uid"], options["rank"], options["nranks"]))
+        self.calls.append(("init", options["uid"].memory.value, options["rank"], options["nranks"]))
         if self._hangs:
             threading.Event().wait(100)
 
@@ -154,8 +160,8 @@ def test_a_heap_that_is_too_small_allocates_nothing(tmp_path: Path) -> None:
     assert full == "NVSHMEM's symmetric heap has no room for 2000 bytes on rank 0"
     assert other_ranks.startswith("NVSHMEM was started for other ranks than the 2 of this group")
     # the full heap was asked; the memory is freed once, when both have given it up
-    assert calls == [("init", "uid", 0, 2), ("malloc", 3000), ("malloc", 2000), ("free", 8192)]
-    assert other_calls == [("init", "uid", 1, 2), *calls[1:]]
+    assert calls == [("init", b"of rank 0", 0, 2), ("malloc", 3000), ("malloc", 2000), ("free", 8192)]
+    assert other_calls == [("init", b"of rank 0", 1, 2), *calls[1:]]
 
 
 @pytest.mark.parametrize(

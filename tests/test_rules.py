@@ -30,6 +30,11 @@ ALONE = {
     "getenv": set(),
     "tomllib": {"config"},
     "tomli": {"config"},
+    # what runs code of its bytes' sender; those of a launch come through a pipe of its own, or Ray's
+    "pickle": {"launch"},
+    **dict.fromkeys(("cloudpickle", "dill", "marshal", "shelve", "allow_pickle"), set()),
+    **dict.fromkeys(("broadcast_object_list", "scatter_object_list", "gather_object"), set()),
+    **dict.fromkeys(("send_object_list", "recv_object_list"), set()),
 }
 
 MOST_PARAMETERS, MOST_KERNEL_PARAMETERS = 10, 30
@@ -149,10 +154,46 @@ def test_only_its_room_uses(name: str) -> None:
         room_of(path)
         for path, nodes in package().items()
         for node in nodes
-        if name in (getattr(node, "attr", None), getattr(node, "id", None))
+        if name in (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None))
         or (isinstance(node, ast.alias) and node.name == name)
     }
     assert users <= ALONE[name]
+
+
+def unsafe_reads(nodes: Iterable[ast.AST]) -> list[str]:
+    """Where torch unpickles: `torch.load` but for weights, and its own gathering of objects, unlike that of a group."""
+    found = []
+    for node in nodes:
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        safe = isinstance(node, ast.Call) and any(
+            word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords
+        )
+        if (name == "torch.load" and not safe) or name.endswith(("dist.all_gather_object", "d.all_gather_object")):
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found += [alias.name for alias in node.names if alias.name in ("load", "all_gather_object")]
+    return found
+
+
+def test_nothing_is_unpickled() -> None:
+    assert [text for path, nodes in package().items() for text in listed(path, unsafe_reads(nodes))] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "dist.all_gather_object(found, mine)",
+        "torch.distributed.all_gather_object(found, mine)",
+        "from torch.distributed import all_gather_object",
+    ],
+)
+def test_the_rule_of_pickles_sees(source: str) -> None:
+    assert len(unsafe_reads(parsed(source))) == 1
+    assert (
+        unsafe_reads(parsed("group.all_gather_object(1), torch.load(path, weights_only=True), json.load(file)")) == []
+    )
 
 
 # torch's functions that make tensors on the default device, and those that make them of the default dtype: engines set

@@ -42,7 +42,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
             model, session = load_expert_parallel(group, engine)
         with clock.phase("expert_parallel"), group.guard("eval"):
             nats = _total_nats(model, mine, group.device, progress, session)
-        expert_load, scheme = session.expert_load.cpu(), session.scheme
+        expert_load, scheme = session.expert_load.tolist(), session.scheme
         quantized = any(layer.scheme.weight.quantized for layer in session.layers)
         session.destroy()
         del model, session
@@ -75,7 +75,7 @@ def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig)
         "predicted_tokens": predicted,
         "nats_per_byte": loss,
         "bits_per_byte": loss / math.log(2),
-        "expert_load": torch.stack([part["expert_load"] for part in parts]).sum(0).tolist(),
+        "expert_load": torch.tensor([part["expert_load"] for part in parts]).sum(0).tolist(),
         "times": {f"{name}_secs": max(part["secs"][name] for part in parts) for name in parts[0]["secs"]},
     }
     if config.whole:

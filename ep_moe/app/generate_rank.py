@@ -63,7 +63,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
                     piece = TextStream(tokenizer, prompt=ids_of[index]).push(tokens.tolist(), LENGTH)
                     made[index] = (piece.text, piece.num_tokens)
         progress.update(task, completed=len(turns) * config.max_new_tokens)
-        expert_load = session.expert_load.cpu()
+        expert_load = session.expert_load.tolist()
         memory = None if decoder is None else decoder.memory
         session.destroy()
     parts = group.all_gather_object({"made": made, "expert_load": expert_load, "secs": dict(clock.secs)})
@@ -75,7 +75,7 @@ def generate_rank_main(group: EPGroup, engine: EngineConfig, config: GenerateCon
         "prompts": list(config.prompts),
         "text": [everything[index][0] for index in range(len(config.prompts))],
         "new_tokens": new_tokens,
-        "expert_load": torch.stack([part["expert_load"] for part in parts]).sum(0).tolist(),
+        "expert_load": torch.tensor([part["expert_load"] for part in parts]).sum(0).tolist(),
         "times": {
             "load_secs": max(part["secs"]["load"] for part in parts),
             "warm_up_secs": max(part["secs"]["warm_up"] for part in parts),

@@ -57,7 +57,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
             layer.phases = layer_clock
         with group.guard("generate"):
             ours = _trace(model, prompt_ids, new_tokens, windows, progress, clock=clock, session=session)
-        expert_load, scheme = session.expert_load.cpu(), session.scheme
+        expert_load, scheme = session.expert_load.tolist(), session.scheme
         owners = _owners(session)
         session.destroy()
         del model, session, layer
@@ -171,7 +171,7 @@ def _report(
         for name in ("load", "generate", "teacher_forced", "whole_model")
     }
     layer_phases = {f"{name}_secs": max(part["layer_secs"][name] for part in parts) for name in LAYER_PHASES}
-    expert_load = torch.stack([part["expert_load"] for part in parts]).sum(0)
+    expert_load = torch.tensor([part["expert_load"] for part in parts]).sum(0)
     return {
         "ok": tokens_equal and largest <= config.max_logit_diff,
         "world_size": len(parts),

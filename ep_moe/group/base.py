@@ -1,7 +1,6 @@
 """`EPGroup`: the ranks of a group, their devices, its collectives and waits."""
 
 import contextlib
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from ep_moe.group.errors import PeerLostError
 from ep_moe.group.joining import RankPlace, backend_of, drop_world, join_subset, join_world, pick_device
 from ep_moe.group.waiting import Waits
 from ep_moe.group.watch import Watch
+from ep_moe.group.wire import decode, encode
 
 DEFAULT_CONFIG = GroupConfig()
 
@@ -329,17 +329,22 @@ class EPGroup:
         return self._all_reduce(tensor, "all_reduce_sum")
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's picklable object, in rank order. Errors: PeerLostError. Collective, host sync."""
+        """Every rank's object, in rank order.
+
+        Args:
+            obj: None, a bool, number, str or bytes, or a list, tuple, set, frozenset or dict of these.
+        Errors: ValueError names an object of another type; PeerLostError. Collective, host sync.
+        """
         self.check_open()
+        data = bytearray(encode(obj))
         if self.process_group is None:
             return [obj]
-        data = bytearray(pickle.dumps(obj))
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         sizes = self._all_gather(size).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
         rows = self._all_gather(padded).cpu()
-        return [pickle.loads(row[:num].numpy().tobytes()) for row, num in zip(rows, sizes, strict=True)]
+        return [decode(row[:num].numpy().tobytes()) for row, num in zip(rows, sizes, strict=True)]
 
     @property
     def next_gather(self) -> tuple[str, int]:

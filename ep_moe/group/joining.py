@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
-from ep_moe.environment import LaunchEnv, shares_gpus
-from ep_moe.group.store import serve_store
+from ep_moe.environment import LaunchEnv, launch_secret, shares_gpus
+from ep_moe.group.store import secret_key, serve_store
 from ep_moe.group.watch import Watch
 
 MAX_SHARED_RANKS = 8  # of ranks that share GPUs: each has its own CUDA context and its turns on the GPU
@@ -72,20 +72,21 @@ def join_world(env: LaunchEnv, config: GroupConfig, device: torch.device) -> Wat
     else:
         timeout = datetime.timedelta(seconds=join_secs)
         store = dist.TCPStore(env.master_addr, env.master_port, wait_for_workers=False, timeout=timeout)
-    key = f"ep_moe/world/{env.restart_count}"
+    key, secret = f"ep_moe/world/{env.restart_count}", launch_secret()
     watch = Watch(
-        dist.PrefixStore(f"{key}/watch", store),
+        dist.PrefixStore(secret_key(secret, f"{key}/watch"), store),
         rank=env.rank,
         world_ranks=tuple(range(env.world_size)),
         config=config,
         local_rank=env.local_rank,
+        secret=secret,
         store_rank=None if env.store_is_hosted else 0,
     )
     try:
         watch.meet(join_secs)
         check_nodes([(beat.host, beat.local_rank) for beat in watch.beats()], env)
         try:
-            _init_world(dist.PrefixStore(f"{key}/group", store), env, config, device)
+            _init_world(dist.PrefixStore(secret_key(secret, f"{key}/group"), store), env, config, device)
         except RuntimeError as error:
             raise watch.explain(error, "connect", None) or error from error
     except BaseException:
@@ -127,10 +128,16 @@ def join_subset(process_group: dist.ProcessGroup, store: dist.Store, config: Gro
     """
     rank = process_group.rank()
     world_ranks = tuple(dist.get_process_group_ranks(process_group))
-    key = f"ep_moe/{process_group.group_name}/{'-'.join(map(str, world_ranks))}"
+    secret = launch_secret()
+    key = secret_key(secret, f"ep_moe/{process_group.group_name}/{'-'.join(map(str, world_ranks))}")
     nth = store.add(f"{key}/made/{rank}", 1)
     watch = Watch(
-        dist.PrefixStore(f"{key}/{nth}", store), rank=rank, world_ranks=world_ranks, config=config, local_rank=rank
+        dist.PrefixStore(f"{key}/{nth}", store),
+        rank=rank,
+        world_ranks=world_ranks,
+        config=config,
+        local_rank=rank,
+        secret=secret,
     )
     try:
         watch.meet(max(config.timeout_secs, JOIN_SECS))

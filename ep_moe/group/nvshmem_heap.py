@@ -4,6 +4,7 @@ It is set up through nvshmem4py. A process starts NVSHMEM once, for one group of
 collective, and would wait for a lost rank. NVSHMEM 3.4.5, API reference; nvshmem4py 0.4.1. Letters: R ranks.
 """
 
+import ctypes
 import dataclasses
 import logging
 import threading
@@ -23,6 +24,7 @@ NVSHMEM_VERSION = "3.4.5"
 DEVICE_LIBRARY = "libnvshmem_device"
 START_SECS = 60.0  # at least, for all ranks to start NVSHMEM: ranks that are lost are noticed earlier
 _ALIGNMENT_BYTES = 1024  # of a buffer's size
+_UNIQUE_ID_BYTES = 128  # nvshmemx_uniqueid_v1
 _POLL_SECS = 5e-3
 _INSTALL = "pip install 'ep-moe[nvshmem-cu13]' (or nvshmem-cu12)"
 _log = logging.getLogger(__name__)
@@ -159,8 +161,10 @@ def _start(group: EPGroup) -> _Started:
     import nvshmem.core
     from cuda.core import Device
 
-    uid = nvshmem.core.get_unique_id() if group.rank == 0 else None
-    uid, token = group.all_gather_object((uid, uuid.uuid4().hex))[0]
+    uid = nvshmem.core.get_unique_id(empty=group.rank != 0)
+    content = ctypes.string_at(uid.ptr, _UNIQUE_ID_BYTES)
+    content, token = group.all_gather_object((content, uuid.uuid4().hex))[0]
+    ctypes.memmove(uid.ptr, content.ljust(_UNIQUE_ID_BYTES), _UNIQUE_ID_BYTES)
     index = group.device.index or 0
 
     def start() -> None:
@@ -185,14 +189,14 @@ def _free_released(group: EPGroup, started: _Started) -> None:
 
 def _allocate(group: EPGroup, started: _Started, num_bytes: int) -> tuple[int, int]:
     """Allocate on every rank; returns the allocation's number and its address here. Collective."""
-    error: Exception | None = None
+    mine = "", ""
     try:
-        error = _why_too_small(group, started, num_bytes)
-    except ValueError as bad:
-        error = bad
-    found = next((each for each in group.all_gather_object(error) if each is not None), None)
-    if found is not None:
-        raise found
+        mine = "RuntimeError", _why_too_small(group, started, num_bytes)
+    except ValueError as error:
+        mine = "ValueError", str(error)
+    kind, reason = next((each for each in group.all_gather_object(mine) if each[1]), mine)
+    if reason:
+        raise (ValueError if kind == "ValueError" else RuntimeError)(reason)
     address = _collectively(group, "nvshmem_malloc", lambda: int(_bindings().malloc(num_bytes)))
     failed = [rank for rank, done in enumerate(group.all_gather_object(bool(address))) if not done]
     if failed:
@@ -203,20 +207,23 @@ def _allocate(group: EPGroup, started: _Started, num_bytes: int) -> tuple[int, i
     return started.count, address
 
 
-def _why_too_small(group: EPGroup, started: _Started, num_bytes: int) -> RuntimeError | None:
-    """The error of a rank whose heap cannot hold a buffer. Errors: ValueError for a bad environment variable. Local."""
+def _why_too_small(group: EPGroup, started: _Started, num_bytes: int) -> str:
+    """The reason why a rank's heap cannot hold a buffer, "" if it can. Local.
+
+    Errors: ValueError for a bad environment variable.
+    """
     env = NvshmemEnv.from_environ()
     used = sum(size for _, size in started.allocated.values())
     needs = f"transport 'nvshmem' needs {num_bytes} bytes of NVSHMEM's symmetric heap on rank {group.rank}"
     if used + num_bytes > env.heap_bytes:
-        return RuntimeError(
+        return (
             f"{needs}, beside {used} in use, which exceeds its limit of {env.heap_bytes} (environment variable "
             f"{env.variable})"
         )
     free, total = torch.cuda.mem_get_info(group.device) if group.device.type == "cuda" else (num_bytes, num_bytes)
     if num_bytes > free:
-        return RuntimeError(f"{needs}, and its GPU has {free} of {total} bytes free")
-    return None
+        return f"{needs}, and its GPU has {free} of {total} bytes free"
+    return ""
 
 
 def _collectively(group: EPGroup, phase: str, call: Callable[[], T]) -> T:

@@ -1,11 +1,14 @@
 """The store that ranks join through, which listens only on the address that they connect to.
 
-torch's own server listens on every interface, and anyone who reaches it could write to it that a rank is lost.
+torch's own server listens on every interface, and anyone who reaches it could write to it that a rank is lost. Other
+users of this machine, or hosts of the nodes' network, do reach ours: a secret of the launch, which ranks get from their
+launcher and never from the store, is part of every key, and no bytes of a store are read but as JSON.
 """
 
 import contextlib
 import datetime
 import errno
+import hmac
 import ipaddress
 import logging
 import socket
@@ -16,6 +19,15 @@ import torch.distributed as dist
 BACKLOG = 1024  # connections that wait to be accepted: all ranks connect at the same time
 
 _log = logging.getLogger(__name__)
+
+
+def secret_key(secret: str, name: str) -> str:
+    """The key, or prefix of keys, of this name in a launch with a secret; the name itself without one. Local.
+
+    A digest of both, which does not help to find other keys: a store lists its keys to everyone, though not those of
+    its queues.
+    """
+    return f"{name}/{hmac.digest(secret.encode(), name.encode(), 'sha256').hex()}" if secret else name
 
 
 def serve_store(host: str, port: int, timeout_secs: float) -> dist.TCPStore:

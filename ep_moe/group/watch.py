@@ -13,8 +13,9 @@ import torch.distributed as dist
 from ep_moe.config import GroupConfig
 from ep_moe.group.beats import Beat, Peer
 from ep_moe.group.errors import PeerLostError
+from ep_moe.group.store import secret_key
 
-# JSON [[world rank, reason], ...] in order of death, written by the launcher, which sees its processes end
+# JSON [[world rank, reason], ...] in order of death, by its `secret_key` of the launcher, which sees its processes end
 DEATHS_KEY = "ep_moe/deaths"
 STORE_SECS = 3.0  # how long the main thread waits for one turn (write and read) of the watch thread
 REASON_CHARS = 2000
@@ -37,6 +38,7 @@ class Watch:
         world_ranks: tuple[int, ...],
         config: GroupConfig,
         local_rank: int,
+        secret: str,
         store_rank: int | None = None,
     ) -> None:
         self.failure: PeerLostError | None = None
@@ -47,6 +49,7 @@ class Watch:
         self._local_rank = local_rank
         self._store_rank = store_rank
         self._host = socket.gethostname()
+        self._secret, self._deaths_key = secret, secret_key(secret, DEATHS_KEY)
         self._store = store.clone()
         self._base = getattr(self._store, "_underlying_non_prefix_store", self._store)
         self._keys = [f"beat/{peer}" for peer in range(len(world_ranks))] + ["failure"]
@@ -68,7 +71,7 @@ class Watch:
         # reading a key that does not exist would block, so each rank makes all of them before its first turn
         for key in self._keys:
             self._store.compare_set(key, "", "{}")
-        self._base.compare_set(DEATHS_KEY, "", "[]")
+        self._base.compare_set(self._deaths_key, "", "[]")
         self._thread = threading.Thread(target=self._run, name="ep_moe-watch", daemon=True)
         self._thread.start()
 
@@ -87,7 +90,7 @@ class Watch:
 
     def connect_store(self, name: str) -> Any:
         """A new connection to the group's store, under keys of that name."""
-        return dist.PrefixStore(name, self._store.clone())
+        return dist.PrefixStore(secret_key(self._secret, name), self._store.clone())
 
     def gone_ranks(self) -> tuple[int, ...]:
         """All ranks that the launcher has seen die, and those of `failure`."""
@@ -262,6 +265,9 @@ class Watch:
                     lost = PeerLostError((self._store_rank,), *self.where(), f"is gone with its store: {error}")
                 self._fail(self._proposal or lost)
                 return
+            except (ValueError, TypeError, KeyError) as error:
+                self._fail(PeerLostError((), *self.where(), f"the launcher's store holds what no rank wrote: {error}"))
+                return
             with self._turned:
                 self._turns += 1
                 self._turned.notify_all()
@@ -280,7 +286,7 @@ class Watch:
             sequence=self._sequence(),
         )
         self._store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(beat)))
-        deaths = json.loads(self._base.get(DEATHS_KEY))
+        deaths = json.loads(self._base.get(self._deaths_key))
         *beats, failure = self._store.multi_get(self._keys)
         now = time.monotonic()
         elapsed = min(now - self._polled_at, 2 * self._config.heartbeat_secs)

@@ -9,6 +9,7 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import sys
 import time
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
-from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, serve_store
+from ep_moe.environment import SECRET
+from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
 from ep_moe.launch.outcomes import Failure, Outcomes, describe
 from ep_moe.launch.rank import Target, run_rank
 from ep_moe.launch.signals import held_back, terminable
@@ -100,6 +102,7 @@ class _Ranks:
     def __init__(self, store: dist.TCPStore, num_ranks: int, grace_secs: float) -> None:
         self._store = store
         self._num_ranks = num_ranks
+        self._secret = secrets.token_hex(16)
         self._outcomes = Outcomes(num_ranks, grace_secs)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -120,6 +123,7 @@ class _Ranks:
                 "MASTER_PORT": self._store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,
                 "TORCHELASTIC_RESTART_COUNT": 0,
+                SECRET: self._secret,
             }
             rank_environ = environ | {name: str(value) for name, value in place.items()}
             receiver, sender = context.Pipe(duplex=False)
@@ -167,7 +171,8 @@ class _Ranks:
         try:
             outcome = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            self._store.set(DEATHS_KEY, self._outcomes.add_death(rank, self._how_it_died(rank)))
+            deaths = self._outcomes.add_death(rank, self._how_it_died(rank))
+            self._store.set(secret_key(self._secret, DEATHS_KEY), deaths)
             return
         except Exception as error:  # noqa: BLE001 - whatever unpickling a foreign class may raise
             outcome = Failure(error_type=type(error).__name__, message=f"its result cannot be unpickled: {error}")

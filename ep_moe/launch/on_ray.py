@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from ep_moe.config import GroupConfig
-from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, serve_store
+from ep_moe.environment import SECRET
+from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
 from ep_moe.launch.outcomes import Failure, Outcomes, describe
 from ep_moe.launch.rank import Target, run_rank
 from ep_moe.launch.ray_cluster import NodeRanks, check_nodes, connected, has_gpus
@@ -43,11 +45,12 @@ class ActorPlace:
 class _Store:
     """An actor that serves the store, on rank 0's node."""
 
-    def __init__(self, timeout_secs: float) -> None:
+    def __init__(self, timeout_secs: float, secret: str) -> None:
         import ray
 
         self._address = ray.util.get_node_ip_address()
         self._store = serve_store(self._address, 0, timeout_secs)
+        self._deaths_key = secret_key(secret, DEATHS_KEY)
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and port of the store."""
@@ -55,7 +58,7 @@ class _Store:
 
     def set_deaths(self, deaths: str) -> None:
         """Tell the surviving ranks."""
-        self._store.set(DEATHS_KEY, deaths)
+        self._store.set(self._deaths_key, deaths)
 
 
 class _Rank:
@@ -142,6 +145,7 @@ class RayRanks:
         """Reserve nodes and start the ranks; arguments as `launch_on_ray`."""
         import ray
 
+        secret = secrets.token_hex(16)  # it travels as Ray's arguments do, never through the store
         payload = pickle.dumps((target, args, self._config, "cuda" if self._gpus else "cpu"))
         self._reserve()
         actors = [self._create(_Rank, node) for node in range(self._nodes.num_nodes) for _ in range(self._per_node)]
@@ -149,10 +153,10 @@ class RayRanks:
         places = self._answers([actor.place.remote() for actor in actors], "ranks")
         order = sorted(range(len(actors)), key=lambda index: _by_node(places[index]))
         self._actors, self.places = [actors[index] for index in order], [places[index] for index in order]
-        self._store = self._create(_Store, order[0] // self._per_node, self._config.timeout_secs)
+        self._store = self._create(_Store, order[0] // self._per_node, self._config.timeout_secs, secret)
         [(address, port)] = self._answers([self._store.rendezvous.remote()], "the rendezvous")
         forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        shared = forwarded | dict(env or {}) | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        shared = forwarded | dict(env or {}) | {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secret}
         environs = [shared | self._place_of(rank) for rank in range(len(actors))]
         self._runs = [
             actor.run.remote(environ, ray.put(payload)) for actor, environ in zip(self._actors, environs, strict=True)

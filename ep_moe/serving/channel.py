@@ -5,16 +5,19 @@ for anything, while heartbeats still tell which rank is lost.
 """
 
 import datetime
-import pickle
 import queue
 import threading
 import time
 from typing import Any
 
+from ep_moe.engines.transformers.decoding.passes import Shape
+from ep_moe.engines.transformers.decoding.rows import RowsPlan, RowStart
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.group.waiting import SLICE_SECS
+from ep_moe.group.wire import decode, encode
 
-_CLOSED = pickle.dumps(None)
+_CLOSED = encode(None)
+Tokens = list[list[int]]
 _LONG = datetime.timedelta(days=20)  # the longest wait that fits the store's milliseconds
 
 
@@ -50,7 +53,8 @@ class _Inbox:
 class PlanChannel:
     """Rank 0's `send` and `collect`, and the other ranks' `receive` and `answer`, in turns.
 
-    Errors of all: PeerLostError names a rank that is lost. Made on all ranks in the same order; the waits are local.
+    Errors of all: PeerLostError names a rank that is lost; ValueError for bytes that no rank has sent. Made on
+    all ranks in the same order; the waits are local.
     """
 
     def __init__(self, group: EPGroup) -> None:
@@ -65,14 +69,14 @@ class PlanChannel:
                 _Inbox(answers, "answers", group.num_ranks - 1) if lead else _Inbox(plans, f"plans/{group.rank}", 1)
             )
 
-    def send(self, plan: Any) -> None:
+    def send(self, plan: RowsPlan | None) -> None:
         """Send a plan to all other ranks."""
         self._round += 1
-        message = pickle.dumps(plan)
+        message = encode(plan)
         for rank in range(1, self._group.num_ranks):
             self._outbox.queue_push(f"plans/{rank}", message)
 
-    def collect(self, result: Any) -> list[Any]:
+    def collect(self, result: Tokens) -> list[Tokens]:
         """Wait for the other ranks' results of the plan; returns all, in rank order, with rank 0's own."""
         group, results = self._group, {0: result}
         start, limit = time.monotonic(), self._group.config.timeout_secs
@@ -81,7 +85,7 @@ class PlanChannel:
             while len(results) < group.num_ranks:
                 message = self._poll()
                 if message is not None:
-                    rank, answer = pickle.loads(message)
+                    rank, answer = decode(message)
                     results[rank] = answer
                 elif time.monotonic() - start > limit:
                     missing = tuple(rank for rank in range(group.num_ranks) if rank not in results)
@@ -93,7 +97,7 @@ class PlanChannel:
         """Tell the other ranks that no plan follows; their `receive` returns None."""
         self.send(None)
 
-    def receive(self) -> Any:
+    def receive(self) -> RowsPlan | None:
         """Wait for the next plan, without a timeout; None if none follows."""
         self._round += 1
         with self._group.waiting("plan", self._round):
@@ -104,11 +108,12 @@ class PlanChannel:
         if message == _CLOSED:
             self._outbox.queue_push("answers", _CLOSED)
             return None
-        return pickle.loads(message)
+        plan: RowsPlan = decode(message, RowsPlan, RowStart, Shape)
+        return plan
 
-    def answer(self, result: Any) -> None:
+    def answer(self, result: Tokens) -> None:
         """Send this rank's result of the plan to rank 0."""
-        self._outbox.queue_push("answers", pickle.dumps((self._group.rank, result)))
+        self._outbox.queue_push("answers", encode((self._group.rank, result)))
 
     def _poll(self) -> bytes | None:
         """The next message; None if there is none for a moment and no rank is lost."""

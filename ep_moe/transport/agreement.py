@@ -13,8 +13,10 @@ def compare_ranks(group: EPGroup, placement: Placement, config: TransportConfig)
 
     The message holds the differing fields, with this rank's value and the other's. Collective, host sync.
     """
-    for rank, (their_placement, their_config) in enumerate(group.all_gather_object((placement, config))):
-        differences = [*_config_differences(config, their_config), *_placement_differences(placement, their_placement)]
+    options = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    maps = {"starts": placement.starts, "physical_to_logical": placement.physical_to_logical}
+    for rank, (their_options, their_maps) in enumerate(group.all_gather_object((options, maps))):
+        differences = [*_option_differences(options, their_options), *_map_differences(maps, their_maps)]
         if differences:
             raise ValueError(
                 f"rank {group.rank} and rank {rank} make the transport differently: {'; '.join(differences)}"
@@ -31,17 +33,16 @@ def check_waits_for_all(config: TransportConfig, waiting: str) -> None:
         raise ValueError(f"on_peer_loss ({config.on_peer_loss!r}) needs transport 'nvlink': {waiting} waits for all")
 
 
-def _config_differences(own: TransportConfig, theirs: TransportConfig) -> Iterator[str]:
-    for field in dataclasses.fields(own):
-        mine, other = getattr(own, field.name), getattr(theirs, field.name)
-        if mine != other:
-            yield f"{field.name} ({mine} and {other})"
+def _option_differences(own: dict[str, str], theirs: dict[str, str]) -> Iterator[str]:
+    for name, mine in own.items():
+        if mine != theirs[name]:
+            yield f"{name} ({mine} and {theirs[name]})"
 
 
-def _placement_differences(own: Placement, theirs: Placement) -> Iterator[str]:
+def _map_differences(own: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> Iterator[str]:
     """The first element at which the tuples of two placements differ: a whole tuple has hundreds of elements."""
-    for name in ("starts", "physical_to_logical"):
-        mine, other = getattr(own, name), getattr(theirs, name)
+    for name, mine in own.items():
+        other = theirs[name]
         if len(mine) != len(other):
             yield f"length of the placement's {name} ({len(mine)} and {len(other)})"
         elif mine != other:

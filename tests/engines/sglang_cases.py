@@ -183,7 +183,7 @@ def load_is_recorded(made: Any) -> None:
             mock.patch.object(dispatchers, "get_exec", return_value=moe),
         ):
             call(made, rows)
-    every = torch.cat(made.group.all_gather_object(rows.ids)).flatten()
+    every = torch.tensor(made.group.all_gather_object(rows.ids.tolist())).flatten()
     counts = torch.bincount(every, minlength=made.state.sizes.num_experts)
     first = made.group.rank * local
     wanted = counts[first : first + local].tolist()
@@ -296,8 +296,10 @@ def _shared_rows(made: Any, count: int) -> Rows:
 def _computed(made: Any, rows: Rows) -> torch.Tensor:
     """All experts by loops, with the weights of all ranks."""
     layer = made.experts[0]
-    own = (layer.w13_weight.data, layer.w2_weight.data)
-    w13, w2 = (torch.cat(parts) for parts in zip(*made.group.all_gather_object(own), strict=True))
+    own = [weight.data.tolist() for weight in (layer.w13_weight, layer.w2_weight)]
+    w13, w2 = (
+        torch.cat(list(map(torch.tensor, parts))) for parts in zip(*made.group.all_gather_object(own), strict=True)
+    )
     result = torch.zeros_like(rows.x)
     for token, (ids, weights) in enumerate(zip(rows.ids.tolist(), rows.weights, strict=True)):
         for expert, weight in zip(ids, weights, strict=True):
