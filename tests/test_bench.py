@@ -1029,8 +1029,9 @@ def rotated_rows(model: Any) -> None:
     combine = layer.transport.combine
 
     def combine_wrongly(*args: Any, **options: Any) -> torch.Tensor:
-        ranks = group.all_gather_object(combine(*args, **options))
-        return ranks[(group.rank + 1) % group.num_ranks]
+        mine = combine(*args, **options)
+        ranks = group.all_gather_object(mine.tolist())
+        return mine.new_tensor(ranks[(group.rank + 1) % group.num_ranks])
 
     layer.transport.combine = combine_wrongly
 

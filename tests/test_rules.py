@@ -160,16 +160,17 @@ def test_only_its_room_uses(name: str) -> None:
     assert users <= ALONE[name]
 
 
+OBJECTS_OF_TORCH = {f"{torch}.all_gather_object" for torch in ("dist", "torch.distributed", "dist.distributed_c10d")}
+
+
 def unsafe_reads(nodes: Iterable[ast.AST]) -> list[str]:
     """Where torch unpickles: `torch.load` but for weights, and its own gathering of objects, unlike that of a group."""
     found = []
     for node in nodes:
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        safe = isinstance(node, ast.Call) and any(
-            word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords
-        )
-        if (name == "torch.load" and not safe) or name.endswith(("dist.all_gather_object", "d.all_gather_object")):
-            found.append(ast.unparse(node))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("load", "all_gather_object"):
+            name, call = ast.unparse(node.func), ast.unparse(node)
+            if name in OBJECTS_OF_TORCH or (name == "torch.load" and "weights_only=True" not in call):
+                found.append(call)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             found += [alias.name for alias in node.names if alias.name in ("load", "all_gather_object")]
     return found
@@ -191,9 +192,7 @@ def test_nothing_is_unpickled() -> None:
 )
 def test_the_rule_of_pickles_sees(source: str) -> None:
     assert len(unsafe_reads(parsed(source))) == 1
-    assert (
-        unsafe_reads(parsed("group.all_gather_object(1), torch.load(path, weights_only=True), json.load(file)")) == []
-    )
+    assert unsafe_reads(parsed("group.all_gather_object(1), torch.load(path, weights_only=True), json.load(x)")) == []
 
 
 # torch's functions that make tensors on the default device, and those that make them of the default dtype: engines set
