@@ -227,6 +227,11 @@ class MoEConfig:
                 self.num_experts % self.routing.num_group == 0,
                 f"num_experts ({self.num_experts}) is not a multiple of num_group ({self.routing.num_group})",
             )
+            kept = self.num_experts // self.routing.num_group * self.routing.topk_group
+            require(
+                k <= kept,
+                f"num_topk ({k}) exceeds the {kept} experts in topk_group ({self.routing.topk_group}) groups",
+            )
             require(
                 k == 1 or not self.apply_router_weight_on_input,
                 f"apply_router_weight_on_input needs num_topk 1, got {k}",

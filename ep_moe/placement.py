@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ep_moe.fields import typed
+
 INT32 = torch.iinfo(torch.int32)
 
 
@@ -37,6 +39,8 @@ class Placement:
     _tensors: dict[Any, torch.Tensor] = dataclasses.field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("physical_to_logical", "starts"):
+            object.__setattr__(self, name, typed(getattr(self, name), tuple[int, ...], name))
         num_physical, present = len(self.physical_to_logical), sorted(set(self.physical_to_logical))
         if not present:
             raise ValueError("physical_to_logical () holds no expert; at least 1 is needed")
@@ -181,7 +185,7 @@ class Placement:
         return tensor
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
+        if not 0 <= typed(rank, int, "rank") < self.num_ranks:
             raise ValueError(f"rank ({rank}) is not in [0, num_ranks ({self.num_ranks}))")
 
 
@@ -191,6 +195,8 @@ def _first_index(values: tuple[int, ...]) -> dict[int, int]:
 
 
 def _check_sizes(num_experts: int, num_ranks: int) -> None:
+    typed(num_experts, int, "num_experts")
+    typed(num_ranks, int, "num_ranks")
     if num_experts < 1:
         raise ValueError(f"num_experts ({num_experts}) must be at least 1")
     if num_ranks < 1:
@@ -208,6 +214,6 @@ def create_placement(name: str, num_experts: int, num_ranks: int) -> Placement:
 
     Errors: ValueError for an unknown name or a number below 1. Local; every rank computes the same.
     """
-    if name not in PLACEMENTS:
+    if typed(name, str, "placement") not in PLACEMENTS:
         raise ValueError(f"placement ({name!r}) is not one of {', '.join(PLACEMENTS)}")
     return PLACEMENTS[name](num_experts, num_ranks)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
 from ep_moe.group import EPGroup
-from ep_moe.launch import RankFailedError, launch, run_rank
+from ep_moe.launch import RankFailedError, launch, local, run_rank
 
 CONFIG = GroupConfig(timeout_secs=4.0, heartbeat_secs=0.2)
 ROOT = Path(__file__).parent.parent
@@ -174,6 +174,28 @@ def test_everything_on_a_cpu_does_without_triton(tmp_path: Path) -> None:
     assert any("tokens equal" in line for line in report), done.stdout
 
 
+BARE = """
+import os, sys
+from ep_moe.launch import launch
+if sys.argv[1:]:
+    os.close(2)
+print(launch("target_of_a_launch:target", num_ranks=1, device="cpu"))
+"""
+
+
+def test_a_long_folder_and_no_stderr_do_not_matter(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    (tmp_path / "target_of_a_launch.py").write_text(
+        "import sys\ndef target(group):\n    return sys.stderr.write('x')\n"
+    )
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(folder)}
+    for shell, closes in (('"$@" 2>&-', []), ('"$@"', ["closes"])):
+        command = ["bash", "-c", shell, "bash", sys.executable, "-c", BARE, *closes]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, done.returncode) == ("[1]\n", 0), done.stderr
+
+
 def fail_on_rank_1(group: EPGroup, how: str) -> None:
     if group.rank == 1:
         if how == "raises":
@@ -247,14 +269,27 @@ def test_a_rank_that_will_not_end_is_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_ranks": 0}, r"num_ranks \(0\) must be at least 1"),
-        ({"num_ranks": 1, "grace_secs": -1.0}, r"grace_secs \(-1.0\) must not be negative"),
+        ({"num_ranks": 0}, r"num_ranks \(0\) must be an int of at least 1"),
+        ({"num_ranks": True}, r"num_ranks \(True\) must be an int"),
+        ({"num_ranks": 2.0}, r"num_ranks \(2.0\) must be an int"),
+        ({"grace_secs": -1.0}, r"grace_secs \(-1.0\) must not be negative"),
+        ({"grace_secs": float("nan")}, r"grace_secs \(nan\) must be finite"),
+        ({"target": lambda group: group}, r"cannot be sent to ranks, as a lambda cannot: .*<lambda>"),
+        ({"target": "no colon"}, r"target \('no colon'\) is no function"),
+        ({"target": None}, r"target \(None\) is no function"),
+        ({"config": None}, r"config \(None\) is no GroupConfig"),
+        ({"device": "gpu"}, r"device \('gpu'\) is no device of torch"),
+        ({"env": {"A": 1}}, r"env has 'A': 1, no texts"),
     ],
-    ids=["ranks", "grace"],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_before_anything_starts(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "start_server", lambda preload: pytest.fail("the server was started"))
+    given = {"target": return_a_lambda, "num_ranks": 1} | arguments
     with pytest.raises(ValueError, match=message):
-        launch(return_a_lambda, **arguments)
+        launch(given.pop("target"), **given)
 
 
 def work_for_ever(group: EPGroup, folder: str) -> None:

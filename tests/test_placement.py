@@ -1,11 +1,20 @@
 """Placements in worked examples, and their maps against plain loops."""
 
 import pickle
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from ep_moe.config import MoEConfig, RoutingConfig, TransportConfig
+from ep_moe.group import EPGroup
+from ep_moe.layer import ExpertParallelMoE
 from ep_moe.placement import PLACEMENTS, Placement, create_placement
+from ep_moe.quant import StoredMatrix, get_scheme, quantize, quantize_weight
+from ep_moe.transport import create_transport
+from ep_moe.weights import ExpertWeights
 
 REDUNDANT = Placement((0, 1, 2, 0, 2), (0, 2, 5))  # 3 logical experts in 5 positions
 REVERSED = Placement((3, 2, 1, 0), (0, 1, 1, 4))
@@ -186,3 +195,59 @@ def test_bad_names_ranks_and_dtypes() -> None:
                 call(rank)
     with pytest.raises(ValueError, match=r"topk_ids are torch.int16; int32 or int64 needed"):
         placement.to_physical(torch.zeros(1, 1, dtype=torch.int16))
+
+
+def expert_weights(w13: Any = (4, 32, 16), w2: Any = (4, 16, 16), **more: Any) -> ExpertWeights:
+    return ExpertWeights(w13=StoredMatrix(torch.zeros(w13)), w2=StoredMatrix(torch.zeros(w2)), **more)
+
+
+def transport_of(name: Any = "local", group: Any = None, placement: Any = None, config: Any = None) -> Any:
+    group = EPGroup.single("cpu") if group is None else group
+    placement = Placement.linear(4, 1) if placement is None else placement
+    sizes = TransportConfig(hidden=16, max_tokens_per_rank=4, dtype=torch.float32)
+    return create_transport(name, group, placement, sizes if config is None else config)
+
+
+GROUPED = RoutingConfig(method=2, num_topk=5, num_group=4, topk_group=2)
+LAYER: dict[str, int] = {"hidden": 16, "intermediate": 16, "num_experts": 4}
+REFUSED: dict[str, Callable[[], Any]] = {
+    "num_experts (4.5) is not an integer": lambda: Placement.linear(4.5, 2),  # type: ignore[arg-type]
+    "num_ranks (True) is not an integer": lambda: Placement.round_robin(4, True),
+    "starts[1] (nan) is not an integer": lambda: Placement((0, 1), (0, float("nan"), 2)),  # type: ignore[arg-type]
+    "physical_to_logical (None) is not a list": lambda: Placement(None, (0, 1)),  # type: ignore[arg-type]
+    "placement (['linear']) is not a text": lambda: create_placement(["linear"], 4, 2),  # type: ignore[arg-type]
+    "rank (0.5) is not an integer": lambda: Placement.linear(4, 2).local_experts(0.5),  # type: ignore[arg-type]
+    "num_topk (5) exceeds the 4 experts in topk_group (2) groups": lambda: MoEConfig(
+        hidden=16, intermediate=16, num_experts=8, routing=GROUPED
+    ),
+    "x (torch.float64) must be float32, bfloat16 or float16": lambda: quantize(
+        torch.ones(2, 128, dtype=torch.float64), get_scheme("fp8_block")
+    ),
+    "x is a list ([1.0]), not a tensor": lambda: quantize([1.0], get_scheme("fp8_block")),  # type: ignore[arg-type]
+    "weight (torch.float64) must be float32": lambda: quantize_weight(
+        torch.ones(2, 128, dtype=torch.float64), get_scheme("fp8_token")
+    ),
+    "values is a NoneType (None), not a tensor": lambda: StoredMatrix(None),  # type: ignore[arg-type]
+    "scale is a float (1.0), not a tensor": lambda: StoredMatrix(torch.ones(1), scale=1.0),  # type: ignore[arg-type]
+    "w13 is (32, 16), expected 3 dimensions": lambda: expert_weights(w13=(32, 16)),
+    "w13 has 4 experts, w2 has 3": lambda: expert_weights(w2=(3, 16, 16)),
+    "scheme ('none') is not a QuantScheme": lambda: expert_weights(scheme="none"),
+    "w13_order has columns from 0 to 16, not in [0, hidden (16))": lambda: expert_weights(
+        w13_order=torch.arange(17)[1:].expand(4, 16) * torch.arange(4)[:, None].clamp(max=1)
+    ),
+    "w13_order is (4, 15) torch.int64, expected (4, 16) torch.int64": lambda: expert_weights(
+        w13_order=torch.zeros(4, 15, dtype=torch.int64)
+    ),
+    "group ('all') is no EPGroup": lambda: transport_of(group="all"),
+    "placement (4) is no Placement": lambda: transport_of(placement=4),
+    "config (16) is no TransportConfig": lambda: transport_of(config=16),
+    "transport (['local']) is not one of auto": lambda: transport_of(["local"]),
+    "transport (None) is no Transport": lambda: ExpertParallelMoE(MoEConfig(**LAYER), expert_weights(), None),
+    "weights (None) is no ExpertWeights": lambda: ExpertParallelMoE(MoEConfig(**LAYER), None, transport_of()),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_values_are_refused_where_they_are_made(message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        REFUSED[message]()

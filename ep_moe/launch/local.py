@@ -12,10 +12,11 @@ import pickle
 import secrets
 import signal
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
@@ -26,14 +27,16 @@ import torch.distributed as dist
 
 from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
+from ep_moe.fields import require, shown
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
 from ep_moe.launch.outcomes import Failure, Outcomes, describe
-from ep_moe.launch.rank import Target, run_rank
+from ep_moe.launch.rank import Target, call_payload, run_rank
 from ep_moe.launch.signals import held_back, terminable
 
 HOST = "127.0.0.1"  # all ranks are on this machine
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TERMINATE_SECS = 1.0  # between SIGTERM and SIGKILL
+SOCKET_FOLDER_BYTES = 75  # a socket's path has at most 107 (linux/un.h), of which multiprocessing adds 32
 EXIT_CODE_SECS = 5.0  # the fork server reports an exit code a moment after the process has gone
 
 
@@ -65,18 +68,21 @@ def launch(
             process's first launch, which starts the server, uses it; a module that is not found is left to the ranks.
         grace_secs: how long the other ranks may take to end after the first failure, before SIGTERM and SIGKILL.
     Returns: the results in rank order.
-    Errors: RankFailedError; ValueError for num_ranks below 1; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in
-    the main thread, after the ranks have been ended. Local.
+    Errors: RankFailedError; ValueError, before anything starts, for num_ranks below 1, a target or argument that cannot
+    be pickled, such as a lambda, and other bad arguments; KeyboardInterrupt and, for SIGTERM, SystemExit(143) in the
+    main thread, after the ranks have been ended. Local.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks ({num_ranks}) must be at least 1")
-    if grace_secs < 0:
-        raise ValueError(f"grace_secs ({grace_secs}) must not be negative")
+    require(type(num_ranks) is int and num_ranks >= 1, f"num_ranks ({shown(num_ranks)}) must be an int of at least 1")
+    payload = call_payload(target, args, config, device)
+    added = dict(env or {})
+    for name, value in added.items():
+        require(isinstance(name, str) and isinstance(value, str), f"env has {shown(name)}: {shown(value)}, no texts")
+    _open_standard_descriptors()
     store = serve_store(HOST, 0, config.timeout_secs)
     ranks = _Ranks(store, num_ranks, grace_secs)
     with terminable():
         try:
-            ranks.start((target, args, config, device), dict(os.environ) | dict(env or {}), preload)
+            ranks.start(payload, dict(os.environ) | added, preload)
             return ranks.collect()
         finally:
             # for about a second at most
@@ -91,9 +97,40 @@ def start_server(preload: Sequence[str] = ()) -> None:
         preload: as in `launch`; without effect if the server is running already.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", *preload])
+    _open_standard_descriptors()
+    _choose_socket_folder()
     resource_tracker.ensure_running()  # first: the server's start would start it too, and that unblocks SIGINT
     with held_back(signal.SIGINT):  # on Ctrl-C during its imports the server would print a traceback
         forkserver.ensure_running()
+
+
+def _choose_socket_folder() -> None:
+    """Let multiprocessing put its sockets into /tmp if the folder that TMPDIR names is too long for them.
+
+    Errors: RuntimeError if /tmp is no folder to write to.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= SOCKET_FOLDER_BYTES:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()  # made once in a process
+    except OSError as error:
+        raise RuntimeError(
+            f"TMPDIR ({folder!r}) has {len(os.fsencode(folder))} bytes, sockets of ranks take at most "
+            f"{SOCKET_FOLDER_BYTES}, and /tmp cannot be used: {error}"
+        ) from None
+    finally:
+        tempfile.tempdir = folder
+
+
+def _open_standard_descriptors() -> None:
+    """Open /dev/null in place of closed standard streams: else a socket gets the number to which libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
 class _Ranks:
@@ -107,10 +144,9 @@ class _Ranks:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
-    def start(self, call: tuple[Any, ...], environ: dict[str, str], preload: Sequence[str] = ()) -> None:
+    def start(self, payload: bytes, environ: dict[str, str], preload: Sequence[str] = ()) -> None:
         start_server(preload)
-        context = multiprocessing.get_context("forkserver")
-        payload, num_ranks = pickle.dumps(call), self._num_ranks
+        context, num_ranks = multiprocessing.get_context("forkserver"), self._num_ranks
         if "OMP_NUM_THREADS" not in environ:
             environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_ranks))
         for rank in range(num_ranks):
@@ -128,7 +164,8 @@ class _Ranks:
             rank_environ = environ | {name: str(value) for name, value in place.items()}
             receiver, sender = context.Pipe(duplex=False)
             # the fork server has the stderr of its own start; ours reaches the child as the descriptor of a connection
-            stderr = Connection(os.dup(2), readable=False)
+            closed = sys.__stderr__ is None  # since this process began: another file may have its number
+            stderr = Connection(os.open(os.devnull, os.O_WRONLY) if closed else os.dup(2), readable=False)
             process = context.Process(
                 target=_child, args=(sender, stderr, rank_environ, payload), name=f"ep_moe-rank{rank}"
             )

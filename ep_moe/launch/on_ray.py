@@ -21,7 +21,7 @@ from ep_moe.config import GroupConfig
 from ep_moe.environment import SECRET
 from ep_moe.group import DEATHS_KEY, DEFAULT_CONFIG, secret_key, serve_store
 from ep_moe.launch.outcomes import Failure, Outcomes, describe
-from ep_moe.launch.rank import Target, run_rank
+from ep_moe.launch.rank import Target, call_payload, run_rank
 from ep_moe.launch.ray_cluster import NodeRanks, check_nodes, connected, has_gpus
 from ep_moe.launch.signals import held_back, terminable
 
@@ -146,7 +146,7 @@ class RayRanks:
         import ray
 
         secret = secrets.token_hex(16)  # it travels as Ray's arguments do, never through the store
-        payload = pickle.dumps((target, args, self._config, "cuda" if self._gpus else "cpu"))
+        payload = call_payload(target, args, self._config, "cuda" if self._gpus else "cpu")
         self._reserve()
         actors = [self._create(_Rank, node) for node in range(self._nodes.num_nodes) for _ in range(self._per_node)]
         self._actors = actors

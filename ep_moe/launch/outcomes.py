@@ -6,6 +6,7 @@ import time
 import traceback
 from typing import Any
 
+from ep_moe.fields import require, typed
 from ep_moe.group import STILL_THERE, PeerLostError
 
 
@@ -74,11 +75,13 @@ class Outcomes:
     Args:
         num_ranks: of the launch.
         grace_secs: how long the other ranks may take to end after the first failure.
+    Errors: ValueError for grace_secs that is negative or no finite number.
     """
 
     def __init__(self, num_ranks: int, grace_secs: float) -> None:
         self._num_ranks = num_ranks
-        self._grace_secs = grace_secs
+        self._grace_secs = typed(grace_secs, float, "grace_secs")
+        require(grace_secs >= 0, f"grace_secs ({grace_secs}) must not be negative")
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
         self._deaths: list[tuple[int, str]] = []

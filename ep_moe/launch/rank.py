@@ -1,6 +1,7 @@
 """Runs one rank in this process."""
 
 import os
+import pickle
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import GroupConfig
+from ep_moe.fields import require, shown
 from ep_moe.group import DEFAULT_CONFIG, EPGroup
 from ep_moe.launch.outcomes import describe
 
@@ -22,6 +24,26 @@ NCCL_DEFAULTS = {
 
 # a worker entry point: a function, or its dotted name "package.module:function", which only the ranks import
 Target = Callable[..., Any] | str
+
+
+def call_payload(
+    target: Target, args: tuple[Any, ...], config: GroupConfig, device: torch.device | str | None
+) -> bytes:
+    """The arguments of `run_rank` as launchers send them to ranks: pickled. Local.
+
+    Errors: ValueError for arguments of a launch that no rank could use, among them a target that ranks cannot import.
+    """
+    named = isinstance(target, str) and ":" in target
+    require(callable(target) or named, f"target ({shown(target)}) is no function and no 'package.module:function'")
+    require(isinstance(config, GroupConfig), f"config ({shown(config)}) is no GroupConfig")
+    try:
+        device is None or torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device ({shown(device)}) is no device of torch: {error}") from None
+    try:
+        return pickle.dumps((target, args, config, device))
+    except Exception as error:  # noqa: BLE001 - whatever a foreign class raises
+        raise ValueError(f"target and arguments cannot be sent to ranks, as a lambda cannot: {error}") from error
 
 
 def run_rank(

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ep_moe.config import MoEConfig
+from ep_moe.config import MoEConfig, TransportConfig
 from ep_moe.experts import Experts, create_experts
+from ep_moe.fields import shown
 from ep_moe.group import PeerLostError
 from ep_moe.layer import op
 from ep_moe.layer.backward import recorded, refuse_backward, refuse_result
@@ -80,6 +81,11 @@ class ExpertParallelMoE(torch.nn.Module):
         phases: Phases | None = None,
     ) -> None:
         super().__init__()
+        for name, value, kind in (("config", config, MoEConfig), ("weights", weights, ExpertWeights)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} ({shown(value)}) is no {kind.__name__}")
+        if not isinstance(getattr(transport, "config", None), TransportConfig):
+            raise ValueError(f"transport ({shown(transport)}) is no Transport")
         self.config = config
         self.weights = weights
         self.transport = transport

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from ep_moe.fields import shown
+
 Family = Literal["none", "scaled", "micro", "integer"]
 Granularity = Literal["none", "tensor", "token", "channel", "group", "block"]
 GlobalScale = Literal["none", "multiplier", "divisor"]
@@ -159,13 +161,22 @@ class QuantScheme:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A weight, or a stack of them, as a `TensorFormat` stores it; `TensorFormat.parts` has shapes and dtypes."""
+    """A weight, or a stack of them, as a `TensorFormat` stores it; `TensorFormat.parts` has shapes and dtypes.
+
+    Errors: ValueError for a part that is no tensor.
+    """
 
     values: torch.Tensor  # [..., N, V]
     _: dataclasses.KW_ONLY
     scale: torch.Tensor | None = None  # [...], [..., N] or [..., ceil(N/n), ceil(K/k)]
     zero: torch.Tensor | None = None  # as scale
     global_scale: torch.Tensor | None = None  # [...]
+
+    def __post_init__(self) -> None:
+        for name in ("values", "scale", "zero", "global_scale"):
+            part = getattr(self, name)
+            if not isinstance(part, torch.Tensor) and (part is not None or name == "values"):
+                raise ValueError(f"{name} is a {type(part).__name__} ({shown(part)}), not a tensor")
 
     @classmethod
     def empty(

@@ -10,9 +10,11 @@ from types import ModuleType
 
 import torch
 
+from ep_moe.fields import check_tensor
 from ep_moe.quant import integer, micro, scaled
 from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES: dict[str, ModuleType] = {"scaled": scaled, "micro": micro, "integer": integer}
 FP8_CAPABILITY = (8, 9)  # the first GPUs for which Triton casts to fp8; torch casts on any
 
@@ -27,7 +29,8 @@ def _family(stored: TensorFormat, scheme: QuantScheme) -> ModuleType:
 
 
 def _require_floats(name: str, tensor: torch.Tensor, stored: TensorFormat, scheme: QuantScheme) -> None:
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
+    check_tensor(tensor, name)
+    if tensor.dtype not in _FLOATS:
         raise ValueError(f"{name} ({tensor.dtype}) must be float32, bfloat16 or float16")
     if tensor.dim() and tensor.shape[-1] % stored.packed:
         raise ValueError(

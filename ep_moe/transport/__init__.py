@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 from ep_moe.config import TransportConfig
+from ep_moe.fields import shown
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.placement import Placement
@@ -64,9 +65,16 @@ def create_transport(name: str, group: EPGroup, placement: Placement, config: Tr
     Errors: ValueError lists the names; RuntimeError for "nvlink" without peer memory or Triton, for "deepep" without
     the DeepEP that it needs. Collective.
     """
+    for argument, value, kind in (
+        ("group", group, EPGroup),
+        ("placement", placement, Placement),
+        ("config", config, TransportConfig),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{argument} ({shown(value)}) is no {kind.__name__}")
     if name == "auto":
         name = _choose(group)
-    if name not in TRANSPORTS:
+    if not isinstance(name, str) or name not in TRANSPORTS:
         raise ValueError(f"transport ({name!r}) is not one of auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name](group, placement, config)
 

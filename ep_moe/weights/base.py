@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ep_moe.fields import check_tensor, shown
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights.checkpoint import Checkpoint
@@ -54,7 +55,8 @@ class ExpertWeights(_Referable):
     the order of FlashInfer; with `alternating` gate and up rows take turns, gate first, as gpt-oss publishes them. The
     rows of `w13_bias` lie alike.
     `scheme.weight` describes both matrices; `StoredMatrix(tensor)` is an unquantized one.
-    Errors: ValueError for a matrix that is not a `StoredMatrix`.
+    Errors: ValueError for a matrix that is not a `StoredMatrix` of 3 dimensions, matrices of different numbers of
+    experts, and a `w13_order` of another shape or dtype, or with columns that are not in [0, H).
     """
 
     w13: StoredMatrix  # [L, W, H]
@@ -76,6 +78,27 @@ class ExpertWeights(_Referable):
         for name, matrix in (("w13", self.w13), ("w2", self.w2)):
             if not isinstance(matrix, StoredMatrix):
                 raise ValueError(f"{name} ({type(matrix).__name__}) must be a StoredMatrix")
+            if matrix.values.dim() != 3:
+                raise ValueError(
+                    f"{name} is {tuple(matrix.values.shape)}, expected 3 dimensions: [experts, rows, columns]"
+                )
+        if not isinstance(self.scheme, QuantScheme):
+            raise ValueError(f"scheme ({shown(self.scheme)}) is not a QuantScheme")
+        if self.w13.values.shape[0] != self.w2.values.shape[0]:
+            raise ValueError(f"w13 has {self.w13.values.shape[0]} experts, w2 has {self.w2.values.shape[0]}")
+        if self.w13_order is not None:
+            self._check_order(self.w13_order)
+
+    def _check_order(self, order: torch.Tensor) -> None:
+        check_tensor(order, "w13_order")
+        hidden = self.scheme.weight.row_width(self.w13.values.shape[2])
+        shape = self.num_local_experts, hidden
+        if tuple(order.shape) != shape or order.dtype != torch.int64:
+            raise ValueError(f"w13_order is {tuple(order.shape)} {order.dtype}, expected {shape} torch.int64")
+        if order.numel() and not order.is_meta:
+            least, most = (int(number) for number in order.aminmax())
+            if least < 0 or most >= hidden:
+                raise ValueError(f"w13_order has columns from {least} to {most}, not in [0, hidden ({hidden}))")
 
     @property
     def num_local_experts(self) -> int:
