@@ -99,7 +99,7 @@ def serve(engine: EngineConfig, config: ServeConfig) -> dict[str, Any]:
         return on_ranks(target, engine, config)
     from ep_moe.launch import start_server  # which imports torch
 
-    start_server(PRELOAD if pick_device(engine, engine.nproc) == "cpu" else ())
+    start_server(PRELOAD if pick_device(engine) == "cpu" else ())
     with front_end(bind(config.host, config.port), engine, config, "forkserver") as connection:
         # rank 0 gets a duplicate of the connection from this process when it unpickles these bytes
         on_ranks(target, engine, config, bytes(ForkingPickler.dumps(connection)))

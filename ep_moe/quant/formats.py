@@ -10,9 +10,9 @@ from types import ModuleType
 
 import torch
 
-from ep_moe.fields import check_tensor
 from ep_moe.quant import integer, micro, scaled
 from ep_moe.quant.base import Quantized, QuantScheme, StoredMatrix, TensorFormat
+from ep_moe.tensors import check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES: dict[str, ModuleType] = {"scaled": scaled, "micro": micro, "integer": integer}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ep_moe.fields import check_tensor, shown
+from ep_moe.fields import shown
 from ep_moe.placement import Placement
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, get_scheme
+from ep_moe.tensors import check_tensor
 from ep_moe.weights.checkpoint import Checkpoint
 from ep_moe.weights.reading import read_experts
 
