@@ -5,6 +5,7 @@ Letters: L local experts, H hidden, I intermediate, N received rows, K top-k.
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -412,17 +413,11 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
     weights, rows = make_weights(model, "fp8_block"), make_rows(model, "fp8_block", 40)
     assert torch.cuda.current_device() == 0
     other = torch.device("cuda:1")
-    moved_weights, moved_rows = (
-        dataclasses.replace(
-            whole,
-            **{
-                field.name: getattr(whole, field.name).to(other)
-                for field in dataclasses.fields(whole)
-                if isinstance(getattr(whole, field.name), torch.Tensor)
-            },
-        )
-        for whole in (weights, rows)
-    )
+    move = operator.methodcaller("to", other)
+    moved_weights = dataclasses.replace(weights, w13=weights.w13.map(move), w2=weights.w2.map(move))
+    tensors = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
+    moved = {name: move(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    moved_rows = dataclasses.replace(rows, **moved)
     outputs = []
     for these_weights, these_rows in ((weights, rows), (moved_weights, moved_rows)):
         batch = lay_out(these_rows, Layout.FLAT, model, "fp8_block")
