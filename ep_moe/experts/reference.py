@@ -71,8 +71,6 @@ def check_fit(
     Local, no host sync: only shapes, dtypes and devices are checked.
     """
     scheme, w13 = weights.scheme, weights.w13.values
-    if w13.dim() != 3:
-        raise ValueError(f"w13 {tuple(w13.shape)} must have 3 dimensions")
     if batch.x.dim() not in (2, 3):
         raise ValueError(f"x {tuple(batch.x.shape)} must have 2 or 3 dimensions")
     width = w13.shape[1]
