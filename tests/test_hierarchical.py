@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from no_memory import abandoning_without_memory
 
 from ep_moe.config import GroupConfig, Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
@@ -94,8 +93,6 @@ def test_every_case_on_gpus(num_ranks: int, per_node: int) -> None:
 def run_some(group: EPGroup, per_node: int) -> dict[str, str]:
     """Some cases, those in which a rank forwards for others while its own experts fail, and random ones."""
     build = functools.partial(make, per_node=per_node, chunk=4)
-    if per_node == 1:  # else this rank sums others' rows, for which the reference needs memory
-        build = abandoning_without_memory(build)
     rng, outcomes = random.Random(group.num_ranks), {}
     cases = [case for case in transport_cases(group.num_ranks) if case.name in FEW]
     cases += [random_case(rng, group.num_ranks, number) for number in range(5)]

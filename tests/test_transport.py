@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_auto_says_what_it_is_and_why(
     monkeypatch.setattr(room, "why_unreachable", lambda group: reason)
     config = TransportConfig(hidden=16, max_tokens_per_rank=1)
     for rank in range(num_ranks):
-        group: Any = SimpleNamespace(rank=rank, num_ranks=num_ranks, device=torch.device(device))
+        group = mock.Mock(spec=EPGroup, rank=rank, num_ranks=num_ranks, device=torch.device(device))
         with caplog.at_level(logging.INFO, logger="ep_moe.transport"):
             made: Any = create_transport("auto", group, Placement.linear(8, num_ranks), config)
         assert made == chosen.split("'")[1]

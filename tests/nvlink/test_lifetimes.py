@@ -170,6 +170,8 @@ def test_a_repeated_round_passes_the_addresses_of_a_first(layout: Layout, monkey
         object.__setattr__(plan(), "new_result", lambda: results[0])
         run()
         assert results[1] is results[0]
+        numbers = [launches[0].pop(-2) for launches in (first, again)]  # of the rounds, before the timeout
+        assert numbers == [numbers[0], numbers[0] + 1]
         assert again == first
         transport.destroy()
 
