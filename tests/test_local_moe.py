@@ -10,6 +10,7 @@ import torch
 
 from ep_moe.config import ActivationConfig, Layout
 from ep_moe.experts import Experts, create_experts
+from ep_moe.layout.base import PackingSizes, packable
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import StoredMatrix, dequantize_rows, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.routing import Routing
@@ -214,6 +215,30 @@ def test_nothing_is_read_back_on_a_gpu(scheme: str, layout: Layout) -> None:
     assert (
         worst_row_error(out.cpu()[rows], reference[rows]) < ROW_ERROR_LIMITS["fp8" if scheme != "none" else "bfloat16"]
     )
+
+
+def test_rows_that_quantization_leaves_no_whole_words_are_not_packed_by_words() -> None:
+    """510 columns are 1020 bytes in bfloat16, and 510 in fp8."""
+    ids, weights = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+    sizes = {
+        name: PackingSizes(
+            layout=Layout.COMPACT,
+            scheme=get_scheme(name),
+            dtype=torch.bfloat16,
+            first=0,
+            num_local_experts=3,
+            capacity=4,
+            static=False,
+            expected_rows=4,
+        )
+        for name in ("none", "fp8_token")
+    }
+    found = {
+        (name, hidden): packable(torch.zeros(4, hidden, dtype=torch.bfloat16), ids, weights, size)
+        for name, size in sizes.items()
+        for hidden in (508, 510)
+    }
+    assert [key for key, fits in found.items() if not fits] == [("fp8_token", 510)]
 
 
 @pytest.mark.gpu

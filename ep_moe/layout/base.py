@@ -209,10 +209,13 @@ class PackingSizes:
 def packable(
     x: torch.Tensor | Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor, sizes: PackingSizes
 ) -> bool:
-    """Whether `RoutedPacking` packs such tokens: there are some, and columns of all rows are next to each other."""
+    """Whether `RoutedPacking` packs such tokens: there are some, columns of all rows are next to each other, and rows
+    are whole words of 32 bits, before and after quantization."""
     values = x.values if isinstance(x, Quantized) else x
     if sizes.layout is Layout.FLAT or not values.numel() or not sizes.num_local_experts or values.dim() != 2:
         return False
     row_bytes, stride_bytes = (count * values.element_size() for count in (values.shape[1], values.stride(0)))
     dense = values.stride(1) == topk_ids.stride(1) == topk_weights.stride(1) == 1
+    if values is x:
+        dense = dense and sizes.scheme.payload.values_bytes(values.shape[1], values.dtype) % 4 == 0
     return dense and row_bytes % 4 == 0 and stride_bytes % min(row_bytes & -row_bytes, 16) == 0

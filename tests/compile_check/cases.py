@@ -265,7 +265,14 @@ def _expert_cases() -> list[Case]:
             cases.append(_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses))
     cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
     cases.append(_experts("mxfp4_w4a16 in turns, 8 rows", "mxfp4_w4a16", alternating=True))
-    for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
+    kinds = (
+        ActivationKind.GELU,
+        ActivationKind.RELU2,
+        ActivationKind.IDENTITY,
+        ActivationKind.SWIGLU,
+        ActivationKind.SITU,
+    )
+    for kind in kinds:
         activation = ActivationConfig(kind=kind)
         cases += [
             _experts(f"bf16 {kind.value}, 8 rows", "none", activation=activation, expected_rows=8),
@@ -346,7 +353,14 @@ def _hopper_cases() -> list[Case]:
         case("fp8_tensor in turns", "fp8_tensor", alternating=True),
     ]
     cases += [case(scheme, scheme) for scheme in ("fp8_token", "fp8_tensor")]
-    for kind in (ActivationKind.GELU, ActivationKind.RELU2, ActivationKind.IDENTITY, ActivationKind.SWIGLU):
+    kinds = (
+        ActivationKind.GELU,
+        ActivationKind.RELU2,
+        ActivationKind.IDENTITY,
+        ActivationKind.SWIGLU,
+        ActivationKind.SITU,
+    )
+    for kind in kinds:
         activation = ActivationConfig(kind=kind)
         cases += [
             case(f"bf16 {kind.value}", "none", activation=activation),

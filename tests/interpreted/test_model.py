@@ -10,6 +10,8 @@ from interpreted.common import DEVICE
 def test_the_kernels_make_the_same_tokens() -> None:
     config = RunConfig(prompts=("In the beginning",), new_tokens=(8,), teacher_tokens=4)
     with EPGroup.single(DEVICE) as group:
-        report = run_rank_main(group, EngineConfig(nproc=1, device=DEVICE.type, dtype="float32", experts="triton"), config)
+        report = run_rank_main(
+            group, EngineConfig(nproc=1, device=DEVICE.type, dtype="float32", experts="triton"), config
+        )
     assert (report["tokens_equal"], report["new_tokens"]) == (True, 8)
     assert 0 < report["max_logit_diff"] < 1e-4  # kernels add in another order
