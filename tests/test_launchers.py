@@ -147,7 +147,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(tmp_path: Path, small
     for process in both:
         _, error = process.communicate(timeout=120)
         assert process.returncode == 1
-        assert "error: nodes have different numbers of ranks (" in error
+        assert "ValueError: nodes have different numbers of ranks (" in error
         assert "start as many on every node" in error
 
 
