@@ -43,6 +43,7 @@ from ep_moe.transport.layer_tag import LayerTag
 from ep_moe.weights import ExpertWeights, PerExpert
 
 SILU = ActivationConfig()
+KINDS = tuple(ActivationKind[name] for name in ("GELU", "RELU2", "IDENTITY", "SWIGLU", "SITU"))  # beside silu
 GPT_OSS: dict[str, Any] = {
     "experts": 16,
     "hidden": 2880,
@@ -265,14 +266,7 @@ def _expert_cases() -> list[Case]:
             cases.append(_experts(f"{scheme}, {rows} rows", scheme, expected_rows=rows, excuses=excuses))
     cases.append(_experts("int4_w4a16_g32, 256 rows", "int4_w4a16_g32", expected_rows=256))
     cases.append(_experts("mxfp4_w4a16 in turns, 8 rows", "mxfp4_w4a16", alternating=True))
-    kinds = (
-        ActivationKind.GELU,
-        ActivationKind.RELU2,
-        ActivationKind.IDENTITY,
-        ActivationKind.SWIGLU,
-        ActivationKind.SITU,
-    )
-    for kind in kinds:
+    for kind in KINDS:
         activation = ActivationConfig(kind=kind)
         cases += [
             _experts(f"bf16 {kind.value}, 8 rows", "none", activation=activation, expected_rows=8),
@@ -353,14 +347,7 @@ def _hopper_cases() -> list[Case]:
         case("fp8_tensor in turns", "fp8_tensor", alternating=True),
     ]
     cases += [case(scheme, scheme) for scheme in ("fp8_token", "fp8_tensor")]
-    kinds = (
-        ActivationKind.GELU,
-        ActivationKind.RELU2,
-        ActivationKind.IDENTITY,
-        ActivationKind.SWIGLU,
-        ActivationKind.SITU,
-    )
-    for kind in kinds:
+    for kind in KINDS:
         activation = ActivationConfig(kind=kind)
         cases += [
             case(f"bf16 {kind.value}", "none", activation=activation),
