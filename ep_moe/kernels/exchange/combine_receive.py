@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.peers import region
-from ep_moe.kernels.exchange.waits import LATE, OVER, SPREAD, TIMED_OUT, clock, give_up, pause, trouble
+from ep_moe.kernels.exchange.waits import LATE, OVER, SPREAD, TIMED_OUT, clock, give_up, pause, troubles
 from ep_moe.kernels.exchange.wire_layout import COMBINE, RETURNED
 from ep_moe.kernels.numerics import round_to
 
@@ -91,12 +91,13 @@ def sum_rows(
                     probe_ptr = returned_ptr + (rank * rows_per_rank + token) * H + last
                     late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
                     # an abort or timeout counts even if no last column is missing
-                    found = tl.max(tl.where(late, LATE, 0) | trouble(links, round_, start, polls, ranks), 0)
+                    what = troubles(links, round_, start, polls, rank % ranks.RANKS, ranks)
+                    found = tl.max(tl.where(late, LATE, 0) | what, 0)
                     late_rank = tl.max(tl.where(late, rank, -1), 0)
                     suspect = tl.where(late_rank >= 0, late_rank, suspect)
                     polls += 1
-                if found >= OVER:
-                    if found >= TIMED_OUT:
+                if found >= TIMED_OUT:
+                    if found < OVER:
                         give_up(links, COMBINE, round_, suspect, ranks)
                     waiting, alive = waiting * 0, alive * 0
         dest_rank_mask = next_dest_rank_mask

@@ -124,8 +124,8 @@ def _take_ll(
         waiting = agree(late_values | (missing > 0), trouble(links, round_, start, polls, ranks))
         here = (waiting == 0).to(tl.int32)
         polls += 1
-        if waiting >= OVER:
-            if waiting >= TIMED_OUT:
+        if waiting >= TIMED_OUT:
+            if waiting < OVER:
                 give_up(links, DISPATCH, round_, source, ranks)
             waiting = waiting * 0
         elif waiting > 0:

@@ -23,8 +23,8 @@ from ep_moe.kernels.exchange.wire_layout import epoch_of, make_abort, payload_of
 from ep_moe.kernels.numerics import INTERPRET
 
 LATE = tl.constexpr(1)  # results of one poll, added up
-OVER = tl.constexpr(2)
-TIMED_OUT = tl.constexpr(4)
+TIMED_OUT = tl.constexpr(2)
+OVER = tl.constexpr(4)
 SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # the host's word is read in one of these plus one polls
 SPREAD = tl.constexpr(256)  # elements, at least one for each thread of a program of at most 8 warps
 
@@ -83,17 +83,24 @@ def load_aborts(links, active, source, ranks: tl.constexpr):
 
 
 @triton.jit
-def trouble(links, round_, start, polls, ranks: tl.constexpr):
-    """Why a wait may end, as one warp sees it: OVER if an abort word is set, else TIMED_OUT, else 0.
+def troubles(links, round_, start, polls, source, ranks: tl.constexpr):
+    """Why a wait may end, for each of ranks `source`, as one warp sees it: OVER if that rank's abort word is set, else
+    TIMED_OUT, else 0.
 
-    The abort word in host memory is read in few polls, since that is slow, and copied to this rank's own on the device:
-    the next poll finds it.
+    The abort word in host memory is read in few polls, since that is slow, and copied to this rank's own on the device
+    unless that is set: the next poll finds it.
     """
-    aborts = load_aborts(links, round_.active, tl.arange(0, ranks.RANKS), ranks)
-    over = tl.max((aborts != 0).to(tl.int32), 0)
+    aborts = load_aborts(links, round_.active, source, ranks)
     urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
-    publish(links.abort_ptr + ranks.RANK, urgent, (urgent != 0) & (over == 0))
-    return tl.where(over > 0, OVER, tl.where(timed_out(start, polls, round_.timeout_ns), TIMED_OUT, 0))
+    own = tl.load(links.abort_ptr + ranks.RANK, mask=urgent != 0, other=0, volatile=True)
+    publish(links.abort_ptr + ranks.RANK, urgent, (urgent != 0) & (own == 0))
+    return tl.where(aborts != 0, OVER, tl.where(timed_out(start, polls, round_.timeout_ns), TIMED_OUT, 0))
+
+
+@triton.jit
+def trouble(links, round_, start, polls, ranks: tl.constexpr):
+    """The worst of `troubles`."""
+    return tl.max(troubles(links, round_, start, polls, tl.arange(0, ranks.RANKS), ranks), 0)
 
 
 @triton.jit
@@ -138,8 +145,8 @@ def wait_for_words(
         polls += 1
         if measure:
             tl.store(waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
-        if waiting >= OVER:
-            if waiting >= TIMED_OUT:
+        if waiting >= TIMED_OUT:
+            if waiting < OVER:
                 give_up(links, phase, round_, tl.min(tl.where(late, sources, ranks.R), 0), ranks)
             waiting = waiting * 0
         elif waiting > 0:
@@ -156,16 +163,16 @@ def wait_for_flag(flag_ptr, source, round_, links, phase, ranks: tl.constexpr):
     """
     start, polls = clock(), tl.zeros([], tl.int64)
     waiting, payload = tl.full([], LATE, tl.int32), tl.zeros([], tl.int32)
-    everywhere = tl.arange(0, SPREAD) >= 0
+    ranks_spread = tl.arange(0, SPREAD) % ranks.RANKS
     while waiting > 0:
         word = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         payload = tl.where(epoch_of(word) != round_.epoch, -1, payload_of(word))
         waiting = (epoch_of(word) != round_.epoch).to(tl.int32)
         if waiting > 0:
-            waiting = agree(everywhere, trouble(links, round_, start, polls, ranks))
+            waiting = tl.max(LATE + troubles(links, round_, start, polls, ranks_spread, ranks), 0)
             polls += 1
-            if waiting >= OVER:
-                if waiting >= TIMED_OUT:
+            if waiting >= TIMED_OUT:
+                if waiting < OVER:
                     give_up(links, phase, round_, source, ranks)
                 waiting = waiting * 0
             else:
