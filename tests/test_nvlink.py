@@ -45,9 +45,10 @@ def test_a_launch_takes_no_more_processors_than_it_may(num_sms: int) -> None:
 def hopper() -> Any:
     """The limits of an H100 or H200."""
     pytest.importorskip("triton")
+    from ep_moe.kernels.device import Device
     from ep_moe.transport.one_sided.occupancy import Occupancy
 
-    return Occupancy(num_sms=132, registers=65536, threads=2048)
+    return Occupancy(device=Device(capability=(9, 0), num_sms=132, registers=65536, threads=2048))
 
 
 def test_receivers_of_all_slots_fit_at_once(hopper: Any) -> None:

@@ -160,6 +160,19 @@ def test_only_its_room_uses(name: str) -> None:
     assert users <= ALONE[name]
 
 
+def test_inline_assembly_has_its_files() -> None:
+    """Device code that only some GPUs have is in few files: instructions, pairs of decoded weights, Hopper."""
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, nodes in package().items()
+        if any(getattr(node, "attr", "") == "inline_asm_elementwise" for node in nodes)
+    }
+    assert {user for user in users if not user.startswith("kernels/hopper/")} == {
+        "kernels/device.py",
+        "kernels/gemm/pairs.py",
+    }
+
+
 OBJECTS_OF_TORCH = {f"{torch}.all_gather_object" for torch in ("dist", "torch.distributed", "dist.distributed_c10d")}
 
 

@@ -14,7 +14,7 @@ class Mutant:
     """A change of source, and the words of what must be found.
 
     Attributes:
-        module: of `ep_moe.kernels`. old, new: text there, and what takes its place everywhere.
+        module: of `ep_moe.kernels.exchange`, or `device`. old, new: text there, and what takes its place everywhere.
         kernel: the one that is compiled. beside: together with the one before, whose finding is another.
     """
 
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a fence without a barrier",
-        module="peers",
+        module="device",
         old='    tl.debug_barrier()\n    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
         new='    if not INTERPRET:\n        tl.inline_asm_elementwise("fence',
         found="rows and their flag: the flag follows its rows without a barrier and then a fence",
@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a fence of one GPU",
-        module="peers",
+        module="device",
         old="fence.acq_rel.sys",
         new="fence.acq_rel.gpu",
         found="rows and their flag: the flag follows its rows without a fence at system scope after the barrier",
@@ -107,9 +107,9 @@ MUTANTS = (
     ),
     Mutant(
         name="an agreement of two warps",
-        module="waits",
-        old="SPREAD = tl.constexpr(256)",
-        new="SPREAD = tl.constexpr(64)",
+        module="device",
+        old="SPREAD = tl.constexpr(8 * WARP)",
+        new="SPREAD = tl.constexpr(2 * WARP)",
         found="agreement: 128 threads agree on 64 elements in is_off",
     ),
     Mutant(

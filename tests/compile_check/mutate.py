@@ -19,7 +19,6 @@ from unittest import mock
 
 from triton.backends.nvidia.compiler import CUDABackend
 
-import ep_moe.kernels.exchange
 from compile_check import ir
 from compile_check.checking import Orders
 from compile_check.exchange_cases import small_round
@@ -30,6 +29,7 @@ from ep_moe.transport.one_sided import combine_launcher, dispatch_launcher
 
 # in order of their imports
 MODULES = (
+    "device",
     "wire_layout",
     "puts",
     "peers",
@@ -62,18 +62,20 @@ class _Idle:
 @contextlib.contextmanager
 def changed_kernels(folder: Path, mutants: list[Mutant]) -> Iterator[None]:
     """Reload the exchange's kernels with changes; in the block, launchers launch these."""
-    originals = Path(ep_moe.kernels.exchange.__path__[0])
     loaded: dict[str, Any] = {}
     with mock.patch.dict(sys.modules):  # restores the modules at the end
         for name in MODULES:
-            text = (originals / f"{name}.py").read_text()
+            full = "ep_moe.kernels.device" if name == "device" else f"ep_moe.kernels.exchange.{name}"
+            spec = importlib.util.find_spec(full)
+            assert spec is not None
+            assert spec.origin is not None
+            text = Path(spec.origin).read_text()
             for mutant in mutants:
                 if name == mutant.module:
                     assert mutant.old in text, f"{name}.py has no {mutant.old!r}: change the mutant {mutant.name!r}"
                     text = text.replace(mutant.old, mutant.new)
             path = folder / f"{name}.py"
             path.write_text(text)
-            full = f"ep_moe.kernels.exchange.{name}"
             spec = importlib.util.spec_from_file_location(full, path)
             assert spec is not None
             assert spec.loader is not None

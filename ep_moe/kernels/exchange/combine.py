@@ -19,6 +19,7 @@ Letters: T tokens on this rank, K top-k, H hidden, R ranks, M max_tokens_per_ran
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import SPREAD, wait_for_launch
 from ep_moe.kernels.exchange.combine_receive import sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
 from ep_moe.kernels.exchange.peers import order_rows, outbox, put_word, region, stage, target
@@ -40,7 +41,7 @@ from ep_moe.kernels.exchange.round_state import (
     report,
     report_loss,
 )
-from ep_moe.kernels.exchange.waits import SPREAD, wait_for_launch, wait_for_words
+from ep_moe.kernels.exchange.waits import wait_for_words
 from ep_moe.kernels.exchange.wire_layout import COMBINE, COMBINE_HEADERS, FINE, make_word
 
 

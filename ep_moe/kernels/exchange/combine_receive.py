@@ -6,8 +6,9 @@ Letters: T tokens on this rank, H hidden, R ranks, M max_tokens_per_rank.
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import SPREAD, clock, pause
 from ep_moe.kernels.exchange.peers import region
-from ep_moe.kernels.exchange.waits import LATE, OVER, SPREAD, TIMED_OUT, clock, give_up, pause, troubles
+from ep_moe.kernels.exchange.waits import LATE, OVER, TIMED_OUT, give_up, troubles
 from ep_moe.kernels.exchange.wire_layout import COMBINE, RETURNED
 from ep_moe.kernels.numerics import round_to
 

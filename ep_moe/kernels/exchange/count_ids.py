@@ -8,7 +8,7 @@ Letters: T tokens on this rank, K top-k, P physical experts, B blocks of tokens.
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.waits import wait_for_launch
+from ep_moe.kernels.device import wait_for_launch
 from ep_moe.kernels.numerics import clamp_to_int32
 
 PLANNED_BITS = tl.constexpr(8)  # of a planned id: a row's place among those of its expert in its block; the id above

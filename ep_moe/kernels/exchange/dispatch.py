@@ -22,11 +22,11 @@ blocks of tokens, L the most experts that a rank owns, C rows that share a matri
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import wait_for_launch
 from ep_moe.kernels.exchange.dispatch_receive import receive
 from ep_moe.kernels.exchange.dispatch_send import Strides, send_ll, send_rows
 from ep_moe.kernels.exchange.headers import announce
 from ep_moe.kernels.exchange.round_state import ACTIVE, DONE, Round, is_off, next_epoch
-from ep_moe.kernels.exchange.waits import wait_for_launch
 
 
 @triton.jit(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import SPREAD, WARP, clock, pause
 from ep_moe.kernels.exchange.batch_rows import copy_row, fill_unused, note_rows
 from ep_moe.kernels.exchange.headers import judge, place_experts
 from ep_moe.kernels.exchange.peers import region
@@ -30,12 +31,9 @@ from ep_moe.kernels.exchange.round_state import (
 from ep_moe.kernels.exchange.waits import (
     LATE,
     OVER,
-    SPREAD,
     TIMED_OUT,
     agree,
-    clock,
     give_up,
-    pause,
     trouble,
     wait_for_flag,
     wait_for_words,
@@ -57,8 +55,6 @@ from ep_moe.kernels.exchange.wire_layout import (
     tokens_per_flag,
     value_of,
 )
-
-WARP = tl.constexpr(32)  # threads
 
 
 class Receiving(NamedTuple):

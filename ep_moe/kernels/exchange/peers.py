@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import fence
 from ep_moe.kernels.exchange.puts import SIGNAL_SET, order_puts, put_flag, put_parcel, signal_op
 from ep_moe.kernels.numerics import INTERPRET
 
@@ -142,14 +143,3 @@ def put_abort(links, rank, word, RANK: tl.constexpr):
             publish(as_pointer(address, tl.int64) + RANK, word, None)
     else:
         publish(as_pointer(address, tl.int64) + RANK, word, None)
-
-
-@triton.jit
-def fence():
-    """Order all earlier accesses of this program before its later ones, for every rank.
-
-    The barrier comes first, so that each thread's fence covers the stores of all threads.
-    """
-    tl.debug_barrier()
-    if not INTERPRET:
-        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import fence, publish
-from ep_moe.kernels.exchange.waits import SPREAD, aborted, load_aborts
+from ep_moe.kernels.device import SPREAD, fence
+from ep_moe.kernels.exchange.peers import publish
+from ep_moe.kernels.exchange.waits import aborted, load_aborts
 from ep_moe.kernels.exchange.wire_layout import make_word
 
 # words of a slot's state, int32, this rank's own

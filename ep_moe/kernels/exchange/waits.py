@@ -18,6 +18,7 @@ Functions that take `links` use its abort words (`ep_moe.kernels.exchange.peers.
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import SPREAD, clock, pause
 from ep_moe.kernels.exchange.peers import publish, put_abort
 from ep_moe.kernels.exchange.wire_layout import epoch_of, make_abort, payload_of
 from ep_moe.kernels.numerics import INTERPRET
@@ -26,27 +27,6 @@ LATE = tl.constexpr(1)  # results of one poll, added up
 TIMED_OUT = tl.constexpr(2)
 OVER = tl.constexpr(4)
 SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # the host's word is read in one of these plus one polls
-SPREAD = tl.constexpr(256)  # elements, at least one for each thread of a program of at most 8 warps
-
-
-@triton.jit
-def clock():
-    """Nanoseconds of the GPU's timer; 0 under the interpreter."""
-    if INTERPRET:
-        return tl.full([], 0, tl.int64)
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit
-def wait_for_launch(PDL: tl.constexpr):
-    """Wait until the kernel before this one has ended, if this one may start early (programmatic dependent launch).
-
-    Rule: nothing is read and nothing published before this.
-    """
-    if PDL:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -55,13 +35,6 @@ def give_up(links, phase, round_, suspect, ranks: tl.constexpr):
     word = make_abort(round_.number, suspect, phase)
     for r in tl.static_range(ranks.R):
         put_abort(links, r, word, ranks.RANK)
-
-
-@triton.jit
-def pause():
-    """Yield the SM to other warps for a moment, between two polls."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise("nanosleep.u32 40; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

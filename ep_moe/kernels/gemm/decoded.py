@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from ep_moe.kernels.device import prefetch, use
 from ep_moe.kernels.gemm.group_words import as_bits, from_bits, load_numbers, number_places
 from ep_moe.kernels.gemm.pairs import (
     decode_float8_words,
@@ -27,7 +28,6 @@ from ep_moe.kernels.numerics import INTERPRET
 
 _FEW_ROWS = tl.constexpr(32)  # of a tile: its products are short, and their sums take few registers
 _SECTOR = tl.constexpr(32)  # bytes
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -49,8 +49,7 @@ def _prefetch(ptr, offsets, K, row_mask, SCALES):
     groups_k = tl.cdiv(K, SCALES.GROUP_K)
     first = ptr + tl.where(row_mask, offsets, 0)
     for group in range(0, groups_k, _SECTOR // (ptr.dtype.element_ty.primitive_bitwidth // 8)):
-        address = (first + group).to(tl.int64)
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+        prefetch(first + group)
 
 
 @triton.jit
@@ -188,7 +187,7 @@ def _wait_for(acc, TILE):
     if INTERPRET or not TILE.SWAP or cuda_capability_geq(10):
         return acc
     else:
-        return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        return use(acc)
 
 
 @triton.jit

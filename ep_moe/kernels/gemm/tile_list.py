@@ -10,6 +10,8 @@ Example: counts [3, 0, 40] with BLOCK_M = 16 are 4 row tiles, experts [0, 2, 2, 
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.device import let_dependents_start
+
 
 @triton.jit(do_not_specialize=["num_experts", "max_tiles"])
 def _tile_list_kernel(
@@ -23,9 +25,7 @@ def _tile_list_kernel(
 ):
     """List the row tiles of all experts. Programs are independent: each finds the experts of its own entries."""
     if tiles.stored is not None:  # the next kernel may start, and waits for this one where it needs the list
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        let_dependents_start()
     expert = tl.arange(0, EXPERTS)
     counts = tl.load(rows.num_tokens + expert, mask=expert < num_experts, other=0)
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M

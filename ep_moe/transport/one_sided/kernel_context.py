@@ -13,13 +13,6 @@ from ep_moe.transport.one_sided.occupancy import REGISTERS, WIDE_REGISTERS
 from ep_moe.transport.one_sided.slot_state import SlotStates
 from ep_moe.transport.one_sided.tuning import Tuning
 
-_EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
-
-
-def may_start_early(device: torch.device) -> bool:
-    """Whether kernels may start before the kernel before them has ended, and wait for it themselves."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY
-
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class KernelContext:
@@ -32,7 +25,7 @@ class KernelContext:
     states: SlotStates
     tuning: Tuning
     timeout_ns: int
-    early: bool  # `may_start_early`
+    early: bool  # `Device.early_launch`
 
     def halves(self, *, send: bool, receive: bool) -> Halves:
         """The constants of a launch of one half or both."""

@@ -15,12 +15,13 @@ from collections.abc import Callable
 import torch
 import triton
 
+from ep_moe.kernels.device import WARP, Device
+
 REGISTERS = 128  # per thread: four programs of 4 warps share an SM; with fewer, kernels spill
 WIDE_REGISTERS = 232  # of a program of 8 warps, which uses most of an SM
 NCCL_SMS = 32  # that NCCL's kernels may take: each of their programs, of up to 640 threads, takes a whole SM
 _WARPS = 4
-_WARP_THREADS, _REGISTER_UNIT = 32, 256  # a warp's registers are allocated in such units
-_REGISTERS_OF_AN_SM = 65536  # if torch does not report it: the same on all GPUs since compute capability 5
+_REGISTER_UNIT = 256  # a warp's registers are allocated in such units
 _ON_A_CPU = 8  # receivers of a launch in the interpreter
 
 _log = logging.getLogger(__name__)
@@ -28,21 +29,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Occupancy:
-    """The resources of a GPU that limit how many programs may wait on it."""
+    """How many programs may wait on a GPU."""
 
-    num_sms: int
-    registers: int  # of an SM
-    threads: int  # that an SM holds at once
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Occupancy":
-        """The resources that CUDA reports for a GPU. Local."""
-        found = torch.cuda.get_device_properties(device)
-        return cls(
-            num_sms=found.multi_processor_count,
-            registers=getattr(found, "regs_per_multiprocessor", _REGISTERS_OF_AN_SM),
-            threads=found.max_threads_per_multi_processor,
-        )
+    device: Device
 
     @property
     def programs_of_an_sm(self) -> int:
@@ -50,18 +39,18 @@ class Occupancy:
 
         Their few KB of shared memory do not limit that.
         """
-        of_a_warp = -(-REGISTERS * _WARP_THREADS // _REGISTER_UNIT) * _REGISTER_UNIT
-        return min(self.registers // (_WARPS * of_a_warp), self.threads // (_WARPS * _WARP_THREADS))
+        of_a_warp = -(-REGISTERS * WARP.value // _REGISTER_UNIT) * _REGISTER_UNIT
+        return min(self.device.registers // (_WARPS * of_a_warp), self.device.threads // (_WARPS * WARP.value))
 
     @property
     def places(self) -> int:
         """Receivers that always fit at once, beside an NCCL kernel that was launched before them."""
-        return max((self.num_sms - NCCL_SMS) * self.programs_of_an_sm, 1)
+        return max((self.device.num_sms - NCCL_SMS) * self.programs_of_an_sm, 1)
 
     @property
     def sparing(self) -> int:
         """Receivers that always leave an SM empty beside NCCL's, however they are distributed."""
-        return max(self.num_sms - NCCL_SMS - 1, 0)
+        return max(self.device.num_sms - NCCL_SMS - 1, 0)
 
     def most_receivers(self, num_slots: int) -> int:
         """The most receivers of one launch: those of all slots always fit at once, beside NCCL's programs.
@@ -79,7 +68,7 @@ class Occupancy:
 
 def most_receivers(device: torch.device, num_slots: int) -> int:
     """`Occupancy.most_receivers` of a device; a few in the interpreter. Local."""
-    return Occupancy.of(device).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
+    return Occupancy(device=Device.of(device)).most_receivers(num_slots) if device.type == "cuda" else _ON_A_CPU
 
 
 _Open = tuple[int, int, Callable[[int], int]]  # a round's stream, its T, and the receivers of a launch for T tokens
@@ -125,7 +114,9 @@ class OpenRounds:
     def on(cls, device: torch.device, receivers_of: Callable[[int], int]) -> "OpenRounds":
         """Those of a transport on this GPU, beside the process's others. Local."""
         current_stream = triton.runtime.driver.active.get_current_stream
-        return cls(device, Occupancy.of(device), rounds_on(device.index or 0), receivers_of, current_stream)
+        return cls(
+            device, Occupancy(device=Device.of(device)), rounds_on(device.index or 0), receivers_of, current_stream
+        )
 
     def begin(self, slot: int, num_tokens: int) -> None:
         """Record a round of T tokens whose kernels run on the current stream. Local, no host sync."""

@@ -12,6 +12,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup
+from ep_moe.kernels.device import Device
 from ep_moe.kernels.exchange.wire_layout import Ranks
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme
@@ -30,7 +31,7 @@ from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher, RoundInputs
 from ep_moe.transport.one_sided.faults import Faults
-from ep_moe.transport.one_sided.kernel_context import KernelContext, may_start_early
+from ep_moe.transport.one_sided.kernel_context import KernelContext
 from ep_moe.transport.one_sided.limits import check_limits
 from ep_moe.transport.one_sided.memory import PeerMemory, map_peers
 from ep_moe.transport.one_sided.occupancy import OpenRounds, most_receivers
@@ -94,7 +95,7 @@ class NvlinkTransport(Transport):
             states=self._states,
             tuning=tuning,
             timeout_ns=self._faults.timeout_ns,
-            early=may_start_early(group.device),
+            early=group.device.type == "cuda" and Device.of(group.device).early_launch,
         )
         self._plans = RoundPlans(config, placement, ranks, tuning, group.device)
         self._dispatches = DispatchLauncher(self._context, self._plans)
