@@ -70,9 +70,9 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield lambda call, **given: call(**given)
         return
     from ep_moe.experts import create_experts  # other tests do without these imports
-    from ep_moe.experts.row_gemm import gemm_rows
     from ep_moe.functional import common
     from ep_moe.functional.sglang import gemm
+    from ep_moe.local_moe.row_gemm import gemm_rows
 
     if INTERPRETING:  # "auto" means torch there
         monkeypatch.setattr(

@@ -22,8 +22,8 @@ from ep_moe.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from ep_moe.kernel_launch.sequence import LaunchSequence
-    from ep_moe.layout.routed import RoutedPacking
     from ep_moe.local_moe.joined import JoinedCall
+    from ep_moe.local_moe.routed import RoutedPacking
 
 _MOST_KINDS = 512  # of calls
 _MOST_CALLS = 512  # of a kind, with different weights
@@ -285,7 +285,7 @@ def _kind_of(x: torch.Tensor | Quantized, routing: Routing, weights: ExpertWeigh
 def _new_packing(x: torch.Tensor | Quantized, routing: Routing, sizes: PackingSizes) -> "RoutedPacking | None":
     if not routing.topk_ids.is_cuda or not packable(x, routing.topk_ids, routing.topk_weights, sizes):
         return None
-    from ep_moe.layout.routed import RoutedPacking
+    from ep_moe.local_moe.routed import RoutedPacking
 
     return RoutedPacking(x, routing.topk_ids, routing.topk_weights, sizes)
 

@@ -12,7 +12,7 @@ from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.prepared import RepeatedCall
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
-from ep_moe.layout.routed import PLACED, QUANTIZED, RoutedPacking
+from ep_moe.local_moe.routed import PLACED, QUANTIZED, RoutedPacking
 from ep_moe.local_moe.start import NAMES, NAMES_ALONE, start_launch
 from ep_moe.weights import ExpertWeights
 

@@ -7,9 +7,9 @@ import torch
 
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.rows.start import Placed, Quantizing, _start_call_kernel
-from ep_moe.layout.routed import PLACED, QUANTIZED
+from ep_moe.kernels.local.start import Placed, Quantizing, _start_call_kernel
 from ep_moe.layout.triton import PlaceShape
+from ep_moe.local_moe.routed import PLACED, QUANTIZED
 from ep_moe.quant.triton import QuantizeKernel, QuantizeShape
 
 _MOST_LAUNCHES = 512

@@ -18,18 +18,18 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfi
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.experts import HopperExperts
 from ep_moe.experts.hopper.gemms import HopperGemms
-from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.triton import TritonExperts
 from ep_moe.kernels.gemm.arguments import TileList
-from ep_moe.kernels.rows.start import Placed, Quantizing
+from ep_moe.kernels.local.start import Placed, Quantizing
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
 from ep_moe.layout.base import PackingSizes
 from ep_moe.layout.frame import make_frame
-from ep_moe.layout.listed_pairs import ragged_pairs, sorted_pairs
-from ep_moe.layout.pair_lists import PairLists
-from ep_moe.layout.pair_rows import pair_rows
-from ep_moe.layout.routed import RoutedPacking
 from ep_moe.layout.triton import PlaceShape, merge_repeats, pack, weighted_sum
+from ep_moe.local_moe.listed_pairs import ragged_pairs, sorted_pairs
+from ep_moe.local_moe.pair_lists import PairLists
+from ep_moe.local_moe.pair_rows import pair_rows
+from ep_moe.local_moe.routed import RoutedPacking
+from ep_moe.local_moe.row_gemm import RowLists, gemm_rows
 from ep_moe.local_moe.start import start_launch
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, get_scheme

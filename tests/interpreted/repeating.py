@@ -10,8 +10,8 @@ import torch
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.layout.base import packable
-from ep_moe.layout.routed import RoutedPacking, _shape_of
 from ep_moe.local_moe import calls
+from ep_moe.local_moe.routed import RoutedPacking, _shape_of
 from ep_moe.routing import Routing
 
 

@@ -9,7 +9,6 @@ import torch
 
 from ep_moe.experts import create_experts
 from ep_moe.experts.prepared import PreparedCall
-from ep_moe.experts.row_gemm import gemm_rows
 from ep_moe.functional import common
 from ep_moe.functional.flashinfer import b12x_fused_moe, trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang import (
@@ -20,6 +19,7 @@ from ep_moe.functional.sglang import (
     override_config,
 )
 from ep_moe.functional.vllm import BatchedTritonExperts, batched_moe_kernel_quantize_input
+from ep_moe.local_moe.row_gemm import gemm_rows
 from ep_moe.quant import StoredMatrix, get_scheme, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from interpreted.common import DEVICE, generator

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe.layout.listed_pairs import ragged_pairs, sorted_pairs
+from ep_moe.local_moe.listed_pairs import ragged_pairs, sorted_pairs
 from ep_moe.testing import poisoned_memory
 from interpreted.common import DEVICE, generator
 

@@ -10,7 +10,7 @@ from ep_moe.config import Layout
 from ep_moe.kernel_launch.repeated import present
 from ep_moe.layout import Packed, TokenRows, reference, triton
 from ep_moe.layout.base import PackingSizes
-from ep_moe.layout.routed import RoutedPacking
+from ep_moe.local_moe.routed import RoutedPacking
 from ep_moe.quant import Quantized, QuantScheme, TensorFormat, as_bytes, get_scheme, quantize
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from interpreted.common import DEVICE, generator, random_payload, strided

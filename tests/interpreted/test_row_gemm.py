@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ep_moe.experts.row_gemm import RowLists, gemm_rows
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.local_moe.row_gemm import RowLists, gemm_rows
 from ep_moe.quant import Quantized, StoredMatrix, dequantize, dequantize_weight, get_scheme, quantize, quantize_weight
 from ep_moe.testing import ROW_ERROR_LIMITS, worst_row_error
 from interpreted.common import DEVICE, generator

@@ -484,7 +484,7 @@ def _pair_launches(
     (num_tokens, num_topk), hidden, given = topk_ids.shape, x.shape[1], (x, topk_ids, topk_weights)
     if not by_kernels(x) or not num_tokens * num_topk * hidden or any(each.stride(1) != 1 for each in given):
         return None
-    from ep_moe.layout.pair_rows import pair_rows  # Triton exists only on Linux
+    from ep_moe.local_moe.pair_rows import pair_rows  # Triton exists only on Linux
 
     sizes, strides = (num_tokens, num_topk, hidden), (x.stride(0), topk_ids.stride(0), topk_weights.stride(0))
     return pair_rows(*sizes, strides, (x.dtype, topk_ids.dtype), x.device, on_input=on_input, factor=factor)

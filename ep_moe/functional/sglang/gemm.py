@@ -12,11 +12,11 @@ from torch.library import custom_op
 from torch.nn.functional import silu
 
 from ep_moe.config import DTYPES
-from ep_moe.experts.row_gemm import RowLists, by_kernels, gemm_rows
 from ep_moe.functional.common import check_like, operator_arguments
 from ep_moe.functional.formats import Flags, GivenWeight, is_view, matrix_of, scheme_of
 from ep_moe.functional.plans import kinds, plans_of
 from ep_moe.functional.sglang.configs import tiles_of
+from ep_moe.local_moe.row_gemm import RowLists, by_kernels, gemm_rows
 from ep_moe.quant import Quantized, QuantScheme, quantize
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_moe.experts.row_gemm import RowLists
-from ep_moe.experts.row_kernels import RowGemm, gemm_by_kernels
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.functional.plans import quotients
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
-from ep_moe.layout.listed_pairs import sorted_pairs
-from ep_moe.layout.pair_lists import PairLists
+from ep_moe.local_moe.listed_pairs import sorted_pairs
+from ep_moe.local_moe.pair_lists import PairLists
+from ep_moe.local_moe.row_gemm import RowLists, gemm_by_kernels
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix
 from ep_moe.quant.triton import largest_or_scale, quantize_sequence
 
@@ -112,7 +111,7 @@ class GemmPlan:
         if repeats:
             self._whole = self._join(gemm, x.device)
 
-    def _join(self, gemm: RowGemm, device: torch.device) -> LaunchSequence | None:
+    def _join(self, gemm: LaunchSequence, device: torch.device) -> LaunchSequence | None:
         """All launches as one sequence, None if one is not loaded."""
         before = [] if self._quantizing is None else [self._quantizing]
         of_pairs, of_lists, of_gemm = range(len(before), len(before) + 3)
@@ -122,13 +121,13 @@ class GemmPlan:
         names["zeros"] = f"{of_pairs}:listed"
         if before:
             names |= {"x": "0:values", "x_scale": "0:values_scale:stored"}
-        names = {name: whole for name, whole in names.items() if name in gemm.sequence.given}
+        names = {name: whole for name, whole in names.items() if name in gemm.given}
         parts: list[tuple[LaunchSequence, dict[str, str]]] = [(part, {}) for part in (*before, self._pairs)]
         parts.append((self._lists, {"ids": f"{of_pairs}:ids"}))
         given = [f"{number}:{name}" for number, (part, _) in enumerate(parts) for name in part.given]
         given.remove(f"{of_lists}:ids")
-        given += [f"{of_gemm}:{name}" for name in gemm.sequence.given if name not in names]
-        whole = joined([*parts, (gemm.sequence, names)], [], (*given,), {}, device)
+        given += [f"{of_gemm}:{name}" for name in gemm.given if name not in names]
+        whole = joined([*parts, (gemm, names)], [], (*given,), {}, device)
         return whole if whole.load() else None
 
     def repeat(self, given: GemmArguments) -> bool:

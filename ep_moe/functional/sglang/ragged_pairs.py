@@ -39,7 +39,7 @@ class ByExpert(NamedTuple):
         """
         if not by_kernels(x) or not all(each.is_contiguous() and each.numel() for each in self.lists(x, expert_map)):
             return None
-        from ep_moe.layout.listed_pairs import MOST_EXPERTS, ragged_pairs  # Triton exists only on Linux
+        from ep_moe.local_moe.listed_pairs import MOST_EXPERTS, ragged_pairs  # Triton exists only on Linux
 
         num_experts, sizes = self.slice_sizes.shape[0], (self.gather.shape[0], self.slice_sizes.shape[0])
         if num_experts > MOST_EXPERTS:

@@ -11,7 +11,6 @@ import torch
 from torch.library import custom_op
 
 from ep_moe.config import DTYPES
-from ep_moe.experts.row_gemm import RowLists, by_kernels, gemm_rows
 from ep_moe.functional.common import operator_arguments
 from ep_moe.functional.formats import is_view, matrix_of
 from ep_moe.functional.plans import kinds, multiples, plans_of, quotients
@@ -19,6 +18,7 @@ from ep_moe.functional.sglang.configs import tiles_of
 from ep_moe.functional.vllm.config import used_flag
 from ep_moe.functional.vllm.formats import RowFormat, flags_of, given_weight, row_scales, scheme_of
 from ep_moe.functional.vllm.quantize import no_token
+from ep_moe.local_moe.row_gemm import RowLists, by_kernels, gemm_by_kernels, gemm_rows
 from ep_moe.quant import Quantized
 
 if TYPE_CHECKING:
@@ -194,9 +194,7 @@ def _computed(call: GemmCall) -> _Plan | None:
     )
     plan = None
     if by_kernels(A.device, scheme) and values.numel() and out.numel():
-        from ep_moe.experts.row_kernels import gemm_by_kernels  # Triton exists only on Linux
-
-        launches = gemm_by_kernels(x, lists, matrix, scheme, bias=None, out=out, tiles=tiles).sequence
+        launches = gemm_by_kernels(x, lists, matrix, scheme, bias=None, out=out, tiles=tiles)
         read = values.data_ptr() == A.data_ptr()
         if isinstance(x, Quantized) and call.A_scale is not None:
             read = read and x.scale.data_ptr() == call.A_scale.data_ptr()

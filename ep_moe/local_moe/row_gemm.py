@@ -4,13 +4,18 @@ Letters: L experts, N and K rows and columns of a weight, G scale groups of a ro
 """
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_moe.config import DTYPES
+from ep_moe.experts.launching import aligned
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, as_bytes, dequantize_rows, dequantize_weight
+
+if TYPE_CHECKING:
+    from ep_moe.kernel_launch.sequence import LaunchSequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +78,43 @@ def gemm_rows(
     if not rows.source.shape[0] or not columns:
         return
     if by_kernels(values.device, scheme) if kernels is None else kernels:
-        from ep_moe.experts.row_kernels import gemm_by_kernels  # Triton exists only on Linux
-
         gemm_by_kernels(x, rows, weight, scheme, bias=bias, out=out, tiles=tiles)
     else:
         _by_torch(x, rows, weight, scheme, bias, out)
+
+
+def gemm_by_kernels(
+    x: torch.Tensor | Quantized,
+    rows: RowLists,
+    weight: StoredMatrix,
+    scheme: QuantScheme,
+    *,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: ExpertTiles | None,
+) -> "LaunchSequence":
+    """`gemm_rows` by kernels, with checked arguments. Returns its launches, over tensors named as here."""
+    from ep_moe.local_moe.row_kernels import launch_row_gemm  # Triton exists only on Linux
+
+    values, scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+    named = {
+        "x": values if values.stride(1) == 1 else values.contiguous(),
+        "x_scale": None if scale is None else as_bytes(scale),
+        "row_start": rows.expert_row_start,
+        "num_tokens": rows.expert_num_tokens,
+        "source": rows.source,
+        "target": rows.target,
+        "factor": rows.factor,
+        "zeros": None if rows.zeros is None else as_bytes(rows.zeros),
+        **{f"w_{part}": aligned(tensor) for part, tensor in weight.tensors.items()},
+        "bias": None if bias is None else bias.contiguous(),
+        "out": out,
+    }
+    if weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu:  # which Triton has not
+        named["w_scale"] = as_bytes(aligned(weight.scale))
+    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+    hidden = scheme.weight.row_width(weight.values.shape[2])
+    return launch_row_gemm(tensors, scheme, hidden=hidden, expected_rows=rows.expected_rows, tiles=tiles)
 
 
 def _by_torch(

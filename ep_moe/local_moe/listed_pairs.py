@@ -8,8 +8,8 @@ import triton
 
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.rows.pairs import _fill_pairs_kernel, _ragged_pairs_kernel, _sorted_pairs_kernel
-from ep_moe.layout.pair_rows import pair_copies
+from ep_moe.kernels.local.pairs import _fill_pairs_kernel, _ragged_pairs_kernel, _sorted_pairs_kernel
+from ep_moe.local_moe.pair_rows import pair_copies
 
 _BLOCK = 1024  # pairs or places of a program
 _COMPARISONS = 16384  # of places and experts by one program, at most

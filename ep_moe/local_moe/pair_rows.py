@@ -10,7 +10,7 @@ import triton
 
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence
-from ep_moe.kernels.rows.pairs import _pair_rows_kernel
+from ep_moe.kernels.local.pairs import _pair_rows_kernel
 
 _COLUMNS = 1024  # of a row that one program copies, at most
 _COLUMNS_OF_THREAD = 8
