@@ -27,7 +27,7 @@ from ep_moe.experts.ready_rows import (
 from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
-from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, TileShape
+from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, Shared, Sizes, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 
 _KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro": {torch.float8_e4m3fn: "float8"}}
@@ -58,7 +58,7 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
         SCALES=group_loads(shape, gemm, sums, stored.scale_dtype) if scaled else "single",
         ZEROS=group_loads(shape, gemm, sums, stored.dtype) if stored.zero_point else "single",
         SHUFFLED=shuffled,
-        READY=ready > 0,
+        ROWS_PREPARED=ready > 0,
         PARTS=products,
         DIVIDE=stored.global_scale == "divisor",
     )
@@ -95,7 +95,8 @@ def _registers(gemm: GemmTiles) -> int:
 
 def _prepare(
     kernel: Any,
-    numbers: tuple[int | float, ...],
+    sizes: Sizes,
+    numbers: tuple[Any, ...],
     epilogue: Epilogue,
     shape: CallShape,
     tiles: ExpertTiles,
@@ -103,8 +104,8 @@ def _prepare(
     *,
     second: bool,
 ) -> RepeatedLaunch:
-    """Prepare one of the GEMMs, whose first three numbers are K, N and the stored values of a row of weights."""
-    gemm, sums, columns = tiles.second if second else tiles.first, int(numbers[0]), int(numbers[1])
+    """Prepare one of the GEMMs, which takes `numbers` behind the sizes."""
+    gemm, sums, columns = tiles.second if second else tiles.first, sizes.K, sizes.N
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
     scales = _scales(shape, tiles, between, second=second)
     options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
@@ -113,7 +114,7 @@ def _prepare(
     return RepeatedLaunch(
         kernel,
         num_programs(shape.device, gemm.programs_per_sm, most),
-        settings=numbers,
+        settings=(sizes, *numbers),
         constants={
             "TILE": TileShape(
                 BLOCK_M=tiles.block_m,
@@ -166,37 +167,31 @@ class TritonGemms:
             POWER_OF_TWO=shape.scheme.activation.power_of_two,
             ORDER=inner_order(shape, tiles) if between.fused else 0,
         )
-        numbers = (
-            shape.hidden,
-            shape.intermediate,
-            shape.scheme.weight.row_values(shape.hidden),
-            *((width, 1, 1, 0, 0) if width else (shape.x_stride, shape.scale_height, *shape.scale_strides)),
-            rows,
-            inner_width(shape, tiles) if between.fused else shape.intermediate,
-            float(activation.alpha),
-            float(activation.beta),
-            math.inf if activation.limit is None else float(activation.limit),
+        limit = math.inf if activation.limit is None else float(activation.limit)
+        height, (block, row, group) = (1, (1, 0, 0)) if width else (shape.scale_height, shape.scale_strides)
+        sizes = Sizes(
+            K=shape.hidden,
+            N=shape.intermediate,
+            w_stride=shape.scheme.weight.row_values(shape.hidden),
+            x_stride=width or shape.x_stride,
+            x_scale_stride_row=row,
+            out_stride=inner_width(shape, tiles) if between.fused else shape.intermediate,
         )
-        return _prepare(
-            _first_gemm_kernel,
-            numbers,
-            epilogue,
-            shape,
-            tiles,
-            between,
-            second=False,
-        )
+        numbers = Shared(float(activation.alpha), float(activation.beta), limit), height, block, group, rows
+        return _prepare(_first_gemm_kernel, sizes, numbers, epilogue, shape, tiles, between, second=False)
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """`_second_gemm_kernel` for calls of this shape. Local."""
-        numbers = (
-            shape.intermediate,
-            shape.hidden,
-            shape.scheme.weight.row_values(shape.intermediate),
-            shape.max_tiles(tiles.block_m) * tiles.block_m,
-            inner_width(shape, tiles),
+        sizes = Sizes(
+            K=shape.intermediate,
+            N=shape.hidden,
+            w_stride=shape.scheme.weight.row_values(shape.intermediate),
+            x_stride=inner_width(shape, tiles),
+            x_scale_stride_row=None,
+            out_stride=None,
         )
-        return _prepare(_second_gemm_kernel, numbers, Epilogue(), shape, tiles, between, second=True)
+        rows = shape.max_tiles(tiles.block_m) * tiles.block_m
+        return _prepare(_second_gemm_kernel, sizes, (rows,), Epilogue(), shape, tiles, between, second=True)
 
 
 class TritonExperts(KernelExperts):

@@ -1,8 +1,8 @@
 """The arguments of the expert kernels, in groups that the kernels share.
 
 A constant of a group is wrapped: `TileShape(BLOCK_M=tl.constexpr(16), ...)`; the launcher's `constants` does that. An
-absent pointer is None, and then the code that reads it is not compiled. Numbers that vary at run time stay outside of
-the groups: inside of one, a 1 would be compiled into the kernel.
+absent pointer is None, and then the code that reads it is not compiled. The compiler specializes every integer of a
+group, which compiles a 1 into the kernel: integers that differ between calls of a layer stay outside of the groups.
 
 Letters: L local experts, H hidden, I intermediate, Q row tiles of all experts, K columns that a GEMM reduces over,
 N columns of its result, W rows of its weights (2I if they are the gate and the up half, else N), V stored values of a
@@ -42,6 +42,52 @@ class ExpertScalars(NamedTuple):
     alpha: Any  # of the activation, in place of the numbers that all experts share
     beta: Any
     limit: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers of a GEMM."""
+
+    K: Any
+    N: Any
+    w_stride: Any  # V
+    x_stride: Any
+    x_scale_stride_row: Any
+    out_stride: Any  # N, or more if columns are ordered; None in the second GEMM
+
+
+class Shared(NamedTuple):
+    """Numbers of the activation of all experts, unless `ExpertScalars` has one for each."""
+
+    alpha: Any
+    beta: Any
+    limit: Any
+
+
+class TileRows(NamedTuple):
+    """The rows of x of a tile."""
+
+    ptrs: Any  # [BLOCK_M, 1]
+    scale_ptrs: Any  # [BLOCK_M]
+    mask: Any  # [BLOCK_M]
+
+
+class TileColumns(NamedTuple):
+    """The columns of the result of a tile."""
+
+    expert: Any
+    first: Any
+    columns: Any  # [BLOCK_N]
+    mask: Any  # [BLOCK_N]
+
+
+class WeightRows(NamedTuple):
+    """The R rows of weights of a tile."""
+
+    ptrs: Any  # [R, 1]
+    stride: Any  # V, or words of V
+    offsets: Any  # [R], of their scales and zero points at K = 0; a scalar if all have the same
+    mask: Any  # [R]
+    K: Any  # columns that are reduced over
 
 
 class Rows(NamedTuple):
@@ -102,14 +148,12 @@ class Codes(NamedTuple):
     PAIRS: tl.constexpr  # SHUFFLED weights are decoded two at once to 16 bits, by PTX that the interpreter lacks
     ZERO: tl.constexpr  # zero points are stored
     GROUPS: tl.constexpr  # scales, and zero points, of a row in a step over K
-    SCALES: (
-        tl.constexpr
-    )  # "single": loaded by themselves; "words": with others in words; "shifted": these are not aligned
+    # "single": loaded by themselves; "words": with others in words; "shifted": these are not aligned
+    SCALES: tl.constexpr
     ZEROS: tl.constexpr  # the same for zero points
     SHUFFLED: tl.constexpr  # x and weights are multiplied in another order of columns
-    READY: (
-        tl.constexpr
-    )  # rows of x are in the order of the tile list, decoded and, if SHUFFLED, ordered; zeros beyond K
+    # rows of x are in the order of the tile list, decoded and, if SHUFFLED, ordered; zeros beyond K
+    ROWS_PREPARED: tl.constexpr
     PARTS: tl.constexpr  # products of BLOCK_K columns in a step
     DIVIDE: tl.constexpr  # by the global scale, if there is one
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from ep_moe.kernels.device import prefetch, use
+from ep_moe.kernels.gemm.arguments import WeightRows
 from ep_moe.kernels.gemm.group_words import as_bits, from_bits, load_numbers, number_places
 from ep_moe.kernels.gemm.pairs import (
     decode_float8_words,
@@ -23,7 +24,7 @@ from ep_moe.kernels.gemm.pairs import (
     zero_pairs,
 )
 from ep_moe.kernels.gemm.tokens import load_rows, order_columns
-from ep_moe.kernels.gemm.weights import decode, scale_offsets, scale_values, spread
+from ep_moe.kernels.gemm.weights import decode, load_stored, scale_offsets, scale_values, spread
 from ep_moe.kernels.numerics import INTERPRET
 
 _FEW_ROWS = tl.constexpr(32)  # of a tile: its products are short, and their sums take few registers
@@ -31,41 +32,30 @@ _SECTOR = tl.constexpr(32)  # bytes
 
 
 @triton.jit
-def _load_group(ptr, offsets, k, K, row_mask, SCALES, CODES):
+def _load_group(ptr, w, k, SCALES, CODES):
     """Load scales, or zero points, for the weights of the step over K that begins at k: [R, G]; zeros out of bounds."""
     group = k // SCALES.GROUP_K
-    groups_k = tl.cdiv(K, SCALES.GROUP_K)
+    groups_k = tl.cdiv(w.K, SCALES.GROUP_K)
     if CODES.GROUPS == 1:  # one for each row: as a column it would fix the layout of the weights
-        return tl.load(ptr + offsets + group, mask=row_mask & (group < groups_k), other=0.0)[:, None]
+        return tl.load(ptr + w.offsets + group, mask=w.mask & (group < groups_k), other=0.0)[:, None]
     else:
         groups = group + tl.arange(0, CODES.GROUPS)[None, :]
-        mask = row_mask[:, None] & (groups < groups_k)
-        return tl.load(ptr + offsets[:, None] + groups, mask=mask, other=0.0)
+        mask = w.mask[:, None] & (groups < groups_k)
+        return tl.load(ptr + w.offsets[:, None] + groups, mask=mask, other=0.0)
 
 
 @triton.jit
-def _prefetch(ptr, offsets, K, row_mask, SCALES):
+def _prefetch(ptr, w, SCALES):
     """Bring the scales, or zero points, of rows of weights into the L2 cache: each step reads a few bytes of them."""
-    groups_k = tl.cdiv(K, SCALES.GROUP_K)
-    first = ptr + tl.where(row_mask, offsets, 0)
+    groups_k = tl.cdiv(w.K, SCALES.GROUP_K)
+    first = ptr + tl.where(w.mask, w.offsets, 0)
     for group in range(0, groups_k, _SECTOR // (ptr.dtype.element_ty.primitive_bitwidth // 8)):
         prefetch(first + group)
 
 
 @triton.jit
 def _load_numbers(
-    ptr,
-    places,
-    offsets,
-    step,
-    part: tl.constexpr,
-    K,
-    row_mask,
-    LOADS: tl.constexpr,
-    AS_BITS: tl.constexpr,
-    TILE,
-    SCALES,
-    CODES,
+    ptr, places, w, step, part: tl.constexpr, LOADS: tl.constexpr, AS_BITS: tl.constexpr, TILE, SCALES, CODES
 ):
     """Load scales, or zero points, of the product that begins at column step + part * BLOCK_K: [R, S], as they are
     stored, or AS_BITS, the lowest ones of int32.
@@ -74,32 +64,26 @@ def _load_numbers(
         places: of `number_places`. LOADS: as `Codes.SCALES`.
     """
     if LOADS == "single":
-        numbers = _load_group(ptr, offsets, step + part * TILE.BLOCK_K, K, row_mask, SCALES, CODES)
+        numbers = _load_group(ptr, w, step + part * TILE.BLOCK_K, SCALES, CODES)
         return as_bits(numbers) if AS_BITS else numbers
     else:
-        bits = load_numbers(ptr, places, offsets, step, part, K, row_mask, LOADS, TILE, SCALES, CODES)
+        bits = load_numbers(ptr, places, w, step, part, LOADS, TILE, SCALES, CODES)
         return bits if AS_BITS else from_bits(bits, ptr.dtype.element_ty)
 
 
 @triton.jit
-def _load_groups(
-    operands, places, offsets, step, part: tl.constexpr, K, row_mask, dtype: tl.constexpr, TILE, SCALES, CODES
-):
+def _load_groups(operands, places, w, step, part: tl.constexpr, dtype: tl.constexpr, TILE, SCALES, CODES):
     """Load what decodes the weights of a product, as `_load_numbers`: scales, if "fold", and zero points, if ZERO.
 
     Returns: [R, S] each, prepared for `_decode`; each in place of the other if that is not needed, or 1.0.
     """
     scale_ptr = operands.w_scale
     if SCALES.WEIGHT == "fold":
-        scale = _load_numbers(
-            scale_ptr, places[0], offsets, step, part, K, row_mask, CODES.SCALES, CODES.PAIRS, TILE, SCALES, CODES
-        )
+        scale = _load_numbers(scale_ptr, places[0], w, step, part, CODES.SCALES, CODES.PAIRS, TILE, SCALES, CODES)
         if CODES.PAIRS:
             scale = scale_pairs(scale, scale_ptr.dtype.element_ty, dtype, CODES)
     if CODES.ZERO:
-        zero = _load_numbers(
-            operands.w_zero, places[1], offsets, step, part, K, row_mask, CODES.ZEROS, CODES.PAIRS, TILE, SCALES, CODES
-        )
+        zero = _load_numbers(operands.w_zero, places[1], w, step, part, CODES.ZEROS, CODES.PAIRS, TILE, SCALES, CODES)
         if CODES.PAIRS:
             zero = zero_pairs(zero, dtype)
     if SCALES.WEIGHT == "fold" and CODES.ZERO:
@@ -113,14 +97,14 @@ def _load_groups(
 
 
 @triton.jit
-def _number_places(operands, offsets, K, SCALES, CODES):
+def _number_places(operands, w, CODES):
     """`number_places` of the scales and of the zero points; any of those that are not loaded in words."""
     scale_places = 0, 0
     zero_places = 0, 0
     if CODES.SCALES != "single":
-        scale_places = number_places(operands.w_scale, offsets, K, CODES.SCALES, CODES)
+        scale_places = number_places(operands.w_scale, w, CODES.SCALES, CODES)
     if CODES.ZEROS != "single":
-        zero_places = number_places(operands.w_zero, offsets, K, CODES.ZEROS, CODES)
+        zero_places = number_places(operands.w_zero, w, CODES.ZEROS, CODES)
     return scale_places, zero_places
 
 
@@ -152,19 +136,6 @@ def _decode(stored, scale, zero, dtype: tl.constexpr, TILE, SCALES, CODES):
 
 
 @triton.jit
-def _load_stored(ptrs, row_mask, place_mask, TILE):
-    """Load the stored weights of a step; out of bounds zeros."""
-    if TILE.EVEN_N and TILE.EVEN_K:
-        return tl.load(ptrs)
-    elif TILE.EVEN_K:
-        return tl.load(ptrs, mask=row_mask[:, None], other=0.0)
-    elif TILE.EVEN_N:
-        return tl.load(ptrs, mask=place_mask, other=0.0)
-    else:
-        return tl.load(ptrs, mask=row_mask[:, None] & place_mask, other=0.0)
-
-
-@triton.jit
 def _add_product(acc, x, w, TILE):
     """acc plus the product of x [BLOCK_M, BLOCK_K] and w [R, BLOCK_K]: [BLOCK_M, R], or its transpose with SWAP."""
     if INTERPRET and x.dtype == tl.bfloat16:
@@ -191,21 +162,8 @@ def _wait_for(acc, TILE):
 
 
 @triton.jit
-def _accumulate(
-    operands,
-    x_ptrs,
-    row_mask,
-    w_ptrs,
-    w_stride,  # of these pointers
-    offsets,
-    column_mask,
-    K,
-    ROWS: tl.constexpr,
-    TILE,
-    SCALES,
-    CODES,
-):
-    """Sum over K: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
+def _accumulate(operands, x_rows, w, ROWS: tl.constexpr, TILE, SCALES, CODES):
+    """Sum over K, of TileRows and WeightRows: [BLOCK_M, ROWS] float32, or its transpose with SWAP."""
     dtype: tl.constexpr = operands.x.dtype.element_ty
     FEW: tl.constexpr = TILE.BLOCK_M <= _FEW_ROWS
     # read early, a step's groups are there when it begins: they are too small for asynchronous copies
@@ -214,66 +172,51 @@ def _accumulate(
         acc = tl.zeros([ROWS, TILE.BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([TILE.BLOCK_M, ROWS], tl.float32)
-    x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
+    x_ptrs = x_rows.ptrs + tl.arange(0, TILE.BLOCK_K)[None, :]
     IN_WORD: tl.constexpr = 4 if CODES.PAIRS else 1
     PLACES: tl.constexpr = TILE.BLOCK_K // CODES.PACKED // IN_WORD
     place = tl.arange(0, PLACES)[None, :]
-    w_ptrs += place
-    places = _number_places(operands, offsets, K, SCALES, CODES)
+    w_ptrs = w.ptrs + place
+    places = _number_places(operands, w, CODES)
     if EARLY:
-        groups = _load_groups(operands, places, offsets, 0, 0, K, column_mask, dtype, TILE, SCALES, CODES)
+        groups = _load_groups(operands, places, w, 0, 0, dtype, TILE, SCALES, CODES)
     if CODES.SHUFFLED and not INTERPRET:  # words are copied early enough
         if (SCALES.WEIGHT == "fold" or SCALES.WEIGHT == "block") and CODES.SCALES == "single":
-            _prefetch(operands.w_scale, offsets, K, column_mask, SCALES)
+            _prefetch(operands.w_scale, w, SCALES)
         if CODES.ZERO and CODES.ZEROS == "single":
-            _prefetch(operands.w_zero, offsets, K, column_mask, SCALES)
-    for step in range(0, K, CODES.PARTS * TILE.BLOCK_K):
+            _prefetch(operands.w_zero, w, SCALES)
+    for step in range(0, w.K, CODES.PARTS * TILE.BLOCK_K):
         for part in tl.static_range(CODES.PARTS):
             k = step + part * TILE.BLOCK_K
-            if CODES.READY:
+            if CODES.ROWS_PREPARED:
                 x = tl.load(x_ptrs)
             else:
-                x = load_rows(x_ptrs, row_mask, K - k, TILE)
+                x = load_rows(x_ptrs, x_rows.mask, w.K - k, TILE)
                 if CODES.SHUFFLED:
                     x = order_columns(x, CODES.PACKED)
-            stored = _load_stored(w_ptrs, column_mask, place < w_stride - k // (CODES.PACKED * IN_WORD), TILE)
+            stored = load_stored(w_ptrs, w.mask, place < w.stride - k // (CODES.PACKED * IN_WORD), TILE)
             if EARLY:
                 scale, zero = groups
-                groups = _load_groups(
-                    operands, places, offsets, step, part + 1, K, column_mask, dtype, TILE, SCALES, CODES
-                )
+                groups = _load_groups(operands, places, w, step, part + 1, dtype, TILE, SCALES, CODES)
             else:
-                scale, zero = _load_groups(
-                    operands, places, offsets, step, part, K, column_mask, dtype, TILE, SCALES, CODES
-                )
-            w = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
+                scale, zero = _load_groups(operands, places, w, step, part, dtype, TILE, SCALES, CODES)
+            values = _decode(stored, scale, zero, dtype, TILE, SCALES, CODES)
             if SCALES.WEIGHT == "block":
-                product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                product = _add_product(tl.zeros_like(acc), x, values, TILE)
                 w_scale = _load_numbers(
-                    operands.w_scale,
-                    places[0],
-                    offsets,
-                    step,
-                    part,
-                    K,
-                    column_mask,
-                    CODES.SCALES,
-                    False,
-                    TILE,
-                    SCALES,
-                    CODES,
+                    operands.w_scale, places[0], w, step, part, CODES.SCALES, False, TILE, SCALES, CODES
                 )
                 w_scale = scale_values(w_scale)
                 acc += product * (w_scale if TILE.SWAP else tl.trans(w_scale))
             elif CODES.SHUFFLED and FEW:  # else Triton synchronizes each instruction of a product, as for a sum of both
                 if part == 0:
-                    product = _add_product(tl.zeros_like(acc), x, w, TILE)
+                    product = _add_product(tl.zeros_like(acc), x, values, TILE)
                 else:
-                    product = _add_product(product, x, w, TILE)
+                    product = _add_product(product, x, values, TILE)
                 if part == CODES.PARTS - 1:
                     acc = tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
             else:
-                acc = _wait_for(_add_product(acc, x, w, TILE), TILE)
+                acc = _wait_for(_add_product(acc, x, values, TILE), TILE)
             x_ptrs += TILE.BLOCK_K
             w_ptrs += PLACES
     return acc
@@ -281,59 +224,46 @@ def _accumulate(
 
 @triton.jit
 def accumulate_decoded(
-    operands,  # Operands; x has no scales of groups
-    x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
-    row_mask,  # [BLOCK_M]
-    expert,
-    first_column,
+    operands,  # x has no scales of groups
+    x_rows,  # TileRows
+    tile,  # TileColumns
     K,
-    N,
-    w_stride,  # V
-    GATED: tl.constexpr,
-    ALTERNATING: tl.constexpr,
+    sizes,
     TILE,
     SCALES,
     CODES,
+    EPILOGUE,
 ):
     """The sums over K of a tile, [BLOCK_M, BLOCK_N] float32: of the gate and the up half if GATED, else twice.
 
     Eight rows of the gate half and eight of the up half take turns in one product: in its result a thread has both of
     a pair, and every warp of a large tile decodes its own rows.
     """
-    halves = 2 if GATED else 1
-    ROWS: tl.constexpr = TILE.BLOCK_N * (2 if GATED else 1)
+    N = sizes.N
+    w_stride = sizes.w_stride
+    halves = 2 if EPILOGUE.GATED else 1
+    ROWS: tl.constexpr = TILE.BLOCK_N * (2 if EPILOGUE.GATED else 1)
     row = tl.arange(0, ROWS)
-    if GATED:
-        columns = first_column + row // 16 * 8 + row % 8
-        if ALTERNATING:
+    if EPILOGUE.GATED:
+        columns = tile.first + row // 16 * 8 + row % 8
+        if EPILOGUE.ALTERNATING:
             row = 2 * columns + row // 8 % 2
         else:
             row = columns + row // 8 % 2 * N
     else:
-        columns = first_column + row
+        columns = tile.first + row
         row = columns
     w_ptr = operands.w
     if CODES.PAIRS:  # words of four or eight codes
         w_ptr = tl.multiple_of(w_ptr.to(tl.pointer_type(tl.int32)), 16)
         w_stride = w_stride // 4
-    offsets = scale_offsets(expert, first_column, row, halves * N, K, SCALES)
-    acc = _accumulate(
-        operands,
-        x_ptrs,
-        row_mask,
-        w_ptr + (expert.to(tl.int64) * halves * N + row[:, None]) * w_stride,
-        w_stride,
-        offsets,
-        columns < N,
-        K,
-        ROWS,
-        TILE,
-        SCALES,
-        CODES,
-    )
+    offsets = scale_offsets(tile.expert, tile.first, row, halves * N, K, SCALES)
+    w_ptrs = w_ptr + (tile.expert.to(tl.int64) * halves * N + row[:, None]) * w_stride
+    w = WeightRows(w_ptrs, w_stride, offsets, columns < N, K)
+    acc = _accumulate(operands, x_rows, w, ROWS, TILE, SCALES, CODES)
     if TILE.SWAP:
         acc = tl.trans(acc)
-    if GATED:
+    if EPILOGUE.GATED:
         turns = tl.reshape(acc, [TILE.BLOCK_M, TILE.BLOCK_N // 8, 2, 8])
         pairs = tl.reshape(tl.permute(turns, 0, 1, 3, 2), [TILE.BLOCK_M, TILE.BLOCK_N, 2])
         return tl.split(pairs)

@@ -6,7 +6,7 @@ Letters: L local experts, I intermediate, Q row tiles of all experts, N columns 
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.gemm.pairs import missing_factor
+from ep_moe.kernels.gemm.pairs import deferred_scale
 from ep_moe.kernels.gemm.tokens import order_columns, ordered_places
 from ep_moe.kernels.numerics import (
     E4M3_MAX_EXPONENT,
@@ -22,37 +22,29 @@ from ep_moe.kernels.numerics import (
 
 
 @triton.jit
-def scale_sums(
-    acc,
-    operands,
-    x_scale_ptrs,
-    output_scale_ptr,
-    expert,
-    width,
-    columns,
-    row_mask,
-    column_mask,
-    SCALES,
-    CODES,
-):
-    """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert."""
+def scale_sums(acc, operands, x, tile, columns, width, output_scale_ptr, SCALES, CODES):
+    """Apply scales that do not vary along the reduction: per token, per channel or per tensor, and per expert.
+
+    Args:
+        x: TileRows. tile: TileColumns. columns: the rows of w, of `width` of an expert, that the columns are of.
+    """
     if SCALES.X == "row":
-        acc *= tl.load(x_scale_ptrs, mask=row_mask, other=0.0)[:, None]
+        acc *= tl.load(x.scale_ptrs, mask=x.mask, other=0.0)[:, None]
     if SCALES.WEIGHT == "channel":
-        scale_ptrs = operands.w_scale + expert.to(tl.int64) * width + columns
-        acc *= tl.load(scale_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        scale_ptrs = operands.w_scale + tile.expert.to(tl.int64) * width + columns
+        acc *= tl.load(scale_ptrs, mask=tile.mask, other=0.0).to(tl.float32)[None, :]
     elif SCALES.WEIGHT == "tensor":
-        acc *= tl.load(operands.w_scale + expert)
+        acc *= tl.load(operands.w_scale + tile.expert)
     if SCALES.WEIGHT == "fold":
-        acc *= missing_factor(operands.w_scale.dtype.element_ty, operands.x.dtype.element_ty, CODES)
+        acc *= deferred_scale(operands.w_scale.dtype.element_ty, operands.x.dtype.element_ty, CODES)
     if operands.w_global_scale is not None:
-        global_scale = tl.load(operands.w_global_scale + expert)
+        global_scale = tl.load(operands.w_global_scale + tile.expert)
         if CODES.DIVIDE:
             acc = acc / global_scale
         else:
             acc *= global_scale
     if output_scale_ptr is not None:
-        acc *= tl.load(output_scale_ptr + expert)
+        acc *= tl.load(output_scale_ptr + tile.expert)
     return acc
 
 
@@ -72,15 +64,18 @@ def of_expert(ptr, expert, shared):
 
 
 @triton.jit
-def store_tile(
-    sums, out, scalars, expert, row, row_mask, columns, column_mask, N, stride, scale_stride, TILE, SCALES, EPILOGUE
-):
+def store_tile(sums, out, scalars, tile, row, row_mask, N, strides, TILE, SCALES, EPILOGUE):
     """Round or requantize a tile [BLOCK_M, BLOCK_N] float32 and store it at these rows [BLOCK_M].
 
     "group": GROUP_K neighbors, a power of two up to BLOCK_N, share a scale. "mxfp8": the same in MXFP8, whose numbers
     bfloat16 represents: they are stored so. A `row_mask` of None stores all rows: those of the intermediate beyond the
     expert's tokens are never read. If ordered, zeros follow the N columns up to the stride.
+
+    Args:
+        tile: TileColumns. strides: between rows, and between groups of scales.
     """
+    stride, scale_stride = strides
+    columns, column_mask = tile.columns, tile.mask
     DTYPE: tl.constexpr = out.data.dtype.element_ty
     places = columns
     if EPILOGUE.ORDER != 0:
@@ -108,7 +103,7 @@ def store_tile(
         real = e4m3_value(to_mxfp8(grouped, byte)) * e8m0_value(byte)
         values = round_to(tl.reshape(real, [TILE.BLOCK_M, TILE.BLOCK_N]), DTYPE)
     elif EPILOGUE.REQUANTIZE == "static":
-        values = quantize_to(sums, tl.load(scalars.static_scale + expert), DTYPE)
+        values = quantize_to(sums, tl.load(scalars.static_scale + tile.expert), DTYPE)
     else:
         values = round_to(sums, DTYPE)
     if EPILOGUE.ORDER != 0:

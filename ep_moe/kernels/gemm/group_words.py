@@ -27,46 +27,46 @@ def _as_loaded(values, ptr, K):
 
 
 @triton.jit
-def number_places(ptr, offsets, K, LOADS: tl.constexpr, CODES):
+def number_places(ptr, w, LOADS: tl.constexpr, CODES):
     """Where numbers are in words, in bits: of each group in a product [1, S], and of each row's first one [R, 1].
 
     Args:
-        ptr: of the numbers, with the offsets [R] of rows. LOADS: as `Codes.SCALES`.
+        ptr: of the numbers. w: WeightRows. LOADS: as `Codes.SCALES`.
     """
     BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    groups = _as_loaded(8 * (BYTES * tl.arange(0, CODES.GROUPS) % 4), ptr, K)[None, :]
+    groups = _as_loaded(8 * (BYTES * tl.arange(0, CODES.GROUPS) % 4), ptr, w.K)[None, :]
     rows = tl.zeros([1, 1], tl.int32)
     if LOADS == "shifted":
-        rows = _as_loaded(8 * (offsets * BYTES % 4).to(tl.int32), ptr, K)[:, None]
+        rows = _as_loaded(8 * (w.offsets * BYTES % 4).to(tl.int32), ptr, w.K)[:, None]
         if CODES.GROUPS > 1:
             groups = repeat(groups, 2)
     return groups, rows
 
 
 @triton.jit
-def load_numbers(ptr, places, offsets, step, part: tl.constexpr, K, row_mask, LOADS: tl.constexpr, TILE, SCALES, CODES):
+def load_numbers(ptr, places, w, step, part: tl.constexpr, LOADS: tl.constexpr, TILE, SCALES, CODES):
     """The numbers of the groups of a product, as the lowest bits of int32 [R, S]; out of bounds zeros.
 
     Args:
-        places: of `number_places`. step, part: the product begins at column step + part * BLOCK_K.
+        places: of `number_places`. w: WeightRows. step, part: the product begins at column step + part * BLOCK_K.
         LOADS: as `Codes.SCALES`.
     """
     BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     IN_PRODUCT: tl.constexpr = CODES.GROUPS * BYTES
     groups, rows = places
-    end = tl.cdiv(K, SCALES.GROUP_K) * BYTES  # of a row
+    end = tl.cdiv(w.K, SCALES.GROUP_K) * BYTES  # of a row
     first = (step + part * TILE.BLOCK_K) // SCALES.GROUP_K * BYTES
-    words = ptr.to(tl.pointer_type(tl.int32)) + offsets * BYTES // 4
+    words = ptr.to(tl.pointer_type(tl.int32)) + w.offsets * BYTES // 4
     if LOADS == "shifted":  # each number's word
         byte = BYTES * tl.arange(0, CODES.GROUPS)[None, :]
-        place = (offsets * BYTES % 4).to(tl.int32)[:, None] + byte  # in words
+        place = (w.offsets * BYTES % 4).to(tl.int32)[:, None] + byte  # in words
         if IN_PRODUCT % 4 == 0:
             ptrs = words[:, None] + (place >> 2) + (first >> 2)
         else:
             ptrs = words[:, None] + (place + first >> 2)
         mask = byte < end - first
         if not TILE.EVEN_N:
-            mask = mask & row_mask[:, None]
+            mask = mask & w.mask[:, None]
         loaded = tl.load(ptrs, mask=mask, other=0)
         if CODES.GROUPS > 1:  # repeated at once: else Triton computes the numbers before it moves them
             loaded = repeat(loaded, 2)
@@ -79,7 +79,7 @@ def load_numbers(ptr, places, offsets, step, part: tl.constexpr, K, row_mask, LO
         if TILE.EVEN_N and TILE.EVEN_K:
             loaded = tl.load(words[:, None] + first // 4 + word)
         else:
-            mask = row_mask[:, None] & (first + 4 * word < end)
+            mask = w.mask[:, None] & (first + 4 * word < end)
             loaded = tl.load(words[:, None] + first // 4 + word, mask=mask, other=0)
         loaded = repeat(loaded, CODES.GROUPS // WORDS)
         shifts = groups + (8 * IN_PRODUCT * part if IN_PRODUCT < 4 else 0)

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.gemm.activation import activate
+from ep_moe.kernels.gemm.arguments import TileColumns, TileRows, WeightRows
 from ep_moe.kernels.gemm.decoded import accumulate_decoded
 from ep_moe.kernels.gemm.epilogue import add_bias, of_expert, scale_sums, store_tile
 from ep_moe.kernels.gemm.tile_list import find_tile
 from ep_moe.kernels.gemm.tokens import load_rows
-from ep_moe.kernels.gemm.weights import load_weight, scale_offsets
+from ep_moe.kernels.gemm.weights import load_stored, scale_offsets, scale_values
 from ep_moe.kernels.numerics import INTERPRET
 
 
@@ -43,12 +44,7 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
         right = tl.trans(w)
     if SCALES.WEIGHT == "block":
         product = tl.dot(left, right, input_precision="ieee").to(tl.float32)  # from int32, if x is int8
-        if SCALES.X != "group":
-            if SCALES.VECTOR:
-                return acc + product * (w_scale[:, None] if TILE.SWAP else w_scale[None, :])
-            else:
-                return acc + product * w_scale
-        elif SCALES.VECTOR:
+        if SCALES.VECTOR:
             if TILE.SWAP:
                 return acc + product * (w_scale[:, None] * x_scale[None, :])
             else:
@@ -64,22 +60,31 @@ def _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES):
 
 
 @triton.jit
+def _load_weight(ptrs, operands, w, k, TILE, SCALES):
+    """Load the weights [BLOCK_N, BLOCK_K] of the step over K that begins at k, and the scales of its sums, "block":
+    [BLOCK_N] if VECTOR, else a scalar."""
+    values = load_stored(ptrs, w.mask, tl.arange(0, TILE.BLOCK_K)[None, :] < w.K - k, TILE)
+    scale = 1.0
+    if SCALES.WEIGHT == "block":
+        if SCALES.VECTOR:
+            scale = tl.load(operands.w_scale + w.offsets + k // SCALES.GROUP_K, mask=w.mask, other=0.0)
+        else:
+            scale = tl.load(operands.w_scale + w.offsets + k // SCALES.GROUP_K)
+        scale = scale_values(scale)
+    return values, scale
+
+
+@triton.jit
 def _accumulate(
-    operands,  # Operands
-    x_ptrs,  # [BLOCK_M, 1]
-    x_scale_ptrs,  # [BLOCK_M]
-    row_mask,  # [BLOCK_M]
-    w_ptrs,  # [BLOCK_N, 1]
-    w_offsets,  # [BLOCK_N] if VECTOR, else scalar: of the scales, and zero points, of these rows of w
+    operands,
+    x_rows,  # TileRows
+    w,  # WeightRows, of the gate if PAIR
     up_offset,  # from a gate row of w to its up row, in stored values
-    up_offsets,
-    column_mask,  # [BLOCK_N]
-    K,
+    up_offsets,  # `w.offsets` of the up rows
     x_scale_stride_group,
     PAIR: tl.constexpr,  # gate and up half together
     TILE,
     SCALES,
-    CODES,
 ):
     """Accumulate a tile over K. Returns two [BLOCK_M, BLOCK_N] float32: gate and up if PAIR, else the result twice."""
     X_DTYPE: tl.constexpr = operands.x.dtype.element_ty
@@ -91,19 +96,20 @@ def _accumulate(
     else:
         acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
         up_acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], SUMS)
-    x_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
-    w_ptrs += tl.arange(0, TILE.BLOCK_K)[None, :]
-    for k in range(0, K, TILE.BLOCK_K):
-        x = load_rows(x_ptrs, row_mask, K - k, TILE)
+    up_rows = WeightRows(None, None, up_offsets, w.mask, w.K)
+    x_ptrs = x_rows.ptrs + tl.arange(0, TILE.BLOCK_K)[None, :]
+    w_ptrs = w.ptrs + tl.arange(0, TILE.BLOCK_K)[None, :]
+    for k in range(0, w.K, TILE.BLOCK_K):
+        x = load_rows(x_ptrs, x_rows.mask, w.K - k, TILE)
         if SCALES.X == "group":
-            x_scale = tl.load(x_scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group, mask=row_mask, other=0.0)
+            scale_ptrs = x_rows.scale_ptrs + k // SCALES.GROUP_K * x_scale_stride_group
+            x_scale = tl.load(scale_ptrs, mask=x_rows.mask, other=0.0)
         else:
             x_scale = 1.0
-        w, w_scale = load_weight(w_ptrs, operands, w_offsets, column_mask, k, K, TILE, SCALES, CODES)
-        acc = _multiply(acc, x, w, x_scale, w_scale, TILE, SCALES)
+        values, w_scale = _load_weight(w_ptrs, operands, w, k, TILE, SCALES)
+        acc = _multiply(acc, x, values, x_scale, w_scale, TILE, SCALES)
         if PAIR:
-            up_ptrs = w_ptrs + up_offset
-            up, up_scale = load_weight(up_ptrs, operands, up_offsets, column_mask, k, K, TILE, SCALES, CODES)
+            up, up_scale = _load_weight(w_ptrs + up_offset, operands, up_rows, k, TILE, SCALES)
             up_acc = _multiply(up_acc, x, up, x_scale, up_scale, TILE, SCALES)
         x_ptrs += TILE.BLOCK_K
         w_ptrs += TILE.BLOCK_K
@@ -129,18 +135,12 @@ def _to_up(N, EPILOGUE):
 
 @triton.jit
 def _compute_tile(
-    operands,  # Operands
-    scalars,  # ExpertScalars
-    x_ptrs,  # [BLOCK_M, 1], of the tile's rows of x
-    x_scale_ptrs,  # [BLOCK_M]
-    row_mask,  # [BLOCK_M]
-    expert,
-    first_column,
-    columns,  # [BLOCK_N]
-    column_mask,  # [BLOCK_N]
+    operands,
+    scalars,
+    x,  # TileRows
+    tile,  # TileColumns
     K,
-    N,
-    w_stride,  # V
+    sizes,
     x_scale_stride_group,
     TILE,
     SCALES,
@@ -148,127 +148,61 @@ def _compute_tile(
     EPILOGUE,
 ):
     """Return a tile of w @ x + bias, [BLOCK_M, BLOCK_N] float32: of the gate and the up half if GATED, else twice."""
+    N = sizes.N
     halves = 2 if EPILOGUE.GATED else 1
-    w_rows = 2 * columns if EPILOGUE.ALTERNATING else columns
-    w_offsets = first_column
-    up_offsets = first_column
-    if SCALES.WEIGHT == "block" or SCALES.WEIGHT == "fold" or CODES.ZERO:
-        w_offsets = scale_offsets(expert, first_column, w_rows, halves * N, K, SCALES)
-        up_offsets = w_offsets
-        if EPILOGUE.GATED:
-            up_rows = w_rows + _to_up(N, EPILOGUE)
-            up_offsets = scale_offsets(expert, first_column + N, up_rows, halves * N, K, SCALES)
+    w_rows = 2 * tile.columns if EPILOGUE.ALTERNATING else tile.columns
     if CODES.KIND != "none":
-        gate, up = accumulate_decoded(
-            operands,
-            x_ptrs,
-            row_mask,
-            expert,
-            first_column,
-            K,
-            N,
-            w_stride,
-            EPILOGUE.GATED,
-            EPILOGUE.ALTERNATING,
-            TILE,
-            SCALES,
-            CODES,
-        )
+        gate, up = accumulate_decoded(operands, x, tile, K, sizes, TILE, SCALES, CODES, EPILOGUE)
     else:
+        offsets = tile.first
+        up_offsets = tile.first
+        if SCALES.WEIGHT == "block":
+            offsets = scale_offsets(tile.expert, tile.first, w_rows, halves * N, K, SCALES)
+            up_offsets = offsets
+            if EPILOGUE.GATED:
+                up_rows = w_rows + _to_up(N, EPILOGUE)
+                up_offsets = scale_offsets(tile.expert, tile.first + N, up_rows, halves * N, K, SCALES)
+        w_ptrs = operands.w + (tile.expert.to(tl.int64) * halves * N + w_rows[:, None]) * sizes.w_stride
+        w = WeightRows(w_ptrs, None, offsets, tile.mask, K)
+        up_offset = sizes.w_stride if EPILOGUE.ALTERNATING else N.to(tl.int64) * sizes.w_stride
         gate, up = _accumulate(
-            operands,
-            x_ptrs,
-            x_scale_ptrs,
-            row_mask,
-            operands.w + (expert.to(tl.int64) * halves * N + w_rows[:, None]) * w_stride,
-            w_offsets,
-            w_stride if EPILOGUE.ALTERNATING else N.to(tl.int64) * w_stride,
-            up_offsets,
-            column_mask,
-            K,
-            x_scale_stride_group,
-            EPILOGUE.GATED,
-            TILE,
-            SCALES,
-            CODES,
+            operands, x, w, up_offset, up_offsets, x_scale_stride_group, EPILOGUE.GATED, TILE, SCALES
         )
     if EPILOGUE.GATED:
-        gate = scale_sums(
-            gate,
-            operands,
-            x_scale_ptrs,
-            scalars.gate_output_scale,
-            expert,
-            halves * N,
-            w_rows,
-            row_mask,
-            column_mask,
-            SCALES,
-            CODES,
-        )
         up_rows = w_rows + _to_up(N, EPILOGUE)
-        up = scale_sums(
-            up,
-            operands,
-            x_scale_ptrs,
-            scalars.output_scale,
-            expert,
-            halves * N,
-            up_rows,
-            row_mask,
-            column_mask,
-            SCALES,
-            CODES,
-        )
+        gate = scale_sums(gate, operands, x, tile, w_rows, halves * N, scalars.gate_output_scale, SCALES, CODES)
+        up = scale_sums(up, operands, x, tile, up_rows, halves * N, scalars.output_scale, SCALES, CODES)
     else:
-        gate = scale_sums(
-            gate,
-            operands,
-            x_scale_ptrs,
-            scalars.output_scale,
-            expert,
-            N,
-            columns,
-            row_mask,
-            column_mask,
-            SCALES,
-            CODES,
-        )
+        gate = scale_sums(gate, operands, x, tile, w_rows, N, scalars.output_scale, SCALES, CODES)
     if operands.bias is not None:
-        bias_ptrs = operands.bias + expert.to(tl.int64) * halves * N + w_rows
-        gate = add_bias(gate, bias_ptrs, column_mask)
+        bias_ptrs = operands.bias + tile.expert.to(tl.int64) * halves * N + w_rows
+        gate = add_bias(gate, bias_ptrs, tile.mask)
         if EPILOGUE.GATED:
-            up = add_bias(up, bias_ptrs + _to_up(N, EPILOGUE), column_mask)
+            up = add_bias(up, bias_ptrs + _to_up(N, EPILOGUE), tile.mask)
     return gate, up
 
 
 @triton.jit(do_not_specialize=["x_scale_height", "x_scale_stride_block", "x_scale_stride_group", "inner_scale_stride"])
 def _first_gemm_kernel(
-    operands,  # Operands: the batch's pool of rows, or the prepared ones if READY; w13 and its bias
-    inner,  # Stored: [Q * BLOCK_M, inner_stride] and [ceil(N / GROUP_K), inner_scale_stride]
+    operands,  # Operands: the batch's pool of rows, or the prepared ones if ROWS_PREPARED; w13 and its bias
+    inner,  # Stored: [Q * BLOCK_M, sizes.out_stride] and [ceil(N / GROUP_K), inner_scale_stride]
     scalars,
     rows,
     tiles,
-    K,
-    N,
-    w_stride,  # V
-    x_stride,
+    sizes,
+    shared,
     x_scale_height,  # rows per block of scales: row r is row r % height of block r // height
     x_scale_stride_block,
-    x_scale_stride_row,
     x_scale_stride_group,
     inner_scale_stride,
-    inner_stride,  # N, or more if columns are ordered
-    alpha,  # of all experts, unless `scalars` has one for each
-    beta,
-    limit,
     TILE,
     SCALES,
     CODES,
     EPILOGUE,
 ):
     """inner = requantize(activation(w13 @ x + bias)), tile by tile."""
-    num_columns = tl.cdiv(inner_stride if EPILOGUE.ORDER != 0 else N, TILE.BLOCK_N)
+    N = sizes.N
+    num_columns = tl.cdiv(sizes.out_stride if EPILOGUE.ORDER != 0 else N, TILE.BLOCK_N)
     total = tl.load(tiles.num_tiles) * num_columns
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
         expert, num_tokens, row_tile, first_tile, column_tile = find_tile(t, num_columns, rows, tiles, TILE)
@@ -276,84 +210,54 @@ def _first_gemm_kernel(
         row_mask = token < num_tokens
         listed = tl.load(rows.row_start + expert) + token
         row = listed
-        if CODES.READY:
+        if CODES.ROWS_PREPARED:
             row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
         elif rows.row_index is not None:
             row = tl.load(rows.row_index + listed, mask=row_mask, other=0)
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
-        column_mask = columns < N
-        reduced = K
+        tile = TileColumns(expert, first_column, columns, columns < N)
+        reduced = sizes.K
         if EPILOGUE.ORDER != 0:  # whole tiles of zeros may follow
-            reduced = tl.where(first_column < N, K, 0)
+            reduced = tl.where(first_column < N, sizes.K, 0)
         x_scale_ptrs = operands.x_scale
         if SCALES.X != "none":
             block_offset = (row // x_scale_height).to(tl.int64) * x_scale_stride_block
-            x_scale_ptrs += block_offset + (row % x_scale_height).to(tl.int64) * x_scale_stride_row
+            x_scale_ptrs += block_offset + (row % x_scale_height).to(tl.int64) * sizes.x_scale_stride_row
+        x = TileRows(operands.x + row.to(tl.int64)[:, None] * sizes.x_stride, x_scale_ptrs, row_mask)
         gate, up = _compute_tile(
-            operands,
-            scalars,
-            operands.x + row.to(tl.int64)[:, None] * x_stride,
-            x_scale_ptrs,
-            row_mask,
-            expert,
-            first_column,
-            columns,
-            column_mask,
-            reduced,
-            N,
-            w_stride,
-            x_scale_stride_group,
-            TILE,
-            SCALES,
-            CODES,
-            EPILOGUE,
+            operands, scalars, x, tile, reduced, sizes, x_scale_stride_group, TILE, SCALES, CODES, EPILOGUE
         )
-        own_alpha = of_expert(scalars.alpha, expert, alpha)
-        own_beta = of_expert(scalars.beta, expert, beta)
-        own_limit = of_expert(scalars.limit, expert, limit)
+        own_alpha = of_expert(scalars.alpha, expert, shared.alpha)
+        own_beta = of_expert(scalars.beta, expert, shared.beta)
+        own_limit = of_expert(scalars.limit, expert, shared.limit)
         values = activate(gate, up, own_alpha, own_beta, own_limit, EPILOGUE)
         out_row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
         if rows.factor is not None:
             values *= tl.load(rows.factor + listed, mask=row_mask, other=0.0)[:, None]
         if rows.out_index is not None:
             out_row = tl.load(rows.out_index + listed, mask=row_mask, other=0)
-        store_tile(
-            values,
-            inner,
-            scalars,
-            expert,
-            out_row,
-            row_mask if rows.out_index is not None else None,
-            columns,
-            column_mask,
-            N,
-            inner_stride,
-            inner_scale_stride,
-            TILE,
-            SCALES,
-            EPILOGUE,
-        )
+        out_mask = row_mask if rows.out_index is not None else None
+        strides = (sizes.out_stride, inner_scale_stride)
+        store_tile(values, inner, scalars, tile, out_row, out_mask, N, strides, TILE, SCALES, EPILOGUE)
 
 
 @triton.jit(do_not_specialize=["inner_scale_stride"])
 def _second_gemm_kernel(
-    operands,  # Operands: the intermediate [Q * BLOCK_M, inner_stride], w2, its bias; scales [G, inner_scale_stride]
+    operands,  # Operands: the intermediate [Q * BLOCK_M, x_stride], w2, its bias; scales [G, inner_scale_stride]
     y,  # Stored: [rows, N], without scales
     scalars,
     rows,
     tiles,
-    K,
-    N,
-    w_stride,  # V
+    sizes,
     inner_scale_stride,
-    inner_stride,
     TILE,
     SCALES,
     CODES,
     EPILOGUE,
 ):
     """y = w2 @ inner + bias, rounded once; rows of y that hold no token are not written."""
+    N = sizes.N
     num_columns = tl.cdiv(N, TILE.BLOCK_N)
     total = tl.load(tiles.num_tiles) * num_columns
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -363,44 +267,15 @@ def _second_gemm_kernel(
         inner_row = (first_tile + row_tile) * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)
         first_column = column_tile * TILE.BLOCK_N
         columns = first_column + tl.arange(0, TILE.BLOCK_N)
-        column_mask = columns < N
+        tile = TileColumns(expert, first_column, columns, columns < N)
         x_scale_ptrs = operands.x_scale
         if SCALES.STATIC:
             x_scale_ptrs += expert + tl.zeros([TILE.BLOCK_M], tl.int32)
         elif SCALES.X != "none":
             x_scale_ptrs += inner_row
+        x = TileRows(operands.x + inner_row.to(tl.int64)[:, None] * sizes.x_stride, x_scale_ptrs, row_mask)
         sums, _ = _compute_tile(
-            operands,
-            scalars,
-            operands.x + inner_row.to(tl.int64)[:, None] * inner_stride,
-            x_scale_ptrs,
-            row_mask,
-            expert,
-            first_column,
-            columns,
-            column_mask,
-            K,
-            N,
-            w_stride,
-            inner_scale_stride,
-            TILE,
-            SCALES,
-            CODES,
-            EPILOGUE,
+            operands, scalars, x, tile, sizes.K, sizes, inner_scale_stride, TILE, SCALES, CODES, EPILOGUE
         )
-        store_tile(
-            sums,
-            y,
-            scalars,
-            expert,
-            tl.load(rows.row_start + expert) + token,
-            row_mask,
-            columns,
-            column_mask,
-            N,
-            N,
-            inner_scale_stride,
-            TILE,
-            SCALES,
-            EPILOGUE,
-        )
+        row = tl.load(rows.row_start + expert) + token
+        store_tile(sums, y, scalars, tile, row, row_mask, N, (N, inner_scale_stride), TILE, SCALES, EPILOGUE)

@@ -46,7 +46,7 @@ _E4M3_PAIR = tl.constexpr(  # e4m3 times 2^126 / _E4M3_MISSING, as bfloat16 twic
 
 
 @triton.jit
-def missing_factor(scale_dtype: tl.constexpr, dtype: tl.constexpr, CODES):
+def deferred_scale(scale_dtype: tl.constexpr, dtype: tl.constexpr, CODES):
     """The power of two by which weights are decoded too small to `dtype`; scales of e8m0 are uint8."""
     if CODES.KIND == "e2m1" and CODES.PAIRS:
         return _E8M0_MISSING if scale_dtype == tl.uint8 else _E4M3_MISSING

@@ -104,34 +104,13 @@ def decode(stored, scale, zero, dtype: tl.constexpr, SCALES, CODES):
 
 
 @triton.jit
-def load_stored(ptrs, column_mask, places_left, TILE, CODES):
-    """Load [BLOCK_N, BLOCK_K / PACKED] stored values, zeros out of bounds."""
-    places = tl.arange(0, TILE.BLOCK_K // CODES.PACKED)[None, :]
+def load_stored(ptrs, row_mask, place_mask, TILE):
+    """Load the stored weights of a step, zeros out of bounds."""
     if TILE.EVEN_N and TILE.EVEN_K:
         return tl.load(ptrs)
     elif TILE.EVEN_K:
-        return tl.load(ptrs, mask=column_mask[:, None], other=0.0)
+        return tl.load(ptrs, mask=row_mask[:, None], other=0.0)
     elif TILE.EVEN_N:
-        return tl.load(ptrs, mask=places < places_left, other=0.0)
+        return tl.load(ptrs, mask=place_mask, other=0.0)
     else:
-        return tl.load(ptrs, mask=column_mask[:, None] & (places < places_left), other=0.0)
-
-
-@triton.jit
-def load_weight(ptrs, operands, offsets, column_mask, k, K, TILE, SCALES, CODES):
-    """Load the weights of a step over K that begins at k, which are multiplied as they are stored.
-
-    Args:
-        ptrs: [BLOCK_N, BLOCK_K], of the step's weights. offsets: as `scale_offsets` returns them.
-    Returns: [BLOCK_N, BLOCK_K]; and the scales of the sums of this step, if SCALES.WEIGHT is "block": [BLOCK_N] if
-    VECTOR, else a scalar.
-    """
-    w = load_stored(ptrs, column_mask, (K - k) // CODES.PACKED, TILE, CODES)
-    w_scale = 1.0
-    if SCALES.WEIGHT == "block":
-        if SCALES.VECTOR:
-            w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K, mask=column_mask, other=0.0)
-        else:
-            w_scale = tl.load(operands.w_scale + offsets + k // SCALES.GROUP_K)
-        w_scale = scale_values(w_scale)
-    return w, w_scale
+        return tl.load(ptrs, mask=row_mask[:, None] & place_mask, other=0.0)

@@ -37,6 +37,25 @@ class Pipeline(NamedTuple):
     LIMIT: gl.constexpr
 
 
+class Source(NamedTuple):
+    """The operands that the loading warp copies."""
+
+    x_desc: Any  # [rows, K] in boxes of 64 x BLOCK_K
+    w_desc: Any  # [L * W, K] in boxes of 128 x BLOCK_K; [L * N, 2 * K] if gate and up rows are interleaved
+    x_scale_desc: Any  # [G or L * G, rows] float32 in boxes of 1 x 128; None unless TMA copies scales of groups
+    x_scale: Any
+    x_scale_stride: Any  # between groups
+
+
+class Result(NamedTuple):
+    """The matrix that warp groups store."""
+
+    desc: Any  # [rows, N] in boxes of 64 x 128
+    out: Any  # Stored
+    scale_stride: Any  # of out.scale
+    stored: Any  # as in TileList, or None
+
+
 class Buffers(NamedTuple):
     """Shared memory: the operands of STAGES steps, and barriers between who fills and who empties them."""
 

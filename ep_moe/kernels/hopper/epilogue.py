@@ -26,15 +26,11 @@ _UP_TO_POWER_OF_TWO = gl.constexpr("""{
 
 
 @gluon.jit
-def finish_sums(
-    sums, operands, x_scale_ptrs, output_scale_ptr, expert, W, columns, row_mask, column_mask, SCALES, CODES
-):
-    """Scales that do not vary along K, and the bias, of columns [128] of w's W rows."""
-    sums = scale_sums(
-        sums, operands, x_scale_ptrs, output_scale_ptr, expert, W, columns, row_mask, column_mask, SCALES, CODES
-    )
+def finish_sums(sums, operands, x, tile, columns, output_scale_ptr, PIPE, SCALES, CODES):
+    """`scale_sums`, with the bias."""
+    sums = scale_sums(sums, operands, x, tile, columns, PIPE.W, output_scale_ptr, SCALES, CODES)
     if operands.bias is not None:
-        sums = add_bias(sums, operands.bias + expert.to(gl.int64) * W + columns, column_mask)
+        sums = add_bias(sums, operands.bias + tile.expert.to(gl.int64) * PIPE.W + columns, tile.mask)
     return sums
 
 
@@ -48,9 +44,9 @@ def activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE):
 
 
 @gluon.jit
-def requantize(values, out, scalars, expert, row, column, scale_stride, PIPE, EPILOGUE):
-    """Round half a tile [64, 128] to the dtype of `out.data`; a group of 128 columns stores its scales [64]."""
-    DTYPE: gl.constexpr = out.data.dtype.element_ty
+def requantize(values, result, scalars, expert, row, column, PIPE, EPILOGUE):
+    """Round half a tile [64, 128] to the dtype of the result; a group of 128 columns stores its scales [64]."""
+    DTYPE: gl.constexpr = result.out.data.dtype.element_ty
     if EPILOGUE.REQUANTIZE == "group":
         if PIPE.N % HALF_N != 0:
             columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, values.type.layout))
@@ -60,7 +56,7 @@ def requantize(values, out, scalars, expert, row, column, scale_stride, PIPE, EP
             scale = gl.inline_asm_elementwise(_UP_TO_POWER_OF_TWO, "=f,f", [scale], gl.float32, is_pure=True, pack=1)
         rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, values.type.layout))
         if column < PIPE.N:
-            gl.store(out.scale + (column // HALF_N).to(gl.int64) * scale_stride + rows, scale)
+            gl.store(result.out.scale + (column // HALF_N).to(gl.int64) * result.scale_stride + rows, scale)
         return to_e4m3(divide_rows(values, scale))
     elif EPILOGUE.REQUANTIZE == "static":
         return quantize_to(values, gl.load(scalars.static_scale + expert), DTYPE)
@@ -69,19 +65,19 @@ def requantize(values, out, scalars, expert, row, column, scale_stride, PIPE, EP
 
 
 @gluon.jit
-def store_half(values, buffer, out_desc, out, row, column, left, PIPE):
+def store_half(values, buffer, result, row, column, left, PIPE):
     """Store half a tile: by TMA, or, if not all of its rows may be written, the first `left` by pointers."""
     buffer.store(values)
     if PIPE.FIRST:  # noqa: SIM114 - known when compiling, the next condition at run time
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+        tma.async_copy_shared_to_global(result.desc, [row, column], buffer)
     elif left >= HALF_M:
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+        tma.async_copy_shared_to_global(result.desc, [row, column], buffer)
     else:
-        VEC: gl.constexpr = 128 // out_desc.dtype.primitive_bitwidth
+        VEC: gl.constexpr = 128 // result.desc.dtype.primitive_bitwidth
         layout: gl.constexpr = gl.BlockedLayout([1, VEC], [VEC // 4, 128 // VEC], [4, 1], [1, 0])
         rows = gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
         columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, layout))
-        ptrs = out.data + row.to(gl.int64) * PIPE.N + rows[:, None] * PIPE.N + columns[None, :]
+        ptrs = result.out.data + row.to(gl.int64) * PIPE.N + rows[:, None] * PIPE.N + columns[None, :]
         gl.store(ptrs, buffer.load(layout), mask=(rows < left)[:, None] & (columns < PIPE.N)[None, :])

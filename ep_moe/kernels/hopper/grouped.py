@@ -11,16 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Buffers
+from ep_moe.kernels.gemm.arguments import TileColumns, TileRows
+from ep_moe.kernels.hopper.arguments import BLOCK_M, HALF_M, HALF_N, Buffers, Result, Source
 from ep_moe.kernels.hopper.epilogue import activate_sums, finish_sums, requantize, store_half
 from ep_moe.kernels.hopper.load import load_operands
-from ep_moe.kernels.hopper.multiply import (
-    multiply_chained,
-    multiply_float8,
-    multiply_scaled,
-    skip_steps,
-    sums_layout,
-)
+from ep_moe.kernels.hopper.multiply import multiply_chained, multiply_float8, multiply_scaled, skip_steps, sums_layout
 from ep_moe.kernels.hopper.overlap import arrive_stored
 from ep_moe.kernels.hopper.tiles import allocate_tiles, next_tile
 
@@ -34,30 +29,13 @@ def _block_scales(operands, expert, first_row, PIPE):
 
 @gluon.jit
 def _accumulate(
-    group: gl.constexpr,
-    step,
-    buffers,
-    operands,
-    expert,
-    column,
-    other_column,
-    PIPE,
-    SCALES,
-    LAYOUT: gl.constexpr,
+    group: gl.constexpr, step, buffers, operands, expert, column, other_column, PIPE, SCALES, LAYOUT: gl.constexpr
 ):
     """Multiply a tile over K: both halves, of columns from `column` and from `other_column` of w on."""
     if SCALES.WEIGHT == "block":
         scale_ptr = _block_scales(operands, expert, column, PIPE)
         other_scale_ptr = _block_scales(operands, expert, other_column, PIPE)
-        return multiply_scaled(
-            group,
-            step,
-            buffers,
-            scale_ptr,
-            other_scale_ptr,
-            PIPE,
-            LAYOUT,
-        )
+        return multiply_scaled(group, step, buffers, scale_ptr, other_scale_ptr, PIPE, LAYOUT)
     elif buffers.w.dtype.primitive_bitwidth == 8:
         return multiply_float8(group, step, buffers, PIPE, LAYOUT)
     else:
@@ -67,15 +45,12 @@ def _accumulate(
 @gluon.jit
 def compute_tiles(
     group: gl.constexpr,
-    out_desc,
+    result,  # Result
     operands,
-    out,
     scalars,
-    scale_stride,
     buffers,
     staging,  # [2 * OUT_BUFFERS, 64, 128]
     drawn,
-    stored,  # as in TileList, or None
     PIPE,
     SCALES,
     CODES,
@@ -88,7 +63,7 @@ def compute_tiles(
     WIDTH: gl.constexpr = HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N
     NEIGHBORS: gl.constexpr = PIPE.HALVES == 2 and not EPILOGUE.GATED  # halves
     TO_OTHER: gl.constexpr = PIPE.N if EPILOGUE.GATED else HALF_N
-    SAYS_STORED: gl.constexpr = PIPE.FIRST and PIPE.ARRIVALS > 0
+    SIGNALS_STORED_TILES: gl.constexpr = PIPE.FIRST and PIPE.ARRIVALS > 0
     step = 0
     number = 0
     row_tile = -1  # whose result is on its way
@@ -98,16 +73,7 @@ def compute_tiles(
         column = column_tile * WIDTH
         if left > 0:
             sums, other_sums, step = _accumulate(
-                group,
-                step,
-                buffers,
-                operands,
-                expert,
-                column,
-                column + TO_OTHER,
-                PIPE,
-                SCALES,
-                LAYOUT,
+                group, step, buffers, operands, expert, column, column + TO_OTHER, PIPE, SCALES, LAYOUT
             )
             row = gl.arange(0, HALF_M, BY_ROW)
             row_mask = row < left
@@ -125,51 +91,42 @@ def compute_tiles(
                 scale_ptr = scalars.output_scale
             mask = columns < PIPE.N
             w_rows = 2 * columns if EPILOGUE.ALTERNATING else columns
-            sums = finish_sums(
-                sums, operands, x_scale_ptrs, scale_ptr, expert, PIPE.W, w_rows, row_mask, mask, SCALES, CODES
-            )
+            x = TileRows(None, x_scale_ptrs, row_mask)
+            tile = TileColumns(expert, None, columns, mask)
+            sums = finish_sums(sums, operands, x, tile, w_rows, scale_ptr, PIPE, SCALES, CODES)
             if PIPE.HALVES == 2:
                 other = w_rows + (1 if EPILOGUE.ALTERNATING else TO_OTHER)
                 other_mask = mask if EPILOGUE.GATED else other < PIPE.N
+                tile = TileColumns(expert, None, columns, other_mask)
                 other_sums = finish_sums(
-                    other_sums,
-                    operands,
-                    x_scale_ptrs,
-                    scalars.output_scale,
-                    expert,
-                    PIPE.W,
-                    other,
-                    row_mask,
-                    other_mask,
-                    SCALES,
-                    CODES,
+                    other_sums, operands, x, tile, other, scalars.output_scale, PIPE, SCALES, CODES
                 )
-            if SAYS_STORED:
-                arrive_stored(stored, row_tile)
+            if SIGNALS_STORED_TILES:
+                arrive_stored(result.stored, row_tile)
                 row_tile = out_row // BLOCK_M
             else:
                 tma.store_wait(0)  # the tile before has left the staging buffers
             out_row += group * HALF_M
             sums = activate_sums(sums, other_sums, scalars, expert, PIPE, EPILOGUE)
-            values = requantize(sums, out, scalars, expert, out_row, column, scale_stride, PIPE, EPILOGUE)
-            store_half(values, staging.index(PIPE.OUT_BUFFERS * group), out_desc, out, out_row, column, left, PIPE)
+            values = requantize(sums, result, scalars, expert, out_row, column, PIPE, EPILOGUE)
+            store_half(values, staging.index(PIPE.OUT_BUFFERS * group), result, out_row, column, left, PIPE)
             if NEIGHBORS:
                 if PIPE.OUT_BUFFERS == 1:
                     tma.store_wait(0)
                 other_sums = activate_sums(other_sums, other_sums, scalars, expert, PIPE, EPILOGUE)
                 column += HALF_N
-                values = requantize(other_sums, out, scalars, expert, out_row, column, scale_stride, PIPE, EPILOGUE)
+                values = requantize(other_sums, result, scalars, expert, out_row, column, PIPE, EPILOGUE)
                 buffer = staging.index(PIPE.OUT_BUFFERS * group + PIPE.OUT_BUFFERS - 1)
-                store_half(values, buffer, out_desc, out, out_row, column, left, PIPE)
+                store_half(values, buffer, result, out_row, column, left, PIPE)
         else:
             step = skip_steps(step, buffers, PIPE)
-            if SAYS_STORED:
-                arrive_stored(stored, row_tile)
+            if SIGNALS_STORED_TILES:
+                arrive_stored(result.stored, row_tile)
                 row_tile = out_row // BLOCK_M
         number += 1
         expert, left, in_row, out_row, column_tile = next_tile(drawn, number)
-    if SAYS_STORED:
-        arrive_stored(stored, row_tile)
+    if SIGNALS_STORED_TILES:
+        arrive_stored(result.stored, row_tile)
     else:
         tma.store_wait(0)
 
@@ -211,62 +168,19 @@ def _hopper_gemm_kernel(
     drawn = allocate_tiles()
     fence_async_shared()
     buffers = Buffers(x, w, x_scale, full, empty)
+    source = Source(x_desc, w_desc, x_scale_desc, operands.x_scale, x_scale_stride)
+    result = Result(out_desc, out, scale_stride, tiles.stored if PIPE.FIRST else None)
     gl.warp_specialize(
         [
             (
                 compute_tiles,
-                (
-                    0,
-                    out_desc,
-                    operands,
-                    out,
-                    scalars,
-                    scale_stride,
-                    buffers,
-                    staging,
-                    drawn,
-                    tiles.stored if PIPE.FIRST else None,
-                    PIPE,
-                    SCALES,
-                    CODES,
-                    EPILOGUE,
-                ),
+                (0, result, operands, scalars, buffers, staging, drawn, PIPE, SCALES, CODES, EPILOGUE),
             ),
             (
                 compute_tiles,
-                (
-                    1,
-                    out_desc,
-                    operands,
-                    out,
-                    scalars,
-                    scale_stride,
-                    buffers,
-                    staging,
-                    drawn,
-                    tiles.stored if PIPE.FIRST else None,
-                    PIPE,
-                    SCALES,
-                    CODES,
-                    EPILOGUE,
-                ),
+                (1, result, operands, scalars, buffers, staging, drawn, PIPE, SCALES, CODES, EPILOGUE),
             ),
-            (
-                load_operands,
-                (
-                    x_desc,
-                    w_desc,
-                    x_scale_desc,
-                    operands.x_scale,
-                    x_scale_stride,
-                    rows,
-                    tiles,
-                    buffers,
-                    drawn,
-                    PIPE,
-                    EPILOGUE,
-                ),
-            ),
+            (load_operands, (source, rows, tiles, buffers, drawn, PIPE, EPILOGUE)),
         ],
         [4, 1],
         [232, 40],  # registers of the second and third partition; the first gets what is left of 168 * 384, 232

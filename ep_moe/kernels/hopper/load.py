@@ -11,12 +11,13 @@ from ep_moe.kernels.hopper.tiles import put_tile
 
 
 @gluon.jit
-def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
+def load_operands(source, rows, tiles, buffers, drawn, PIPE, EPILOGUE):
     """Load the operands of every tile that this program draws, until none is left.
 
-    Every partition counts steps alike, so that all agree on stages and phases. What a step expects of a barrier is said
-    beside the copies: another number of bytes would hang the program.
+    Every partition counts steps alike, so that all agree on stages and phases. A barrier expects the bytes of all
+    copies of its step: another number would hang the program.
     """
+    x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride = source
     X_BYTES: gl.constexpr = HALF_M * PIPE.BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
     W_BYTES: gl.constexpr = PIPE.HALVES * HALF_N * PIPE.BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     SCALE_BYTES: gl.constexpr = 0 if x_scale_desc is None else BLOCK_M * 4
@@ -46,7 +47,7 @@ def load_operands(x_desc, w_desc, x_scale_desc, x_scale, x_scale_stride, rows, t
             if PIPE.SCALE_ROWS:  # the experts' matrices of scales lie x_scale_stride * G apart
                 scale_ptrs += expert.to(gl.int64) * (PIPE.SCALE_ROWS - 1) * x_scale_stride
             scale_mask = gl.arange(0, BLOCK_M, BY_LANE) < left
-        both = left > HALF_M  # else nobody reads the lower 64 rows
+        both = left > HALF_M  # else no warp group reads the lower 64 rows
         w_row = column_tile * (HALF_N if EPILOGUE.GATED else PIPE.HALVES * HALF_N)
         other_w_row = w_row
         if EPILOGUE.ALTERNATING:  # a row of the descriptor has a gate row and then the up row of the same column
