@@ -15,6 +15,7 @@ import torch
 _MOST_PLANS = 1024  # of one call and thread
 
 Plan = TypeVar("Plan")
+_NO_PLAN: tuple[Any, None] = None, None
 _LIKE = operator.attrgetter("shape", "dtype", "device")
 _LIES = operator.attrgetter("shape", "dtype")  # where it lies says the device
 
@@ -39,16 +40,27 @@ class CallPlans(Generic[Plan]):
     """The plans of one call by the kinds of its arguments, as long as the tensors exist whose ids are in a key."""
 
     def __init__(self) -> None:
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, tuple[Plan, tuple[int, ...]]] = {}
         self._alive: dict[object, list[weakref.ref[torch.Tensor]]] = {}
-        self.get = self._plans.get
 
-    def keep(self, key: object, plan: Plan, device: torch.device, tensors: Iterable[torch.Tensor | None] = ()) -> None:
+    def get(self, key: object, written: tuple[int, ...] = ()) -> Plan | None:
+        """The plan by this key, unless it was kept when other writes had been counted."""
+        plan, counted = self._plans.get(key, _NO_PLAN)
+        return plan if counted == written else None
+
+    def keep(
+        self,
+        key: object,
+        plan: Plan,
+        device: torch.device,
+        tensors: Iterable[torch.Tensor | None] = (),
+        written: tuple[int, ...] = (),
+    ) -> None:
         """Find this plan by the key from now on, unless a CUDA graph is captured, whose memory it might have.
 
         Args:
             device: of the call. tensors: whose ids are in the key. A plan must not hold them, which would stay alive,
-                but may hold detached views.
+                but may hold detached views. written: how often torch has written tensors of which it has copies.
         """
         if capturing(device):
             return
@@ -57,7 +69,7 @@ class CallPlans(Generic[Plan]):
             self._alive.clear()
         forget = functools.partial(_forget, self._plans, self._alive, key)
         self._alive[key] = [weakref.ref(tensor, forget) for tensor in tensors if tensor is not None]
-        self._plans[key] = plan
+        self._plans[key] = plan, written
 
 
 def _forget(plans: dict[object, Any], alive: dict[object, Any], key: object, _: object) -> None:

@@ -50,6 +50,7 @@ class RoutedPlan:
         *,
         num_local_experts: int | None = None,
         num_experts: int | None = None,
+        dtype: torch.dtype | None = None,
         factor: float = 1.0,
         inner_scale: torch.Tensor | None = None,
         out: torch.Tensor | None,
@@ -69,6 +70,7 @@ class RoutedPlan:
             before=before,
             num_local_experts=num_local_experts,
             num_experts=num_experts,
+            dtype=dtype,
             out=out,
         )
         if joined is None or not joined.fix_weights():  # that they lie elsewhere is seen by who keeps the plan

@@ -4,17 +4,15 @@ Letters: T tokens, H hidden, I intermediate, K top-k, L local experts; W = 2I if
 """
 
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import torch
-from torch.library import custom_op
 
 from ep_moe.config import ActivationConfig, ActivationKind
 from ep_moe.experts import Experts
-from ep_moe.functional.common import check_like, experts_for, kept_weights, mapped_ids, served_scheme, writes
+from ep_moe.functional.call import Operation, Weight, Written
+from ep_moe.functional.common import check_like, experts_for, mapped_ids, served_scheme, writes
 from ep_moe.functional.fp4 import MXFP4, NVFP4, stored_weight
-from ep_moe.functional.plans import identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, quantize
@@ -44,25 +42,25 @@ _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 class B12xCall(NamedTuple):
     """The arguments of `b12x_fused_moe` that have a meaning here, in its order.
 
-    `quant_mode` is "nvfp4", "mxfp4" or "w4a16".
+    `quant_mode` is "nvfp4", "mxfp4" or "w4a16"; only "nvfp4" has input scales.
     """
 
     x: torch.Tensor
-    w1_weight: torch.Tensor
-    w1_weight_sf: torch.Tensor
-    w2_weight: torch.Tensor
-    w2_weight_sf: torch.Tensor
+    w1_weight: Weight
+    w1_weight_sf: Weight
+    w2_weight: Weight
+    w2_weight_sf: Weight
     token_selected_experts: torch.Tensor
     token_final_scales: torch.Tensor
     num_experts: int
     top_k: int
-    w1_alpha: torch.Tensor
-    w2_alpha: torch.Tensor
-    fc2_input_scale: torch.Tensor | None
-    input_global_scale: torch.Tensor | None
+    w1_alpha: Weight
+    w2_alpha: Weight
+    fc2_input_scale: Weight | None
+    input_global_scale: Weight | None
     num_local_experts: int
     expert_map: torch.Tensor | None
-    output: torch.Tensor | None
+    output: Written | None
     activation: str
     swiglu_alpha: float
     swiglu_beta: float
@@ -71,15 +69,11 @@ class B12xCall(NamedTuple):
     source_format: str
 
     @property
-    def weights(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors that belong to the weights."""
-        own = self.w1_weight, self.w1_weight_sf, self.w2_weight, self.w2_weight_sf, self.w1_alpha, self.w2_alpha
-        return (*own, self.fc2_input_scale, self.input_global_scale) if self.multiplies else own
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether the alphas are multiplied by the input scales, so that products may miss later writes to them."""
-        return self.quant_mode == "nvfp4"
+    def written(self) -> tuple[int, ...] | None:
+        """How often those have been written that are multiplied by input scales, so that products may miss writes."""
+        if self.quant_mode != "nvfp4":
+            return ()
+        return writes((self.w1_alpha, self.w2_alpha, self.fc2_input_scale, self.input_global_scale))
 
     @property
     def ids(self) -> torch.Tensor:
@@ -141,6 +135,7 @@ def b12x_fused_moe(
     """
     if output_dtype != torch.bfloat16:
         raise ValueError(f"output_dtype ({output_dtype}) is not torch.bfloat16")
+    mode = _mode_of(quant_mode, activation_precision)
     call = B12xCall._make(  # in the order of its fields, in less time than by their names
         (
             x,
@@ -154,8 +149,8 @@ def b12x_fused_moe(
             top_k,
             w1_alpha,
             w2_alpha,
-            fc2_input_scale,
-            input_global_scale,
+            fc2_input_scale if mode == "nvfp4" else None,
+            input_global_scale if mode == "nvfp4" else None,
             num_experts if num_local_experts is None else num_local_experts,
             expert_map,
             output,
@@ -163,16 +158,11 @@ def b12x_fused_moe(
             swiglu_alpha,
             swiglu_beta,
             swiglu_limit,
-            _mode_of(quant_mode, activation_precision),
+            mode,
             source_format,
         )
     )
-    if not torch.compiler.is_compiling():
-        return _compute(call)
-    if output is None:
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _b12x_op(*call._replace(output=output))
-    return output
+    return _OPERATION(call)
 
 
 def _mode_of(quant_mode: str | None, activation_precision: str) -> str:
@@ -221,40 +211,30 @@ def _global_scale(call: B12xCall, name: str) -> torch.Tensor:
     return scale.reshape(-1)
 
 
-def _key_of(call: B12xCall) -> tuple[object, ...] | None:
-    """All that a plan depends on; None if its products might miss writes."""
-    if call.multiplies and call.input_global_scale is not None:
-        return None  # tokens are quantized before
-    written = writes((call.w2_alpha, call.fc2_input_scale)) if call.multiplies else ()
-    if written is None:
-        return None
-    given = [call.x, call.token_selected_experts, call.token_final_scales]
-    given += [tensor for tensor in (call.output, call.expert_map) if tensor is not None]
-    swiglu = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
-    names = call.activation, *swiglu, call.quant_mode, call.source_format, call.output is None
-    numbers = call.num_experts, call.top_k, call.num_local_experts
-    return *names, *numbers, written, *kinds(given), *identities(call.weights)
-
-
 def _compute(call: B12xCall) -> torch.Tensor:
     """The weighted sum, in `output` if there is one. Errors: ValueError. Local."""
-    plans, key = plans_of(b12x_fused_moe.__name__, threading.get_ident()), _key_of(call)
-    plan: RoutedPlan | None = None if key is None else plans.get(key)
+    written = call.written
+    key = plan = None
+    if call.input_global_scale is None:  # else tokens are quantized before
+        key, plan = _OPERATION.find(call, written=written)
     if plan is not None:
-        found = plan(call.x, call.ids, call.token_final_scales, call.output)
+        found: torch.Tensor | None = plan(call.x, call.ids, call.token_final_scales, call.output)
         if found is not None:
             return found
-    x, routing, weights, experts = _prepare(call)
-    sizes: dict[str, Any] = {"num_local_experts": call.num_local_experts, "num_experts": call.num_experts}
-    result = local_moe(x, routing, weights, experts, **sizes, dtype=torch.bfloat16, out=call.output)
+    x, routing, weights, experts = _prepare(call, written)
+    options: dict[str, Any] = {"num_local_experts": call.num_local_experts, "num_experts": call.num_experts}
+    options |= {"dtype": torch.bfloat16, "out": call.output}
+    result = local_moe(x, routing, weights, experts, **options)
     if key is not None and isinstance(x, torch.Tensor):
-        plan = RoutedPlan.of(x, routing, weights, experts, **sizes, out=call.output)
+        plan = RoutedPlan.of(x, routing, weights, experts, **options)
         if plan is not None:
-            plans.keep(key, plan, call.x.device, call.weights)
+            _OPERATION.keep(key, plan, call, written=written)
     return result
 
 
-def _prepare(call: B12xCall) -> tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts]:
+def _prepare(
+    call: B12xCall, written: tuple[int, ...] | None
+) -> tuple[torch.Tensor | Quantized, Routing, ExpertWeights, Experts]:
     """Check everything; the arguments of `local_moe`."""
     num_local, (num_tokens, hidden) = call.num_local_experts, call.x.shape
     if not 1 <= num_local <= call.num_experts:
@@ -275,9 +255,7 @@ def _prepare(call: B12xCall) -> tuple[torch.Tensor | Quantized, Routing, ExpertW
     experts = experts_for(activation, scheme, call.x.device)
     routing = Routing(topk_ids=call.ids, topk_weights=call.token_final_scales.float())
     make = functools.partial(_weights, call, activation.kind.gated, scheme)
-    key = num_local, hidden, activation.kind, scheme.name, call.quant_mode, *identities(call.weights)
-    kept = kept_weights(b12x_fused_moe.__name__, threading.get_ident())
-    weights = kept.get(call.weights, key, make, copied=call.multiplies)
+    weights = _OPERATION.made(call, make, num_local, hidden, activation.kind, scheme.name, written=written)
     return _tokens(call, scheme, routing.topk_ids), routing, weights, experts
 
 
@@ -317,20 +295,8 @@ def _weights(call: B12xCall, gated: bool, scheme: QuantScheme) -> ExpertWeights:
     )
 
 
-def _b12x_moe(*arguments: Any) -> None:
-    """Write `output`."""
-    _compute(B12xCall(*arguments))
+def _new_output(call: B12xCall) -> torch.Tensor:
+    return torch.empty_like(call.x, memory_format=torch.contiguous_format)
 
 
-def _b12x_fake(*arguments: Any) -> None:
-    """It returns nothing; the real call checks its arguments."""
-    del arguments
-
-
-_KINDS: dict[Any, str] = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "int", str: "str"}
-_KINDS |= {float: "float", float | None: "float?"}
-_ARGUMENTS = ", ".join(
-    f"{'Tensor(a!)' if name == 'output' else _KINDS[kind]} {name}" for name, kind in B12xCall.__annotations__.items()
-)
-_b12x_op = custom_op("ep_moe::b12x_fused_moe", _b12x_moe, mutates_args=("output",), schema=f"({_ARGUMENTS}) -> ()")
-_b12x_op.register_fake(_b12x_fake)
+_OPERATION = Operation("b12x_fused_moe", B12xCall, _compute, result="output", new=_new_output)
