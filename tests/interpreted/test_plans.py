@@ -16,14 +16,13 @@ from ep_moe.experts import create_experts
 from ep_moe.functional import common, plans
 from ep_moe.functional.flashinfer import b12x_fused_moe
 from ep_moe.functional.sglang import (
-    experts,
     gemm,
     inplace_fused_experts,
     invoke_fused_moe_kernel,
     moe_align_block_size,
     outplace_fused_experts,
     override_config,
-    ragged_pairs,
+    pairs,
     routing_from_topk,
     triton_kernel_fused_experts,
     triton_kernel_fused_experts_with_bias,
@@ -51,7 +50,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         monkeypatch.setattr(
             common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more)
         )
-        for module in (experts, gemm, batched_gemm, ragged_pairs):
+        for module in (gemm, batched_gemm, pairs):
             monkeypatch.setattr(module, "by_kernels", lambda *_: True)
         forget()
 

@@ -5,7 +5,6 @@ Names, order and defaults of the parameters are SGLang's; docs/functional.md say
 
 from ep_moe.functional.sglang.calls import (
     MoeRunnerConfig,
-    StandardTopKOutput,
     fused_experts,
     fused_experts_impl,
     fused_moe,
@@ -23,29 +22,29 @@ from ep_moe.functional.sglang.configs import (
     override_config,
     try_get_optimal_moe_config,
 )
-from ep_moe.functional.sglang.gemm import invoke_fused_moe_kernel
-from ep_moe.functional.sglang.layer import FusedMoE, MoeParallel
-from ep_moe.functional.sglang.layer_flashinfer import FlashInferFP4MoE, FlashInferFusedMoE, get_fused_moe_impl_class
-from ep_moe.functional.sglang.layer_routing import BypassedTopKOutput, SharedExpertsConfig, TopKConfig
-from ep_moe.functional.sglang.pieces import (
-    moe_align_block_size,
-    moe_sum_reduce_torch_compile,
-    moe_sum_reduce_triton,
+from ep_moe.functional.sglang.experts import (
     swiglu_gpt_oss_sigmoid_alpha,
     swiglu_no_interleaved_with_alpha_and_limit,
 )
+from ep_moe.functional.sglang.gemm import invoke_fused_moe_kernel
+from ep_moe.functional.sglang.layer import FusedMoE
+from ep_moe.functional.sglang.layer_flashinfer import FlashInferFP4MoE, FlashInferFusedMoE, get_fused_moe_impl_class
+from ep_moe.functional.sglang.layer_loading import MoeParallel
+from ep_moe.functional.sglang.pairs import moe_align_block_size, moe_sum_reduce_torch_compile, moe_sum_reduce_triton
 from ep_moe.functional.sglang.ragged import (
     triton_kernel_fused_experts,
     triton_kernel_fused_experts_with_bias,
     triton_kernel_moe_forward,
     triton_kernel_moe_with_bias_forward,
 )
-from ep_moe.functional.sglang.routing_data import (
-    InFlexData,
-    PrecisionConfig,
+from ep_moe.functional.sglang.ragged_experts import InFlexData, PrecisionConfig, quantize
+from ep_moe.functional.sglang.routing import (
+    BypassedTopKOutput,
     RaggedTensorMetadata,
+    SharedExpertsConfig,
+    StandardTopKOutput,
+    TopKConfig,
     TritonKernelTopKOutput,
-    quantize,
     routing_from_topk,
 )
 

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.library import custom_op
@@ -16,14 +16,6 @@ from ep_moe.functional.common import operator_arguments
 from ep_moe.functional.sglang.experts import ExpertsCall, compute
 
 Result = TypeVar("Result")
-
-
-class StandardTopKOutput(NamedTuple):
-    """The experts of each token, as SGLang's class of this name; any tuple in this order serves."""
-
-    topk_weights: torch.Tensor  # [T, K]
-    topk_ids: torch.Tensor  # [T, K]
-    router_logits: torch.Tensor | None  # not read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,24 +5,21 @@ Letters: T tokens, H hidden, I intermediate, K top-k, E experts, W = 2I.
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ep_moe.config import DTYPES, ActivationConfig, ActivationKind
-from ep_moe.experts import Experts
 from ep_moe.functional.common import check_like, experts_for, kept_weights, writes
 from ep_moe.functional.formats import Flags, GivenWeight, matrix_of, scale_is_view, scheme_of
 from ep_moe.functional.plans import capturing, identities, kinds, plans_of
 from ep_moe.functional.routed_plan import RoutedPlan
 from ep_moe.functional.sglang.configs import ConfigsKey, configs_key, found_tiles, get_moe_configs, override_key
+from ep_moe.functional.sglang.pairs import pair_launches, rows_of
 from ep_moe.local_moe import local_moe
 from ep_moe.quant import Quantized, QuantScheme, as_bytes, quantize
 from ep_moe.routing import Routing, apply_weights_to_input
 from ep_moe.weights import ExpertWeights
-
-if TYPE_CHECKING:
-    from ep_moe.kernel_launch.sequence import LaunchSequence
 
 
 class ExpertsCall(NamedTuple):
@@ -100,11 +97,6 @@ class ExpertsCall(NamedTuple):
     def rows_apart(self) -> bool:
         """Whether each pair of a token and an expert is a row of its own, for which tokens may be weighted."""
         return self.apply_router_weight_on_input or (self.apart and self.topk_ids.shape[1] > 1)
-
-    @property
-    def tokens_in_sum(self) -> int:
-        """How many rows that are apart have one sum."""
-        return self.topk_ids.shape[1] if self.apply_router_weight_on_input and not self.apart else 1
 
     @property
     def factor(self) -> float:
@@ -191,6 +183,20 @@ def activation_config(
 def swiglu(alpha: float, limit: float | None) -> ActivationConfig:
     """gpt-oss's activation."""
     return ActivationConfig(kind=ActivationKind.SWIGLU, alpha=float(alpha), beta=1.0, limit=limit)
+
+
+def swiglu_gpt_oss_sigmoid_alpha(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> torch.Tensor:
+    """[..., 2I] of alternating gate and up to [..., I], in the dtype of x: gpt-oss's activation. Local.
+
+    gate <= limit, -limit <= up <= limit, then gate * sigmoid(alpha * gate) * (up + 1).
+    """
+    gate, up = x[..., ::2].clamp(max=gemm1_limit), x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
+    return gate * torch.sigmoid(gate * gemm1_alpha) * (up + 1)
+
+
+def swiglu_no_interleaved_with_alpha_and_limit(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> torch.Tensor:
+    """`swiglu_gpt_oss_sigmoid_alpha` of the halves [gate; up]."""
+    return swiglu_gpt_oss_sigmoid_alpha(torch.stack(x.chunk(2, -1), -1).flatten(-2), gemm1_alpha, gemm1_limit)
 
 
 def weights_of(call: ExpertsCall, scheme: QuantScheme) -> ExpertWeights:
@@ -307,11 +313,6 @@ def _zeros_written(call: ExpertsCall) -> tuple[int, ...] | None:
     return writes((call.w1_zp, call.w2_zp))
 
 
-def _result(call: ExpertsCall, y: torch.Tensor) -> torch.Tensor:
-    """The result of a call, from that of its rows."""
-    return y.view(-1, call.topk_ids.shape[1], y.shape[1]) if call.apart else y
-
-
 def _repeated(routed: RoutedPlan, call: ExpertsCall, out: torch.Tensor | None) -> torch.Tensor | None:
     """The result of a later call; None if a tensor is not aligned."""
     x, ids, topk_weights = call.hidden_states, call.topk_ids, call.topk_weights
@@ -320,7 +321,7 @@ def _repeated(routed: RoutedPlan, call: ExpertsCall, out: torch.Tensor | None) -
         y = routed.listed(x, [x, ids, topk_weights.float()], out, **scales)
     else:
         y = routed(x, ids, topk_weights, out, **scales)
-    return None if y is None else _result(call, y)
+    return y.view(-1, ids.shape[1], y.shape[1]) if y is not None and call.apart else y
 
 
 def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor, RoutedPlan | None]:
@@ -341,28 +342,23 @@ def _computed(call: ExpertsCall, out: torch.Tensor | None) -> tuple[torch.Tensor
     weights = kept_or_new("sglang", tensors, call, scheme)
     tiles = found_tiles(flags, call.w2, hidden_states, scheme, gated=call.is_gated)
     experts = experts_for(activation, scheme, hidden_states.device, tiles)
-    if call.apply_router_weight_on_input and call.b1 is not None:
+    on_input, factor = call.apply_router_weight_on_input, call.factor
+    if on_input and call.b1 is not None:
         raise ValueError("b1 is given, apply_router_weight_on_input takes none: SGLang would multiply it too")
-    if call.a1_q is not None or (call.apply_router_weight_on_input and scheme.payload.quantized):
-        routing = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
-        more: dict[str, Any] = {"on_input": call.apply_router_weight_on_input, "dtype": hidden_states.dtype}
-        more |= {"no_combine": call.apart, "factor": call.factor}
-        return run_routed(tokens, routing, weights, experts, **more, out=out), None
-    x, topk_weights, factor = hidden_states, call.topk_weights.float(), call.factor
+    chosen = Routing(topk_ids=ids, topk_weights=call.topk_weights.float())
+    x, routing = routed_rows(tokens, chosen, weights, on_input=on_input, no_combine=call.apart, factor=factor)
+    y = local_moe(x, routing, weights, experts, dtype=hidden_states.dtype, out=out)
+    result = y.view(-1, ids.shape[1], y.shape[1]) if call.apart else y
+    if isinstance(x, Quantized) or has_copies(call, scheme):
+        return result, None
     before = None
     if call.rows_apart:
-        on_input, given_rows = call.apply_router_weight_on_input, (x, ids, topk_weights)
-        before = _pair_launches(*given_rows, on_input=on_input, factor=factor)
-        x, ids, topk_weights = rows_of(*given_rows, on_input=on_input, factor=factor)
+        before = pair_launches(hidden_states, ids, chosen.topk_weights, on_input=on_input, factor=factor)
         factor = 1.0
-    if call.tokens_in_sum > 1:
-        ids, topk_weights = (each.view(-1, call.tokens_in_sum) for each in (ids, topk_weights))
-    routing = Routing(topk_ids=ids, topk_weights=topk_weights if factor == 1.0 else topk_weights * factor)
-    y, routed = local_moe(x, routing, weights, experts, out=out), None
-    if not has_copies(call, scheme) and call.rows_apart == (before is not None):
-        more = {"factor": factor, "inner_scale": call.a2_scale, "before": before}
-        routed = RoutedPlan.of(x, routing, weights, experts, **more, out=out)
-    return _result(call, y), routed
+        if before is None:
+            return result, None
+    more: dict[str, Any] = {"factor": factor, "inner_scale": call.a2_scale, "before": before, "out": out}
+    return result, RoutedPlan.of(x, routing, weights, experts, **more)
 
 
 def has_copies(call: ExpertsCall, scheme: QuantScheme) -> bool:
@@ -410,81 +406,36 @@ def _quantized(call: ExpertsCall, scheme: QuantScheme) -> Quantized:
     return Quantized(values=values[:num_tokens].contiguous(), scale=scale[:num_tokens], scheme=scheme)
 
 
-def run_routed(
+def routed_rows(
     x: torch.Tensor | Quantized,
     routing: Routing,
     weights: ExpertWeights,
-    experts: Experts,
     *,
-    dtype: torch.dtype,
     on_input: bool = False,
     no_combine: bool = False,
     factor: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The weighted sum of routed tokens [T, H], or their experts' outputs [T, K, H] if `no_combine`.
+) -> tuple[torch.Tensor | Quantized, Routing]:
+    """The tokens and the routing that `local_moe` computes: a row for each pair if weights or results need it.
 
-    Args:
-        dtype: the model's. on_input: weights multiply tokens, and not outputs. factor: multiplies the sum. out:
-            optional, [T, H].
+    Args: on_input: weights multiply tokens, and not outputs. no_combine: results are not summed. factor: of the sum.
     """
-    num_topk, apart = routing.topk_ids.shape[1], on_input or no_combine
-    ids, routing_weights = routing.topk_ids, routing.topk_weights
-    if apart and isinstance(x, Quantized):
-        values = as_bytes(x.values).repeat_interleave(num_topk, dim=0).view(x.values.dtype)
-        x = Quantized(values=values, scale=x.scale.repeat_interleave(num_topk, dim=0), scheme=x.scheme)
-        ids, routing_weights = ids.reshape(-1, 1), routing_weights.reshape(-1, 1)
-    elif apart and isinstance(x, torch.Tensor):
-        quantized = weights.scheme.payload.quantized  # its scales are multiplied, not tokens
-        x, ids, routing_weights = rows_of(x, ids, routing_weights, on_input=on_input and not quantized)
-        if on_input and quantized:
-            x = quantize(x, weights.scheme, static_scale=weights.w13_input_scale)
-    if on_input and isinstance(x, Quantized):
-        x, _ = apply_weights_to_input(x, Routing(topk_ids=ids, topk_weights=routing_weights))
-        routing_weights = torch.ones_like(routing_weights)
+    ids, topk_weights, num_topk = routing.topk_ids, routing.topk_weights, routing.topk_ids.shape[1]
+    if on_input or (no_combine and num_topk > 1):
+        if isinstance(x, Quantized):
+            values = as_bytes(x.values).repeat_interleave(num_topk, dim=0).view(x.values.dtype)
+            x = Quantized(values=values, scale=x.scale.repeat_interleave(num_topk, dim=0), scheme=x.scheme)
+            ids, topk_weights = ids.reshape(-1, 1), topk_weights.reshape(-1, 1)
+        elif on_input and weights.scheme.payload.quantized:  # its scales are multiplied, not tokens
+            rows, ids, topk_weights = rows_of(x, ids, topk_weights)
+            x = quantize(rows, weights.scheme, static_scale=weights.w13_input_scale)
+        else:
+            x, ids, topk_weights = rows_of(x, ids, topk_weights, on_input=on_input, factor=factor)
+            factor = 1.0
+        if on_input and isinstance(x, Quantized):
+            x, _ = apply_weights_to_input(x, Routing(topk_ids=ids, topk_weights=topk_weights))
+            topk_weights = torch.ones_like(topk_weights)
     if factor != 1.0:
-        routing_weights = routing_weights * factor
+        topk_weights = topk_weights * factor
     if on_input and not no_combine:
-        ids, routing_weights = (each.view(-1, num_topk) for each in (ids, routing_weights))
-    routing = Routing(topk_ids=ids, topk_weights=routing_weights)
-    y = local_moe(x, routing, weights, experts, dtype=dtype, out=out)
-    return y.view(-1, num_topk, y.shape[1]) if no_combine else y
-
-
-def rows_of(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, on_input: bool = False, factor: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A row for each of the T * K pairs of a token and an expert: tokens, ids and weights, of one expert each.
-
-    Args: on_input: weights multiply tokens, and `factor` takes their place; else it multiplies them.
-    """
-    num_topk, topk_weights = topk_ids.shape[1], topk_weights.float()
-    launches = _pair_launches(x, topk_ids, topk_weights, on_input=on_input, factor=factor)
-    if launches is not None:
-        given = dict(zip(launches.given, (x, topk_ids, topk_weights), strict=True))
-        found = launches.workspace.views(launches.run(given))
-        return found["tokens"], found["ids"], found["weights"]
-    if num_topk > 1:
-        x = x.repeat_interleave(num_topk, dim=0)
-        topk_ids, topk_weights = topk_ids.reshape(-1, 1), topk_weights.reshape(-1, 1)
-    if on_input:
-        return x * topk_weights.to(x.dtype), topk_ids, torch.full_like(topk_weights, factor)
-    return x, topk_ids, topk_weights if factor == 1.0 else topk_weights * factor
-
-
-def by_kernels(x: torch.Tensor) -> bool:
-    """Whether a kernel makes rows of tokens like these. Local."""
-    return x.is_cuda
-
-
-def _pair_launches(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, on_input: bool, factor: float
-) -> "LaunchSequence | None":
-    """The launch that does what `rows_of` does with tokens like x; None where torch does. Nothing is launched."""
-    (num_tokens, num_topk), hidden, given = topk_ids.shape, x.shape[1], (x, topk_ids, topk_weights)
-    if not by_kernels(x) or not num_tokens * num_topk * hidden or any(each.stride(1) != 1 for each in given):
-        return None
-    from ep_moe.local_moe.pair_rows import pair_rows  # Triton exists only on Linux
-
-    sizes, strides = (num_tokens, num_topk, hidden), (x.stride(0), topk_ids.stride(0), topk_weights.stride(0))
-    return pair_rows(*sizes, strides, (x.dtype, topk_ids.dtype), x.device, on_input=on_input, factor=factor)
+        ids, topk_weights = ids.view(-1, num_topk), topk_weights.view(-1, num_topk)
+    return x, Routing(topk_ids=ids, topk_weights=topk_weights)

@@ -3,26 +3,32 @@
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts, L those of this rank.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.library import custom_op
 
 from ep_moe.functional.common import experts_for
 from ep_moe.functional.sglang.calls import MoeRunnerConfig, options_of
 from ep_moe.functional.sglang.configs import found_tiles
-from ep_moe.functional.sglang.experts import activation_config, check_tokens, run_routed
+from ep_moe.functional.sglang.experts import activation_config, check_tokens, routed_rows
 from ep_moe.functional.sglang.layer_formats import as_expert_weights, layer_format, parts_of
-from ep_moe.functional.sglang.layer_loading import Share, load_expert, load_stacked
-from ep_moe.functional.sglang.layer_names import expert_names, stacked_names
-from ep_moe.functional.sglang.layer_op import layer_op, register
+from ep_moe.functional.sglang.layer_loading import MoeParallel, Share, load_expert, load_stacked
 from ep_moe.functional.sglang.layer_packed import as_packed_weights, fit_scale, initial, packed_parts
-from ep_moe.functional.sglang.layer_parallel import MoeParallel
-from ep_moe.functional.sglang.layer_routing import chosen
+from ep_moe.functional.sglang.routing import chosen
+from ep_moe.local_moe import local_moe
 from ep_moe.placement import Placement
 from ep_moe.quant import quantize_weight
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
+
+# an operator takes tensors and plain values only, so a number refers to a layer; the registry keeps no layer alive
+_LAYERS: "weakref.WeakValueDictionary[int, FusedMoE]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 class _Made:
@@ -177,7 +183,11 @@ class FusedMoE(torch.nn.Module):
             parameter.part = part  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
         self._kept = _Made()
-        self._number = register(self)
+        self._register()
+
+    def _register(self) -> None:
+        self._number = next(_NUMBERS)
+        _LAYERS[self._number] = self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "attributes": self._attributes()}
@@ -187,7 +197,7 @@ class FusedMoE(torch.nn.Module):
         attributes = state.pop("attributes")
         super().__setstate__(state)
         self._restore(attributes)
-        self._number = register(self)
+        self._register()
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """Each parameter's attributes, such as its loader, which torch loses where it puts another one in its place."""
@@ -336,7 +346,7 @@ class FusedMoE(torch.nn.Module):
         if x is hidden_states and inplace and not torch.compiler.is_compiling():
             return self.run(x, routing, x)
         if torch.compiler.is_compiling():
-            y = layer_op(x, routing.topk_ids, routing.topk_weights, self._number)
+            y = _layer_op(x, routing.topk_ids, routing.topk_weights, self._number)
         else:
             y = self.run(x, routing)
         if x is not hidden_states:
@@ -359,17 +369,12 @@ class FusedMoE(torch.nn.Module):
         experts = experts_for(self._activation, weights.scheme, x.device, tiles)
         if config.no_combine and not (config.no_combine_keep_router_weight or config.apply_router_weight_on_input):
             routing = Routing(topk_ids=routing.topk_ids, topk_weights=torch.ones_like(routing.topk_weights))
-        y = run_routed(
-            x,
-            routing,
-            weights,
-            experts,
-            dtype=x.dtype,
-            on_input=config.apply_router_weight_on_input,
-            no_combine=config.no_combine,
-            factor=factor,
-            out=out,
-        )
+        num_topk = routing.topk_ids.shape[1]
+        options = {"on_input": config.apply_router_weight_on_input, "no_combine": config.no_combine}
+        rows, routing = routed_rows(x, routing, weights, **options, factor=factor)
+        y = local_moe(rows, routing, weights, experts, dtype=x.dtype, out=out)
+        if config.no_combine:
+            y = y.view(-1, num_topk, y.shape[1])
         return self.reduced(y)
 
     def reduced(self, y: torch.Tensor) -> torch.Tensor:
@@ -388,12 +393,16 @@ class FusedMoE(torch.nn.Module):
         experts.w13_weight.
         """
         shards = {"w1": ckpt_gate_proj_name, "w2": ckpt_down_proj_name, "w3": ckpt_up_proj_name}
-        return expert_names(shards, num_experts)
+        return [
+            ("experts.w2_" if shard == "w2" else "experts.w13_", f"experts.{expert}.{name}.", expert, shard)
+            for expert in range(num_experts)
+            for shard, name in shards.items()
+        ]
 
     @classmethod
     def make_expert_input_scale_params_mapping(cls, num_experts: int) -> list[tuple[str, str, int, str]]:
         """`make_expert_params_mapping` for tensors that are named w1, w2 and w3 in the checkpoint."""
-        return expert_names({shard: shard for shard in ("w1", "w2", "w3")}, num_experts)
+        return cls.make_expert_params_mapping("w1", "w2", "w3", num_experts)
 
     @classmethod
     def make_expert_params_mapping_fused(
@@ -406,7 +415,7 @@ class FusedMoE(torch.nn.Module):
         """Names of parameters and of stacked tensors, and the shard of `weight_loader_fused`."""
         names = {"w13_weight": ckpt_gate_up_proj_name, "w13_weight_bias": ckpt_gate_up_proj_bias_name}
         names |= {"w2_weight": ckpt_down_proj_name, "w2_weight_bias": ckpt_down_proj_bias_name}
-        return stacked_names(names)
+        return [(f"experts.{own}", f"experts.{name}", own.partition("_")[0]) for own, name in names.items()]
 
     @classmethod
     def make_expert_params_mapping_fused_mxfp4(
@@ -419,7 +428,29 @@ class FusedMoE(torch.nn.Module):
         ckpt_down_proj_scale_name: str,
     ) -> list[tuple[str, str, str]]:
         """`make_expert_params_mapping_fused`, and the scales."""
-        names = {"w13_weight": ckpt_gate_up_proj_name, "w13_weight_bias": ckpt_gate_up_proj_bias_name}
-        names |= {"w2_weight": ckpt_down_proj_name, "w2_weight_bias": ckpt_down_proj_bias_name}
-        names |= {"w13_weight_scale": ckpt_gate_up_proj_scale_name, "w2_weight_scale": ckpt_down_proj_scale_name}
-        return stacked_names(names)
+        names = ckpt_gate_up_proj_name, ckpt_down_proj_name, ckpt_gate_up_proj_bias_name, ckpt_down_proj_bias_name
+        return [
+            *cls.make_expert_params_mapping_fused(*names),
+            ("experts.w13_weight_scale", f"experts.{ckpt_gate_up_proj_scale_name}", "w13"),
+            ("experts.w2_weight_scale", f"experts.{ckpt_down_proj_scale_name}", "w2"),
+        ]
+
+
+@custom_op("ep_moe::sglang_fused_moe", mutates_args=())
+def _layer_op(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
+    """`FusedMoE` under torch.compile, which does not trace into it."""
+    found = _LAYERS.get(layer)
+    if found is None:
+        raise RuntimeError(f"layer {layer} of a compiled graph no longer exists: keep its FusedMoE alive")
+    return found.run(x, Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+
+
+@_layer_op.register_fake
+def _fake(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
+    del topk_weights
+    found = _LAYERS.get(layer)
+    no_combine = found is not None and found.moe_runner_config.no_combine
+    return x.new_empty((x.shape[0], topk_ids.shape[1], x.shape[1]) if no_combine else x.shape)
+
+
+_register_effectful_op(torch.ops.ep_moe.sglang_fused_moe.default, _EffectType.ORDERED)

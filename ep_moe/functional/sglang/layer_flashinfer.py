@@ -10,8 +10,8 @@ import torch
 from ep_moe.config import ActivationConfig
 from ep_moe.functional.flashinfer import trtllm_fp4_block_scale_moe
 from ep_moe.functional.sglang.layer import FusedMoE
-from ep_moe.functional.sglang.layer_configs import as_mapping
-from ep_moe.functional.sglang.layer_routing import routing_config
+from ep_moe.functional.sglang.layer_formats import as_mapping
+from ep_moe.functional.sglang.routing import routing_config
 from ep_moe.weights import ExpertWeights
 
 

@@ -6,6 +6,7 @@ a contiguous one is copied in each call.
 Letters: T tokens, H hidden, I intermediate, K top-k, E experts, G = T * K pairs of a token and an expert.
 """
 
+import dataclasses
 import functools
 import threading
 from typing import Any, NamedTuple
@@ -23,12 +24,12 @@ from ep_moe.functional.sglang.experts import (
     check_tokens,
     has_copies,
     kept_or_new,
-    run_routed,
+    routed_rows,
     swiglu,
 )
-from ep_moe.functional.sglang.ragged_pairs import ByExpert, sort_pairs
+from ep_moe.functional.sglang.pairs import ByExpert, sort_pairs
 from ep_moe.local_moe import local_moe
-from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
+from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme, quantize_weight
 from ep_moe.routing import Routing
 from ep_moe.weights import ExpertWeights
 
@@ -166,7 +167,8 @@ def _computed(call: RaggedCall) -> tuple[torch.Tensor, RoutedPlan | None]:
     pairs = None if scaled_later else data.launches(x, call.expert_map, on_input=on_input)
     if pairs is None:
         routing, tokens = sort_pairs(data, call.expert_map, x.shape[0])
-        return run_routed(x[tokens], routing, weights, experts, dtype=x.dtype, on_input=on_input), None
+        rows, routing = routed_rows(x[tokens], routing, weights, on_input=on_input)
+        return local_moe(rows, routing, weights, experts, dtype=x.dtype), None
     found = pairs.workspace.views(pairs.run(dict(zip(pairs.given, data.lists(x, call.expert_map), strict=True))))
     routing = Routing(topk_ids=found["ids"], topk_weights=found["weights"])
     result = local_moe(found["tokens"], routing, weights, experts)
@@ -255,3 +257,48 @@ def _mxfp4_weights(call: RaggedCall, scheme: QuantScheme) -> ExpertWeights:
         w2_bias=None if call.b2 is None else call.b2.detach(),
         alternating=call.gemm1_alpha is not None,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InFlexData:
+    """The dtype of a quantized weight and its scale [1] float32, as triton_kernels' class of this name."""
+
+    dtype: torch.dtype | None = None
+    scale: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrecisionConfig:
+    """The scales of an MXFP4 weight, as triton_kernels' class of this name, whose other attributes are not read."""
+
+    b_mx_scale: torch.Tensor | None = None  # [E, K / 32, N] e8m0 bytes
+
+
+def quantize(w: torch.Tensor, dtype: str, dev: Any, **opt: Any) -> tuple[Any, ...]:
+    """A weight [E, K, N] in another dtype, on `dev`.
+
+    Args:
+        dtype: "bf16"; "fp8", e4m3 with one scale for the whole tensor, its largest magnitude / 448; "mx4", MXFP4 with a
+            scale for 32 rows. opt: `swizzle_mx_scale` False, for "mx4".
+    Returns: values and `InFlexData`, which has the scale of "fp8"; but for "bf16" also `PrecisionConfig`, with the
+        scales of "mx4". Values of "fp8" and "mx4" are transposed views of a tensor whose rows are columns of w.
+    Errors: ValueError for another dtype or option. Local.
+    """
+    if w.dim() != 3 or not w.is_floating_point():
+        raise ValueError(f"w is {tuple(w.shape)} {w.dtype}; [E, K, N] of floats needed")
+    for name, value in opt.items():
+        if name != "swizzle_mx_scale" or value:
+            raise ValueError(f"{name} ({value!r}) is given; swizzle_mx_scale False is supported, scales lie in order")
+    if dtype == "bf16":
+        return w.to(device=dev, dtype=torch.bfloat16), InFlexData()
+    turned = w.to(dev).transpose(1, 2).contiguous()
+    if dtype == "fp8":
+        scale = turned.abs().amax().float().clamp(min=1e-10).reshape(1) / torch.finfo(torch.float8_e4m3fn).max
+        values = (turned.float() / scale).to(torch.float8_e4m3fn)
+        return values.transpose(1, 2), InFlexData(values.dtype, scale), PrecisionConfig()
+    if dtype != "mx4":
+        raise ValueError(f"dtype ({dtype!r}) is not one of bf16, fp8, mx4")
+    matrix = quantize_weight(turned.float(), get_scheme("mxfp4_w4a16"))
+    assert matrix.scale is not None
+    scales = matrix.scale.view(torch.uint8).transpose(1, 2)
+    return matrix.values.transpose(1, 2), InFlexData(), PrecisionConfig(scales)

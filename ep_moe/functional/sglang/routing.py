@@ -1,6 +1,6 @@
-"""What `FusedMoE` takes as `topk_output`: chosen experts, routing data by expert, or logits.
+"""Routings as SGLang has them: chosen experts, lists of pairs by expert, or logits.
 
-Letters: T tokens, H hidden, K top-k, E experts.
+Letters: T tokens, H hidden, K top-k, E experts, G = T * K pairs of a token and an expert.
 """
 
 import dataclasses
@@ -10,8 +10,36 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.functional.sglang.ragged_pairs import ByExpert, sort_pairs
+from ep_moe.functional.sglang.pairs import ByExpert, sort_pairs
 from ep_moe.routing import Routing, route
+
+
+class StandardTopKOutput(NamedTuple):
+    """The experts of each token, as SGLang's class of this name; any tuple in this order serves."""
+
+    topk_weights: torch.Tensor  # [T, K]
+    topk_ids: torch.Tensor  # [T, K]
+    router_logits: torch.Tensor | None  # not read
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RaggedTensorMetadata:
+    """How many pairs each expert has, as triton_kernels' class of this name; any object with slice_sizes serves."""
+
+    slice_sizes: torch.Tensor  # [E] int32
+    slice_offs: torch.Tensor | None = None  # not read, as those below: they follow from slice_sizes
+    block_offs_data: torch.Tensor | None = None
+    block_schedule_data: torch.Tensor | None = None
+
+
+class TritonKernelTopKOutput(NamedTuple):
+    """The routing of tokens, as SGLang's class of this name; any tuple in this order serves."""
+
+    a_ragged_metadata: Any
+    gather_indx: torch.Tensor  # [G], the token of each pair in the order of experts
+    scatter_indx: torch.Tensor  # [G], its number, -1 none
+    gate_scal: torch.Tensor  # [G], its weight
+    n_expts_act: int  # K
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,3 +181,16 @@ def _routed(hidden_states: torch.Tensor, topk_output: Any, options: Any) -> Rout
         padding = torch.arange(len(ids), device=ids.device) >= num_tokens
         ids = ids.masked_fill(padding[:, None], -1)
     return Routing(topk_ids=ids, topk_weights=weights if factor is None else weights * factor)
+
+
+def routing_from_topk(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> TritonKernelTopKOutput:
+    """The same routing [T, K] as data by expert; ids outside of [0, num_experts) are left out. Local, no host sync."""
+    flat, num_topk = topk_ids.reshape(-1).long(), topk_ids.shape[1]
+    valid = (flat >= 0) & (flat < num_experts)
+    expert = torch.where(valid, flat, num_experts)
+    order = torch.sort(expert, stable=True).indices
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=flat.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
+    pairs, tokens = torch.where(valid[order], order, -1).int(), (order // num_topk).int()
+    data = RaggedTensorMetadata(counts[:-1])
+    return TritonKernelTopKOutput(data, tokens, pairs, topk_weights.reshape(-1)[order], num_topk)
