@@ -1,33 +1,40 @@
-"""The text behind the shipped model, its tokenizer and its training, the model itself, and the same in fp8."""
+"""The shipped model, its text, its tokenizer and the script that trains it; and the same model in fp8."""
 
+import importlib.util
 import json
-import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import ROOT
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from ep_moe.app import text, train
-from ep_moe.app.start import SHIPPED_MODEL
+from ep_moe.app.start import SHIPPED_MODEL, SHIPPED_TEXT
 from ep_moe.cli import app
 from ep_moe.engines.transformers import from_pretrained
 from ep_moe.group import EPGroup
 from ep_moe.quant import SCHEMES, quantize_weight
 
-LISTING = """
-Ge1:1 In the beginning God created the heaven and the earth.
-Ge1:2 And the earth   was without form, and void;
-Ge2:1 Thus the heavens and the earth were finished.
-1John3:16 Hereby perceive we the love of God.
-""".strip()
+
+@pytest.fixture(scope="module")
+def training() -> Any:
+    """The script `docs/model/train.py` as a module."""
+    spec = importlib.util.spec_from_file_location("train", ROOT / "docs" / "model" / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "train", module)  # where dataclasses look for it
+        spec.loader.exec_module(module)
+        yield module
 
 
 @pytest.fixture
@@ -39,62 +46,33 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_parse_drops_references_and_keeps_order() -> None:
-    assert text.parse(LISTING) == [
-        text.Chapter(
-            book="Ge",
-            number=1,
-            verses=(
-                "In the beginning God created the heaven and the earth.",
-                "And the earth was without form, and void;",
-            ),
-        ),
-        text.Chapter(book="Ge", number=2, verses=("Thus the heavens and the earth were finished.",)),
-        text.Chapter(book="1John", number=3, verses=("Hereby perceive we the love of God.",)),
+def test_a_listing_becomes_chapters_of_which_every_twentieth_is_held_out(training: Any) -> None:
+    listing = "Ge1:1 In the  beginning\nGe1:2 And the earth\nGe2:1 Thus the heavens\n1John3:16 Hereby perceive we"
+    assert training.parse(listing) == [
+        "In the beginning\nAnd the earth\n",
+        "Thus the heavens\n",
+        "Hereby perceive we\n",
     ]
+    for line in ("In the beginning", "Ge1 In the beginning", "Ge1:1", "", "4John1:1 That which"):
+        with pytest.raises(ValueError, match=re.escape(f"line 2 ({line!r}) is not a verse")):
+            training.parse(f"Ge1:1 In the beginning\n{line}\nGe1:3 And God said")
+    texts = training.split([f"psalm {number}\n" for number in range(1, 46)])
+    assert texts.heldout == b"psalm 20\n\npsalm 40\n"
+    kept = [*range(1, 20), *range(21, 40), *range(41, 46)]
+    assert texts.train == "\n".join(f"psalm {number}\n" for number in kept).encode()
 
 
-@pytest.mark.parametrize("line", ["In the beginning", "Ge1 In the beginning", "Ge1:1", "", "4John1:1 That which"])
-def test_parse_names_a_line_that_is_no_verse(line: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"line 2 ({line!r}) is not a verse")):
-        text.parse(f"Ge1:1 In the beginning\n{line}\nGe1:3 And God said")
-
-
-def test_join_puts_a_blank_line_between_chapters() -> None:
-    assert text.join(text.parse(LISTING)) == (
-        b"In the beginning God created the heaven and the earth.\n"
-        b"And the earth was without form, and void;\n"
-        b"\n"
-        b"Thus the heavens and the earth were finished.\n"
-        b"\n"
-        b"Hereby perceive we the love of God.\n"
-    )
-
-
-def test_split_holds_out_every_twentieth_chapter() -> None:
-    parts = text.split([text.Chapter(book="Ps", number=n, verses=(f"psalm {n}",)) for n in range(1, 46)])
-    assert parts.heldout == b"psalm 20\n\npsalm 40\n"
-    assert parts.train.decode().split("\n\n") == [
-        *(f"psalm {n}" for n in [*range(1, 20), *range(21, 40), *range(41, 45)]),
-        "psalm 45\n",
-    ]
-
-
-def test_windows_do_not_overlap_and_leave_the_rest_out() -> None:
-    cut = text.windows(b"\x00ab\xff\x80xyz9", 4)
+def test_windows_do_not_overlap_and_leave_the_rest_out(training: Any) -> None:
+    cut = training.windows(b"\x00ab\xff\x80xyz9", 4)
     assert cut.dtype == torch.int64
     assert cut.tolist() == [[0, 97, 98, 255], [128, 120, 121, 122]]
     with pytest.raises(ValueError, match="text of 3 bytes does not fill one window of 4"):
-        text.windows(b"abc", 4)
+        training.windows(b"abc", 4)
+    assert training.windows(SHIPPED_TEXT.read_bytes(), 512).shape == (128, 512)
+    assert SHIPPED_TEXT.stat().st_size == training.SHIPPED_HELDOUT_BYTES
 
 
-def test_the_shipped_text_fills_whole_windows() -> None:
-    shipped = text.shipped_heldout()
-    assert len(shipped) == text.SHIPPED_HELDOUT_BYTES == 65536
-    assert text.windows(shipped, 512).shape == (128, 512)
-
-
-def test_the_shipped_tokenizer_reads_bytes() -> None:
+def test_the_shipped_tokenizer_reads_bytes(training: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     every = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 61), *range(0xE000, 0x110000, 997)]))
     ids = tokenizer(every, verbose=False)["input_ids"]
@@ -104,43 +82,22 @@ def test_the_shipped_tokenizer_reads_bytes() -> None:
     assert never == [0xC0, 0xC1, *range(0xF5, 0x100)]  # in no UTF-8 text, so that only their names can be asked for
     assert tokenizer.convert_tokens_to_ids([chr(byte) for byte in never]) == never
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
-    made = train.byte_tokenizer(1024)
+    made = training.byte_tokenizer(1024)
     assert made.get_vocab() == tokenizer.get_vocab()
     assert made.model_max_length == tokenizer.model_max_length == 1024
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_shipped_model_has_learnt() -> None:
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32, experts_implementation="eager")
-    result = train.evaluate(model, text.windows(text.shipped_heldout()[:16384], 512), batch_size=4)
-    assert round(result.loss, 4) == 0.7336
-    assert [round(sum(load), 5) for load in result.expert_load] == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "steps (0) is less than 1"),
-        ({"minutes": math.nan}, "minutes (nan) must be finite"),
-        ({"dropout": 1.0}, "dropout (1.0) is not in [0, 1)"),
-    ],
-    ids=["steps", "minutes", "dropout"],
-)
-def test_bad_training_is_refused(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train.TrainConfig(**changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_training_makes_a_model_that_loads(tmp_path: Path) -> None:
-    config = train.TrainConfig(steps=2, device="cpu", batch_size=2, window=32, warmup_steps=1)
-    shipped = text.shipped_heldout()
-    trained = train.train(config, text.Split(train=shipped[:4096], heldout=shipped[4096:4160]), Console(quiet=True))
+def test_training_makes_a_model_that_loads(training: Any, tmp_path: Path) -> None:
+    config = training.TrainConfig(steps=2, device="cpu", batch_size=2, window=32, warmup_steps=1)
+    shipped = SHIPPED_TEXT.read_bytes()
+    texts = training.Split(train=shipped[:4096], heldout=shipped[4096:4160])
+    trained = training.train(config, texts, Console(quiet=True))
     assert (trained.steps, trained.best_step) == (2, 2)
     torch.manual_seed(config.seed)
-    start = train.Qwen3MoeForCausalLM(train.model_config(config)).state_dict()
+    start = training.Qwen3MoeForCausalLM(training.model_config(config)).state_dict()
     assert [name for name, weight in trained.model.state_dict().items() if torch.equal(weight, start[name])] == []
-    train.save(trained.model, tmp_path)
+    training.save(trained.model, tmp_path)
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path)("Blessed are")["input_ids"]])
     assert bytes(ids[0].tolist()) == b"Blessed are"
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager")
@@ -151,6 +108,9 @@ def test_training_makes_a_model_that_loads(tmp_path: Path) -> None:
         expected, logits = whole(ids).logits, ours(ids).logits
     assert expected.isfinite().all()
     assert torch.linalg.vector_norm(logits - expected) < 1e-5 * torch.linalg.vector_norm(expected)
+    for changes, message in (({"steps": 0}, "steps (0) is less than 1"), ({"dropout": 1.0}, "dropout (1.0) is not in")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            training.TrainConfig(**changes)
 
 
 # The shipped model in fp8.
@@ -206,10 +166,10 @@ def test_run_on_fp8_as_it_is_stored_is_refused(fp8_model: str, small: str) -> No
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_eval_on_fp8_has_both_losses(fp8_model: str) -> None:
+def test_eval_on_fp8_has_both_losses(training: Any, fp8_model: str) -> None:
     plain = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32, experts_implementation="eager")
     report = call("eval", "--model", fp8_model, "--quant", "auto", "--max-bytes", "4096")
-    loss = train.evaluate(plain, text.windows(text.shipped_heldout()[:4096], 512), batch_size=4).loss
+    loss = training.evaluate(plain, training.windows(SHIPPED_TEXT.read_bytes()[:4096], 512), batch_size=4).loss
     assert report["scheme"] == "fp8_block"
     assert 0 < abs(report["whole_nats_per_byte"] - loss) < 0.003 * loss
     assert 0 < abs(report["difference"]) < 0.003 * loss

@@ -19,8 +19,7 @@ from ep_moe.app.session import (
     start_task,
     with_dtype,
 )
-from ep_moe.app.start import model_dir
-from ep_moe.app.text import shipped_heldout
+from ep_moe.app.start import SHIPPED_TEXT, model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import Session
 from ep_moe.group import EPGroup
@@ -29,7 +28,7 @@ from ep_moe.group import EPGroup
 def evaluate_rank_main(group: EPGroup, engine: EngineConfig, config: EvalConfig) -> dict[str, Any]:
     """One rank's part of the job. Returns the report, the same on every rank. Collective."""
     clock, engine = PhaseClock(group.device), with_dtype(engine, group.device)
-    text = Path(config.text).read_bytes() if config.text else shipped_heldout()
+    text = Path(config.text or SHIPPED_TEXT).read_bytes()
     text = text[: config.max_bytes] if config.max_bytes else text
     tokens = torch.tensor(load_tokenizer(engine)(text.decode(errors="ignore"), verbose=False)["input_ids"])
     batches = _batches(tokens, config)

@@ -22,8 +22,7 @@ from ep_moe.app.session import (
     start_task,
     with_dtype,
 )
-from ep_moe.app.start import model_dir
-from ep_moe.app.text import shipped_heldout
+from ep_moe.app.start import SHIPPED_TEXT, model_dir
 from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import GenerationOptions, Session
 from ep_moe.engines.transformers.decoding import FinishRows
@@ -48,7 +47,7 @@ def run_rank_main(group: EPGroup, engine: EngineConfig, config: RunConfig) -> di
     prompt = config.prompts[group.rank % len(config.prompts)]
     prompt_ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=group.device)
     new_tokens = config.new_tokens[group.rank % len(config.new_tokens)]
-    heldout = tokenizer(shipped_heldout().decode(), verbose=False)["input_ids"][: config.teacher_tokens]
+    heldout = tokenizer(SHIPPED_TEXT.read_text(), verbose=False)["input_ids"][: config.teacher_tokens]
     windows = _windows(torch.tensor(heldout, device=group.device), config.window, group)
     with progress_bar(group) as progress:
         with clock.phase("load"), group.guard("load"):

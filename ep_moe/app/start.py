@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ep_moe.weights import Checkpoint
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
+SHIPPED_TEXT = Path(__file__).parent / "heldout.txt"  # the first 64 KiB of the text that its training did not see
 CPU_RANKS = 4  # by default
 # modules of the worker entry points, which import transformers
 PRELOAD = ("ep_moe.app.run_rank", "ep_moe.app.generate_rank", "ep_moe.app.eval_rank", "ep_moe.app.serve_rank")

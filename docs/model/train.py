@@ -1,14 +1,17 @@
-"""Trains the shipped model: a byte-level Qwen3-MoE of seven million parameters, from scratch.
+"""Train the shipped model: a byte-level Qwen3-MoE of seven million parameters, from scratch.
 
-    python -m ep_moe.app.train --raw kjv.txt --out model
+    python docs/model/train.py --raw kjv.txt --out model
 
-Letters: B windows in a batch, S bytes per window, E experts, K top-k.
+The text is the King James Version, public domain, as `bible -f Gen1:1-Rev22:21` of Debian's packages bible-kjv and
+bible-kjv-text prints it: one verse per line after its reference, pure ASCII. docs/MODEL.md has the commands.
+Letters: N windows, B windows in a batch, S bytes per window, E experts, K top-k.
 """
 
 import dataclasses
 import json
 import math
 import platform
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +35,59 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ep_moe.app import text
 from ep_moe.fields import check_fields
 
 Model: TypeAlias = Any  # a Qwen3MoeForCausalLM, whose annotations do not pass a type checker
 
 VOCAB_SIZE = 256  # token id = byte
 
+HELDOUT_EVERY = 20  # every 20th chapter is held out
+SHIPPED_HELDOUT_BYTES = 65536  # 128 windows of 512: the first bytes of the held-out text, ep_moe/app/heldout.txt
 SAMPLE_PROMPT = "And it came to pass"
+_VERSE = re.compile(r"([1-3]?[A-Za-z]+\d+):\d+ (.+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Plain text in two parts: the training text, and the held-out chapters."""
+
+    train: bytes
+    heldout: bytes
+
+
+def parse(listing: str) -> list[str]:
+    """The text of each chapter of a listing, in order: a verse per line, without references.
+
+    Errors: ValueError for a line that is not a verse.
+    """
+    chapters: dict[str, str] = {}
+    for line_number, line in enumerate(listing.splitlines(), start=1):
+        match = _VERSE.fullmatch(line.strip())
+        if match is None:
+            raise ValueError(f"line {line_number} ({line[:40]!r}) is not a verse like 'Ge1:1 In the beginning ...'")
+        chapter, verse = match.groups()
+        chapters[chapter] = chapters.get(chapter, "") + " ".join(verse.split()) + "\n"
+    return list(chapters.values())
+
+
+def split(chapters: list[str]) -> Split:
+    """Hold out every 20th chapter (index % 20 == 19) and train on the others; a blank line is between chapters."""
+    last = HELDOUT_EVERY - 1
+    others = [chapter for index, chapter in enumerate(chapters) if index % HELDOUT_EVERY != last]
+    return Split(
+        train="\n".join(others).encode("ascii"), heldout="\n".join(chapters[last::HELDOUT_EVERY]).encode("ascii")
+    )
+
+
+def windows(text: bytes, length: int) -> torch.Tensor:
+    """Cut text into windows that do not overlap, [N, S] int64, token id = byte; a rest shorter than S is dropped.
+
+    Errors: ValueError if the text does not fill one window.
+    """
+    if len(text) < length:
+        raise ValueError(f"text of {len(text)} bytes does not fill one window of {length}")
+    count = len(text) // length
+    return torch.frombuffer(bytearray(text[: count * length]), dtype=torch.uint8).view(count, length).long()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +188,7 @@ def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def forward(model: Model, input_ids: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Runs the model with its float32 weights cast to dtype; gradients are float32.
+    """Run the model with its float32 weights cast to dtype; gradients are float32.
 
     Not by autocast, which does not cover grouped GEMMs.
     """
@@ -175,7 +223,7 @@ def learning_rate(config: TrainConfig, *, step: int, done: float) -> float:
 
 
 def add_dropout(model: Model, p: float) -> None:
-    """Adds dropout after the embedding and to each block's output before the residual sum, in training mode only."""
+    """Add dropout after the embedding and to each block's output before the residual sum, in training mode only."""
     blocks = [part for layer in model.model.layers for part in (layer.self_attn.o_proj, layer.mlp)]
     for module in [model.model.embed_tokens, *blocks]:
         module.register_forward_hook(lambda module, _, output: F.dropout(output, p, module.training))
@@ -197,8 +245,8 @@ def _batches(train: bytes, config: TrainConfig) -> Iterator[torch.Tensor]:
         yield starts[offsets].long()
 
 
-def train(config: TrainConfig, split: text.Split, console: Console) -> Trained:
-    """Trains from scratch and returns the averaged weights with the lowest held-out loss."""
+def train(config: TrainConfig, texts: Split, console: Console) -> Trained:
+    """Train from scratch and return the averaged weights with the lowest held-out loss."""
     torch.manual_seed(config.seed)
     model: Model = Qwen3MoeForCausalLM(model_config(config))
     model.to(config.device)
@@ -206,13 +254,13 @@ def train(config: TrainConfig, split: text.Split, console: Console) -> Trained:
     add_dropout(model, config.dropout)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
     optimizer = _optimizer(model, config)
-    heldout = text.windows(split.heldout, config.window)
+    heldout = windows(texts.heldout, config.window)
     best_loss, best_step, best_weights = math.inf, 0, {}
     start, done, step = time.monotonic(), 0.0, 0
     columns = TextColumn("step {task.fields[step]}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("train", total=1.0, step=0)
-        for batch in _batches(split.train, config):
+        for batch in _batches(texts.train, config):
             model.train()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step=step, done=done)
@@ -242,7 +290,7 @@ def train(config: TrainConfig, split: text.Split, console: Console) -> Trained:
 
 
 def save(model: Model, out: Path) -> None:
-    """Writes bf16 weights (one safetensors file), configs and tokenizer files."""
+    """Write bf16 weights (one safetensors file), configs and tokenizer files."""
     model.config.attention_dropout = 0.0  # used in training only
     model.to(torch.bfloat16).save_pretrained(out)
     byte_tokenizer(model.config.max_position_embeddings).save_pretrained(out)
@@ -257,13 +305,13 @@ def sample(model: Model, *, temperature: float, num_bytes: int = 300) -> str:
     return bytes(ids[0].tolist()).decode("utf-8", errors="replace")
 
 
-def figures(config: TrainConfig, trained: Trained, split: text.Split, out: Path) -> dict[str, Any]:
+def figures(config: TrainConfig, trained: Trained, texts: Split, out: Path) -> dict[str, Any]:
     """The content of training.json, measured in float32 on the weights as saved in `out`."""
     model: Model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, experts_implementation="eager")
     model.to(config.device)
-    heldout = evaluate(model, text.windows(split.heldout, config.window))
-    shipped = evaluate(model, text.windows(split.heldout[: text.SHIPPED_HELDOUT_BYTES], config.window))
-    seen = evaluate(model, text.windows(split.train[: len(split.heldout)], config.window))
+    heldout = evaluate(model, windows(texts.heldout, config.window))
+    shipped = evaluate(model, windows(texts.heldout[:SHIPPED_HELDOUT_BYTES], config.window))
+    seen = evaluate(model, windows(texts.train[: len(texts.heldout)], config.window))
     on_gpu = config.device.startswith("cuda")
     return {
         "heldout_loss": round(heldout.loss, 5),
@@ -271,8 +319,8 @@ def figures(config: TrainConfig, trained: Trained, split: text.Split, out: Path)
         "train_loss": round(seen.loss, 5),
         "unit": f"nats per byte, float32, non-overlapping windows of {config.window} bytes",
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "train_bytes": len(split.train),
-        "heldout_bytes": len(split.heldout),
+        "train_bytes": len(texts.train),
+        "heldout_bytes": len(texts.heldout),
         "steps": trained.steps,
         "best_step": trained.best_step,
         "tokens_seen": trained.steps * config.batch_size * config.window,
@@ -299,7 +347,7 @@ def main(
     dropout: Annotated[float, typer.Option(help="of attention and of the residual stream")] = DEFAULTS.dropout,
     seed: Annotated[int, typer.Option(help="of weights, windows and dropout")] = DEFAULTS.seed,
 ) -> None:
-    """Trains the model that ships with ep_moe and writes it to OUT, with its figures in training.json."""
+    """Train the model that ships with ep_moe and write it to OUT, with its figures in training.json."""
     console = Console(stderr=True)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter(f"--device {device}: no CUDA GPU here; --device cpu trains slowly")
@@ -307,12 +355,12 @@ def main(
         config = TrainConfig(
             minutes=minutes, steps=steps, device=device, batch_size=batch_size, dropout=dropout, seed=seed
         )
-        split = text.split(text.parse(raw.read_text(encoding="ascii")))
+        texts = split(parse(raw.read_text(encoding="ascii")))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    trained = train(config, split, console)
+    trained = train(config, texts, console)
     save(trained.model, out)
-    result = figures(config, trained, split, out)
+    result = figures(config, trained, texts, out)
     (out / "training.json").write_text(json.dumps(result, indent=2) + "\n", encoding="ascii")
     console.print(f"held out {result['heldout_loss']} nats per byte; saved in {out}")
 
