@@ -172,6 +172,16 @@ def microscaled(values: str, *, four_bits: bool) -> Callable[[int, int, torch.Ge
     return write
 
 
+def inverse(write: Callable[[int, int, torch.Generator], Written]) -> Callable[[int, int, torch.Generator], Written]:
+    """The same with its scales in weight_scale_inv."""
+
+    def renamed(rows: int, columns: int, random: torch.Generator) -> Written:
+        tensors, real = write(rows, columns, random)
+        return {name.replace("weight_scale", "weight_scale_inv"): tensor for name, tensor in tensors.items()}, real
+
+    return renamed
+
+
 def compressed(form: str, weights: dict[str, Any], tokens: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True} | weights}
     return {
@@ -273,6 +283,23 @@ LAYOUTS = {
         ),
         scheme="fp8_tensor_channel",
         write=plain(torch.float8_e4m3fn, "tensor", static=True),
+    ),
+    "fp8_per_tensor": Layout(
+        config={"quant_method": "fp8", "activation_scheme": "dynamic"},
+        scheme="fp8_tensor_channel",
+        write=plain(torch.float8_e4m3fn, "tensor"),
+    ),
+    "w8a8_int8": Layout(config={"quant_method": "w8a8_int8"}, scheme="int8_token", write=plain(torch.int8, "channel")),
+    "w8a8_fp8": Layout(
+        config={"quant_method": "w8a8_fp8"}, scheme="fp8_token", write=plain(torch.float8_e4m3fn, "channel")
+    ),
+    "blockwise_int8": Layout(
+        config={"quant_method": "blockwise_int8", "weight_block_size": [16, 32]},
+        scheme="int8_block_16x32",
+        write=inverse(plain(torch.int8, "block")),
+    ),
+    "mxfp8": Layout(
+        config={"quant_method": "mxfp8"}, scheme="mxfp8", write=inverse(microscaled(".weight", four_bits=False))
     ),
     "fp8_weights_alone": Layout(
         config=compressed("naive-quantized", FP8 | {"strategy": "channel"}),

@@ -5,7 +5,6 @@ Letters: E logical experts, L local physical experts, H hidden, I intermediate; 
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import DTYPES, MoEConfig
-from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, with_block
+from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix
 from ep_moe.weights.families import (
     ExpertTensor,
     Family,
@@ -25,10 +24,10 @@ from ep_moe.weights.families import (
     moe_config_of,
     read_config,
 )
+from ep_moe.weights.method import Method, scales_of_halves, scheme_of_halves
 from ep_moe.weights.methods import method_of
 from ep_moe.weights.quantized import (
     AnyTensor,
-    Method,
     QuantizedTensor,
     collect,
     read_dequantized,
@@ -181,23 +180,16 @@ class Checkpoint:
         return first.dtype
 
     def layer_scheme(self, layer: int) -> QuantScheme:
-        """The scheme in which `ExpertWeights` can hold a layer's experts as they are on disk.
+        """The scheme in which `ExpertWeights` can hold a layer's experts as they are on disk. Local.
 
-        If gate and up are separate tensors and the last row of blocks of the gate is short, blocks of [gate; up] would
-        span both. So blocks get gcd(block rows, I) rows, and scales are repeated: with I = 192, stored blocks of
-        128 x 128 become blocks of 64 x 128. Likewise a scale for each tensor becomes one for each channel. Local.
+        If gate and up are separate tensors, it is that of `scheme_of_halves`.
         """
         first = self.tensors[self.layers[layer][0].name.format(layer=layer, expert=0)]
         if not isinstance(first, QuantizedTensor):
             return SCHEMES["none"]
         scheme = first.method.scheme
-        if all(tensor.rows == "all" for tensor in self.layers[layer]):
-            return scheme
-        if scheme.weight.granularity == "block":
-            rows, columns = scheme.weight.block
-            return with_block(scheme, math.gcd(rows, self.config.intermediate), columns)
-        per_channel = {"fp8_tensor": "fp8_tensor_channel", "fp8_w8a16_tensor": "fp8_w8a16"}
-        return SCHEMES[per_channel[scheme.name]] if scheme.name in per_channel else scheme
+        whole = all(tensor.rows == "all" for tensor in self.layers[layer])
+        return scheme if whole else scheme_of_halves(scheme, self.config.intermediate)
 
     def _parts(self, layer: int, field: str, expert: int) -> Iterator[tuple[ExpertTensor, AnyTensor]]:
         """The tensors that make up a field of one expert, and the stored part of that expert."""
@@ -244,12 +236,9 @@ class Checkpoint:
                     shared.append(place.copy_(part).clone())
                     continue
                 view = tensor.place(place) if place.dim() else place
-                if name == "scale" and stored.method.stored.granularity == "block":
-                    repeat = stored.method.stored.block[0] // scheme.weight.block[0]
-                    part = part.repeat_interleave(repeat, dim=0)[: view.shape[0]]
-                elif not part.dim() and view.dim():  # one for the tensor, now for each channel
-                    part = part.expand(view.shape)
-                elif field == "w13" and order is not None and view.dim():
+                if name == "scale":
+                    part = scales_of_halves(part, stored.method.stored, scheme.weight, stored.shape[0])
+                if field == "w13" and order is not None and view.dim():
                     part = part[order]
                 view.copy_(part.reshape(view.shape))
         return shared

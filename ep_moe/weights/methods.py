@@ -1,7 +1,8 @@
 """Reads the `quantization_config` of a checkpoint as a `Method`; one function for each quant_method.
 
 Sources: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md ("fp8"); compressed-tensors' QuantizationConfig;
-GPTQModel's and AutoAWQ's quantize_config.json; modelopt's hf_quant_config.json; openai/gpt-oss-120b ("mxfp4").
+GPTQModel's and AutoAWQ's quantize_config.json; modelopt's hf_quant_config.json; openai/gpt-oss-120b ("mxfp4"); SGLang
+(the last four).
 Activations that a checkpoint scales statically in groups (NVFP4's `input_scale`) are scaled dynamically here.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 from ep_moe.config import DTYPES
 from ep_moe.fields import shown
 from ep_moe.quant import SCHEMES, QuantScheme, get_scheme
-from ep_moe.weights.quantized import Method
+from ep_moe.weights.method import Method
 
 Config = Mapping[str, Any]
 BLOCK_FP8 = "fp8 e4m3 with weight_block_size [n, k] and dynamic activation scales"
@@ -50,20 +51,35 @@ def _sizes(config: Config, key: str) -> tuple[int, int]:
 def _fp8(config: Config) -> Method:
     """Blocks as DeepSeek-V3, or per tensor as vLLM's own; `scale_fmt`, the rounding of activation scales in training,
     is ignored: ours are not rounded. Some tensors may be unquantized: each tensor's dtype decides."""
-    _require(config, fmt=("e4m3", "float8_e4m3fn", None))
-    if config.get("weight_block_size") is None and config.get("activation_scheme") == "static":
-        return _per_tensor_fp8("fp8")
+    _require(config, fmt=("e4m3", "float8_e4m3fn", None), is_checkpoint_fp8_serialized=(True, None))
+    if config.get("weight_block_size") is None:
+        _require(config, activation_scheme=("static", "dynamic", None))
+        return _per_tensor_fp8("fp8", static=config.get("activation_scheme") == "static")
     _require(config, activation_scheme=("dynamic", None))
+    return _in_blocks(config, "fp8")
+
+
+def _in_blocks(config: Config, element: str) -> Method:
     rows, columns = _sizes(config, "weight_block_size")
     try:
-        scheme = get_scheme(f"fp8_block_{rows}x{columns}")
+        scheme = get_scheme(f"{element}_block_{rows}x{columns}")
     except ValueError as error:
         raise ValueError(f"weight_block_size {[rows, columns]}: {error}") from None
-    return Method(name="fp8", scheme=scheme, values="", weight="", parts={"scale": "_scale_inv"})
+    return _inverse(config["quant_method"], scheme)
 
 
-def _per_tensor_fp8(name: str) -> Method:
-    return Method(name=name, scheme=SCHEMES["fp8_tensor"], parts={"scale": ".weight_scale"}, input_scale=".input_scale")
+def _inverse(name: str, scheme: QuantScheme) -> Method:
+    """Scales in X.weight_scale_inv, which multiply like any others."""
+    return Method(name=name, scheme=scheme, values="", weight="", parts={"scale": "_scale_inv"})
+
+
+def _per_tensor_fp8(name: str, *, static: bool = True) -> Method:
+    scales = {"input_scale": ".input_scale"} if static else {"dropped": (".input_scale",)}
+    return Method(name=name, scheme=SCHEMES["fp8_tensor"], parts={"scale": ".weight_scale"}, **scales)
+
+
+def _per_channel(name: str, scheme: str) -> Method:
+    return Method(name=name, scheme=SCHEMES[scheme], parts={"scale": ".weight_scale"})
 
 
 def _group(config: Config, key: str = "group_size") -> str:
@@ -273,6 +289,10 @@ METHODS: dict[str, Callable[[Config], Method]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,
+    "mxfp8": lambda _: _inverse("mxfp8", SCHEMES["mxfp8"]),
+    "blockwise_int8": lambda config: _in_blocks(config, "int8"),
+    "w8a8_fp8": lambda _: _per_channel("w8a8_fp8", "fp8_token"),
+    "w8a8_int8": lambda _: _per_channel("w8a8_int8", "int8_token"),
 }
 
 

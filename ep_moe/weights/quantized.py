@@ -5,118 +5,20 @@ Letters: E stacked experts, N and K rows and columns of a weight, G scale groups
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from ep_moe.config import DTYPES
-from ep_moe.quant import QuantScheme, StoredMatrix, TensorFormat, dequantize_weight, get_scheme, pack_nibbles
+from ep_moe.quant import QuantScheme, StoredMatrix, TensorFormat, dequantize_weight, pack_nibbles
 from ep_moe.weights import storage
-from ep_moe.weights.packing import elements_per_int32, unpack_awq, unpack_columns, unpack_rows
+from ep_moe.weights.method import Method
+from ep_moe.weights.packing import unpack_awq, unpack_columns, unpack_rows
 from ep_moe.weights.storage import StoredTensor, TensorReader
 
-Packing = Literal["plain", "int32", "gptq", "gptq_v2", "awq"]
 FLOATS = tuple(DTYPES.values())
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)  # all convert to float32 without rounding
-SCALE_NAMES = {torch.bfloat16: "", torch.float16: "_f16", torch.float32: "_f32"}  # behind the name of a scheme
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """How a checkpoint stores its quantized weights. The weight X.weight has a tensor for each part, by suffix of X.
-
-    Args:
-        name: in errors.
-        scheme: that of layers with such weights. Integers with 16-bit scales get the dtype of the scales on disk.
-        disk: the format on disk, if it differs from `scheme.weight`.
-        packing: "plain" as `StoredMatrix` has them; "int32" [N, K / P], of compressed-tensors; "gptq" [K / P, N] and
-            zero points minus 1 [G, N / P], "gptq_v2" without that 1; "awq" [K, N / 8].
-        values: suffix of the tensors with values; one of another dtype than the packing's is not quantized.
-        weight: suffix of the weight's name.
-        parts: suffix of each needed part, of those of `StoredMatrix`.
-        order: suffix of the group of each column, if it may be there: columns in another order than groups.
-        input_scale: suffix of static activation scales.
-        dropped: suffixes of tensors that are not needed and not read.
-        middle_zero: zero points are stored, and every one must be the middle of the range.
-        rules: modules that are stored otherwise: a regex that matches the start of their name, and their method, None
-            if they are not quantized; the first that matches counts.
-    """
-
-    name: str
-    scheme: QuantScheme
-    disk: TensorFormat | None = None
-    packing: Packing = "plain"
-    values: str = ".weight"
-    weight: str = ".weight"
-    parts: Mapping[str, str]
-    order: str | None = None
-    input_scale: str | None = None
-    dropped: tuple[str, ...] = ()
-    middle_zero: bool = False
-    rules: tuple[tuple[str, "Method | None"], ...] = ()
-
-    def of(self, module: str) -> "Method | None":
-        """The method of a module of this name; None if it is not quantized. Local."""
-        return next((other for pattern, other in self.rules if re.match(pattern, module)), self)
-
-    @property
-    def stored(self) -> TensorFormat:
-        """The format on disk."""
-        return self.disk or self.scheme.weight
-
-    @property
-    def bits(self) -> int:
-        """Of an integer in an int32."""
-        return 8 // self.stored.packed
-
-    @property
-    def values_dtype(self) -> torch.dtype | None:
-        """Of the values on disk."""
-        return self.stored.dtype if self.packing == "plain" else torch.int32
-
-    def for_scale(self, dtype: torch.dtype) -> "Method":
-        """The method for tensors whose scales have that dtype."""
-        if self.scheme.weight.family != "integer" or dtype not in SCALE_NAMES or self.stored.scale_dtype == dtype:
-            return self
-        return dataclasses.replace(self, scheme=get_scheme(f"{self.scheme.name}{SCALE_NAMES[dtype]}"))
-
-    def weight_shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """[..., N, K] for values of that shape on disk."""
-        per = elements_per_int32(self.bits)
-        if self.packing == "plain":
-            if self.values == "_blocks":  # [E, N, G, 16]
-                values = (*values[:-2], math.prod(values[-2:]))
-            return (*values[:-1], self.stored.row_width(values[-1]))
-        rows, columns = values
-        if self.packing == "int32":
-            return rows, columns * per
-        return (columns * per, rows) if self.packing == "awq" else (columns, rows * per)
-
-    def part_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The shapes on disk that each part of a weight [..., N, K] may have.
-
-        Errors: ValueError for groups that do not divide K, and rows that do not fill an int32.
-        """
-        scale, per = self.stored.scale_shape(shape), elements_per_int32(self.bits)
-        rows = shape[-2]
-        one = shape[:-2]
-        found: dict[str, tuple[tuple[int, ...], ...]] = {
-            "global_scale": (one, (*one, 1)),
-            "order": (shape[-1:],),
-            "input_scale": ((), (1,)),
-        }
-        grouped = self.stored.granularity in ("group", "block")
-        groups = scale[-1] if grouped else 1
-        if self.packing in ("plain", "int32"):
-            found["scale"] = (scale,) if grouped else (scale, (*scale, 1))
-            found["zero"] = ((math.ceil(rows / per), groups),)
-            return found
-        if rows % per:
-            raise ValueError(f"rows ({rows}) are not a multiple of the {per} zero points of an int32")
-        return found | {"scale": ((groups, rows),), "zero": ((groups, rows // per),)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,18 +115,6 @@ def _scale_dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
     if stored.family == "scaled":
         return SCALE_DTYPES
     return FLOATS if stored.family == "integer" else (stored.scale_dtype,)
-
-
-def shared_scale(halves: torch.Tensor, stored: TensorFormat) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The global scales [L] of w13, and constants for `PerExpert`, of those of the gate and the up half [L, 2].
-
-    Halves with different ones are multiplied by their own behind the first GEMM, which has them apart; the scales of
-    the matrices are 1 then. Local; host sync.
-    """
-    if torch.equal(halves[:, 0], halves[:, 1]):
-        return halves[:, 0], {}
-    gate, up = (halves.reciprocal() if stored.global_scale == "divisor" else halves).t().contiguous()
-    return torch.ones_like(gate), {"w13_gate_output_scale": gate, "w13_output_scale": up}
 
 
 def _rows_of(part: StoredTensor, start: int, stop: int, tile_rows: int, num_rows: int) -> StoredTensor:

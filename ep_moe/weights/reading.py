@@ -13,7 +13,7 @@ from ep_moe.config import DTYPES
 from ep_moe.placement import Placement
 from ep_moe.quant import QuantScheme, StoredMatrix, quantize_weight
 from ep_moe.weights.checkpoint import Checkpoint
-from ep_moe.weights.quantized import shared_scale
+from ep_moe.weights.method import shared_scale
 from ep_moe.weights.storage import TensorReader
 
 

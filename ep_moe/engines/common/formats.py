@@ -16,7 +16,7 @@ from ep_moe.engines.common.packed import Order, check_order, middle, rows_first,
 from ep_moe.engines.common.weights import gate_above_up
 from ep_moe.quant import QuantScheme, StoredMatrix, get_scheme
 from ep_moe.weights import ExpertWeights, PerExpert
-from ep_moe.weights.quantized import SCALE_NAMES, shared_scale
+from ep_moe.weights.method import SCALE_NAMES, shared_scale
 
 ACT_ORDER = "each expert has its own order of w13's columns, and tokens have one for all"
 

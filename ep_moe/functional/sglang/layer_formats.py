@@ -16,8 +16,8 @@ import torch
 from ep_moe.functional.formats import Flags
 from ep_moe.quant import SCHEMES, QuantScheme, StoredMatrix, TensorFormat, get_scheme, with_block
 from ep_moe.weights import ExpertWeights, PerExpert
+from ep_moe.weights.method import Method, shared_scale
 from ep_moe.weights.methods import method_of
-from ep_moe.weights.quantized import Method, shared_scale
 
 _FIELDS = ("w13", "w2")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of an expert's modules

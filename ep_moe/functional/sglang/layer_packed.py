@@ -15,7 +15,8 @@ from ep_moe.config import DTYPES
 from ep_moe.functional.sglang.layer_formats import LayerFormat, Part, bias_part
 from ep_moe.quant import QuantScheme, StoredMatrix, TensorFormat
 from ep_moe.weights import ExpertWeights
-from ep_moe.weights.quantized import Method, as_stored, unpacked_values, unpacked_zeros
+from ep_moe.weights.method import Method
+from ep_moe.weights.quantized import as_stored, unpacked_values, unpacked_zeros
 
 _FIELDS = ("w13", "w2")
 _SHAPE = ".weight_shape"
