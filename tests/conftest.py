@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import apart
 import pytest
 import torch
+from helpers import separate
 from interpreted.common import CAN_RUN, DEVICE, INTERPRETING
 
 from ep_moe.app.start import PRELOAD
@@ -19,24 +19,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move tests that wait for files running apart to the end."""
-    items.sort(key=lambda item: item.get_closest_marker("apart") is not None)
+    """Move tests that wait for separate processes to the end."""
+    items.sort(key=lambda item: item.get_closest_marker("separate") is not None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server that forks ranks, and the groups of files that run apart."""
+    """Start the server that forks ranks, and the groups of files that run in separate processes."""
     if session.config.option.collectonly:
         return
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in files that run apart, whose ranks import less
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in a separate process, whose ranks import less
     if not interpreted and not torch.cuda.is_available():  # imports may initialize CUDA, which must not be forked
         start_server((*PRELOAD, "pytest", "ep_moe.testing"))
-    marks = [item.get_closest_marker("apart") for item in session.items]
-    apart.start([mark.args[0] for mark in marks if mark])
+    marks = [item.get_closest_marker("separate") for item in session.items]
+    separate.start([mark.args[0] for mark in marks if mark])
 
 
 def pytest_sessionfinish() -> None:
     """End files that still run, after Ctrl-C for example."""
-    apart.stop()
+    separate.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import typer
 from faults import broken_main
-from processes import EP_MOE, ROOT, environ, processes_with, ranks_of
+from helpers.processes import EP_MOE, ROOT, environ, processes_with, ranks_of
 from typer.testing import CliRunner, Result
 
 from ep_moe import cli, names

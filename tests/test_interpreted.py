@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-import apart
 import pytest
+from helpers import separate
 
-GROUPS = apart.groups(Path(__file__).parent / "interpreted", 3)
+GROUPS = separate.groups(Path(__file__).parent / "interpreted", 3)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.apart(files)) for files in GROUPS])
-def test_kernels_in_the_interpreter(files: apart.Files) -> None:
-    code, said = apart.outcome(files)
+@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.separate(files)) for files in GROUPS])
+def test_kernels_in_the_interpreter(files: separate.Files) -> None:
+    code, said = separate.outcome(files)
     assert code == 0, said

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import EP_MOE, ROOT, environ, processes_with
+from helpers.processes import EP_MOE, ROOT, environ, processes_with
 from test_launch import wait_until_gone
 from typer.testing import CliRunner
 

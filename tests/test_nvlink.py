@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
 import torch
+from helpers import separate
 
 TESTS = Path(__file__).parent
-GROUPS = apart.groups(TESTS / "nvlink", 3)
+GROUPS = separate.groups(TESTS / "nvlink", 3)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.apart(files)) for files in GROUPS])
-def test_the_transport_in_the_interpreter(files: apart.Files) -> None:
-    code, said = apart.outcome(files)
+@pytest.mark.parametrize("files", [pytest.param(files, marks=pytest.mark.separate(files)) for files in GROUPS])
+def test_the_transport_in_the_interpreter(files: separate.Files) -> None:
+    code, said = separate.outcome(files)
     assert code == 0, said
 
 

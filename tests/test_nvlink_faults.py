@@ -3,8 +3,8 @@
 import subprocess
 from pathlib import Path
 
-import apart
 import pytest
+from helpers import separate
 
 from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
@@ -14,19 +14,19 @@ from ep_moe.transport import TRANSPORTS
 FOLDER = Path(__file__).parent / "nvlink_faults"
 PATIENT = "test_refused.py", "test_sent_once.py"  # no rank is lost: others may use the cores meanwhile
 REFUSALS = tuple(FOLDER / name for name in PATIENT)
-[FAULTS] = apart.groups(FOLDER, 1, without=PATIENT)
+[FAULTS] = separate.groups(FOLDER, 1, without=PATIENT)
 
 
 @pytest.mark.timeout(900)  # it may wait for others
-@pytest.mark.apart(REFUSALS)
+@pytest.mark.separate(REFUSALS)
 def test_refusals_in_the_interpreter() -> None:
-    code, said = apart.outcome(REFUSALS)
+    code, said = separate.outcome(REFUSALS)
     assert code == 0, said
 
 
 @pytest.mark.timeout(600)
 def test_faults_in_the_interpreter() -> None:
-    command, environment = apart.interpreted(FAULTS)
+    command, environment = separate.interpreted(FAULTS)
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=FOLDER.parent.parent, timeout=580
     )

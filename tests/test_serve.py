@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 import pytest
-from processes import EP_MOE, environ, processes_with, ranks_of
+from helpers.processes import EP_MOE, environ, processes_with, ranks_of
 from typer.testing import CliRunner
 
 from ep_moe.app.serve import ServeConfig, bind, serve

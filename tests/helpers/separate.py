@@ -1,8 +1,7 @@
-"""Runs groups of test files that need their own environment in separate processes, in parallel with the session.
+"""Runs groups of test files that need another environment in separate processes, in parallel with the session.
 
-The test of such a group has the mark `apart(files)`, runs after all others, and waits for `outcome(files)`. Many other
-tests only wait, for ranks or for time to pass; these files use the idle core, at lower priority. Files share a process,
-since its start, with its imports, takes as long as the tests of a short file.
+The test of a group has the mark `separate(files)`, runs after all others, and waits for `outcome(files)`. Many tests
+of the session only wait, for ranks or for time to pass; the groups use the idle core, at lower priority.
 """
 
 import concurrent.futures
@@ -71,19 +70,19 @@ def interpreted(files: Files) -> tuple[list[str], dict[str, str]]:
 def _run(files: Files) -> tuple[int, str]:
     command, environment = interpreted(files)
     with _cores:
-        return _run_on_a_core([*LESS_PRIORITY, *command], environment)
+        return _run_command([*LESS_PRIORITY, *command], environment)
 
 
-def _run_on_a_core(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+def _run_command(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with _lock:
         if _ended.is_set():
             return 1, "the tests have ended"
-        process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent, **pipes)
+        process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2], **pipes)
         _running.add(process)
     try:
-        said, _ = process.communicate(timeout=SECS)
-        return process.returncode, said[-8000:]
+        output, _ = process.communicate(timeout=SECS)
+        return process.returncode, output[-8000:]
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
