@@ -17,7 +17,7 @@ import torch
 
 from ep_moe.config import Layout, TransportConfig
 from ep_moe.group import EPGroup, PeerLostError
-from ep_moe.group.part import GroupPart
+from ep_moe.group.base import GroupPart
 from ep_moe.group.symmetric import why_unreachable
 from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
 from ep_moe.placement import Placement
