@@ -11,6 +11,8 @@ from pathlib import Path
 from ep_moe.config import Layout
 from ep_moe.fields import check_fields, require
 
+SGLANG_BACKEND = "ep_moe"  # of SGLang's --moe-runner-backend
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NvshmemEnv:

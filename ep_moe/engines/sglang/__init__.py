@@ -10,11 +10,9 @@ Letters: T rows on this rank, H hidden, I intermediate, K top-k, E physical expe
 import dataclasses
 import sys
 
-from ep_moe.environment import PluginConfig, switch_on
+from ep_moe.environment import SGLANG_BACKEND, PluginConfig, switch_on
 
 __all__ = ["register"]
-
-BACKEND = "ep_moe"  # what --moe-runner-backend is called
 
 
 def register() -> None:
@@ -42,4 +40,4 @@ def _asked_for(arguments: list[str]) -> bool:
     """Whether a command line chooses our backend of experts."""
     option = "--moe-runner-backend"
     pairs = zip(arguments, arguments[1:], strict=False)
-    return f"{option}={BACKEND}" in arguments or (option, BACKEND) in pairs
+    return f"{option}={SGLANG_BACKEND}" in arguments or (option, SGLANG_BACKEND) in pairs

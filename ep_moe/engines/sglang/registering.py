@@ -11,9 +11,8 @@ from ep_moe.config import GroupConfig
 from ep_moe.engines.common.hooks import check_hooks, check_version
 from ep_moe.engines.common.plugin import Plugin
 from ep_moe.engines.common.transports import SharedTransports
-from ep_moe.engines.sglang import BACKEND
 from ep_moe.engines.sglang.hooks import HOOKS, TESTED
-from ep_moe.environment import PluginConfig
+from ep_moe.environment import SGLANG_BACKEND, PluginConfig
 
 _MOE = "sglang.srt.layers.moe"
 _log = logging.getLogger("ep_moe.sglang")
@@ -113,7 +112,7 @@ def _around_config(original: Callable[..., None], *args: Any, **kwargs: Any) -> 
 
     moe = get_flags().moe
     for name in ("runner_backend", "speculative_runner_backend"):
-        if getattr(getattr(moe, name), "value", None) == BACKEND:
+        if getattr(getattr(moe, name), "value", None) == SGLANG_BACKEND:
             setattr(moe, name, MoeRunnerBackend.AUTO)
 
 
@@ -124,8 +123,8 @@ def _add_backend() -> None:
         from sglang.srt.layers.moe.utils import register_moe_runner_backend_name
     except ImportError:
         return
-    register_moe_runner_backend_name(BACKEND)
-    add_moe_runner_backend_choices([BACKEND])
+    register_moe_runner_backend_name(SGLANG_BACKEND)
+    add_moe_runner_backend_choices([SGLANG_BACKEND])
 
 
 def _context_length() -> int:
