@@ -5,9 +5,9 @@ from compile_check.order import Acquire, AfterLaunch, Agree, AnyRule, Meet, Publ
 ROWS = Site(function="put_rows", kind="store")
 FLAGS = Site(function="signal", kind="store")
 WORDS = Site(function="put_word", kind="store")
-RESULTS = Site(function="return_rows", kind="store", words="put_word(")
+RESULTS = Site(function="return_rows", kind="store", words="store_word(")
 ABORTS = tuple(Site(function=function, kind="store") for function in ("put_abort", "trouble", "report_loss"))
-REPORTS = tuple(Site(function="report", kind="store", words=words) for words in ("make_word", "told_ptr"))
+REPORTS = tuple(Site(function="report", kind="store", words=words) for words in ("make_word", "news_ptr"))
 BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # on a word that no other rank accesses
 COMMON: tuple[AnyRule, ...] = (
     AfterLaunch(name="early launch"),

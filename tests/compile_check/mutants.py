@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         name="a weak abort",
         module="peers",
-        old="publish(as_pointer(address, tl.int64) + RANK, word, None)",
-        new="tl.store(as_pointer(address, tl.int64) + RANK, word)",
+        old="publish(as_pointer(address, tl.int64) + ranks.RANK, word, None)",
+        new="tl.store(as_pointer(address, tl.int64) + ranks.RANK, word)",
         found="stores of a dispatch: put_abort stores weakly what others poll",
         beside=True,
     ),
@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         name="no agreement",
         module="waits",
-        old="waiting = agree(late, trouble(links, round_, start, polls, ranks))",
-        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(links, round_, start, polls, ranks)",
+        old="waiting = agree(late, trouble(exchange, ranks, round_, start, polls))",
+        new="waiting = tl.max(late.to(tl.int32), 0) + trouble(exchange, ranks, round_, start, polls)",
         found="agreement: warps may part ways",
     ),
     Mutant(
@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         name="an unknown store",
         module="combine_send",
-        old="put_word(links, to, column, result, column < H, parcel, False)",
-        new="tl.store(to + column, result, mask=column < H)",
+        old="store_word(exchange, ranks, peer, RETURNED, piece, column, _clean(total, dtype), column < H)",
+        new="tl.store(peer.base.to(tl.pointer_type(dtype)) + column, _clean(total, dtype), mask=column < H)",
         found="stores of a combine: a store to memory of the group that no rule knows",
         kernel="combine",
         beside=True,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange import wire_layout
-from ep_moe.kernels.exchange.peers import Links
+from ep_moe.kernels.exchange.peers import Exchange, Links
 from ep_moe.kernels.exchange.round_state import SlotState, report_loss
 from ep_moe.kernels.exchange.wire_layout import (
     STATUS_MASK,
@@ -86,15 +86,15 @@ def test_aborts_that_name_nobody() -> None:
 
 
 @triton.jit
-def _report_loss_kernel(abort_ptr, told_ptr, active, links: tl.constexpr, own: tl.constexpr, ranks: tl.constexpr):
-    report_loss(links._replace(abort_ptr=abort_ptr), own._replace(told_ptr=told_ptr), active, ranks)
+def _report_loss_kernel(links, own, active, ranks: tl.constexpr):
+    report_loss(Exchange(links, own), ranks, active)
 
 
 LATER, EARLIER, BEFORE_IT = host_word(7, 257), host_word(7, 3), host_word(6, 258)
 
 
 @pytest.mark.parametrize(
-    ("aborts", "active", "told"),
+    ("aborts", "active", "reported"),
     [
         ((0, 0, 0), 0b111, [0, 0]),
         ((LATER, 0, EARLIER), 0b111, [1, EARLIER]),  # the combine waits for a rank that waits in the dispatch
@@ -104,14 +104,15 @@ LATER, EARLIER, BEFORE_IT = host_word(7, 257), host_word(7, 3), host_word(6, 258
     ],
 )
 def test_the_earliest_loss_that_an_active_rank_names_is_reported(
-    aborts: tuple[int, ...], active: int, told: list[int]
+    aborts: tuple[int, ...], active: int, reported: list[int]
 ) -> None:
     found = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     ranks = Ranks(R=3, RANKS=4, RANK=2, STARTS=(0, 1, 2, 3), L=1, EXPERTS=1)
     words = torch.tensor(aborts, dtype=torch.int64, device=DEVICE)
-    nothing = Links(*(None,) * len(Links._fields)), SlotState(*(None,) * len(SlotState._fields))
-    _report_loss_kernel[(1,)](words, found, active, *nothing, ranks)
-    assert found.tolist() == told
+    links = Links(*(None,) * len(Links._fields))._replace(abort_ptr=words)
+    own = SlotState(*(None,) * len(SlotState._fields))._replace(news_ptr=found)
+    _report_loss_kernel[(1,)](links, own, active, ranks)
+    assert found.tolist() == reported
 
 
 @pytest.mark.parametrize("num_groups", [0, 1, 56])

@@ -23,15 +23,15 @@ class Batch(NamedTuple):
 
 @triton.jit
 def note_rows(
+    exchange,
+    ranks: tl.constexpr,
     entry,  # [TOKENS * COLUMNS] int32, of consecutive tokens
     weight,  # the same in float32
     mask,  # which of them are noted
     first_rows,  # [RANKS * EXPERTS] int32
     pool_row,  # of the first token
     source,
-    own,
     row: tl.constexpr,
-    ranks: tl.constexpr,
     TOKENS: tl.constexpr,
     POOLED: tl.constexpr,
 ):
@@ -39,6 +39,7 @@ def note_rows(
 
     Example: entry (expert 2, place 3) of a source whose first row for expert 2 is 64 is row 67.
     """
+    own = exchange.own
     COLUMNS: tl.constexpr = row.COLUMNS
     index = tl.arange(0, TOKENS * COLUMNS)
     column, here = index % COLUMNS, entry >= 0
@@ -67,16 +68,15 @@ def note_rows(
 
 @triton.jit
 def copy_row(
+    batch,
     values,  # [WORDS] int32, a block of the row
     scale,  # [GROUPS]
     to_row,  # [COLUMNS] int32, the token's rows, -1 for none
     word,
     pool_row,
     leads,
-    batch,
     height,
     row: tl.constexpr,
-    GROUPS: tl.constexpr,
     POOLED: tl.constexpr,
     COPY: tl.constexpr,  # copy the values if POOLED; else they are always copied
 ):
@@ -85,7 +85,7 @@ def copy_row(
     Rule: each warp reduces over the whole of `to_row`, of which it has all elements, and moves none to other warps
     (`dispatch_receive._take_ll`).
     """
-    group = tl.arange(0, GROUPS)
+    group = tl.arange(0, scale.shape[0])
     if POOLED:
         if COPY:
             tl.store(batch.out_ptr + pool_row * row.VALUE_STRIDE + word, values, mask=word < row.VALUE_WORDS)
@@ -113,9 +113,10 @@ def _mark_unused(own, index, nowhere, mask):
 
 
 @triton.jit
-def fill_unused(own, tokens, receiver, receivers, pool_rows, ranks: tl.constexpr, K: tl.constexpr):
-    """Mark those of the first `pool_rows` rows that received no token as rows without experts."""
-    for first in range(receiver * FILLED, pool_rows, receivers * FILLED):
+def fill_unused(exchange, ranks: tl.constexpr, tokens, receiver, K: tl.constexpr):
+    """Mark those of the first C pool rows that received no token as rows without experts."""
+    own, pool_rows = exchange.own, receiver.height
+    for first in range(receiver.index * FILLED, pool_rows, receiver.count * FILLED):
         pool_row = first + tl.arange(0, FILLED).to(tl.int64)
         present = tl.zeros([FILLED], tl.int32)
         for s in tl.static_range(ranks.R):

@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.device import SPREAD, wait_for_launch
-from ep_moe.kernels.exchange.combine_receive import sum_rows
+from ep_moe.kernels.exchange.combine_receive import ResultStrides, Summing, sum_rows
 from ep_moe.kernels.exchange.combine_send import return_rows
-from ep_moe.kernels.exchange.peers import order_rows, outbox, put_word, region, stage, target
-from ep_moe.kernels.exchange.puts import Parcel
+from ep_moe.kernels.exchange.peers import Exchange, Peer, Piece, order_rows, put_word, region, stage
 from ep_moe.kernels.exchange.round_state import (
     ACTIVE,
     BEGUN,
@@ -71,6 +70,7 @@ def _combine_kernel(
 ):
     """One round's combine, or one half of it. The first programs send, the last receive, one may do both."""
     wait_for_launch(halves.PDL)
+    exchange = Exchange(links, own)
     R: tl.constexpr = ranks.R
     RANKS: tl.constexpr = ranks.RANKS
     pid = tl.program_id(0)
@@ -78,10 +78,10 @@ def _combine_kernel(
     verdict = tl.load(own.state_ptr + VERDICT)
     active = tl.load(own.state_ptr + ACTIVE)
     round_ = Round(epoch, tl.load(own.state_ptr + NUMBER), active, timeout_ns)
-    repeated, over = begin_combine(links, own, epoch, active, ranks, halves.SEND, halves.RECEIVE)
-    nobody = tl.zeros([], tl.int32)
+    repeated, over = begin_combine(exchange, ranks, epoch, active, halves.SEND, halves.RECEIVE)
+    none = tl.zeros([], tl.int32)
     if repeated & (pid == 0):
-        report(own, round_.number, nobody + OUT_OF_ORDER, nobody, nobody, nobody)
+        report(own, round_.number, none + OUT_OF_ORDER, none, none, none)
     rows_per_rank = max_tokens_per_rank.to(tl.int64)
     source = tl.arange(0, RANKS)
     if halves.SEND:
@@ -89,16 +89,15 @@ def _combine_kernel(
             tokens = tl.load(own.state_ptr + SOURCE_TOKENS + source, mask=source < R, other=0)
             if pid == 0:
                 header = make_word(epoch, tl.zeros([], tl.int32))
-                staged = outbox(links, COMBINE_HEADERS, ranks.RANK, tl.int64, ranks)
-                stage(staged, 0, header, None, ranks.PUTS != 0)
+                stage(exchange, ranks, COMBINE_HEADERS, ranks.RANK, 0, header, None)
                 if verdict != FINE:
-                    order_rows(ranks.PUTS)  # rows of a refused round, which nobody waits for, arrive before it
+                    order_rows(ranks.PUTS)  # rows of a refused round, which no rank waits for, arrive before it
                 for r in tl.static_range(R):
                     if is_active(active, r):
-                        to = target(links.bases[r], links, COMBINE_HEADERS, ranks.RANK, tl.int64)
-                        put_word(links, to, 0, header, None, Parcel(staged, 0, 1, r), ((ranks.PUTS >> r) & 1) > 0)
+                        piece = Piece(ranks.RANK, ranks.RANK, 0, 1)
+                        put_word(exchange, ranks, Peer(links.bases[r], r), COMBINE_HEADERS, piece, 0, header, None)
             if verdict == FINE:
-                return_rows(results.y_ptr, links, own, tokens, rows_per_rank, pid, senders, ranks, combining)
+                return_rows(exchange, ranks, results.y_ptr, tokens, rows_per_rank, pid, senders, combining)
     if halves.RECEIVE:
         if pid >= first_receiver:
             leads = pid == first_receiver
@@ -108,32 +107,13 @@ def _combine_kernel(
             alive = (over == 0).to(tl.int32)
             if alive > 0:
                 index = tl.arange(0, SPREAD)
-                alive = wait_for_words(
-                    region(links.bases[ranks.RANK], links, COMBINE_HEADERS, tl.int64) + index,
-                    (index < R) & is_active(active, index),
-                    index,
-                    round_,
-                    links,
-                    COMBINE,
-                    own.waited_ptr,
-                    leads,
-                    ranks,
-                )
+                headers_ptr = region(links.bases[ranks.RANK], links, COMBINE_HEADERS, tl.int64)
+                mask = (index < R) & is_active(active, index)
+                alive = wait_for_words(exchange, ranks, round_, COMBINE, headers_ptr + index, mask, index, leads)
             alive = tl.where(verdict == FINE, alive, 0)
+            receiver = Summing(pid - first_receiver, tl.num_programs(0) - first_receiver, num_tokens, rows_per_rank)
             alive = sum_rows(
-                links,
-                own,
-                results,
-                alive,
-                num_tokens,
-                rows_per_rank,
-                shared_stride,
-                out_stride,
-                round_,
-                pid - first_receiver,
-                tl.num_programs(0) - first_receiver,
-                ranks,
-                combining,
+                exchange, ranks, round_, results, receiver, alive, ResultStrides(shared_stride, out_stride), combining
             )
             if leads & (repeated == 0):
                 add_waited(own.waited_ptr, R, RANKS)
@@ -142,4 +122,4 @@ def _combine_kernel(
                     tl.store(own.state_ptr + RESUME, 0)
                 tl.store(own.state_ptr + DONE, epoch)
             if alive == 0:
-                report_loss(links, own, active, ranks)
+                report_loss(exchange, ranks, active)

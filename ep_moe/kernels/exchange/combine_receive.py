@@ -3,6 +3,8 @@
 Letters: T tokens on this rank, H hidden, R ranks, M max_tokens_per_rank.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -11,6 +13,22 @@ from ep_moe.kernels.exchange.peers import region
 from ep_moe.kernels.exchange.waits import LATE, OVER, TIMED_OUT, give_up, troubles
 from ep_moe.kernels.exchange.wire_layout import COMBINE, RETURNED
 from ep_moe.kernels.numerics import round_to
+
+
+class Summing(NamedTuple):
+    """A program that receives results."""
+
+    index: Any
+    count: Any  # of such programs
+    num_tokens: Any  # T
+    rows_per_rank: Any  # M
+
+
+class ResultStrides(NamedTuple):
+    """Distances between rows of `Results`, in units of UNIT elements."""
+
+    shared: Any
+    out: Any
 
 
 @triton.jit
@@ -25,25 +43,13 @@ def _load_rows(returned_ptr, dest_rank_mask, rows_per_rank, token, column, insid
 
 
 @triton.jit
-def sum_rows(
-    links,
-    own,
-    results,
-    alive,
-    num_tokens,
-    rows_per_rank,
-    shared_stride,
-    out_stride,
-    round_,
-    receiver,
-    receivers,
-    ranks: tl.constexpr,
-    combining: tl.constexpr,
-):
+def sum_rows(exchange, ranks: tl.constexpr, round_, results, summing, alive, strides, combining: tl.constexpr):
     """Sum every token's rows in rank order in float32 as they arrive, add `shared`, round once.
 
     A token with a missing row becomes NaN.
     """
+    links, own = exchange.links, exchange.own
+    receiver, receivers, rows_per_rank = summing.index, summing.count, summing.rows_per_rank
     H: tl.constexpr = combining.H
     R: tl.constexpr = ranks.R
     UNIT: tl.constexpr = combining.UNIT
@@ -54,7 +60,7 @@ def sum_rows(
     EMPTY: tl.constexpr = 0xFFFFFFFF if dtype.primitive_bitwidth == 32 else 0xFFFF
     returned_ptr = region(links.bases[ranks.RANK], links, RETURNED, BITS)
     rank = tl.arange(0, SPREAD)
-    items = num_tokens * BLOCKS
+    items = summing.num_tokens * BLOCKS
     dest_rank_mask = tl.load(own.dest_rank_mask_ptr + receiver // BLOCKS, mask=receiver < items, other=0)
     for i in range(receiver, items, receivers):
         next_i = i + receivers  # whose ranks are read while this item's rows arrive
@@ -78,9 +84,9 @@ def sum_rows(
                 for r in tl.static_range(R):
                     total = total + rows[r].to(dtype, bitcast=True).to(tl.float32)
                 if combining.SHARED:
-                    shared_row_ptr = results.shared_ptr + token * shared_stride * UNIT
+                    shared_row_ptr = results.shared_ptr + token * strides.shared * UNIT
                     total = total + tl.load(shared_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
-                tl.store(results.out_ptr + token * out_stride * UNIT + column, round_to(total, dtype), mask=inside)
+                tl.store(results.out_ptr + token * strides.out * UNIT + column, round_to(total, dtype), mask=inside)
                 for r in tl.static_range(R):
                     row_ptr = returned_ptr + (r * rows_per_rank + token) * H
                     sent = inside & (((dest_rank_mask >> r) & 1) > 0)
@@ -92,17 +98,17 @@ def sum_rows(
                     probe_ptr = returned_ptr + (rank * rows_per_rank + token) * H + last
                     late = sent_by & (tl.load(probe_ptr, mask=sent_by, other=0, volatile=True) == EMPTY)
                     # an abort or timeout counts even if no last column is missing
-                    what = troubles(links, round_, start, polls, rank % ranks.RANKS, ranks)
+                    what = troubles(exchange, ranks, round_, start, polls, rank % ranks.RANKS)
                     found = tl.max(tl.where(late, LATE, 0) | what, 0)
                     late_rank = tl.max(tl.where(late, rank, -1), 0)
                     suspect = tl.where(late_rank >= 0, late_rank, suspect)
                     polls += 1
                 if found >= TIMED_OUT:
                     if found < OVER:
-                        give_up(links, COMBINE, round_, suspect, ranks)
+                        give_up(exchange, ranks, COMBINE, round_, suspect)
                     waiting, alive = waiting * 0, alive * 0
         dest_rank_mask = next_dest_rank_mask
         if alive == 0:
             lost = tl.full([BLOCK], float("nan"), tl.float32)
-            tl.store(results.out_ptr + token * out_stride * UNIT + column, round_to(lost, dtype), mask=inside)
+            tl.store(results.out_ptr + token * strides.out * UNIT + column, round_to(lost, dtype), mask=inside)
     return alive

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import base_of, outbox, put_word, stage, target
-from ep_moe.kernels.exchange.puts import Parcel
+from ep_moe.kernels.exchange.peers import Peer, Piece, base_of, store_word
 from ep_moe.kernels.exchange.round_state import pick
 from ep_moe.kernels.exchange.wire_layout import RETURNED
 from ep_moe.kernels.numerics import round_to
@@ -92,14 +91,13 @@ def _sum_rest(total, y_ptr, own, pool_row, column, combining: tl.constexpr):
 
 @triton.jit
 def return_rows(
+    exchange,
+    ranks: tl.constexpr,
     y_ptr,
-    links,
-    own,
     tokens,  # [RANKS] int32, of each rank
     rows_per_rank,
     sender,
     senders,
-    ranks: tl.constexpr,
     combining: tl.constexpr,
 ):
     """Weight and sum the outputs of this rank's experts for each received token, and store them at its source rank.
@@ -107,6 +105,7 @@ def return_rows(
     The bits are those of `ep_moe.layout.weighted_sum`: float32, column order, no fused multiply-add. ROWS_IN_FLIGHT
     rows of y are loaded at a time; which rows the next item has is read while this one's are summed.
     """
+    own = exchange.own
     H: tl.constexpr = combining.H
     BLOCK: tl.constexpr = combining.SENT_BLOCK
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -142,17 +141,8 @@ def return_rows(
                 if rows[FIRST - 1] >= 0:
                     total = _sum_rest(total, y_ptr, own, pool_row, column, combining)
         if rows[0] >= 0:
-            to_row = (ranks.RANK * rows_per_rank + token) * H
-            to = target(base_of(links, source, ranks.R), links, RETURNED, to_row, dtype)
-            result = _clean(total, dtype)
-            first = i % BLOCKS * BLOCK
-            staged = outbox(links, RETURNED, (source * rows_per_rank + token) * H, dtype, ranks)
-            parcel = Parcel(staged, first, tl.minimum(H - first, BLOCK), source)
-            if ranks.PUTS == 0:
-                put_word(links, to, column, result, column < H, parcel, False)
-            elif ((ranks.PUTS >> source) & 1) > 0:
-                stage(staged, column, result, column < H, True)
-                put_word(links, to, column, result, column < H, parcel, True)
-            else:
-                put_word(links, to, column, result, column < H, parcel, False)
+            first, mine = i % BLOCKS * BLOCK, (ranks.RANK * rows_per_rank + token) * H
+            piece = Piece(mine, (source * rows_per_rank + token) * H, first, tl.minimum(H - first, BLOCK))
+            peer = Peer(base_of(exchange.links, source, ranks.R), source)
+            store_word(exchange, ranks, peer, RETURNED, piece, column, _clean(total, dtype), column < H)
         source, token, pool_row, rows, weights = next_source, next_token, next_row, next_rows, next_weights

@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.device import wait_for_launch
-from ep_moe.kernels.exchange.dispatch_receive import receive
-from ep_moe.kernels.exchange.dispatch_send import Strides, send_ll, send_rows
-from ep_moe.kernels.exchange.headers import announce
+from ep_moe.kernels.exchange.dispatch_receive import Receiver, receive
+from ep_moe.kernels.exchange.dispatch_send import Sender, Strides, send_ll, send_rows
+from ep_moe.kernels.exchange.headers import Announcer, announce
+from ep_moe.kernels.exchange.peers import Exchange
 from ep_moe.kernels.exchange.round_state import ACTIVE, DONE, Round, is_off, next_epoch
 
 
@@ -88,10 +89,11 @@ def _dispatch_kernel(
 ):
     """One round's dispatch, or one half of it."""
     wait_for_launch(halves.PDL)
+    exchange = Exchange(links, own)
     pid = tl.program_id(0)
     epoch = next_epoch(tl.load(own.state_ptr + DONE))
     active = tl.load(own.state_ptr + ACTIVE)
-    enabled = is_off(links, own, epoch, active, ranks) == 0
+    enabled = is_off(exchange, ranks, epoch, active) == 0
     round_ = Round(epoch, number, active, timeout_ns, enabled, fingerprint, layer, settings)
     rows_per_rank = max_tokens_per_rank.to(tl.int64)
     if halves.SEND:
@@ -101,76 +103,21 @@ def _dispatch_kernel(
         present = tl.where((num_tokens > max_tokens) | (refusal > 0), 0, tl.maximum(num_tokens, 0))
         strides = Strides(x_stride, scale_token_stride, scale_group_stride, ids_stride, weights_stride)
         if pid < announcers:
-            announce(
-                links,
-                own,
-                tokens,
-                pid,
-                announcers,
-                present,
-                num_tokens,
-                max_tokens,
-                num_blocks,
-                num_physical,
-                ids_stride,
-                refusal,
-                round_,
-                ranks,
-                row,
-                sending,
-            )
+            announcer = Announcer(pid, announcers, present, num_tokens, max_tokens, num_blocks, num_physical, refusal)
+            announce(exchange, ranks, round_, tokens, ids_stride, announcer, row, sending)
         first_sender = tl.minimum(announcers, first_receiver)  # one program alone has all roles
         if (pid >= first_sender) & (pid < first_sender + senders):
+            sender = Sender(pid - first_sender, senders, present, num_physical, rows_per_rank, word_tokens)
             as_ll = sending.SEND_LL
             if sending.SEND_LL and sending.SEND_ROWS:
                 as_ll = present <= word_tokens
             if as_ll:
                 if sending.SEND_LL:
-                    send_ll(
-                        links,
-                        own,
-                        tokens,
-                        pid - first_sender,
-                        senders,
-                        present,
-                        num_physical,
-                        strides,
-                        word_tokens,
-                        round_,
-                        ranks,
-                        row,
-                        sending,
-                    )
+                    send_ll(exchange, ranks, round_, tokens, strides, sender, row, sending)
             elif sending.SEND_ROWS:
-                send_rows(
-                    links,
-                    own,
-                    tokens,
-                    pid - first_sender,
-                    senders,
-                    present,
-                    num_physical,
-                    strides,
-                    rows_per_rank,
-                    round_,
-                    ranks,
-                    row,
-                    sending,
-                )
+                send_rows(exchange, ranks, round_, tokens, strides, sender, row, sending)
     if halves.RECEIVE:
         if pid >= first_receiver:
-            receive(
-                links,
-                own,
-                batch,
-                pid - first_receiver,
-                tl.num_programs(0) - first_receiver,
-                rows_per_rank,
-                word_tokens,
-                height,
-                alignment,
-                round_,
-                ranks,
-                row,
-                receiving,
-            )
+            receivers = tl.num_programs(0) - first_receiver
+            receiver = Receiver(pid - first_receiver, receivers, rows_per_rank, word_tokens, height, alignment)
+            receive(exchange, ranks, round_, batch, receiver, row, receiving)

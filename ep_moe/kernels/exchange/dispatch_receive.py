@@ -4,7 +4,7 @@ Letters: K top-k, G scale groups, R ranks, M max_tokens_per_rank, L the most exp
 a matrix of scales.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -57,6 +57,17 @@ from ep_moe.kernels.exchange.wire_layout import (
 )
 
 
+class Receiver(NamedTuple):
+    """A program that receives tokens."""
+
+    index: Any
+    count: Any  # of such programs
+    rows_per_rank: Any  # M
+    word_tokens: Any  # rows of a rank in LL_ROWS
+    height: Any  # C
+    alignment: Any  # of an expert's first row if not BATCHED
+
+
 class Receiving(NamedTuple):
     """Constants of the receiving half."""
 
@@ -71,17 +82,16 @@ class Receiving(NamedTuple):
 
 @triton.jit
 def _take_ll(
-    row_ptr,  # words of the token
-    links,
-    own,
+    exchange,
+    ranks: tl.constexpr,
+    round_,
     batch,
+    row_ptr,  # words of the token
     first_rows,
     pool_row,
     source,
     block,
-    round_,
     height,
-    ranks: tl.constexpr,
     row: tl.constexpr,
     receiving: tl.constexpr,
 ):
@@ -117,12 +127,12 @@ def _take_ll(
             scales = tl.load(row_ptr + row.ll_scales + group, mask=mask, other=0, volatile=True)
             missing += tl.max((needed & mask & (epoch_of(scales) != round_.epoch)).to(tl.int32), 0)
         late_values = needed & (word < row.VALUE_WORDS) & (epoch_of(values) != round_.epoch)
-        waiting = agree(late_values | (missing > 0), trouble(links, round_, start, polls, ranks))
+        waiting = agree(late_values | (missing > 0), trouble(exchange, ranks, round_, start, polls))
         here = (waiting == 0).to(tl.int32)
         polls += 1
         if waiting >= TIMED_OUT:
             if waiting < OVER:
-                give_up(links, DISPATCH, round_, source, ranks)
+                give_up(exchange, ranks, DISPATCH, round_, source)
             waiting = waiting * 0
         elif waiting > 0:
             pause()
@@ -130,68 +140,47 @@ def _take_ll(
         if row.COLUMNS > WARP:
             entries = tl.load(row_ptr + column, mask=column < K, other=0, volatile=True)
             weights = tl.load(row_ptr + K + column, mask=column < K, other=0, volatile=True)
-        to_row = note_rows(
-            tl.where(column < K, payload_of(entries), -1),
-            payload_of(weights).to(tl.float32, bitcast=True),
-            (column >= 0) & (block == 0),
-            first_rows,
-            pool_row,
-            source,
-            own,
-            row,
-            ranks,
-            1,
-            receiving.POOLED,
-        )
+        entry = tl.where(column < K, payload_of(entries), -1)
+        weight = payload_of(weights).to(tl.float32, bitcast=True)
+        mask = (column >= 0) & (block == 0)
+        to_row = note_rows(exchange, ranks, entry, weight, mask, first_rows, pool_row, source, row, 1, receiving.POOLED)
+        scale = payload_of(scales).to(batch.out_scale_ptr.dtype.element_ty, bitcast=True)
         copy_row(
-            payload_of(values),
-            payload_of(scales).to(batch.out_scale_ptr.dtype.element_ty, bitcast=True),
-            to_row,
-            word,
-            pool_row,
-            block == 0,
-            batch,
-            height,
-            row,
-            SPREAD_GROUPS,
-            receiving.POOLED,
-            True,
+            batch, payload_of(values), scale, to_row, word, pool_row, block == 0, height, row, receiving.POOLED, True
         )
     return here
 
 
 @triton.jit
-def _wait_for_flags(links, base, first, count, present, source, sent_row, round_, ranks: tl.constexpr):
+def _wait_for_flags(exchange, ranks: tl.constexpr, round_, base, first, count, present, source, sent_row):
     """Wait for the flags of `count` tokens of a source from `first` on: a bit for each one sent here, -1 if aborted.
 
     Example: 4 tokens from 8 on, of which 8 and 10 were sent, give 5.
     """
     group = tokens_per_flag(present)
     at = first // group * group
-    flags_ptr = region(base, links, FLAGS, tl.int64) + (sent_row - first)
-    bits = wait_for_flag(flags_ptr + at, source, round_, links, DISPATCH, ranks)
+    flags_ptr = region(base, exchange.links, FLAGS, tl.int64) + (sent_row - first)
+    bits = wait_for_flag(exchange, ranks, round_, DISPATCH, flags_ptr + at, source)
     bits = tl.where(bits < 0, bits, (bits >> (first - at)) & ((1 << count) - 1))
     for later in range(at + group, tl.minimum(first + count, present), group):
         if bits >= 0:
-            found = wait_for_flag(flags_ptr + later, source, round_, links, DISPATCH, ranks)
+            found = wait_for_flag(exchange, ranks, round_, DISPATCH, flags_ptr + later, source)
             bits = tl.where(found < 0, found, bits | (found << (later - first)))
     return bits
 
 
 @triton.jit
 def _take_rows(
-    links,
-    own,
+    exchange,
+    ranks: tl.constexpr,
+    round_,
     batch,
     first_rows,
     first,
     present,
     source,
     block,
-    rows_per_rank,
-    round_,
-    height,
-    ranks: tl.constexpr,
+    receiver,
     row: tl.constexpr,
     receiving: tl.constexpr,
 ):
@@ -199,13 +188,14 @@ def _take_rows(
 
     Returns 0 if the exchange is aborted.
     """
+    links, rows_per_rank = exchange.links, receiver.rows_per_rank
     TOKENS: tl.constexpr = receiving.TOKENS
     COLUMNS: tl.constexpr = row.COLUMNS
     group = tl.arange(0, row.GROUPS)
     word = block * receiving.BLOCK_WORDS + tl.arange(0, receiving.BLOCK_WORDS)
     base = links.bases[ranks.RANK]
     sent_row, pool_row = source * rows_per_rank + first, (first + tl.zeros([], tl.int64)) * ranks.R + source
-    bits = _wait_for_flags(links, base, first, TOKENS, present, source, sent_row, round_, ranks)
+    bits = _wait_for_flags(exchange, ranks, round_, base, first, TOKENS, present, source, sent_row)
     if bits >= 0:
         values, scales = tl.tuple([]), tl.tuple([])
         for t in tl.static_range(TOKENS):
@@ -226,32 +216,23 @@ def _take_rows(
         sent = (((bits >> token) & 1) > 0) & (column < row.K)
         entry = tl.load(entry_ptr, mask=sent, other=-1)
         weight = tl.load(entry_ptr + row.K, mask=sent, other=0).to(tl.float32, bitcast=True)
+        mask = (first + token < present) & (block == 0)
         to_row = note_rows(
-            entry,
-            weight,
-            (first + token < present) & (block == 0),
-            first_rows,
-            pool_row,
-            source,
-            own,
-            row,
-            ranks,
-            TOKENS,
-            receiving.POOLED,
+            exchange, ranks, entry, weight, mask, first_rows, pool_row, source, row, TOKENS, receiving.POOLED
         )
         for t in tl.static_range(TOKENS):
             if ((bits >> t) & 1) > 0:
+                rows = tl.max(tl.reshape(tl.where(token == t, to_row, -1), [TOKENS, COLUMNS]), 0)
                 copy_row(
+                    batch,
                     values[t],
                     scales[t],
-                    tl.max(tl.reshape(tl.where(token == t, to_row, -1), [TOKENS, COLUMNS]), 0),
+                    rows,
                     word,
                     pool_row + t * ranks.R,
                     block == 0,
-                    batch,
-                    height,
+                    receiver.height,
                     row,
-                    row.GROUPS,
                     receiving.POOLED,
                     False,
                 )
@@ -259,31 +240,18 @@ def _take_rows(
 
 
 @triton.jit
-def receive(
-    links,
-    own,
-    batch,
-    receiver,
-    receivers,
-    rows_per_rank,
-    word_tokens,
-    height,
-    alignment,
-    round_,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    receiving: tl.constexpr,
-):
+def receive(exchange, ranks: tl.constexpr, round_, batch, receiver, row: tl.constexpr, receiving: tl.constexpr):
     """Wait for the headers of all ranks, compute the place of every row, and write out this program's share of rows.
 
     Rule: the numbers of tokens come from this round's headers; the combine reads their copies in the slot's state.
     """
+    links, own, word_tokens = exchange.links, exchange.own, receiver.word_tokens
     R: tl.constexpr = ranks.R
     RANKS: tl.constexpr = ranks.RANKS
     SPAN: tl.constexpr = receiving.HEADER_SPAN
     BLOCKS: tl.constexpr = (row.VALUE_WORDS + receiving.BLOCK_WORDS - 1) // receiving.BLOCK_WORDS
     SPREAD_HEADERS: tl.constexpr = SPREAD if RANKS * SPAN < SPREAD else RANKS * SPAN
-    leads = receiver == 0
+    leads = receiver.index == 0
     source = tl.arange(0, RANKS)
     is_source = (source < R) & is_active(round_.active, source)
     base = links.bases[ranks.RANK]
@@ -296,19 +264,11 @@ def receive(
     if round_.enabled:
         word = tl.arange(0, SPREAD_HEADERS)
         writer, place = word // SPAN, word % SPAN
-        arrived = wait_for_words(
-            headers_ptr + writer * ranks.header_stride + place,
-            (writer < R) & (place < num_experts + HEADER_WORDS) & is_active(round_.active, writer),
-            writer,
-            round_,
-            links,
-            DISPATCH,
-            own.waited_ptr,
-            leads,
-            ranks,
-        )
+        word_ptrs = headers_ptr + writer * ranks.header_stride + place
+        mask = (writer < R) & (place < num_experts + HEADER_WORDS) & is_active(round_.active, writer)
+        arrived = wait_for_words(exchange, ranks, round_, DISPATCH, word_ptrs, mask, writer, leads)
     writes = leads & (arrived > 0)
-    first_rows = place_experts(headers_ptr, own, height, alignment, writes, round_.active, ranks, receiving.BATCHED)
+    first_rows = place_experts(exchange, ranks, headers_ptr, receiver, writes, round_.active, receiving.BATCHED)
     status_ptrs = headers_ptr + source * ranks.header_stride + STATUS
     statuses = payload_of(tl.load(status_ptrs, mask=source < R, other=0, volatile=True))
     if arrived > 0:
@@ -321,7 +281,7 @@ def receive(
             tl.store(own.num_rows_ptr + expert, nothing, mask=expert < num_experts)
             tl.store(own.row_start_ptr + expert, nothing, mask=expert < num_experts)
             if verdict == LOST:
-                report_loss(links, own, round_.active, ranks)
+                report_loss(exchange, ranks, round_.active)
             else:
                 report(own, round_.number, verdict, suspect, value, make_word(round_.settings, round_.layer))
         if tl.load(own.state_ptr + BEGUN) != tl.load(own.state_ptr + DONE):
@@ -335,11 +295,11 @@ def receive(
         tl.store(own.state_ptr + NUMBER, round_.number)
         tl.store(own.state_ptr + BEGUN, round_.epoch)
     if receiving.POOLED:
-        fill_unused(own, tokens, receiver, receivers, height, ranks, row.K)
+        fill_unused(exchange, ranks, tokens, receiver, row.K)
     alive = (verdict == FINE).to(tl.int32)
     UNIT: tl.constexpr = receiving.TOKENS if receiving.TAKE_ROWS else 1  # tokens that are taken together
     units = (tl.max(tokens, 0) + UNIT - 1) // UNIT
-    for i in range(receiver, units * (R * BLOCKS), receivers):
+    for i in range(receiver.index, units * (R * BLOCKS), receiver.count):
         block, first = i % BLOCKS, i // (R * BLOCKS) * UNIT
         s = (ranks.RANK + i // BLOCKS) % R
         present = pick(tokens, s, RANKS)
@@ -353,34 +313,20 @@ def receive(
                         if alive > 0:
                             ll_row = (s * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
                             alive = _take_ll(
-                                region(base, links, LL_ROWS, tl.int64) + ll_row,
-                                links,
-                                own,
+                                exchange,
+                                ranks,
+                                round_,
                                 batch,
+                                region(base, links, LL_ROWS, tl.int64) + ll_row,
                                 first_rows,
                                 (token + tl.zeros([], tl.int64)) * R + s,
                                 s,
                                 block,
-                                round_,
-                                height,
-                                ranks,
+                                receiver.height,
                                 row,
                                 receiving,
                             )
             elif receiving.TAKE_ROWS:
                 alive = _take_rows(
-                    links,
-                    own,
-                    batch,
-                    first_rows,
-                    first,
-                    present,
-                    s,
-                    block,
-                    rows_per_rank,
-                    round_,
-                    height,
-                    ranks,
-                    row,
-                    receiving,
+                    exchange, ranks, round_, batch, first_rows, first, present, s, block, receiver, row, receiving
                 )

@@ -9,12 +9,20 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.exchange.count_ids import planned_id, planned_place
-from ep_moe.kernels.exchange.peers import order_rows, outbox, put_rows, put_word, signal, stage, target
-from ep_moe.kernels.exchange.puts import Parcel
+from ep_moe.kernels.exchange.peers import (
+    Peer,
+    Piece,
+    order_rows,
+    put_rows,
+    put_word,
+    signal,
+    stage,
+    store_rows,
+    store_word,
+)
 from ep_moe.kernels.exchange.round_state import is_active
 from ep_moe.kernels.exchange.wire_layout import (
     ENTRIES,
-    FLAGS,
     LL_ROWS,
     MOST_FLAGGED,
     SCALES,
@@ -60,6 +68,46 @@ class Strides(NamedTuple):
     weights: Any
 
 
+class Sender(NamedTuple):
+    """A program that sends tokens."""
+
+    index: Any
+    count: Any  # of such programs
+    present: Any  # tokens that are sent
+    num_physical: Any  # P
+    rows_per_rank: Any  # M
+    word_tokens: Any  # rows of a rank in LL_ROWS
+
+
+class Routed(NamedTuple):
+    """The experts of a token."""
+
+    ids: Any  # [COLUMNS] int32, -1 for repeats and none
+    weights: Any  # [COLUMNS] float32, with those of repeats added
+    place: Any  # [COLUMNS] int32, how many earlier tokens of this rank go to the expert
+
+
+class RowPlaces(NamedTuple):
+    """Where a token lies in a rank's memory."""
+
+    token: Any
+    pool_row: Any  # of VALUES
+    sent_row: Any  # of SCALES and ENTRIES
+
+
+class Block(NamedTuple):
+    """A block of a token as LL words, and the places of these in its row."""
+
+    index: Any
+    word: Any  # [WORDS]
+    words: Any  # [WORDS] of values
+    group: Any  # [GROUPS]
+    scales: Any  # [GROUPS] words
+    scale_mask: Any
+    first_scale: Any
+    num_scales: Any
+
+
 class Sending(NamedTuple):
     """Constants of the sending half."""
 
@@ -91,11 +139,7 @@ def _find_ids(tokens, token, first, ids, strides, row: tl.constexpr, COMPARED: t
 
 @triton.jit
 def _read_routing(tokens, token, num_physical, strides, row: tl.constexpr, sending: tl.constexpr):
-    """Return a token's experts [COLUMNS] (-1 for repeats and none), their weights with repeats added, and their places.
-
-    The place is how many earlier tokens of this rank go to the expert. Weights are added in column order, as in
-    `ep_moe.layout.reference.merge_repeats`.
-    """
+    """The experts of a token. Weights are added in column order, as in `ep_moe.layout.reference.merge_repeats`."""
     column = tl.arange(0, row.COLUMNS)
     own_ids_ptr, own_weights_ptr = tokens.ids_ptr + token * strides.ids, tokens.weights_ptr + token * strides.weights
     ids = tl.load(own_ids_ptr + column, mask=column < row.K, other=-1).to(tl.int32)
@@ -113,7 +157,7 @@ def _read_routing(tokens, token, num_physical, strides, row: tl.constexpr, sendi
             hits += _find_ids(tokens, token, first, ids, strides, row, COMPARED_TOKENS)
         place = tl.sum(hits, 0)
     valid = (ids >= 0) & (ids < num_physical) & (repeated == 0)
-    return tl.where(valid, ids, -1), weights, place
+    return Routed(tl.where(valid, ids, -1), weights, place)
 
 
 @triton.jit
@@ -196,86 +240,58 @@ def _is_needed(ids, active, r: tl.constexpr, STARTS: tl.constexpr):
 
 @triton.jit
 def _deliver_row(
-    links,
-    ids,
-    weights,
-    place,
-    values,
-    scale,
-    pool_row,  # of VALUES
-    sent_row,  # of other regions
-    their_row,  # of the outbox, for what differs between ranks
-    round_,
-    r: tl.constexpr,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    WORDS: tl.constexpr,
+    exchange, ranks: tl.constexpr, round_, r: tl.constexpr, routed, values, scale, at, rows_per_rank, row: tl.constexpr
 ):
     """Store a token plainly at rank r if it is needed there; returns the rank's bit, or 0."""
-    column, word, group = tl.arange(0, row.COLUMNS), tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
-    BY_PUT: tl.constexpr = ((ranks.PUTS >> r) & 1) > 0
-    here, needed = _is_needed(ids, round_.active, r, ranks.STARTS)
+    column, word, group = tl.arange(0, row.COLUMNS), tl.arange(0, values.shape[0]), tl.arange(0, row.GROUPS)
+    here, needed = _is_needed(routed.ids, round_.active, r, ranks.STARTS)
     if (needed > 0) & round_.enabled:
-        base, mask = links.bases[r], column < row.K
-        to_values = target(base, links, VALUES, pool_row * row.VALUE_STRIDE, tl.int32)
-        staged = outbox(links, VALUES, pool_row * row.VALUE_STRIDE, tl.int32, ranks)
-        parcel = Parcel(staged, 0, row.VALUE_WORDS, r)
-        put_rows(links, to_values, word, values, word < row.VALUE_WORDS, parcel, BY_PUT)
+        peer, mask = Peer(exchange.links.bases[r], r), column < row.K
+        first = at.pool_row * row.VALUE_STRIDE
+        piece = Piece(first, first, 0, row.VALUE_WORDS)
+        put_rows(exchange, ranks, peer, VALUES, piece, word, values, word < row.VALUE_WORDS)
         if row.G > 0:
-            staged = outbox(links, SCALES, sent_row * row.SCALE_STRIDE, scale.dtype, ranks)
-            to_scales = target(base, links, SCALES, sent_row * row.SCALE_STRIDE, scale.dtype)
-            put_rows(links, to_scales, group, scale, group < row.G, Parcel(staged, 0, row.G, r), BY_PUT)
-        to_entry = target(base, links, ENTRIES, sent_row * row.ENTRY, tl.int32)
-        entry = tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1)
-        staged = outbox(links, ENTRIES, their_row * row.ENTRY, tl.int32, ranks)
-        with_flag = Parcel(staged, 0, 0, r)
-        stage(staged, column, entry, mask, BY_PUT)
-        put_rows(links, to_entry, column, entry, mask, with_flag, BY_PUT)
-        weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
-        stage(staged, row.K + column, weight, mask, BY_PUT)
-        put_rows(links, to_entry, row.K + column, weight, mask, with_flag, BY_PUT)
+            first = at.sent_row * row.SCALE_STRIDE
+            put_rows(exchange, ranks, peer, SCALES, Piece(first, first, 0, row.G), group, scale, group < row.G)
+        entry = tl.where(here, pack_entry(routed.ids - ranks.STARTS[r], routed.place), -1)
+        with_flag = Piece(at.sent_row * row.ENTRY, (r * rows_per_rank + at.token) * row.ENTRY)
+        store_rows(exchange, ranks, peer, ENTRIES, with_flag, column, entry, mask)
+        weight = tl.where(here, routed.weights, 0.0).to(tl.int32, bitcast=True)
+        store_rows(exchange, ranks, peer, ENTRIES, with_flag, row.K + column, weight, mask)
     return needed << r
 
 
 @triton.jit
-def send_rows(
-    links,
-    own,
-    tokens,
-    sender,
-    senders,
-    present,
-    num_physical,
-    strides,
-    rows_per_rank,
-    round_,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    sending: tl.constexpr,
-):
+def send_rows(exchange, ranks: tl.constexpr, round_, tokens, strides, sender, row: tl.constexpr, sending: tl.constexpr):
     """Store this program's groups of tokens as rows; after each group fence, then set its flag at every rank."""
+    own = exchange.own
+    senders, present, num_physical, rows_per_rank = (
+        sender.count,
+        sender.present,
+        sender.num_physical,
+        sender.rows_per_rank,
+    )
     WORDS: tl.constexpr = sending.ROW_WORDS
     group = tokens_per_flag(present)
     index = tl.arange(0, MOST_FLAGGED)
-    token = sender * group + tl.zeros([], tl.int64)
+    token = sender.index * group + tl.zeros([], tl.int64)
     loaded = _load_payload(tokens, token, 0, token < present, strides.x, row.GROUPS, WORDS, row, sending)
     if sending.IDS_COUNTED:
         planned, weights = _load_plan(tokens, token, token < present, row)
         next_token = _after(token, group, senders)
         next_planned, next_weights = _load_plan(tokens, next_token, next_token < present, row)
         before = _load_before(tokens, token, planned, num_physical, sending.TOKENS)
-    for chunk in range(sender, (present + group - 1) // group, senders):
+    for chunk in range(sender.index, (present + group - 1) // group, senders):
         bits = tl.zeros([MOST_FLAGGED], tl.int32)  # by token of the group, a bit for each rank that it was sent to
         for i in range(group):
             token = (chunk * group + i) + tl.zeros([], tl.int64)
             next_token = _after(token, group, senders)
             if sending.IDS_COUNTED:
                 ids = tl.where(planned >= 0, planned_id(planned), -1)
-                place = before + planned_place(planned)
-                own_weights = weights
+                routed = Routed(ids, weights, before + planned_place(planned))
             else:
                 tl.debug_barrier()  # the payload is on its way before the routing's arithmetic begins
-                ids, own_weights, place = _read_routing(tokens, token, num_physical, strides, row, sending)
+                routed = _read_routing(tokens, token, num_physical, strides, row, sending)
             values, scale = _make_payload(loaded, tokens, token, strides, row.GROUPS, WORDS, row.G, sending.QUANTIZE)
             # what the next token needs is on its way before this one is stored
             loaded = _load_payload(
@@ -288,61 +304,60 @@ def send_rows(
                 next_planned, next_weights = _load_plan(tokens, far_token, far_token < present, row)
             if token < present:
                 dest_rank_mask = tl.zeros([], tl.int32)
-                pool_row, sent_row = token * ranks.R + ranks.RANK, ranks.RANK * rows_per_rank + token
+                at = RowPlaces(token, token * ranks.R + ranks.RANK, ranks.RANK * rows_per_rank + token)
                 word, scales = tl.arange(0, WORDS), tl.arange(0, row.GROUPS)
-                staged = outbox(links, VALUES, pool_row * row.VALUE_STRIDE, tl.int32, ranks)
-                stage(staged, word, values, word < row.VALUE_WORDS, ranks.PUTS != 0)
+                stage(exchange, ranks, VALUES, at.pool_row * row.VALUE_STRIDE, word, values, word < row.VALUE_WORDS)
                 if row.G > 0:
-                    staged_scales = outbox(links, SCALES, sent_row * row.SCALE_STRIDE, scale.dtype, ranks)
-                    stage(staged_scales, scales, scale, scales < row.G, ranks.PUTS != 0)
+                    stage(exchange, ranks, SCALES, at.sent_row * row.SCALE_STRIDE, scales, scale, scales < row.G)
                 for d in tl.static_range(ranks.R):  # each rank begins with another, so that not all store to one
                     dest_rank_mask = dest_rank_mask | _deliver_row(
-                        links,
-                        ids,
-                        own_weights,
-                        place,
-                        values,
-                        scale,
-                        pool_row,
-                        sent_row,
-                        (ranks.RANK + d) % ranks.R * rows_per_rank + token,
+                        exchange,
+                        ranks,
                         round_,
                         (ranks.RANK + d) % ranks.R,
-                        ranks,
+                        routed,
+                        values,
+                        scale,
+                        at,
+                        rows_per_rank,
                         row,
-                        WORDS,
                     )
                 tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)
                 bits = tl.where(index == i, dest_rank_mask, bits)
-        order_rows(ranks.PUTS)  # release: the rows first, everywhere, then the word that says so
+        order_rows(ranks.PUTS)  # release: all rows are visible before the flag
         tokens_sent = tl.minimum(group, present - chunk * group)
         for d in tl.static_range(ranks.R):
             _signal_group(
-                links, bits, chunk * group, tokens_sent, rows_per_rank, round_, (ranks.RANK + d) % ranks.R, ranks, row
+                exchange,
+                ranks,
+                round_,
+                (ranks.RANK + d) % ranks.R,
+                bits,
+                chunk * group,
+                tokens_sent,
+                rows_per_rank,
+                row,
             )
 
 
 @triton.jit
 def _signal_group(
-    links,
+    exchange,
+    ranks: tl.constexpr,
+    round_,
+    r: tl.constexpr,
     bits,  # [MOST_FLAGGED], of each token of the group, a bit for each rank
     token,  # the first
     num_tokens,
     rows_per_rank,
-    round_,
-    r: tl.constexpr,
-    ranks: tl.constexpr,
     row: tl.constexpr,
 ):
     """Set the flag of a group of tokens at rank r; by puts, the group's entries go with it."""
     sent = tl.sum(((bits >> r) & 1) << tl.arange(0, MOST_FLAGGED), 0)
     if round_.enabled & is_active(round_.active, r):
         first = ranks.RANK * rows_per_rank + token
-        to = target(links.bases[r], links, FLAGS, first, tl.int64)
-        to_entries = target(links.bases[r], links, ENTRIES, first * row.ENTRY, tl.int32)
-        staged = outbox(links, ENTRIES, (r * rows_per_rank + token) * row.ENTRY, tl.int32, ranks)
-        parcel = Parcel(staged, 0, num_tokens * row.ENTRY, r)
-        signal(links, to, make_word(round_.epoch, sent), to_entries, parcel, ((ranks.PUTS >> r) & 1) > 0)
+        entries = Piece(first * row.ENTRY, (r * rows_per_rank + token) * row.ENTRY, 0, num_tokens * row.ENTRY)
+        signal(exchange, ranks, Peer(exchange.links.bases[r], r), first, make_word(round_.epoch, sent), entries)
 
 
 @triton.jit
@@ -353,80 +368,46 @@ def _after(token, group, senders):
 
 @triton.jit
 def _deliver_ll(
-    links,
-    ids,
-    weights,
-    place,
-    values,
-    scales,
-    word,
-    group,
-    scale_mask,
-    first,
-    staged,  # the token's row of the outbox
-    first_scale,  # of this block
-    num_scales,
-    token,
-    block,
-    word_tokens,
-    round_,
-    r: tl.constexpr,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    WORDS: tl.constexpr,
+    exchange, ranks: tl.constexpr, round_, r: tl.constexpr, routed, block, first, token, word_tokens, row: tl.constexpr
 ):
-    """Store a block of a token at rank r if it is needed there, and its entry in any case; returns the rank's bit."""
-    BY_PUT: tl.constexpr = ((ranks.PUTS >> r) & 1) > 0
-    column = tl.arange(0, row.COLUMNS)
-    to = target(links.bases[r], links, LL_ROWS, first, tl.int64)
-    here, needed = _is_needed(ids, round_.active, r, ranks.STARTS)
+    """Store a block of a token at rank r if it is needed there, and its entry in any case; returns the rank's bit.
+
+    first: of the token in LL_ROWS.
+    """
+    WORDS: tl.constexpr = block.word.shape[0]
+    column, peer = tl.arange(0, row.COLUMNS), Peer(exchange.links.bases[r], r)
+    here, needed = _is_needed(routed.ids, round_.active, r, ranks.STARTS)
     if (needed > 0) & round_.enabled:
-        first_word = block * WORDS
-        parcel = Parcel(staged, row.ll_values + first_word, tl.minimum(row.VALUE_WORDS - first_word, WORDS), r)
-        put_word(links, to, row.ll_values + word, values, word < row.VALUE_WORDS, parcel, BY_PUT)
+        first_word, word = block.index * WORDS, block.word
+        piece = Piece(first, first, row.ll_values + first_word, tl.minimum(row.VALUE_WORDS - first_word, WORDS))
+        put_word(exchange, ranks, peer, LL_ROWS, piece, row.ll_values + word, block.words, word < row.VALUE_WORDS)
         if row.G > 0:
-            parcel = Parcel(staged, row.ll_scales + first_scale, num_scales, r)
-            put_word(links, to, row.ll_scales + group, scales, scale_mask, parcel, BY_PUT)
-    if (block == 0) & round_.enabled & is_active(round_.active, r):
-        entry = tl.where(here, pack_entry(ids - ranks.STARTS[r], place), -1)
+            piece = Piece(first, first, row.ll_scales + block.first_scale, block.num_scales)
+            put_word(exchange, ranks, peer, LL_ROWS, piece, row.ll_scales + block.group, block.scales, block.scale_mask)
+    if (block.index == 0) & round_.enabled & is_active(round_.active, r):
+        entry = tl.where(here, pack_entry(routed.ids - ranks.STARTS[r], routed.place), -1)
         epochs = tl.zeros([row.COLUMNS], tl.int32) + round_.epoch
-        their_row = (r * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
-        staged_entry = outbox(links, LL_ROWS, their_row, tl.int64, ranks)
-        entry_words = make_word(epochs, entry)
-        stage(staged_entry, column, entry_words, column < row.K, BY_PUT)
-        put_word(links, to, column, entry_words, column < row.K, Parcel(staged_entry, 0, 0, r), BY_PUT)
-        weight = tl.where(here, weights, 0.0).to(tl.int32, bitcast=True)
-        weight_words = make_word(epochs, weight)
-        stage(staged_entry, row.K + column, weight_words, column < row.K, BY_PUT)
-        both = Parcel(staged_entry, 0, 2 * row.K, r)
-        put_word(links, to, row.K + column, weight_words, column < row.K, both, BY_PUT)
+        theirs = (r * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
+        store_word(
+            exchange, ranks, peer, LL_ROWS, Piece(first, theirs), column, make_word(epochs, entry), column < row.K
+        )
+        weight = tl.where(here, routed.weights, 0.0).to(tl.int32, bitcast=True)
+        both = Piece(first, theirs, 0, 2 * row.K)
+        store_word(exchange, ranks, peer, LL_ROWS, both, row.K + column, make_word(epochs, weight), column < row.K)
     return needed << r
 
 
 @triton.jit
-def send_ll(
-    links,
-    own,
-    tokens,
-    sender,
-    senders,
-    present,
-    num_physical,
-    strides,
-    word_tokens,
-    round_,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    sending: tl.constexpr,
-):
+def send_ll(exchange, ranks: tl.constexpr, round_, tokens, strides, sender, row: tl.constexpr, sending: tl.constexpr):
     """Store this program's share of blocks of tokens as LL words, which need no flag."""
+    word_tokens = sender.word_tokens
     WORDS: tl.constexpr = sending.LL_BLOCK
     GROUPS: tl.constexpr = sending.LL_GROUPS
     BLOCKS: tl.constexpr = (row.VALUE_WORDS + WORDS - 1) // WORDS
-    for i in range(sender, present * BLOCKS, senders):
+    for i in range(sender.index, sender.present * BLOCKS, sender.count):
         block, token = i % BLOCKS, (i // BLOCKS) + tl.zeros([], tl.int64)
         loaded = _load_payload(tokens, token, block, True, strides.x, GROUPS, WORDS, row, sending)
-        ids, weights, place = _read_routing(tokens, token, num_physical, strides, row, sending)
+        routed = _read_routing(tokens, token, sender.num_physical, strides, row, sending)
         values, scale = _make_payload(loaded, tokens, token, strides, GROUPS, WORDS, row.G, sending.QUANTIZE)
         word, group = block * WORDS + tl.arange(0, WORDS), tl.arange(0, GROUPS)
         scale_mask = (group < row.G) & (block == 0)
@@ -439,34 +420,14 @@ def send_ll(
         scales = make_word(tl.zeros([GROUPS], tl.int32) + round_.epoch, scale.to(tl.int32, bitcast=True))
         first = (ranks.RANK * word_tokens.to(tl.int64) + token) * row.LL_STRIDE
         words = make_word(tl.zeros([WORDS], tl.int32) + round_.epoch, values)
-        staged = outbox(links, LL_ROWS, first, tl.int64, ranks)
-        stage(staged, row.ll_values + word, words, word < row.VALUE_WORDS, ranks.PUTS != 0)
+        stage(exchange, ranks, LL_ROWS, first + row.ll_values, word, words, word < row.VALUE_WORDS)
         if row.G > 0:
-            stage(staged, row.ll_scales + group, scales, scale_mask, ranks.PUTS != 0)
+            stage(exchange, ranks, LL_ROWS, first + row.ll_scales, group, scales, scale_mask)
+        whole = Block(block, word, words, group, scales, scale_mask, first_scale, num_scales)
         dest_rank_mask = tl.zeros([], tl.int32)
         for d in tl.static_range(ranks.R):
             dest_rank_mask = dest_rank_mask | _deliver_ll(
-                links,
-                ids,
-                weights,
-                place,
-                words,
-                scales,
-                word,
-                group,
-                scale_mask,
-                first,
-                staged,
-                first_scale,
-                num_scales,
-                token,
-                block,
-                word_tokens,
-                round_,
-                (ranks.RANK + d) % ranks.R,
-                ranks,
-                row,
-                WORDS,
+                exchange, ranks, round_, (ranks.RANK + d) % ranks.R, routed, whole, first, token, word_tokens, row
             )
         if block == 0:
-            tl.store(own.dest_rank_mask_ptr + token, dest_rank_mask)
+            tl.store(exchange.own.dest_rank_mask_ptr + token, dest_rank_mask)

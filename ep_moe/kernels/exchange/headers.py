@@ -3,11 +3,12 @@
 Letters: T tokens on this rank, K top-k, R ranks, L the most experts that a rank owns.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ep_moe.kernels.exchange.peers import outbox, put_word, stage, target
-from ep_moe.kernels.exchange.puts import Parcel
+from ep_moe.kernels.exchange.peers import Peer, Piece, put_word, stage
 from ep_moe.kernels.exchange.round_state import MISMATCH, OTHER_LAYER, OWN_TOKENS, SENT, is_active, pick
 from ep_moe.kernels.exchange.wire_layout import (
     BAD_IDS,
@@ -42,35 +43,34 @@ def _find_bad_id(tokens, present, num_physical, ids_stride, K: tl.constexpr, TOK
     return tl.max(found, 0)
 
 
+class Announcer(NamedTuple):
+    """A program that sends headers."""
+
+    index: Any
+    count: Any  # of such programs
+    present: Any  # tokens that are sent
+    num_tokens: Any  # as the caller counts them
+    max_tokens: Any
+    num_blocks: Any  # B
+    num_physical: Any  # P
+    refusal: Any  # 1 if the host has refused this rank's input
+
+
 @triton.jit
 def announce(
-    links,
-    own,
-    tokens,
-    announcer,
-    announcers,
-    present,
-    num_tokens,
-    max_tokens,
-    num_blocks,
-    num_physical,
-    ids_stride,
-    refusal,
-    round_,
-    ranks: tl.constexpr,
-    row: tl.constexpr,
-    sending: tl.constexpr,
+    exchange, ranks: tl.constexpr, round_, tokens, ids_stride, announcer, row: tl.constexpr, sending: tl.constexpr
 ):
     """Send every rank this rank's header: status, format, layer and counts.
 
     Rule: all of it is sent in every round, also with a status that refuses the round, since receivers wait for all.
     """
+    links, own = exchange.links, exchange.own
+    present, num_tokens, num_physical = announcer.present, announcer.num_tokens, announcer.num_physical
     EXPERTS: tl.constexpr = sending.EXPERT_BLOCK
     token = tl.arange(0, sending.TOKENS)
-    totals_ptr = tokens.block_counts_ptr + num_blocks.to(tl.int64) * (num_physical + 1)
+    totals_ptr = tokens.block_counts_ptr + announcer.num_blocks.to(tl.int64) * (num_physical + 1)
     header = ranks.RANK * ranks.header_stride
-    staged = outbox(links, HEADERS, 0, tl.int64, ranks)  # the same words for all ranks, each takes those of its experts
-    for first in range(announcer * EXPERTS, num_physical, announcers * EXPERTS):
+    for first in range(announcer.index * EXPERTS, num_physical, announcer.count * EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         if sending.IDS_COUNTED:
             count = tl.load(totals_ptr + expert, mask=expert < num_physical, other=0)
@@ -81,17 +81,17 @@ def announce(
                 hit = hit | (theirs[:, None] == expert[None, :]).to(tl.int32)
             count = tl.sum(hit, 0)
         word = make_word(tl.zeros([EXPERTS], tl.int32) + round_.epoch, count)
-        stage(staged + HEADER_WORDS, expert, word, expert < num_physical, ranks.PUTS != 0)
+        # staged once for all ranks, each of which takes the words of its experts
+        stage(exchange, ranks, HEADERS, HEADER_WORDS, expert, word, expert < num_physical)
         for r in tl.static_range(ranks.R):
             place = expert + (HEADER_WORDS - ranks.STARTS[r])
             theirs = (expert >= ranks.STARTS[r]) & (expert < ranks.STARTS[r + 1])
             mask = theirs & round_.enabled & is_active(round_.active, r)
-            to = target(links.bases[r], links, HEADERS, header, tl.int64)
             low, high = tl.maximum(first, ranks.STARTS[r]), tl.minimum(first + EXPERTS, ranks.STARTS[r + 1])
             count = tl.where(round_.enabled & is_active(round_.active, r), high - low, 0)
-            parcel = Parcel(staged + ranks.STARTS[r], low + (HEADER_WORDS - ranks.STARTS[r]), count, r)
-            put_word(links, to, place, word, mask, parcel, ((ranks.PUTS >> r) & 1) > 0)
-    if announcer == 0:
+            piece = Piece(header, ranks.STARTS[r], low + (HEADER_WORDS - ranks.STARTS[r]), count)
+            put_word(exchange, ranks, Peer(links.bases[r], r), HEADERS, piece, place, word, mask)
+    if announcer.index == 0:
         if sending.IDS_COUNTED:
             bad = tl.load(totals_ptr + num_physical)
         else:
@@ -100,38 +100,23 @@ def announce(
                 theirs = tl.load(tokens.ids_ptr + token * ids_stride + k, mask=token < present, other=-1)
                 found += ((theirs < -1) | (theirs >= num_physical)).to(tl.int32)
             bad = tl.sum(found, 0)
-        wrong_count = (num_tokens > max_tokens) | (num_tokens < 0)
+        wrong_count = (num_tokens > announcer.max_tokens) | (num_tokens < 0)
         code = tl.where(wrong_count, TOO_MANY, tl.where(bad > 0, BAD_IDS, FINE))
-        code = tl.where(refusal > 0, REFUSED, code)
-        status = make_word(round_.epoch, pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens)))
+        code = tl.where(announcer.refusal > 0, REFUSED, code)
+        status = pack_status(code, tl.where(code == BAD_IDS, bad, num_tokens))
         fingerprint = round_.fingerprint
         if code == BAD_IDS:  # there is no payload: the format's word carries one of the ids
             fingerprint = _find_bad_id(tokens, present, num_physical, ids_stride, row.K, sending.TOKENS)
-        stage(staged, STATUS, status, None, ranks.PUTS != 0)
-        stage(staged, FORMAT, make_word(round_.epoch, fingerprint), None, ranks.PUTS != 0)
-        stage(staged, LAYER, make_word(round_.epoch, round_.layer), None, ranks.PUTS != 0)
-        stage(staged, SETTINGS, make_word(round_.epoch, round_.settings), None, ranks.PUTS != 0)
+        words = (status, fingerprint, round_.layer, round_.settings)  # STATUS, FORMAT, LAYER, SETTINGS
+        for w in tl.static_range(HEADER_WORDS):
+            stage(exchange, ranks, HEADERS, 0, w, make_word(round_.epoch, words[w]), None)
         for r in tl.static_range(ranks.R):
             if round_.enabled & is_active(round_.active, r):
-                to = target(links.bases[r], links, HEADERS, header, tl.int64)
-                later, all_words = Parcel(staged, 0, 0, r), Parcel(staged, 0, HEADER_WORDS, r)
-                put_word(links, to, STATUS, status, None, later, ((ranks.PUTS >> r) & 1) > 0)
-                put_word(
-                    links, to, FORMAT, make_word(round_.epoch, fingerprint), None, later, ((ranks.PUTS >> r) & 1) > 0
-                )
-                put_word(
-                    links, to, LAYER, make_word(round_.epoch, round_.layer), None, later, ((ranks.PUTS >> r) & 1) > 0
-                )
-                put_word(
-                    links,
-                    to,
-                    SETTINGS,
-                    make_word(round_.epoch, round_.settings),
-                    None,
-                    all_words,
-                    ((ranks.PUTS >> r) & 1) > 0,
-                )
-        tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, max_tokens, num_tokens))
+                for w in tl.static_range(HEADER_WORDS):
+                    all_words = Piece(header, 0, 0, HEADER_WORDS * (w == HEADER_WORDS - 1))  # put with the last one
+                    word = make_word(round_.epoch, words[w])
+                    put_word(exchange, ranks, Peer(links.bases[r], r), HEADERS, all_words, w, word, None)
+        tl.store(own.state_ptr + OWN_TOKENS, tl.where(wrong_count, announcer.max_tokens, num_tokens))
         tl.store(own.state_ptr + SENT, round_.epoch)  # also if it is skipped: ranks must not resume with this round
 
 
@@ -166,11 +151,12 @@ def judge(headers_ptr, round_, is_source, ranks: tl.constexpr):
 
 
 @triton.jit
-def place_experts(headers_ptr, own, height, alignment, writes, active, ranks: tl.constexpr, BATCHED: tl.constexpr):
+def place_experts(exchange, ranks: tl.constexpr, headers_ptr, receiver, writes, active, BATCHED: tl.constexpr):
     """Return the first row of each expert for each source, [RANKS * EXPERTS]; with `writes` also write the counts.
 
     Example: two sources send expert 7, whose rows start at 64, 3 and 2 rows: they begin at 64 and at 67.
     """
+    own, alignment = exchange.own, receiver.alignment
     EXPERTS: tl.constexpr = ranks.EXPERTS
     num_experts = ranks.STARTS[ranks.RANK + 1] - ranks.STARTS[ranks.RANK]
     source, expert = tl.arange(0, ranks.RANKS), tl.arange(0, EXPERTS)
@@ -179,7 +165,7 @@ def place_experts(headers_ptr, own, height, alignment, writes, active, ranks: tl
     count = tl.where(inside, payload_of(tl.load(count_ptrs, mask=inside, other=0, volatile=True)), 0)
     total = tl.sum(count, 0)
     if BATCHED:
-        row_start = expert * height
+        row_start = expert * receiver.height
     else:
         aligned = (total + alignment - 1) // alignment * alignment
         row_start = tl.cumsum(aligned, 0) - aligned

@@ -1,6 +1,7 @@
 """Memory of the group, which peers write to: how a rank reaches it, and the only stores to other ranks.
 
-What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `order_rows`.
+What is stored to a peer goes through `put_rows`, `put_word`, `signal` and `put_abort`, and is ordered by `order_rows`;
+`stage` comes before puts of values that all ranks are sent, `store_rows` and `store_word` stage what one rank is sent.
 What others poll is stored by `publish`. Rule: every word that others poll has one writer, a rank: no rank needs atomics
 on another's memory. Abort words are no exception: each rank has one at every rank.
 There are two ways to reach a rank, a constant of the kernel for each (`Ranks.PUTS`):
@@ -22,7 +23,8 @@ import triton
 import triton.language as tl
 
 from ep_moe.kernels.device import fence
-from ep_moe.kernels.exchange.puts import SIGNAL_SET, order_puts, put_flag, put_parcel, signal_op
+from ep_moe.kernels.exchange.puts import SIGNAL_SET, order_puts, put_flag, put_staged, signal_op
+from ep_moe.kernels.exchange.wire_layout import ENTRIES, FLAGS
 from ep_moe.kernels.numerics import INTERPRET
 
 
@@ -35,6 +37,29 @@ class Links(NamedTuple):
     abort_ptr: Any  # [R] int64, this rank's own, by the rank that writes them
     urgent_ptr: Any  # [1] int64 in this rank's host memory: an abort word that the host has written, or 0
     outbox: int | None = None  # bytes from this rank's memory of the slot to its outbox, None without puts
+
+
+class Exchange(NamedTuple):
+    """Arguments of all device functions of the exchange."""
+
+    links: Any  # `Links`
+    own: Any  # `round_state.SlotState`
+
+
+class Peer(NamedTuple):
+    """A rank that this one stores to."""
+
+    base: Any  # of `Links.bases`
+    rank: Any
+
+
+class Piece(NamedTuple):
+    """Elements of a region at a peer, and those of the outbox that a put sends there."""
+
+    first: Any  # element, from which others are counted
+    staged: Any  # the same in the outbox
+    begin: Any = 0  # of the put
+    count: Any = 0  # of the put; none if a later put sends these elements
 
 
 @triton.jit
@@ -59,27 +84,30 @@ def base_of(links, rank, R: tl.constexpr):
 
 
 @triton.jit
-def target(base, links, name: tl.constexpr, first, dtype: tl.constexpr):
-    """Element `first` of a region of the rank at `base`, as the functions that store there take it."""
+def _place(base, links, name: tl.constexpr, first, dtype: tl.constexpr):
+    """Element `first` of a region of the rank at `base`."""
     return region(base, links, name, dtype) + first
 
 
 @triton.jit
-def outbox(links, name: tl.constexpr, first, dtype: tl.constexpr, ranks: tl.constexpr):
-    """Element `first` of a region of this rank's outbox, for `stage`; without puts a pointer that nothing uses."""
-    base = links.bases[ranks.RANK]
-    if ranks.PUTS == 0:
-        staged = region(base, links, name, dtype)
-    else:
-        staged = region(base.to(tl.int64) + links.outbox, links, name, dtype) + first
-    return staged
+def _outbox(exchange, ranks: tl.constexpr, name: tl.constexpr, first, dtype: tl.constexpr):
+    """Element `first` of a region of this rank's outbox."""
+    base = exchange.links.bases[ranks.RANK].to(tl.int64) + exchange.links.outbox
+    return region(base, exchange.links, name, dtype) + first
 
 
 @triton.jit
-def stage(staged, index, values, mask, BY_PUT: tl.constexpr):
-    """Write `values` to elements `index` from an `outbox` pointer on, for puts after it."""
-    if BY_PUT:
-        tl.store(staged + index, values, mask=mask)
+def stage(exchange, ranks: tl.constexpr, name: tl.constexpr, first, index, values, mask):
+    """Write `values` to elements `first` + `index` of a region of the outbox, if any rank is reached by puts."""
+    if ranks.PUTS != 0:
+        tl.store(_outbox(exchange, ranks, name, first, values.dtype) + index, values, mask=mask)
+
+
+@triton.jit
+def _put(exchange, ranks: tl.constexpr, peer, name: tl.constexpr, piece, to):
+    """Send a piece that was staged. to: where its elements are counted from at the peer."""
+    staged = _outbox(exchange, ranks, name, piece.staged, to.dtype.element_ty)
+    put_staged(exchange.links, to + piece.begin, staged + piece.begin, piece.count, peer.rank)
 
 
 @triton.jit
@@ -93,31 +121,62 @@ def publish(pointers, values, mask):
 
 
 @triton.jit
-def put_rows(links, to, index, values, mask, parcel, BY_PUT: tl.constexpr):
-    """Store `values` at elements `index` from a `target` on, in its dtype; by puts, send a parcel that was staged.
+def put_rows(exchange, ranks: tl.constexpr, peer, name: tl.constexpr, piece, index, values, mask):
+    """Store `values` at elements `index` of a piece at a peer; by puts, send the piece, which was staged.
 
     Announced by a `signal` after `order_rows`.
     """
-    if BY_PUT:
-        put_parcel(links, to, parcel)
+    PUTS: tl.constexpr = ranks.PUTS
+    to = _place(peer.base, exchange.links, name, piece.first, values.dtype)
+    if PUTS == 0:
+        tl.store(to + index, values, mask=mask)
+    elif ((PUTS >> peer.rank) & 1) > 0:
+        _put(exchange, ranks, peer, name, piece, to)
     else:
         tl.store(to + index, values, mask=mask)
 
 
 @triton.jit
-def put_word(links, to, index, word, mask, parcel, BY_PUT: tl.constexpr):
+def put_word(exchange, ranks: tl.constexpr, peer, name: tl.constexpr, piece, index, word, mask):
     """Store what is polled, LL words or results over a sentinel, as `put_rows` does."""
-    if BY_PUT:
-        put_parcel(links, to, parcel)
+    PUTS: tl.constexpr = ranks.PUTS
+    to = _place(peer.base, exchange.links, name, piece.first, word.dtype)
+    if PUTS == 0:
+        publish(to + index, word, mask)
+    elif ((PUTS >> peer.rank) & 1) > 0:
+        _put(exchange, ranks, peer, name, piece, to)
     else:
         publish(to + index, word, mask)
 
 
 @triton.jit
-def signal(links, to, word, to_rows, parcel, BY_PUT: tl.constexpr):
-    """Store the flag word of rows that were put before `order_rows`; by puts, with their last parcel."""
-    if BY_PUT:
-        put_flag(links, to, word, to_rows, parcel)
+def store_rows(exchange, ranks: tl.constexpr, peer, name: tl.constexpr, piece, index, values, mask):
+    """`stage`, if the peer is reached by puts, and `put_rows`: of values that differ between ranks."""
+    if ranks.PUTS != 0:
+        if ((ranks.PUTS >> peer.rank) & 1) > 0:
+            stage(exchange, ranks, name, piece.staged, index, values, mask)
+    put_rows(exchange, ranks, peer, name, piece, index, values, mask)
+
+
+@triton.jit
+def store_word(exchange, ranks: tl.constexpr, peer, name: tl.constexpr, piece, index, word, mask):
+    """`stage`, if the peer is reached by puts, and `put_word`: of words that differ between ranks."""
+    if ranks.PUTS != 0:
+        if ((ranks.PUTS >> peer.rank) & 1) > 0:
+            stage(exchange, ranks, name, piece.staged, index, word, mask)
+    put_word(exchange, ranks, peer, name, piece, index, word, mask)
+
+
+@triton.jit
+def signal(exchange, ranks: tl.constexpr, peer, first, word, entries):
+    """Store flag `first` of rows that were put before `order_rows`; by puts, with their entries, a piece."""
+    to = _place(peer.base, exchange.links, FLAGS, first, tl.int64)
+    if ranks.PUTS == 0:
+        publish(to, word, None)
+    elif ((ranks.PUTS >> peer.rank) & 1) > 0:
+        to_entries = _place(peer.base, exchange.links, ENTRIES, entries.first, tl.int32)
+        staged = _outbox(exchange, ranks, ENTRIES, entries.staged, tl.int32)
+        put_flag(exchange.links, to, word, to_entries, staged, entries.count, peer.rank)
     else:
         publish(to, word, None)
 
@@ -132,14 +191,15 @@ def order_rows(PUTS: tl.constexpr):
 
 
 @triton.jit
-def put_abort(links, rank, word, RANK: tl.constexpr):
-    """Set the abort word that this rank, RANK, has at a rank. It orders nothing else."""
+def put_abort(exchange, ranks: tl.constexpr, rank, word):
+    """Set the abort word that this rank has at a rank. It orders nothing else."""
+    links = exchange.links
     address = tl.load(links.aborts_ptr + rank)
     if links.outbox is not None and not INTERPRET:
         if address == 0:
-            own_ptr = links.abort_ptr + RANK
+            own_ptr = links.abort_ptr + ranks.RANK
             signal_op(own_ptr.to(tl.int64), word, SIGNAL_SET, rank + tl.zeros([], tl.int32))
         else:
-            publish(as_pointer(address, tl.int64) + RANK, word, None)
+            publish(as_pointer(address, tl.int64) + ranks.RANK, word, None)
     else:
-        publish(as_pointer(address, tl.int64) + RANK, word, None)
+        publish(as_pointer(address, tl.int64) + ranks.RANK, word, None)

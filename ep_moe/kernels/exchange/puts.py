@@ -5,8 +5,6 @@ call. Addresses are symmetric: of this rank's own heap, for the same place in a 
 it copies over memory that is mapped. Source: NVSHMEM 3.4.5, API reference and device headers.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language import core
@@ -32,8 +30,8 @@ def put_block(dest, source, num_bytes, rank, _semantic=None):
 def put_signal_block(dest, source, num_bytes, flag, word, operation, rank, _semantic=None):
     """`put_block`, then store an int64 word at `flag` of the rank, which arrives after the data."""
     types = {(_I64, _I64, _I64, _I64, _I64, _I32, _I32): ("nvshmemx_putmem_signal_nbi_block", _I32)}
-    given = [dest, source, num_bytes, flag, word, operation, rank]
-    return core.extern_elementwise("", "", given, types, is_pure=False, _semantic=_semantic)
+    arguments = [dest, source, num_bytes, flag, word, operation, rank]
+    return core.extern_elementwise("", "", arguments, types, is_pure=False, _semantic=_semantic)
 
 
 @core.extern
@@ -49,62 +47,49 @@ def fence_puts(_semantic=None):
     return core.extern_elementwise("", "", [], {(): ("nvshmem_fence", _I32)}, is_pure=False, _semantic=_semantic)
 
 
-class Parcel(NamedTuple):
-    """The elements of the outbox that a put sends; none if they go with those of a later put."""
-
-    staged: Any  # pointer, moved as the target's
-    first: Any
-    count: Any
-    rank: Any
-
-
 @triton.jit
-def put_parcel(links, to, parcel):
-    """Send a parcel to a rank, if it has elements: the same in all warps, which meet here."""
-    if parcel.count > 0:
-        if INTERPRET:
-            there = _mapped(links, to, parcel.rank)
-            for first in range(0, parcel.count, COPIED):
-                index = first + tl.arange(0, COPIED)
-                part = tl.load(parcel.staged + parcel.first + index, mask=index < parcel.count)
-                tl.store(there + parcel.first + index, part, mask=index < parcel.count)
-        else:
-            put_block(
-                (to + parcel.first).to(tl.int64),
-                (parcel.staged + parcel.first).to(tl.int64),
-                _num_bytes(to, parcel),
-                parcel.rank + tl.zeros([], tl.int32),
-            )
-
-
-@triton.jit
-def _num_bytes(to, parcel):
-    """Bytes of a parcel, int64."""
-    return (parcel.count + tl.zeros([], tl.int64)) * (to.dtype.element_ty.primitive_bitwidth // 8)
+def _num_bytes(to, count):
+    """Bytes of `count` elements, int64."""
+    return (count + tl.zeros([], tl.int64)) * (to.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
 def _mapped(links, to, rank):
-    """A pointer to a rank's memory, of one to the same place in this rank's; for the interpreter."""
+    """The place at a rank of a pointer to this rank's memory; for the interpreter."""
     shift = tl.load(links.aborts_ptr + rank) - links.abort_ptr.to(tl.int64)
     return (to.to(tl.int64) + shift).to(to.dtype)
 
 
 @triton.jit
-def put_flag(links, to, word, to_rows, parcel):
-    """Send a parcel, which has elements, to a rank, then a flag word at `to`, which arrives after the parcel."""
+def put_staged(links, to, staged, count, rank):
+    """Send `count` staged elements to a rank, if there are any: the same in all warps, which meet here."""
+    if count > 0:
+        if INTERPRET:
+            mapped = _mapped(links, to, rank)
+            for first in range(0, count, COPIED):
+                index = first + tl.arange(0, COPIED)
+                part = tl.load(staged + index, mask=index < count)
+                tl.store(mapped + index, part, mask=index < count)
+        else:
+            rank_ = rank + tl.zeros([], tl.int32)
+            put_block(to.to(tl.int64), staged.to(tl.int64), _num_bytes(to, count), rank_)
+
+
+@triton.jit
+def put_flag(links, flag, word, to, staged, count, rank):
+    """`put_staged`, of one element or more, then store a flag word, which arrives after them."""
     if INTERPRET:
-        put_parcel(links, to_rows, parcel)
-        tl.store(_mapped(links, to, parcel.rank), word)
+        put_staged(links, to, staged, count, rank)
+        tl.store(_mapped(links, flag, rank), word)
     else:
         put_signal_block(
-            (to_rows + parcel.first).to(tl.int64),
-            (parcel.staged + parcel.first).to(tl.int64),
-            _num_bytes(to_rows, parcel),
             to.to(tl.int64),
+            staged.to(tl.int64),
+            _num_bytes(to, count),
+            flag.to(tl.int64),
             word,
             SIGNAL_SET,
-            parcel.rank + tl.zeros([], tl.int32),
+            rank + tl.zeros([], tl.int32),
         )
 
 

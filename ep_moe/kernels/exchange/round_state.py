@@ -50,7 +50,7 @@ class SlotState(NamedTuple):
     pooled_weights_ptr: Any  # [R * M, K] float32
     row_index_ptr: Any  # [R * M * min(K, L)] int32
     report_ptr: Any  # [3] int64, of the host: the slot's `report`
-    told_ptr: Any  # [2] int64, of the host, for all slots: not 0 if there is news; an abort word, or 0
+    news_ptr: Any  # [2] int64, of the host, for all slots: not 0 if there is news; an abort word, or 0
 
 
 class Halves(NamedTuple):
@@ -87,12 +87,12 @@ def next_epoch(done):
 
 
 @triton.jit
-def is_off(links, own, epoch, active, ranks: tl.constexpr):
+def is_off(exchange, ranks: tl.constexpr, epoch, active):
     """Whether a round is skipped: an abort word is set, or the ranks have agreed to resume with a later round.
 
     The same in all warps of all programs of a rank, except at the moment in which the abort word is set.
     """
-    return (tl.max(aborted(links, active, ranks), 0) > 0) | _is_before_resumption(own, epoch)
+    return (tl.max(aborted(exchange, ranks, active), 0) > 0) | _is_before_resumption(exchange.own, epoch)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _is_before_resumption(own, epoch):
 
 
 @triton.jit
-def begin_combine(links, own, epoch, active, ranks: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
+def begin_combine(exchange, ranks: tl.constexpr, epoch, active, SEND: tl.constexpr, RECEIVE: tl.constexpr):
     """Return whether this half of the round's combine has been launched already, and whether the round is skipped.
 
     The first is the same in all programs of a launch: each reads the sum, and only then adds its part. The parts of a
@@ -112,13 +112,15 @@ def begin_combine(links, own, epoch, active, ranks: tl.constexpr, SEND: tl.const
     and 1.
     """
     UNIT: tl.constexpr = (1 if SEND else 0) + (RECEIVED_ONCE // SENT_ONCE if RECEIVE else 0)
-    everywhere = tl.arange(0, SPREAD) * 0
+    own, everywhere = exchange.own, tl.arange(0, SPREAD) * 0
     runs = tl.load(own.state_ptr + RUNS + everywhere, volatile=True)
     if SEND:
         complete = (runs & (2 * SENT_ONCE - 1)) >= SENT_ONCE
     else:
         complete = runs >= RECEIVED_ONCE
-    found = tl.max(aborted(links, active, ranks) + 2 * complete.to(tl.int32), 0)  # all warps have read all words here
+    found = tl.max(
+        aborted(exchange, ranks, active) + 2 * complete.to(tl.int32), 0
+    )  # all warps have read all words here
     repeated = found >= 2
     part = tl.where(tl.program_id(0) == 0, SENT_ONCE - tl.num_programs(0) + 1, 1)
     tl.atomic_add(own.state_ptr + RUNS, part * UNIT, mask=found < 2, sem="relaxed", scope="gpu")
@@ -135,26 +137,26 @@ def pick(vector, index, N: tl.constexpr):
 def report(own, number, verdict, source, value, own_value):
     """Report a failed round to the host; a report of this slot that the host has not read yet stays.
 
-    Release at system scope: the host reads `told_ptr` first, then the word, then the numbers.
+    Release at system scope: the host reads `news_ptr` first, then the word, then the numbers.
     """
-    told = tl.load(own.report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
-    if tl.max((told != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
+    unread = tl.load(own.report_ptr + tl.arange(0, SPREAD) * 0, volatile=True)
+    if tl.max((unread != 0).to(tl.int32), 0) == 0:  # the same in all warps, which meet in the fence
         tl.store(own.report_ptr + 1, value.to(tl.int64))
         tl.store(own.report_ptr + 2, own_value.to(tl.int64))
         fence()
         publish(own.report_ptr, make_word(number, (verdict << 8 | source).to(tl.int32)), None)
         fence()
-        publish(own.told_ptr, tl.full([], 1, tl.int64), None)
+        publish(own.news_ptr, tl.full([], 1, tl.int64), None)
 
 
 @triton.jit
-def report_loss(links, own, active, ranks: tl.constexpr):
+def report_loss(exchange, ranks: tl.constexpr, active):
     """Report the smallest abort word to the host, if one is set. It says all in one piece, so any program may."""
-    words = load_aborts(links, active, tl.arange(0, ranks.RANKS), ranks)
+    own, words = exchange.own, load_aborts(exchange, ranks, active, tl.arange(0, ranks.RANKS))
     smallest = tl.min((words - 1).to(tl.uint64, bitcast=True), 0).to(tl.int64, bitcast=True) + 1  # 0 if none is set
-    publish(own.told_ptr + 1, smallest, smallest != 0)
+    publish(own.news_ptr + 1, smallest, smallest != 0)
     fence()
-    publish(own.told_ptr, tl.full([], 1, tl.int64), smallest != 0)
+    publish(own.news_ptr, tl.full([], 1, tl.int64), smallest != 0)
 
 
 class Report(NamedTuple):

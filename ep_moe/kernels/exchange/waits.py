@@ -11,8 +11,8 @@ its abort word at every rank to the rank that it suspects.
 Rule: a value that may change while it is read decides no branch before all warps of the program agree on it (`agree`):
 warps that diverge here deadlock at the next barrier.
 
-Functions that take `links` use its abort words (`ep_moe.kernels.exchange.peers.Links`), and those that take `round_` a
-`ep_moe.kernels.exchange.round_state.Round`. Letters: R ranks.
+`exchange` is a `ep_moe.kernels.exchange.peers.Exchange`, `round_` a `ep_moe.kernels.exchange.round_state.Round`.
+Letters: R ranks.
 """
 
 import triton
@@ -30,11 +30,11 @@ SELDOM = tl.constexpr(0 if INTERPRET else 1023)  # the host's word is read in on
 
 
 @triton.jit
-def give_up(links, phase, round_, suspect, ranks: tl.constexpr):
+def give_up(exchange, ranks: tl.constexpr, phase, round_, suspect):
     """Set this rank's abort word at every rank: `suspect` did not answer in a phase of the round."""
     word = make_abort(round_.number, suspect, phase)
     for r in tl.static_range(ranks.R):
-        put_abort(links, r, word, ranks.RANK)
+        put_abort(exchange, ranks, r, word)
 
 
 @triton.jit
@@ -46,24 +46,25 @@ def timed_out(start, polls, timeout_ns):
 
 
 @triton.jit
-def load_aborts(links, active, source, ranks: tl.constexpr):
+def load_aborts(exchange, ranks: tl.constexpr, active, source):
     """The abort words of ranks `source` at this one; 0 for a rank that does not take part, whatever it stores.
 
     The load does not wait for `active`, which the first one of a launch would cost half a microsecond.
     """
-    words = tl.load(links.abort_ptr + source, mask=source < ranks.R, other=0, volatile=True)
+    words = tl.load(exchange.links.abort_ptr + source, mask=source < ranks.R, other=0, volatile=True)
     return tl.where(((active >> source) & 1) > 0, words, 0)
 
 
 @triton.jit
-def troubles(links, round_, start, polls, source, ranks: tl.constexpr):
+def troubles(exchange, ranks: tl.constexpr, round_, start, polls, source):
     """Why a wait may end, for each of ranks `source`, as one warp sees it: OVER if that rank's abort word is set, else
     TIMED_OUT, else 0.
 
     The abort word in host memory is read in few polls, since that is slow, and copied to this rank's own on the device
     unless that is set: the next poll finds it.
     """
-    aborts = load_aborts(links, round_.active, source, ranks)
+    links = exchange.links
+    aborts = load_aborts(exchange, ranks, round_.active, source)
     urgent = tl.load(links.urgent_ptr, mask=(polls & SELDOM) == SELDOM, other=0, volatile=True)
     own = tl.load(links.abort_ptr + ranks.RANK, mask=urgent != 0, other=0, volatile=True)
     publish(links.abort_ptr + ranks.RANK, urgent, (urgent != 0) & (own == 0))
@@ -71,9 +72,9 @@ def troubles(links, round_, start, polls, source, ranks: tl.constexpr):
 
 
 @triton.jit
-def trouble(links, round_, start, polls, ranks: tl.constexpr):
+def trouble(exchange, ranks: tl.constexpr, round_, start, polls):
     """The worst of `troubles`."""
-    return tl.max(troubles(links, round_, start, polls, tl.arange(0, ranks.RANKS), ranks), 0)
+    return tl.max(troubles(exchange, ranks, round_, start, polls, tl.arange(0, ranks.RANKS)), 0)
 
 
 @triton.jit
@@ -86,22 +87,21 @@ def agree(late, what):
 
 
 @triton.jit
-def aborted(links, active, ranks: tl.constexpr):
+def aborted(exchange, ranks: tl.constexpr, active):
     """For each of SPREAD elements whether an abort word is set, int32; all warps have read all words together."""
-    return (load_aborts(links, active, tl.arange(0, SPREAD) % ranks.RANKS, ranks) != 0).to(tl.int32)
+    return (load_aborts(exchange, ranks, active, tl.arange(0, SPREAD) % ranks.RANKS) != 0).to(tl.int32)
 
 
 @triton.jit
 def wait_for_words(
+    exchange,
+    ranks: tl.constexpr,
+    round_,
+    phase,
     word_ptrs,  # [N >= SPREAD] pointers to int64
     mask,  # [N], which of them are waited for
     sources,  # [N] int32, the rank that writes each
-    round_,
-    links,
-    phase,
-    waited_ptr,  # [R] int64, out if `measure`: nanoseconds until the words of each rank arrived
-    measure,
-    ranks: tl.constexpr,
+    measure,  # whether to write to `waited_ptr` how long the words of each rank took
 ):
     """Wait until all words carry the round's epoch; returns 1, or 0 if the exchange is aborted.
 
@@ -113,14 +113,14 @@ def wait_for_words(
     while waiting > 0:
         word = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
         late = mask & (epoch_of(word) != round_.epoch)
-        waiting = agree(late, trouble(links, round_, start, polls, ranks))
+        waiting = agree(late, trouble(exchange, ranks, round_, start, polls))
         here = (waiting == 0).to(tl.int32)
         polls += 1
         if measure:
-            tl.store(waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
+            tl.store(exchange.own.waited_ptr + sources, tl.zeros_like(word) + (clock() - start), mask=late)
         if waiting >= TIMED_OUT:
             if waiting < OVER:
-                give_up(links, phase, round_, tl.min(tl.where(late, sources, ranks.R), 0), ranks)
+                give_up(exchange, ranks, phase, round_, tl.min(tl.where(late, sources, ranks.R), 0))
             waiting = waiting * 0
         elif waiting > 0:
             pause()
@@ -128,7 +128,7 @@ def wait_for_words(
 
 
 @triton.jit
-def wait_for_flag(flag_ptr, source, round_, links, phase, ranks: tl.constexpr):
+def wait_for_flag(exchange, ranks: tl.constexpr, round_, phase, flag_ptr, source):
     """Wait until a word carries the round's epoch; returns its payload, or -1 if the exchange is aborted.
 
     One thread acquires at system scope, then all pass a barrier: what the writer stored before its fence may be read
@@ -142,11 +142,11 @@ def wait_for_flag(flag_ptr, source, round_, links, phase, ranks: tl.constexpr):
         payload = tl.where(epoch_of(word) != round_.epoch, -1, payload_of(word))
         waiting = (epoch_of(word) != round_.epoch).to(tl.int32)
         if waiting > 0:
-            waiting = tl.max(LATE + troubles(links, round_, start, polls, ranks_spread, ranks), 0)
+            waiting = tl.max(LATE + troubles(exchange, ranks, round_, start, polls, ranks_spread), 0)
             polls += 1
             if waiting >= TIMED_OUT:
                 if waiting < OVER:
-                    give_up(links, phase, round_, source, ranks)
+                    give_up(exchange, ranks, phase, round_, source)
                 waiting = waiting * 0
             else:
                 pause()

@@ -41,7 +41,7 @@ class SlotStates:
     Attributes:
         slots: by slot, the tensors that kernels take.
         reports: [S + 1, 4] int64 that kernels write and the host reads without a sync: each slot's `report_ptr`, and
-            last `told_ptr` (`round_state.report`).
+            last `news_ptr` (`round_state.report`).
     """
 
     def __init__(self, config: TransportConfig, device: torch.device, ranks: Ranks) -> None:
@@ -68,7 +68,7 @@ class SlotStates:
                 pooled_weights_ptr=zeros(rows * config.max_topk, dtype=torch.float32),
                 row_index_ptr=zeros(rows * min(config.max_topk, max_experts)),  # always valid, even if a round is lost
                 report_ptr=self.reports[slot],
-                told_ptr=self.reports[-1],
+                news_ptr=self.reports[-1],
             )
             for slot in range(config.num_slots)
         ]
