@@ -18,29 +18,49 @@ from ep_moe.testing import check_transport, transport_cases
 from ep_moe.testing.transports import CHECKS
 from ep_moe.transport import TRANSPORTS, create_transport
 
-GROUPS = [("local", 1), ("collective", 1), ("collective", 2), ("collective", 3), ("collective", 4)]
-CARRIED = [
-    pytest.param(name, num_ranks, check, id=f"{name}-{num_ranks}-{check}")
-    for name, num_ranks in GROUPS
-    for check in [*(case.name for case in transport_cases(num_ranks)), *CHECKS]
-]
+# the checks of each number of ranks, (i, n) for every n-th from the i-th on; the others of 2 and 4 ranks are `matrix`
+SHARES = {("local", 1): (0, 1), ("collective", 1): (0, 1), ("collective", 2): (0, 3), ("collective", 3): (0, 1)}
+SHARES["collective", 4] = 1, 3
 
 
-def check_on_rank(group: EPGroup, name: str) -> dict[str, str]:
-    """All checks on this rank."""
-    return check_transport(abandoning_without_memory(TRANSPORTS[name]), group)
+def checks_of(num_ranks: int) -> list[str]:
+    """The names of all checks, in order."""
+    return [*(case.name for case in transport_cases(num_ranks)), *CHECKS]
+
+
+def check_on_rank(group: EPGroup, name: str, share: tuple[int, int] = (0, 1)) -> dict[str, str]:
+    """A share of the checks on this rank."""
+    return check_transport(abandoning_without_memory(TRANSPORTS[name]), group, share=share)
 
 
 @functools.cache
 def outcomes(name: str, num_ranks: int) -> list[dict[str, str]]:
-    """Each rank's outcome of each check; ranks are started once for all checks."""
-    config = GroupConfig(timeout_secs=60)
-    return launch(check_on_rank, name, num_ranks=num_ranks, config=config, device="cpu")
+    """Each rank's outcome of each check; ranks are started once for all checks, and none for one rank."""
+    if num_ranks == 1:
+        return [check_on_rank(EPGroup.single("cpu"), name)]
+    config, share = GroupConfig(timeout_secs=60), SHARES[name, num_ranks]
+    return launch(check_on_rank, name, share, num_ranks=num_ranks, config=config, device="cpu")
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "check"), CARRIED)
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "check"),
+    [
+        pytest.param(name, num_ranks, check, id=f"{name}-{num_ranks}-{check}")
+        for (name, num_ranks), (first, step) in SHARES.items()
+        for check in checks_of(num_ranks)[first::step]
+    ],
+)
 def test_carries(name: str, num_ranks: int, check: str) -> None:
     assert [rank[check] for rank in outcomes(name, num_ranks)] == [""] * num_ranks
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_carries_all(num_ranks: int) -> None:
+    config, expected = GroupConfig(timeout_secs=60), dict.fromkeys(checks_of(num_ranks), "")
+    assert (
+        launch(check_on_rank, "collective", num_ranks=num_ranks, config=config, device="cpu") == [expected] * num_ranks
+    )
 
 
 @pytest.mark.parametrize(
