@@ -1,4 +1,4 @@
-"""Checks of tensors; those of a config's fields are in `fields`, which imports without torch."""
+"""Checks and alignment of tensors; checks of a config's fields are in `fields`, which imports without torch."""
 
 from typing import Any
 
@@ -18,3 +18,8 @@ def check_tensor(value: Any, name: str) -> None:
         raise ValueError(f"{name} is a {type(value).__name__} ({shown(value)}), not a tensor")
     if value.layout is not torch.strided or hasattr(value, "to_local"):
         raise ValueError(f"{name} is a {type(value).__name__} of layout {value.layout}, not dense")
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy if it is not aligned to 16 bytes, as kernels need every pointer. Local."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

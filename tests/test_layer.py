@@ -498,7 +498,7 @@ def fail_after_the_header(group: EPGroup) -> tuple[str, float]:
     x, logits = (tensor[share(group.num_ranks, group.rank)] for tensor in tokens(torch.float32))
     layer(x, logits)
     no_memory = mock.patch(
-        "ep_moe.transport.collective.row_format.RowFormat.write", side_effect=torch.OutOfMemoryError("no memory")
+        "ep_moe.transport.collective.transport.write_rows", side_effect=torch.OutOfMemoryError("no memory")
     )
     start = time.monotonic()
     with no_memory if group.rank == 1 else contextlib.nullcontext(), pytest.raises(RuntimeError) as caught:

@@ -12,9 +12,9 @@ from ep_moe.placement import Placement
 from ep_moe.transport import TRANSPORTS
 
 FOLDER = Path(__file__).parent / "nvlink_faults"
-PATIENT = "test_refused.py", "test_sent_once.py"  # no rank is lost: others may use the cores meanwhile
-REFUSALS = tuple(FOLDER / name for name in PATIENT)
-[FAULTS] = separate.groups(FOLDER, 1, without=PATIENT)
+NO_RANK_LOST = "test_refused.py", "test_sent_once.py"  # no rank is lost: others may use the cores meanwhile
+REFUSALS = tuple(FOLDER / name for name in NO_RANK_LOST)
+[FAULTS] = separate.groups(FOLDER, 1, without=NO_RANK_LOST)
 
 
 @pytest.mark.timeout(900)  # it may wait for others

@@ -13,24 +13,23 @@ from ep_moe.transport.base import Dispatched, Handle, Transport
 from ep_moe.transport.collective import CollectiveTransport
 from ep_moe.transport.hierarchical import HierarchicalTransport
 from ep_moe.transport.local import LocalTransport
-from ep_moe.transport.nvshmem import nvshmem_transport
 
 _log = logging.getLogger(__name__)
 
 
-def _nvlink_transport(group: EPGroup, placement: Placement, config: TransportConfig) -> Transport:
-    """Build the one-sided transport. Triton is imported here because it exists only on Linux."""
+def _one_sided_transport(group: EPGroup, placement: Placement, config: TransportConfig, name: str) -> Transport:
+    """Build a one-sided transport. Triton is imported here because it exists only on Linux."""
     try:
         import triton
     except ImportError as error:
-        raise RuntimeError(f"transport 'nvlink' needs Triton, which is not installed: {error}") from None
+        raise RuntimeError(f"transport {name!r} needs Triton, which is not installed: {error}") from None
     if group.device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise RuntimeError(
-            "transport 'nvlink' on a CPU needs TRITON_INTERPRET=1 in the environment; 'collective' does not"
+            f"transport {name!r} on a CPU needs TRITON_INTERPRET=1 in the environment; 'collective' does not"
         )
-    from ep_moe.transport.one_sided import NvlinkTransport
+    from ep_moe.transport.one_sided import NvlinkTransport, NvshmemTransport
 
-    return NvlinkTransport(group, placement, config)
+    return (NvlinkTransport if name == "nvlink" else NvshmemTransport)(group, placement, config)
 
 
 def _deepep_transport(group: EPGroup, placement: Placement, config: TransportConfig, mode: str = "auto") -> Transport:
@@ -43,11 +42,11 @@ def _deepep_transport(group: EPGroup, placement: Placement, config: TransportCon
 TRANSPORTS: dict[str, Callable[[EPGroup, Placement, TransportConfig], Transport]] = {
     "local": LocalTransport,
     "collective": CollectiveTransport,
-    "nvlink": _nvlink_transport,
+    "nvlink": functools.partial(_one_sided_transport, name="nvlink"),
     "hierarchical": HierarchicalTransport,
     "deepep": _deepep_transport,
     **{f"deepep_{mode}": functools.partial(_deepep_transport, mode=mode) for mode in ("low_latency", "normal", "v2")},
-    "nvshmem": nvshmem_transport,
+    "nvshmem": functools.partial(_one_sided_transport, name="nvshmem"),
 }
 
 

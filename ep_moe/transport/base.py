@@ -18,7 +18,7 @@ from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.round_kind import RoundKind
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, slots=True)  # not frozen: that makes a constructor take twice as long
 class Handle:
     """Identifies a round to its combine. Made by a dispatch, valid for one combine.
 
@@ -29,22 +29,12 @@ class Handle:
     round: int  # counts the rounds of this transport from 0, the same on every rank
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Dispatched:
     """The result of a dispatch: the batch for the experts and the handle for the combine."""
 
     batch: ExpertBatch
     handle: Handle
-
-    @classmethod
-    def in_slot(cls, slot: int, round_: int, batch: ExpertBatch) -> "Dispatched":
-        """One with a plain `Handle`. Constructors of frozen dataclasses take three times as long. Local."""
-        handle, dispatched = object.__new__(Handle), object.__new__(cls)
-        own = handle.__dict__
-        own["slot"], own["round"] = slot, round_
-        own = dispatched.__dict__
-        own["batch"], own["handle"] = batch, handle
-        return dispatched
 
 
 def no_tokens(config: TransportConfig, num_topk: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
@@ -182,9 +172,9 @@ class Transport(Protocol):
 
         Args: as of `sit_out`. Errors: those of `dispatch_send`. Collective.
         """
-        x, nobody = no_tokens(self.config, num_topk, self.device)
+        x, routing = no_tokens(self.config, num_topk, self.device)
         self.dispatch_send(
-            x, nobody, layout=Layout.FLAT, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer
+            x, routing, layout=Layout.FLAT, scheme=scheme, slot=slot, max_num_tokens=max_num_tokens, layer=layer
         )
 
     def sit_out(

@@ -28,12 +28,12 @@ class DispatchArguments(NamedTuple):
     layer: LayerTag
 
 
-def check_dispatch(given: DispatchArguments, config: TransportConfig, rank: int, device: torch.device) -> None:
+def check_dispatch(arguments: DispatchArguments, config: TransportConfig, rank: int, device: torch.device) -> None:
     """Raise ValueError, with the value and the limit, for bad input that shows without reading the ids.
 
     Local, no host sync.
     """
-    x, routing, layout, scheme, num_tokens, max_num_tokens, layer = given
+    x, routing, layout, scheme, num_tokens, max_num_tokens, layer = arguments
     if not isinstance(scheme, QuantScheme):
         raise ValueError(f"scheme ({scheme!r}) is not a QuantScheme")
     if not isinstance(routing, Routing):

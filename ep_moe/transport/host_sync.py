@@ -31,7 +31,7 @@ from ep_moe.transport.layer_tag import NO_LAYER, LayerTag
 from ep_moe.transport.slots import Slots
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class PackedHandle(Handle):
     """The maps by which a combine sums the experts' rows of each received token."""
 
@@ -125,12 +125,12 @@ class HostSyncTransport(Transport, Generic[State]):
         """
 
     @abc.abstractmethod
-    def _tell_refusal(self, num_tokens: int, round_: int) -> None:
-        """Tell the other ranks that this one refuses a round with so many tokens. Collective."""
+    def _send_refusal(self, num_tokens: int, round_: int) -> None:
+        """Send the other ranks the header of a refused round with so many tokens. Collective."""
 
-    def _check_tokens(self, given: DispatchArguments) -> None:
+    def _check_tokens(self, arguments: DispatchArguments) -> None:
         """Raise ValueError for bad input. Local."""
-        check_dispatch(given, self.config, self.rank, self.device)
+        check_dispatch(arguments, self.config, self.rank, self.device)
 
     def _handle(self, slot: int, state: State, packed: Packed) -> PackedHandle:
         """The handle of a round that has been packed. Local."""
@@ -186,27 +186,27 @@ class HostSyncTransport(Transport, Generic[State]):
         """See `Transport.dispatch_send`. Host sync, and it waits for the headers of all ranks."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
-        given = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
+        arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
         try:
-            tokens = self._checked(given)
+            tokens = self._checked(arguments)
         except ValueError as error:
             self.refuse(error, slot=slot, num_tokens=count_rows(x))
         self._slots.advance(slot, "dispatch_send", self._send(tokens, slot))
 
-    def _checked(self, given: DispatchArguments) -> Tokens:
-        """The tokens of a dispatch. Errors: ValueError. Local; host sync if `num_tokens` is given."""
-        self._check_tokens(given)
-        x, routing, most = given.x, given.routing, given.max_num_tokens
-        if given.num_tokens is not None:
-            x, routing = first_tokens(x, routing, given.num_tokens, rank=self.rank)
+    def _checked(self, arguments: DispatchArguments) -> Tokens:
+        """The tokens of a dispatch. Errors: ValueError. Local; host sync if `num_tokens` is arguments."""
+        self._check_tokens(arguments)
+        x, routing, most = arguments.x, arguments.routing, arguments.max_num_tokens
+        if arguments.num_tokens is not None:
+            x, routing = first_tokens(x, routing, arguments.num_tokens, rank=self.rank)
         sizes = RoundSizes(
-            num_rows=given.routing.topk_ids.shape[0],
+            num_rows=arguments.routing.topk_ids.shape[0],
             num_tokens=routing.topk_ids.shape[0],
-            layout=given.layout,
-            scheme=given.scheme,
+            layout=arguments.layout,
+            scheme=arguments.scheme,
             most=self.config.max_tokens_per_rank if most is None else most,
         )
-        return Tokens(x=x, routing=routing, sizes=sizes, layer=given.layer)
+        return Tokens(x=x, routing=routing, sizes=sizes, layer=arguments.layer)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`."""
@@ -248,7 +248,7 @@ class HostSyncTransport(Transport, Generic[State]):
         """See `Transport.refuse`. `num_tokens`: this rank's token count in the header."""
         self._group.check()
         self._slots.expect(slot, "dispatch_send")
-        self._tell_refusal(num_tokens, self._count_round())
+        self._send_refusal(num_tokens, self._count_round())
         raise error
 
     def check(self) -> None:

@@ -40,8 +40,8 @@ class LocalTransport(HostSyncTransport[_Round]):
             raise ValueError(f"the placement spreads experts over {placement.num_ranks} ranks, the group has 1")
         super().__init__(group, placement, config)
 
-    def _checked(self, given: DispatchArguments) -> Tokens:
-        tokens, num_physical = super()._checked(given), self.placement.num_physical
+    def _checked(self, arguments: DispatchArguments) -> Tokens:
+        tokens, num_physical = super()._checked(arguments), self.placement.num_physical
         ids = tokens.routing.topk_ids
         bad = ids[is_bad_id(ids, num_physical)]
         if bad.numel():
@@ -70,7 +70,7 @@ class LocalTransport(HostSyncTransport[_Round]):
         assert state.rows is not None
         return state.rows, torch.arange(state.sizes.num_tokens, dtype=torch.int32, device=self.device).unsqueeze(1)
 
-    def _tell_refusal(self, num_tokens: int, round_: int) -> None:
+    def _send_refusal(self, num_tokens: int, round_: int) -> None:
         """There is no other rank."""
 
     def abandon(self, *, slot: int = 0) -> None:

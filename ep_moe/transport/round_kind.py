@@ -1,4 +1,4 @@
-"""The key of a round's compiled kernels, for a transport that compiles them beforehand."""
+"""The key of a round's compiled kernels, for a transport that compiles them in `warmup`."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ class RoundKind:
     scheme: str = "none"  # of the payload
     layout: Layout = Layout.BATCHED  # of the batch
     ids_dtype: torch.dtype = torch.int32  # of topk_ids, or int64
-    counted: bool = False  # `num_tokens` is given
+    counted: bool = False  # `num_tokens` is not None
     quantized: bool = False  # x is `Quantized` already
     shared_dtype: torch.dtype | None = None  # of `shared` in the combine, None if there is none
     split_dispatch: bool = False  # dispatch_send and dispatch_recv are called separately

@@ -37,9 +37,9 @@ from ep_moe.quant.triton import QuantizeShape, quantize
 from ep_moe.routing import Routing
 from ep_moe.routing.triton import route, to_physical
 from ep_moe.transport.collective.launchers import plan_send, write_rows
-from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.headers import HEADER_WORDS
 from ep_moe.transport.layer_tag import LayerTag
+from ep_moe.transport.payload import RowFormat
 from ep_moe.weights import ExpertWeights, PerExpert
 
 SILU = ActivationConfig()

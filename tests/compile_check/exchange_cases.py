@@ -13,6 +13,7 @@ from ep_moe.config import Layout, TransportConfig
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
+from ep_moe.transport.checks import DispatchArguments
 from ep_moe.transport.layer_tag import NO_LAYER
 from ep_moe.transport.one_sided import memory
 from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
@@ -117,7 +118,8 @@ def _round(
             x = Quantized(values=values, scale=scale, scheme=scheme)
         routing = Routing(topk_ids=torch.empty(tokens, topk, dtype=ids_dtype), topk_weights=torch.empty(tokens, topk))
         count = torch.zeros(1, dtype=torch.int32) if counted else None
-        plan = launchers.plans.add((), x, routing, layout, scheme, count, tokens)
+        arguments = DispatchArguments(x, routing, layout, scheme, count, None, NO_LAYER)
+        plan = launchers.plans.add((), arguments, tokens)
         if halves:
             inputs = dispatches.send(0, plan, x, routing, num_tokens=count, tag=(*NO_LAYER.words, 0))
         else:

@@ -6,7 +6,7 @@ ROWS = Site(function="put_rows", kind="store")
 FLAGS = Site(function="signal", kind="store")
 WORDS = Site(function="put_word", kind="store")
 RESULTS = Site(function="return_rows", kind="store", words="store_word(")
-ABORTS = tuple(Site(function=function, kind="store") for function in ("put_abort", "trouble", "report_loss"))
+ABORTS = tuple(Site(function=function, kind="store") for function in ("put_abort", "troubles", "report_loss"))
 REPORTS = tuple(Site(function="report", kind="store", words=words) for words in ("make_word", "news_ptr"))
 BEGIN_COMBINE = {"begin_combine": frozenset({"relaxed", "gpu"})}  # on a word that no other rank accesses
 COMMON: tuple[AnyRule, ...] = (
@@ -22,12 +22,12 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         *COMMON,
         Agree(
             name="agreement",
-            looks=("trouble", "load_aborts", "report", "clock"),
+            looks=("troubles", "load_aborts", "report", "clock"),
             reductions=("agree", "is_off", "report"),
         ),
         Strong(
             name="what changes meanwhile",
-            functions=("trouble", "load_aborts", "wait_for_words", "report"),
+            functions=("troubles", "load_aborts", "wait_for_words", "report"),
             atomics={},
         ),
         Publish(name="rows and their flag", rows=ROWS, flag=FLAGS),
@@ -48,12 +48,12 @@ RULES: dict[str, tuple[AnyRule, ...]] = {
         *COMMON,
         Agree(
             name="agreement",
-            looks=("trouble", "load_aborts", "report", "clock", "begin_combine"),
+            looks=("troubles", "load_aborts", "report", "clock", "begin_combine"),
             reductions=("agree", "report", "begin_combine", "sum_rows"),
         ),
         Strong(
             name="what changes meanwhile",
-            functions=("trouble", "load_aborts", "wait_for_words", "report", "begin_combine"),
+            functions=("troubles", "load_aborts", "wait_for_words", "report", "begin_combine"),
             atomics=BEGIN_COMBINE,
         ),
         Acquire(name="loads of results", flags="", parts=("strong load",)),

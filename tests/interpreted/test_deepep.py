@@ -13,7 +13,7 @@ from ep_moe.layout import triton
 from ep_moe.testing import check_round, transport_cases
 from ep_moe.testing.transports import CHECKS
 from ep_moe.transport import TRANSPORTS
-from ep_moe.transport.deepep import elastic, low_latency
+from ep_moe.transport.deepep import low_latency, per_rank
 from interpreted.common import DEVICE, INTERPRETING
 
 CASES = (
@@ -25,7 +25,7 @@ CASES = (
     "batched-fp8_token",
     *(() if INTERPRETING else ("flat-fp8_block", "compact-fp8_tensor", "mxfp8-mixed-layouts", "many-tokens")),
 )
-EXCHANGES = {"low_latency": low_latency.LowLatency, "v2": elastic.Elastic}  # those that serve one rank
+EXCHANGES = {"low_latency": low_latency.LowLatency, "v2": per_rank.Elastic}  # those that serve one rank
 
 
 def check_on_rank(group: EPGroup) -> dict[str, str]:

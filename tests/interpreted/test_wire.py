@@ -7,8 +7,8 @@ from ep_moe.quant import Quantized, get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import assert_same_bits, poisoned_memory
 from ep_moe.transport.collective import launchers, send_plan
-from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.headers import HEADER_WORDS
+from ep_moe.transport.payload import RowFormat
 from interpreted.common import DEVICE, generator, random_payload
 
 FINGERPRINT = 2**32 - 3
@@ -95,7 +95,7 @@ def test_rows(
     header = torch.empty(len(OWNERS[owners]), HEADER_WORDS, dtype=torch.int64)
     planned = send_plan.plan_send(ids, owner, fingerprint=1, layer=LAYER, header=header)
     row_format, num_rows = RowFormat.of(scheme, dtype, hidden, topk), int(header[:, 0].sum())
-    expected, expected_rows = row_format.write(sent, routing, planned, num_rows)
+    expected, expected_rows = send_plan.write_rows(row_format, sent, routing, planned, num_rows)
     if isinstance(sent, Quantized):
         placed = Quantized(values=x.to(DEVICE), scale=sent.scale.to(DEVICE), scheme=scheme)
     else:

@@ -11,7 +11,7 @@ from ep_moe.group import EPGroup
 from ep_moe.quant import get_scheme
 from ep_moe.testing import TransportCase, check_round, transport_cases
 from ep_moe.testing.transports import CHECKS
-from ep_moe.transport.one_sided import NvlinkTransport
+from ep_moe.transport.one_sided import NvlinkTransport, NvshmemTransport
 from nvlink.common import Programs, on_ranks, patched, with_programs
 from nvlink.nans import check_all_ones
 
@@ -53,15 +53,17 @@ def ways(cases: list[TransportCase]) -> list[tuple[str, ...]]:
     return found
 
 
-def check_on_rank(group: EPGroup) -> dict[str, str]:
-    """The outcome of each case on this rank: "" or the error."""
-    outcomes = {}
-    every = cases(group.num_ranks)
+def check_on_rank(group: EPGroup, stores: str = "") -> dict[str, str]:
+    """The outcome of each case on this rank, "" or the error, by nvlink, or by `nvshmem` with these stores."""
+    outcomes, every = {}, cases(group.num_ranks)
+    options, make = ({"nvshmem_stores": stores}, NvshmemTransport) if stores else ({}, NvlinkTransport)
     for (name, case), way in zip(every.items(), ways([*every.values()]), strict=True):
         outcomes[name] = ""
         for slot, kind in enumerate(way):
             with patched(WORD_TOKENS=16 if kind == "words" else 0, SELF_COUNTED_TOKENS=4, BLOCK_TOKENS=4):
-                transport = NvlinkTransport(group, case.make_placement(), case.config)
+                config = dataclasses.replace(case.config, **options)
+                transport = make(group, case.make_placement(), config)
+                assert transport._context.ranks.PUTS.bit_count() == (group.num_ranks - 1) * (stores == "puts")
                 try:
                     check_round(transport, case, group.device, slot, halves=(kind == "rows", kind == "rows"))
                 except AssertionError as error:

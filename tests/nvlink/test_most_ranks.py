@@ -19,7 +19,7 @@ from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import poisoned_memory
 from ep_moe.transport.one_sided import NvlinkTransport
-from ep_moe.transport.one_sided.limits import MOST_RANKS
+from ep_moe.transport.one_sided.memory import MOST_RANKS
 from nvlink.common import patched
 
 HIDDEN, NUM_TOPK = 16, 3

@@ -19,35 +19,15 @@ from ep_moe.placement import Placement
 from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from ep_moe.testing import check_round
-from ep_moe.transport.one_sided.nvshmem import NvshmemTransport
+from ep_moe.transport.one_sided import NvshmemTransport
 from nvlink.common import on_ranks, patched
 from nvlink.reference import compute, expert_function
-from nvlink.test_cases import cases, ways
-
-
-def check_on_rank(group: EPGroup) -> dict[str, str]:
-    """The outcome of each case on this rank: "" or the error."""
-    outcomes = {}
-    every = cases(group.num_ranks)
-    for (name, case), way in zip(every.items(), ways([*every.values()]), strict=True):
-        outcomes[name] = ""
-        for slot, kind in enumerate(way):
-            with patched(WORD_TOKENS=16 if kind == "words" else 0, SELF_COUNTED_TOKENS=4, BLOCK_TOKENS=4):
-                config = dataclasses.replace(case.config, nvshmem_stores="puts")
-                transport = NvshmemTransport(group, case.make_placement(), config)
-                assert bin(transport._context.ranks.PUTS).count("1") == group.num_ranks - 1
-                try:
-                    check_round(transport, case, group.device, slot, halves=(kind == "rows", kind == "rows"))
-                except AssertionError as error:
-                    outcomes[name] += f"{kind}: {error}\n"
-            group.barrier()
-            transport.destroy()
-    return outcomes
+from nvlink.test_cases import cases, check_on_rank
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_case_by_puts(num_ranks: int) -> None:
-    for rank, outcomes in enumerate(on_ranks(check_on_rank, num_ranks=num_ranks)):
+    for rank, outcomes in enumerate(on_ranks(check_on_rank, "puts", num_ranks=num_ranks)):
         assert {name: text for name, text in outcomes.items() if text} == {}, f"rank {rank}"
 
 

@@ -28,10 +28,11 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 NUM_RANKS = 3 if INTERPRETING else min(num_gpu_ranks(), 3)  # with two ranks no third one could be blamed
 CAN_RUN = NUM_RANKS >= 2
 CONFIG = GroupConfig(timeout_secs=5.0 if INTERPRETING else 20.0, heartbeat_secs=0.25)  # a GPU's ranks compile first
-PATIENT = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests without a lost rank
+NO_RANK_LOST = GroupConfig(timeout_secs=60.0, heartbeat_secs=0.25)  # for tests without a lost rank
 SLACK_SECS = 5.0  # for a machine whose cores the ranks share
 HIDDEN, NUM_TOKENS, MAX_TOKENS, NUM_TOPK, EXPERTS_PER_RANK = 16, 2, 4, 2, 2
 LOST_ROUND = 1
+KIND: dict[str, Any] = {"layout": Layout.COMPACT, "scheme": get_scheme("none")}
 
 
 def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, config: GroupConfig = CONFIG) -> Any:
@@ -45,9 +46,9 @@ def on_ranks(check: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS, 
 
 def _prepared(group: EPGroup, check: Callable[..., Any], *args: Any) -> Any:
     if INTERPRETING:
-        from quick_interpreter import hurry  # imports Triton, which not every machine has
+        from nvlink.common import hurried  # imports Triton, which not every machine has
 
-        hurry()
+        return hurried(group, check, *args)
     return check(group, *args)
 
 
@@ -94,23 +95,36 @@ def expected_counts(rank: int, round_: int, active: tuple[bool, ...]) -> list[in
     return [ids.count(index) for index in range(rank * EXPERTS_PER_RANK, (rank + 1) * EXPERTS_PER_RANK)]
 
 
-def begin(transport: Any, round_: int, **options: Any) -> Any:
-    """The dispatch of a round."""
+def brought(transport: Any, round_: int, device: str = DEVICE) -> tuple[torch.Tensor, Routing]:
+    """The `inputs` of this rank on a device."""
     x, routing = inputs(transport.rank, round_, transport.num_ranks)
-    device = options.pop("device", DEVICE)
-    routing = Routing(topk_ids=routing.topk_ids.to(device), topk_weights=routing.topk_weights.to(device))
-    return transport.dispatch(x.to(device), routing, layout=Layout.COMPACT, scheme=get_scheme("none"), **options)
+    return x.to(device), Routing(topk_ids=routing.topk_ids.to(device), topk_weights=routing.topk_weights.to(device))
+
+
+def begin(transport: Any, round_: int, *, device: str = DEVICE, **options: Any) -> Any:
+    """The dispatch of a round."""
+    return transport.dispatch(*brought(transport, round_, device), **KIND, **options)
+
+
+def send(transport: Any, round_: int, **options: Any) -> None:
+    """The sending half of a round's dispatch."""
+    transport.dispatch_send(*brought(transport, round_), **KIND, **options)
+
+
+def compute(transport: Any, dispatched: Any, unused: float = 1.0) -> torch.Tensor:
+    """The experts' output for a batch; `unused` in rows without a token."""
+    batch = dispatched.batch
+    y = torch.full(batch.output_shape, unused, device=batch.x.device)
+    ranges = zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True)
+    for local, (start, count) in enumerate(ranges):
+        y[start : start + count] = expert(batch.x[start : start + count], EXPERTS_PER_RANK * transport.rank + local)
+    return y
 
 
 def finish(transport: Any, dispatched: Any) -> tuple[torch.Tensor, list[int]]:
     """The experts and the combine: the result on the CPU, and the number of tokens of each expert."""
-    batch = dispatched.batch
-    y = torch.full(batch.output_shape, float("nan"), device=batch.x.device)
-    counts = batch.expert_num_tokens.tolist()
-    for local, (start, count) in enumerate(zip(batch.expert_row_start.tolist(), counts, strict=True)):
-        rows = slice(start, start + count)
-        y[rows] = expert(batch.x[rows], EXPERTS_PER_RANK * transport.rank + local)
-    out = torch.ones(NUM_TOKENS, HIDDEN, device=batch.x.device)  # NaN is what a lost round must write
+    y, counts = compute(transport, dispatched, float("nan")), dispatched.batch.expert_num_tokens.tolist()
+    out = torch.ones(NUM_TOKENS, HIDDEN, device=y.device)  # NaN is what a lost round must write
     return transport.combine(y, dispatched, out=out).cpu(), counts
 
 
@@ -130,11 +144,11 @@ def check_round(transport: Any, round_: int) -> None:
 @contextlib.contextmanager
 def blindfolded(transport: Any) -> Iterator[None]:
     """The host does not read the kernels' reports, as when a CUDA graph is replayed."""
-    look, transport._faults.look = transport._faults.look, lambda **_: None
+    poll, transport._faults.poll = transport._faults.poll, lambda **_: None
     try:
         yield
     finally:
-        transport._faults.look = look
+        transport._faults.poll = poll
 
 
 def be_lost(how: str, secs: float = 1000.0) -> None:

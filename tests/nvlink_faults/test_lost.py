@@ -1,8 +1,10 @@
 """on_peer_loss "raise": every survivor names the same lost rank within the timeout."""
 
+import importlib.util
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,8 @@ from nvlink_faults.common import (
     CONFIG,
     INTERPRETING,
     LOST_ROUND,
+    NO_RANK_LOST,
     NUM_RANKS,
-    PATIENT,
     SLACK_SECS,
     be_lost,
     begin,
@@ -27,11 +29,18 @@ from nvlink_faults.common import (
 )
 
 GIVEN_UP_SECS = 20.0
+STUCK_SECS = CONFIG.timeout_secs + SLACK_SECS
+PUTS = {"nvshmem_stores": "puts"}  # of the transport `nvshmem`
+WITH_PUTS = pytest.mark.skipif(
+    not INTERPRETING and importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed"
+)
 
 
-def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, folder: Path) -> None:
+def lose_a_rank(
+    group: EPGroup, victim: int, how: str, where: str, polls: int, options: dict[str, Any], folder: Path
+) -> None:
     """Run rounds until the victim is lost; survivors record the blamed rank, the time, and later errors."""
-    transport = make_transport(group)
+    transport = make_transport(group, **options)
     start = time.monotonic()
     try:
         for round_ in range(2000):
@@ -61,21 +70,23 @@ def lose_a_rank(group: EPGroup, victim: int, how: str, where: str, polls: int, f
 
 
 @pytest.mark.parametrize(
-    ("how", "victim", "where", "polls", "within_secs"),
+    ("how", "victim", "where", "polls", "options", "within_secs"),
     [
-        pytest.param("SIGKILL", 0, "dispatch", 0, SLACK_SECS, id="killed-0-before-dispatch"),
-        pytest.param("SIGKILL", 1, "combine", 0, SLACK_SECS, id="killed-1-before-combine"),
-        pytest.param("SIGSTOP", 1, "dispatch", 0, CONFIG.timeout_secs + SLACK_SECS, id="stopped-1-before-dispatch"),
-        pytest.param("stuck", 0, "combine", 0, CONFIG.timeout_secs + SLACK_SECS, id="stuck-0-before-combine"),
-        pytest.param("stuck", 1, "dispatch", 50, CONFIG.timeout_secs - 1, id="stuck-1-found-by-a-kernel"),
+        pytest.param("SIGKILL", 0, "dispatch", 0, {}, SLACK_SECS, id="killed-0-before-dispatch"),
+        pytest.param("SIGKILL", 1, "combine", 0, {}, SLACK_SECS, id="killed-1-before-combine"),
+        pytest.param("SIGSTOP", 1, "dispatch", 0, {}, STUCK_SECS, id="stopped-1-before-dispatch"),
+        pytest.param("stuck", 0, "combine", 0, {}, STUCK_SECS, id="stuck-0-before-combine"),
+        pytest.param("stuck", 1, "dispatch", 50, {}, CONFIG.timeout_secs - 1, id="stuck-1-found-by-a-kernel"),
+        pytest.param("SIGKILL", 1, "combine", 0, PUTS, SLACK_SECS, marks=WITH_PUTS, id="killed-1-by-puts"),
+        pytest.param("stuck", 0, "combine", 0, PUTS, STUCK_SECS, marks=WITH_PUTS, id="stuck-0-by-puts"),
     ],
 )
 def test_survivors_name_the_lost_rank(
-    tmp_path: Path, how: str, victim: int, where: str, polls: int, within_secs: float
+    tmp_path: Path, how: str, victim: int, where: str, polls: int, options: dict[str, Any], within_secs: float
 ) -> None:
     if polls and not INTERPRETING:
         pytest.skip("on a GPU kernels find whoever is stuck")
-    failed = on_ranks(lose_a_rank, victim, how, where, polls, tmp_path)
+    failed = on_ranks(lose_a_rank, victim, how, where, polls, options, tmp_path)
     assert isinstance(failed, RankFailedError)
     assert failed.rank == victim
     told = recorded(tmp_path)
@@ -147,4 +158,4 @@ def tell(group: EPGroup, phase: str) -> int:
 @pytest.mark.parametrize(("phase", "number"), [("dispatch", 0), ("combine", 1)])
 def test_a_kernel_that_gives_up_tells_every_rank(phase: str, number: int) -> None:
     said = NUM_RANKS + 256 * number  # the last rank's number, plus 1
-    assert on_ranks(tell, phase, config=PATIENT) == [said] * NUM_RANKS
+    assert on_ranks(tell, phase, config=NO_RANK_LOST) == [said] * NUM_RANKS

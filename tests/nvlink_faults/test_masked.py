@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import Layout
 from ep_moe.group import EPGroup, PeerLostError
 from ep_moe.launch import RankFailedError
-from ep_moe.quant import get_scheme
-from ep_moe.routing import Routing
 from nvlink_faults.common import (
     CONFIG,
     DEVICE,
     LOST_ROUND,
+    NO_RANK_LOST,
     NUM_RANKS,
-    PATIENT,
     be_lost,
     begin,
     blindfolded,
@@ -27,27 +24,27 @@ from nvlink_faults.common import (
     expected,
     expected_counts,
     finish,
-    inputs,
     make_transport,
     on_ranks,
     record,
     recorded,
     run_round,
+    send,
 )
-from nvlink_faults.test_lost import SHORT
+from nvlink_faults.test_lost import PUTS, SHORT, WITH_PUTS
 
 ROUNDS = LOST_ROUND + 6
 ALL = (True,) * NUM_RANKS
 
 
-def go_on(group: EPGroup, victim: int, how: str, where: str, folder: Path) -> None:
+def go_on(group: EPGroup, victim: int, how: str, where: str, options: dict[str, Any], folder: Path) -> None:
     """Run rounds; the victim is lost in one; survivors record the result of each round.
 
     If it is lost between two ranks, rank 1 has received its combine and begins the next round, rank 0 still waits.
     """
     from ep_moe.kernels.exchange import round_state as device_code
 
-    transport = make_transport(group, on_peer_loss="mask")
+    transport = make_transport(group, on_peer_loss="mask", **options)
     seen = []
     for round_ in range(ROUNDS):
         if round_ == LOST_ROUND:
@@ -91,17 +88,18 @@ def judge(rank: int, victim: int, seen: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "victim", "where"),
+    ("how", "victim", "where", "options"),
     [
-        pytest.param("SIGKILL", 0, "dispatch", id="killed-0-before-dispatch"),
-        pytest.param("SIGKILL", 2, "between", id="killed-2-between-two-ranks"),
-        pytest.param("stuck", 1, "combine", id="stuck-1-before-combine"),
+        pytest.param("SIGKILL", 0, "dispatch", {}, id="killed-0-before-dispatch"),
+        pytest.param("SIGKILL", 2, "between", {}, id="killed-2-between-two-ranks"),
+        pytest.param("stuck", 1, "combine", {}, id="stuck-1-before-combine"),
+        pytest.param("SIGKILL", 1, "combine", PUTS, marks=WITH_PUTS, id="killed-1-by-puts"),
     ],
 )
-def test_survivors_go_on(tmp_path: Path, how: str, victim: int, where: str) -> None:
+def test_survivors_go_on(tmp_path: Path, how: str, victim: int, where: str, options: dict[str, Any]) -> None:
     if victim >= NUM_RANKS:
         pytest.skip(f"needs a rank {victim}")
-    ended = on_ranks(go_on, victim, how, where, tmp_path)
+    ended = on_ranks(go_on, victim, how, where, options, tmp_path)
     assert isinstance(ended, RankFailedError) == (how == "SIGKILL"), ended
     told = recorded(tmp_path)
     assert set(told) == set(range(NUM_RANKS)) - {victim}
@@ -115,12 +113,9 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-def send(transport: Any, round_: int, bound: int | None) -> None:
+def send_now(transport: Any, round_: int, bound: int) -> None:
     """The sending half of a round, whose kernel has ended."""
-    x, routing = inputs(transport.rank, round_, transport.num_ranks)
-    routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
-    options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "max_num_tokens": bound}
-    transport.dispatch_send(x.to(DEVICE), routing, **options)
+    send(transport, round_, max_num_tokens=bound)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
@@ -141,7 +136,7 @@ def wake_up(group: EPGroup, folder: Path) -> None:
             transport._faults._watchdog.stop()
             os.kill(os.getpid(), signal.SIGSTOP)
             transport._context.timeout_ns = SHORT
-            send(transport, 1, 32)
+            send_now(transport, 1, 32)
             transport.abandon()
         (folder / "late").touch()
         with pytest.raises(PeerLostError, match="rank 1 was given up by the other ranks"):
@@ -154,7 +149,7 @@ def wake_up(group: EPGroup, folder: Path) -> None:
         if not transport.active_ranks[1]:
             break
     assert not transport.active_ranks[1]
-    send(transport, 100, 16)
+    send_now(transport, 100, 16)
     (folder / f"sent{group.rank}").touch()
     if group.rank == 0:
         wait_for(folder / "sent2")
@@ -212,5 +207,5 @@ def choose_ranks(group: EPGroup) -> None:
 
 
 def test_active_ranks_can_be_chosen() -> None:
-    ended = on_ranks(choose_ranks, config=PATIENT)
+    ended = on_ranks(choose_ranks, config=NO_RANK_LOST)
     assert ended == [None] * NUM_RANKS, ended

@@ -7,30 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import Layout
 from ep_moe.group import EPGroup
 from ep_moe.launch import RankFailedError
-from ep_moe.quant import get_scheme
-from ep_moe.routing import Routing
 from nvlink_faults.common import (
     CONFIG,
     DEVICE,
-    EXPERTS_PER_RANK,
     HIDDEN,
     NUM_RANKS,
     NUM_TOKENS,
     be_lost,
     begin,
     blindfolded,
+    compute,
     expected,
     expected_counts,
-    expert,
     finish,
-    inputs,
     make_transport,
     on_ranks,
     record,
     recorded,
+    send,
 )
 
 VICTIM = 1
@@ -44,23 +40,6 @@ PROGRESS = {
     "received-and-sent": ("received", "sent", "sent"),
     "returned-and-sent": ("returned", "returned", "sent"),
 }
-
-
-def send(transport: Any, round_: int) -> None:
-    """The sending half of a round's dispatch, on slot 0."""
-    x, routing = inputs(transport.rank, round_, transport.num_ranks)
-    routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
-    transport.dispatch_send(x.to(DEVICE), routing, layout=Layout.COMPACT, scheme=get_scheme("none"), slot=0)
-
-
-def compute(transport: Any, dispatched: Any) -> torch.Tensor:
-    """The experts' output for a batch; ones in rows without a token."""
-    batch = dispatched.batch
-    y = torch.ones(batch.output_shape, device=batch.x.device)
-    ranges = zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True)
-    for local, (start, count) in enumerate(ranges):
-        y[start : start + count] = expert(batch.x[start : start + count], EXPERTS_PER_RANK * transport.rank + local)
-    return y
 
 
 def advance(transport: Any, progress: str) -> Any:

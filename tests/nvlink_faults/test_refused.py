@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import Layout
 from ep_moe.group import EPGroup
-from ep_moe.quant import get_scheme
 from ep_moe.routing import Routing
 from nvlink_faults.common import (
     DEVICE,
     EXPERTS_PER_RANK,
+    KIND,
     MAX_TOKENS,
+    NO_RANK_LOST,
     NUM_TOKENS,
-    PATIENT,
     blindfolded,
     check_round,
     finish,
@@ -36,8 +35,7 @@ def bring(transport: Any, change: Callable[[dict[str, Any]], None], slot: int = 
         change(given)
     given = {name: None if value is None else value.to(DEVICE) for name, value in given.items()}
     routing = Routing(topk_ids=given["ids"], topk_weights=given["weights"])
-    options = {"layout": Layout.COMPACT, "scheme": get_scheme("none"), "num_tokens": given["num_tokens"], "slot": slot}
-    return transport.dispatch(given["x"], routing, **options)
+    return transport.dispatch(given["x"], routing, **KIND, num_tokens=given["num_tokens"], slot=slot)
 
 
 def doubled(given: dict[str, Any]) -> None:
@@ -86,12 +84,18 @@ def said_by(transport: Any) -> str:
     return ""
 
 
-def refuse_rounds(group: EPGroup) -> dict[str, tuple[str, str]]:
-    """For each mistake the expected error and the raised one; two more for rounds without `check`."""
+def log_of_faults() -> list[str]:
+    """What the transport logs from now on."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: logged.append(entry.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ep_moe.transport.one_sided.faults").addHandler(handler)
+    return logged
+
+
+def refuse_rounds(group: EPGroup) -> dict[str, tuple[str, str]]:
+    """For each mistake the expected error and the raised one; two more for rounds without `check`."""
+    logged = log_of_faults()
     transport, outcomes, round_ = make_transport(group), {}, 0
     names = " and ".join(f"rank {rank}" for rank in range(group.num_ranks) if rank != CULPRIT)
     words = {"experts": EXPERTS_PER_RANK * group.num_ranks, "rank": group.rank, "others": names}
@@ -126,10 +130,7 @@ def refuse_rounds(group: EPGroup) -> dict[str, tuple[str, str]]:
 
 def refuse_in_two_slots(group: EPGroup) -> tuple[str, list[str]]:
     """Rounds of both slots fail before the host looks: the error of `check`, and all that is logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: logged.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ep_moe.transport.one_sided.faults").addHandler(handler)
+    logged = log_of_faults()
     transport = make_transport(group, num_slots=2)
     for round_ in range(3):  # of slot 0
         check_round(transport, round_)
@@ -146,13 +147,13 @@ def refuse_in_two_slots(group: EPGroup) -> tuple[str, list[str]]:
 def test_refused_rounds_of_two_slots() -> None:
     """Each is told, with the transport's number of the round, not the slot's."""
     texts = ("num_tokens (3) is not in [0, rows of x] on rank 1 in round 3", "topk_ids has 2 ids outside [-1,")
-    for said, logged in on_ranks(refuse_in_two_slots, config=PATIENT):
+    for said, logged in on_ranks(refuse_in_two_slots, config=NO_RANK_LOST):
         assert said == texts[0]
         assert [text in line for text, line in zip(texts, logged, strict=True)] == [True, True], logged
 
 
 def test_refused_rounds() -> None:
-    for rank, outcomes in enumerate(on_ranks(refuse_rounds, config=PATIENT)):
+    for rank, outcomes in enumerate(on_ranks(refuse_rounds, config=NO_RANK_LOST)):
         for name, (wanted, said) in outcomes.items():
             assert said.startswith(wanted), (rank, name, said, wanted)
             assert bool(said) == bool(wanted), (rank, name, said)

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from ep_moe.config import Layout
 from ep_moe.group import EPGroup
-from ep_moe.quant import get_scheme
-from ep_moe.routing import Routing
 from nvlink_faults.common import (
     DEVICE,
     EXPERTS_PER_RANK,
     HIDDEN,
+    NO_RANK_LOST,
     NUM_RANKS,
     NUM_TOKENS,
-    PATIENT,
     begin,
     check_round,
     expected,
@@ -28,6 +25,7 @@ from nvlink_faults.common import (
     inputs,
     make_transport,
     on_ranks,
+    send,
 )
 
 CULPRIT = 1
@@ -66,9 +64,7 @@ def failing_once(call: Callable[..., Any], when: Callable[..., bool] = lambda *_
 
 def begin_until(transport: Any, round_: int, stage: str) -> Any:
     """Run a round on slot 0 until it waits for `stage`; returns its batch if it has one."""
-    x, routing = inputs(transport.rank, round_, transport.num_ranks)
-    routing = Routing(topk_ids=routing.topk_ids.to(DEVICE), topk_weights=routing.topk_weights.to(DEVICE))
-    transport.dispatch_send(x.to(DEVICE), routing, layout=Layout.COMPACT, scheme=get_scheme("none"))
+    send(transport, round_)
     if stage == "dispatch_recv":
         return None
     dispatched = transport.dispatch_recv()
@@ -118,7 +114,7 @@ def judge(out: torch.Tensor, rank: int, round_: int, stage: str, num_ranks: int)
 
 
 def test_abandon_goes_on_where_it_failed() -> None:
-    ended = on_ranks(abandon_twice, config=PATIENT)
+    ended = on_ranks(abandon_twice, config=NO_RANK_LOST)
     assert ended == [[]] * NUM_RANKS, ended
 
 
@@ -164,5 +160,5 @@ def launch_again(group: EPGroup) -> list[str]:
 
 
 def test_a_combine_that_runs_twice_sends_nothing() -> None:
-    ended = on_ranks(launch_again, config=PATIENT)
+    ended = on_ranks(launch_again, config=NO_RANK_LOST)
     assert ended == [[]] * NUM_RANKS, ended

@@ -10,8 +10,8 @@ from ep_moe.kernels.rows.wire import _find_destinations_kernel, _write_header_ke
 from ep_moe.layout.triton import UNIT_WORDS, as_words, copy_block, row_unit
 from ep_moe.quant import Quantized, as_bytes
 from ep_moe.routing import Routing
-from ep_moe.transport.collective.send_plan import SendPlan
 from ep_moe.transport.headers import HEADER_WORDS
+from ep_moe.transport.payload import SendPlan
 
 _PLACES = 2048  # (token, rank) pairs per program
 _SUMMED_COUNTS = 2048  # counts that are summed at a time
@@ -68,7 +68,7 @@ def plan_send(
 def write_rows(
     x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, *, num_rows: int, row_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RowFormat.write` in one launch. Local, on the current stream, no host sync."""
+    """`ep_moe.transport.collective.send_plan.write_rows` in one launch. Local, on the current stream, no host sync."""
     values, scale = (x.values, as_bytes(x.scale)) if isinstance(x, Quantized) else (x, None)
     words, unit, ids, weights = as_words(values), row_unit(values), routing.topk_ids, routing.topk_weights
     if ids.stride(1) != 1:

@@ -1,30 +1,14 @@
-"""The destination ranks of tokens: counted on the device, sent to every rank in a header, read by the host once.
+"""The destination ranks of tokens, counted on the device and read by the host once, and the buffer of rows for them.
 
-Letters: T tokens on this rank, K top-k, R ranks, P physical experts, B blocks of tokens.
+Letters: T tokens on this rank, N rows, K top-k, H hidden, R ranks, P physical experts.
 """
-
-import dataclasses
 
 import torch
 
+from ep_moe.quant import Quantized, as_bytes
+from ep_moe.routing import Routing
 from ep_moe.transport.headers import HEADER_WORDS, Header, find_bad_ids
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SendPlan:
-    """The rows of the send buffer, ordered by (rank, token).
-
-    Token t is sent to rank r as row `block_start[t // block_tokens, r] + place[t, r]`, unless place[t, r] is -1.
-    """
-
-    place: torch.Tensor  # [T, R] int32, -1 none
-    block_start: torch.Tensor  # [B, R] int32
-    block_tokens: int
-
-    def token_to_row(self) -> torch.Tensor:
-        """[T, R] int32: each token's row of the send buffer for each rank, -1 none. Local, no host sync."""
-        block = torch.arange(self.place.shape[0], device=self.place.device) // self.block_tokens
-        return torch.where(self.place >= 0, self.place + self.block_start[block], -1)
+from ep_moe.transport.payload import WORD_BYTES, RowFormat, SendPlan
 
 
 def plan_send(
@@ -69,3 +53,31 @@ def plan_send(
         block_start=(counts.cumsum(0) - counts).int().unsqueeze(0),
         block_tokens=max(num_tokens, 1),
     )
+
+
+def write_rows(
+    row_format: RowFormat, x: torch.Tensor | Quantized, routing: Routing, plan: SendPlan, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy every token to its rows of the send buffer.
+
+    Args:
+        x: [T, H], or quantized. routing: of these tokens. plan: their destinations.
+        num_rows: N, the sum of the header's row counts.
+    Returns: the rows [N, row_bytes] uint8, whose padding is undefined; and [T, R] int32, each token's row for each
+    rank, -1 none. Local, on the current stream; no host sync on a GPU.
+    """
+    if plan.place.is_cuda:
+        from ep_moe.transport.collective import launchers
+
+        return launchers.write_rows(x, routing, plan, num_rows=num_rows, row_bytes=row_format.row_bytes)
+    token_to_row, ids_at = plan.token_to_row(), row_format.ids_at
+    token, rank = torch.nonzero(token_to_row >= 0, as_tuple=True)
+    parts = {0: x.values, row_format.scales_at: as_bytes(x.scale)} if isinstance(x, Quantized) else {0: x}
+    parts |= {ids_at: routing.topk_ids.int(), ids_at + WORD_BYTES * row_format.num_topk: routing.topk_weights}
+    buffer = torch.empty(num_rows, row_format.row_bytes, dtype=torch.uint8, device=token.device)
+    row = token_to_row[token, rank].long()
+    for place, part in parts.items():
+        # cloned: a single column may count as contiguous although torch cannot view it as bytes
+        whole = part.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        buffer[row, place : place + whole.shape[1]] = whole[token]
+    return buffer, token_to_row

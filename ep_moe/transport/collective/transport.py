@@ -19,13 +19,13 @@ from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
 from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
 from ep_moe.transport.base import Dispatched
-from ep_moe.transport.collective.row_format import RowFormat
-from ep_moe.transport.collective.send_plan import plan_send
+from ep_moe.transport.collective.send_plan import plan_send, write_rows
 from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
 from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, PackedHandle, Tokens, sum_experts
+from ep_moe.transport.payload import RowFormat
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class CollectiveHandle(PackedHandle):
     """The maps by which a combine returns each received row to its source rank."""
 
@@ -78,7 +78,7 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         self._compare(received, round_, row_format)
         send_counts, recv_counts = (tuple(header.rows for header in side) for side in (sent, received))
         with self._reporting():
-            outgoing, token_to_row = row_format.write(x, tokens.routing, plan, sum(send_counts))
+            outgoing, token_to_row = write_rows(row_format, x, tokens.routing, plan, sum(send_counts))
             incoming = outgoing.new_empty(sum(recv_counts), row_format.row_bytes)
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": device}
             sums, results = (torch.empty(sum(n), self.config.hidden, **like) for n in (recv_counts, send_counts))
@@ -137,7 +137,7 @@ class CollectiveTransport(HostSyncTransport[_Round]):
         self._wait(state, "combine")
         return state.results, state.token_to_row  # a token has at most one row per rank: summed in rank order
 
-    def _tell_refusal(self, num_tokens: int, round_: int) -> None:
+    def _send_refusal(self, num_tokens: int, round_: int) -> None:
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
 
     def abandon(self, *, slot: int = 0) -> None:

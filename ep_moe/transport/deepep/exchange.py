@@ -1,8 +1,8 @@
 """The interface between the transport and one mode of DeepEP.
 
 Letters: T tokens on this rank, N received rows, K top-k, H hidden, R ranks, M max_tokens_per_rank, L physical experts
-of the rank that has most. DeepEP wants equally many experts on every rank: it is told of R * L, of which expert e is
-on rank e // L, and nobody chooses those that do not exist.
+of the rank that has most. DeepEP needs equally many experts on every rank: it gets R * L, of which expert e is on
+rank e // L, and no token chooses those that do not exist.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import torch
 from ep_moe.group import EPGroup
 from ep_moe.layout import TokenRows
 from ep_moe.quant import Quantized
-from ep_moe.transport.deepep.payload import PayloadFormat
 from ep_moe.transport.headers import Header
+from ep_moe.transport.payload import RowFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Outgoing:
     """A rank's tokens, as a mode sends them."""
 
     x: torch.Tensor | Quantized  # [T, H]
-    format: PayloadFormat
+    format: RowFormat
     topk_ids: torch.Tensor  # [T, K] DeepEP's ids, each at most once in a row, -1 none
     topk_weights: torch.Tensor  # [T, K] float32, repeats merged, 0 where the id is -1
     headers: list[Header]  # of all ranks

@@ -18,75 +18,46 @@ import torch
 MODULE = "deep_ep"
 SOURCES = "build it from github.com/deepseek-ai/DeepEP (the package deep_ep on PyPI is not DeepSeek's)"
 
-# for each mode the class, and the arguments of its methods that the adapter passes
-NEEDED: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {
+# for each mode the class, and for each of its methods the arguments that the adapter passes
+NEEDED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "low_latency": (
         "Buffer",
         {
-            "__init__": ("group", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank", "explicitly_destroy"),
-            "get_low_latency_rdma_size_hint": (
-                "num_max_dispatch_tokens_per_rank",
-                "hidden",
-                "num_ranks",
-                "num_experts",
-            ),
+            "__init__": "group num_rdma_bytes low_latency_mode num_qps_per_rank explicitly_destroy",
+            "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
             "low_latency_dispatch": (
-                "x",
-                "topk_idx",
-                "num_max_dispatch_tokens_per_rank",
-                "num_experts",
-                "use_fp8",
-                "return_recv_hook",
+                "x topk_idx num_max_dispatch_tokens_per_rank num_experts use_fp8 return_recv_hook"
             ),
-            "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle", "return_recv_hook"),
-            "destroy": (),
+            "low_latency_combine": "x topk_idx topk_weights handle return_recv_hook",
+            "destroy": "",
         },
     ),
     "normal": (
         "Buffer",
         {
-            "__init__": ("group", "num_nvl_bytes", "num_rdma_bytes", "explicitly_destroy"),
-            "get_dispatch_config": ("num_ranks",),
-            "get_combine_config": ("num_ranks",),
-            "set_num_sms": ("new_num_sms",),
-            "get_dispatch_layout": ("topk_idx", "num_experts"),
+            "__init__": "group num_nvl_bytes num_rdma_bytes explicitly_destroy",
+            "get_dispatch_config": "num_ranks",
+            "get_combine_config": "num_ranks",
+            "set_num_sms": "new_num_sms",
+            "get_dispatch_layout": "topk_idx num_experts",
             "dispatch": (
-                "x",
-                "num_tokens_per_rank",
-                "num_tokens_per_rdma_rank",
-                "is_token_in_rank",
-                "num_tokens_per_expert",
-                "topk_idx",
-                "topk_weights",
+                "x num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert topk_idx "
+                "topk_weights"
             ),
-            "combine": ("x", "handle", "async_finish"),
-            "destroy": (),
+            "combine": "x handle async_finish",
+            "destroy": "",
         },
     ),
     "v2": (
         "ElasticBuffer",
         {
             "__init__": (
-                "group",
-                "num_max_tokens_per_rank",
-                "hidden",
-                "num_topk",
-                "deterministic",
-                "num_cpu_timeout_secs",
-                "num_gpu_timeout_secs",
-                "explicitly_destroy",
+                "group num_max_tokens_per_rank hidden num_topk deterministic num_cpu_timeout_secs "
+                "num_gpu_timeout_secs explicitly_destroy"
             ),
-            "dispatch": (
-                "x",
-                "topk_idx",
-                "topk_weights",
-                "num_experts",
-                "num_max_tokens_per_rank",
-                "num_sms",
-                "do_cpu_sync",
-            ),
-            "combine": ("x", "handle", "async_with_compute_stream"),
-            "destroy": (),
+            "dispatch": "x topk_idx topk_weights num_experts num_max_tokens_per_rank num_sms do_cpu_sync",
+            "combine": "x handle async_with_compute_stream",
+            "destroy": "",
         },
     ),
 }
@@ -153,7 +124,7 @@ def missing_parts(module: ModuleType, mode: str) -> list[str]:
             known = inspect.signature(getattr(found, method)).parameters
         except (TypeError, ValueError):  # compiled code may not tell its arguments
             continue
-        missing += [f"{class_name}.{method}({name}=)" for name in arguments if name not in known]
+        missing += [f"{class_name}.{method}({name}=)" for name in arguments.split() if name not in known]
     return missing
 
 
@@ -167,7 +138,7 @@ def _import() -> ModuleType:
         raise RuntimeError(f"transport 'deepep' needs DeepEP, and there is no module {MODULE}; {SOURCES}")
     try:
         return importlib.import_module(MODULE)
-    except Exception as error:  # noqa: BLE001 - told to the other ranks, which wait for what this one has found
+    except Exception as error:  # noqa: BLE001 - sent to the other ranks, which wait for what this one has found
         where = spec.origin or ", ".join(spec.submodule_search_locations or ())
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise RuntimeError(f"transport 'deepep': the {MODULE} at {where} cannot be imported: {what}") from error

@@ -26,7 +26,8 @@ from ep_moe.group.collectives import all_gather_single
 from ep_moe.layout import TokenRows
 from ep_moe.transport.deepep.exchange import Arrived, Outgoing, Sizes, without_fill
 from ep_moe.transport.deepep.library import Library
-from ep_moe.transport.deepep.payload import PayloadFormat, padded, round_up
+from ep_moe.transport.deepep.payload import padded, read_words, words
+from ep_moe.transport.payload import RowFormat, round_up
 
 # widths for which DeepEP compiles its kernels (SWITCH_HIDDEN, csrc/kernels/launch.cuh)
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -44,7 +45,7 @@ def low_latency_width(hidden: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    format: PayloadFormat
+    format: RowFormat
     topk_ids: torch.Tensor  # [T, K]
     topk_weights: torch.Tensor  # [T, K] float32, those of the combine
     handle: Any
@@ -94,7 +95,7 @@ class LowLatency:
         self._complete(self._in_flight)
         ids, weights = outgoing.topk_ids, outgoing.topk_weights
         cast = isinstance(outgoing.x, torch.Tensor) and outgoing.format.num_groups > 0
-        rows = outgoing.format.words(outgoing.x, self.width)
+        rows = words(outgoing.format, outgoing.x, self.width)
         with without_fill():
             received, _, handle, _, hook = self._buffer.low_latency_dispatch(
                 x=rows,
@@ -130,7 +131,7 @@ class LowLatency:
             height = self._num_ranks * self._max_tokens
             scale = scales[place // height, place % height][:, : round_.format.num_groups]
         else:
-            x, scale = round_.format.read_words(round_.received.view(-1, self.width)[place])
+            x, scale = read_words(round_.format, round_.received.view(-1, self.width)[place])
         round_.place, round_.keep = place, None
         rows = TokenRows(x=x, scale=scale, local_topk_ids=ids, topk_weights=weights, max_expert_rows=round_.num_tokens)
         return Arrived(rows=rows, num_pairs=ids.shape[0] * min(ids.shape[1], self._sizes.num_local_experts))

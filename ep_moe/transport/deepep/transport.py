@@ -10,7 +10,6 @@ others' ids and weights exist for tokens alone.
 
 import contextlib
 import dataclasses
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,14 +24,14 @@ from ep_moe.routing import Routing
 from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
 from ep_moe.transport.base import Dispatched
 from ep_moe.transport.checks import DispatchArguments
-from ep_moe.transport.deepep import elastic, low_latency, normal
+from ep_moe.transport.deepep import low_latency, per_rank
 from ep_moe.transport.deepep.exchange import Exchange, Outgoing, Sizes, check_common
 from ep_moe.transport.deepep.library import Library, find_library
-from ep_moe.transport.deepep.payload import PayloadFormat
 from ep_moe.transport.headers import Header, find_bad_ids, gather_headers
 from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, sum_experts
+from ep_moe.transport.payload import RowFormat
 
-MOST_TOPK = {"low_latency": low_latency.MOST_TOPK, "normal": normal.MOST_TOPK, "v2": elastic.MOST_TOPK}
+MOST_TOPK = {"low_latency": low_latency.MOST_TOPK, "normal": per_rank.MOST_TOPK, "v2": per_rank.MOST_TOPK}
 CAST_SCHEME = "fp8_block"
 FEWEST_EXPERTS = 2  # of all ranks: a low-latency kernel has an SM for each and traps with one
 
@@ -97,34 +96,34 @@ class DeepEPTransport(HostSyncTransport[_Round]):
             self._exchange: Exchange = _make_exchange(library, group, sizes, cast=cast)
         self.sum_order = self._exchange.sum_order
 
-    def _check_tokens(self, given: DispatchArguments) -> None:
-        super()._check_tokens(given)
-        num_topk, most = given.routing.topk_ids.shape[1], MOST_TOPK[self.mode]
+    def _check_tokens(self, arguments: DispatchArguments) -> None:
+        super()._check_tokens(arguments)
+        num_topk, most = arguments.routing.topk_ids.shape[1], MOST_TOPK[self.mode]
         if num_topk > most:
             raise ValueError(f"num_topk ({num_topk}) exceeds {most}, the most of DeepEP's {self.mode} kernels")
 
     def _send(self, tokens: Tokens, slot: int) -> _Round:
         sizes, config = tokens.sizes, self.config
         cast = self._exchange.casts and sizes.scheme.name == CAST_SCHEME and not isinstance(tokens.x, Quantized)
-        payload = PayloadFormat.of(sizes.scheme, config.dtype, config.hidden)
-        header = self._header(tokens, payload, cast)
+        num_topk = tokens.routing.topk_ids.shape[1]
+        row_format = RowFormat.of(sizes.scheme, config.dtype, config.hidden, num_topk)
+        header = self._header(tokens, row_format, cast)
         ids, weights = self._library_ids(tokens.routing)
         x = tokens.x if cast else tokens.quantized()
         round_ = self._count_round()
         headers = gather_headers(self._group, header, round_)
-        self._compare(headers, round_, payload)
-        outgoing = Outgoing(x=x, format=payload, topk_ids=ids, topk_weights=weights, headers=headers)
+        self._compare(headers, round_, row_format)
+        outgoing = Outgoing(x=x, format=row_format, topk_ids=ids, topk_weights=weights, headers=headers)
         with self._calling("dispatch", round_):
             work = self._exchange.send(outgoing)
         return _Round(round=round_, sizes=sizes, work=work)
 
-    def _header(self, tokens: Tokens, payload: PayloadFormat, cast: bool) -> torch.Tensor:
+    def _header(self, tokens: Tokens, row_format: RowFormat, cast: bool) -> torch.Tensor:
         """This rank's header as int64 words. No host sync."""
         ids, sizes = tokens.routing.topk_ids, tokens.sizes
-        format_ = repr((payload, ids.shape[1], sizes.most, cast))
         header = Header(
             num_tokens=sizes.num_tokens,
-            fingerprint=zlib.crc32(format_.encode()),
+            fingerprint=row_format.fingerprint(sizes.most, cast=cast),
             layer=tokens.layer.words[0],
             settings=tokens.layer.words[1],
             flat=int(sizes.layout is Layout.FLAT),
@@ -149,7 +148,7 @@ class DeepEPTransport(HostSyncTransport[_Round]):
             sums = self._exchange.receive_back(state.work).contiguous()  # rounded by DeepEP
         return sums, torch.arange(state.sizes.num_tokens, dtype=torch.int32, device=self.device).unsqueeze(1)
 
-    def _tell_refusal(self, num_tokens: int, round_: int) -> None:
+    def _send_refusal(self, num_tokens: int, round_: int) -> None:
         words = Header(num_tokens=num_tokens, refused=1)
         gather_headers(self._group, torch.tensor(words, dtype=torch.int64, device=self.device), round_)
 
@@ -232,6 +231,4 @@ def _make_exchange(library: Library, group: EPGroup, sizes: Sizes, *, cast: bool
     """The mode's exchange. Errors: ValueError for sizes that it does not carry, before any buffer is made."""
     if library.mode == "low_latency":
         return low_latency.LowLatency(library, group, sizes, cast=cast)
-    if library.mode == "normal":
-        return normal.Normal(library, group, sizes)
-    return elastic.Elastic(library, group, sizes)
+    return (per_rank.Normal if library.mode == "normal" else per_rank.Elastic)(library, group, sizes)

@@ -57,9 +57,9 @@ def find_nodes(group: EPGroup, ranks_per_node: int) -> NodeGrid:
     node_of = group.all_gather_object(group.node)
     counts = {node: node_of.count(node) for node in dict.fromkeys(node_of)}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{count} on node {node}" for node, count in counts.items())
+        sizes = ", ".join(f"{count} on node {node}" for node, count in counts.items())
         raise ValueError(
-            f"nodes have different numbers of ranks ({told}): transport 'hierarchical' needs as many on every node"
+            f"nodes have different numbers of ranks ({sizes}): transport 'hierarchical' needs as many on every node"
         )
     size = num_ranks // len(counts)
     if any(len(set(node_of[start : start + size])) > 1 for start in range(0, num_ranks, size)):

@@ -23,11 +23,11 @@ from ep_moe.layout import Flat, TokenRows, merge_repeats, weighted_sum
 from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.base import Dispatched
+from ep_moe.transport.base import Dispatched, Handle
 from ep_moe.transport.collective import CollectiveTransport
-from ep_moe.transport.collective.row_format import RowFormat
 from ep_moe.transport.collective.transport import CollectiveHandle
 from ep_moe.transport.hierarchical.nodes import NodeGrid
+from ep_moe.transport.payload import RowFormat
 from ep_moe.transport.round_kind import RoundKind
 
 if TYPE_CHECKING:
@@ -214,7 +214,8 @@ class Relay:
         assert self._inner is not None
         if y is None:
             round_ = self._inner.send_nan(slot=forwarded.slot)
-            forwarded.dispatched = Dispatched.in_slot(forwarded.slot, round_, None)  # type: ignore[arg-type]
+            handle = Handle(slot=forwarded.slot, round=round_)
+            forwarded.dispatched = Dispatched(batch=None, handle=handle)  # type: ignore[arg-type]
             return
         assert forwarded.dispatched is not None
         pool, like = forwarded.batch, self._inner.config

@@ -24,13 +24,13 @@ from ep_moe.layout import Packed, TokenRows, merge_repeats
 from ep_moe.placement import Placement
 from ep_moe.transport.agreement import check_waits_for_all, compare_ranks
 from ep_moe.transport.base import Dispatched
-from ep_moe.transport.collective.row_format import RowFormat
-from ep_moe.transport.collective.send_plan import plan_send
+from ep_moe.transport.collective.send_plan import plan_send, write_rows
 from ep_moe.transport.headers import HEADER_WORDS, refusal, swap_headers
 from ep_moe.transport.hierarchical.network import Message, Network, NetworkTraffic
 from ep_moe.transport.hierarchical.nodes import NodeGrid, find_nodes
 from ep_moe.transport.hierarchical.relay import Forwarded, make_relay
 from ep_moe.transport.host_sync import HostSyncTransport, OpenRound, Tokens, maps_of, sum_experts
+from ep_moe.transport.payload import RowFormat
 from ep_moe.transport.round_kind import RoundKind
 
 
@@ -50,7 +50,7 @@ class _Round(OpenRound):
     forwarded: list[Forwarded]  # rounds inside the node
     messages: list[Message]
     results: torch.Tensor  # [rows sent, H], the nodes' sums
-    sums: torch.Tensor  # [rows received, H], allocated before it is needed: a failure is told without more memory
+    sums: torch.Tensor  # [rows received, H], allocated before it is needed: a failure is sent without more memory
     kept: tuple[torch.Tensor | None, ...] = ()
 
 
@@ -114,7 +114,7 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
             for node in range(num_nodes)
         )
         with self._reporting():
-            outgoing, token_to_row = row_format.write(x, tokens.routing, plan, sum(send_counts))
+            outgoing, token_to_row = write_rows(row_format, x, tokens.routing, plan, sum(send_counts))
             recv_counts = tuple(counts[self.nodes.local_rank] for counts in by_relay)
             like: dict[str, Any] = {"dtype": self.config.dtype, "device": device}
             sums, results = (torch.empty(sum(n), self.config.hidden, **like) for n in (recv_counts, send_counts))
@@ -258,7 +258,7 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
         self._join()
         return state.results, state.token_to_row  # a token has at most one row per node: summed in node order
 
-    def _tell_refusal(self, num_tokens: int, round_: int) -> None:
+    def _send_refusal(self, num_tokens: int, round_: int) -> None:
         swap_headers(self._group, refusal(num_tokens, self.num_ranks, self.device), round_)
         self._count_headers()
 
@@ -300,7 +300,7 @@ class HierarchicalTransport(HostSyncTransport[_Round]):
 
     @contextlib.contextmanager
     def _relaying(self, phase: str, round_: int) -> Iterator[None]:
-        """Forward in this block, on a GPU on the stream for it, behind what the current stream has been given."""
+        """Forward in this block, on a GPU on the stream for it, behind all work of the current stream."""
         assert self._relay is not None
         self._relay.enter(phase, round_)
         if self._stream is None:

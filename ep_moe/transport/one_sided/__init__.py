@@ -1,5 +1,6 @@
 """The one-sided exchange: stores into peers' memory, from kernels. Users choose it by the name "nvlink"."""
 
+from ep_moe.transport.one_sided.nvshmem import NvshmemTransport
 from ep_moe.transport.one_sided.transport import NvlinkTransport
 
-__all__ = ["NvlinkTransport"]
+__all__ = ["NvlinkTransport", "NvshmemTransport"]

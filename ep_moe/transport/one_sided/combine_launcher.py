@@ -12,8 +12,8 @@ from ep_moe.config import ALIGNMENT, Layout
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.exchange.combine import _combine_kernel
 from ep_moe.kernels.exchange.combine_send import Combining, Results
-from ep_moe.transport.one_sided.kernel_context import KernelContext
-from ep_moe.transport.one_sided.payload import aligned, aligned_rows, is_aligned
+from ep_moe.tensors import aligned
+from ep_moe.transport.one_sided.kernel_context import KernelContext, aligned_rows, is_aligned
 from ep_moe.transport.one_sided.round_plan import RoundPlan
 from ep_moe.transport.one_sided.tuning import SENT_BYTES, awaited_words, block_words, held_words
 

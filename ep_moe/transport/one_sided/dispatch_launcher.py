@@ -22,9 +22,9 @@ from ep_moe.layout.base import BatchTemplate, ExpertBatch
 from ep_moe.layout.triton import as_words
 from ep_moe.quant import Quantized, as_bytes, quantize
 from ep_moe.routing import Routing
+from ep_moe.tensors import aligned
 from ep_moe.transport.layer_tag import NO_LAYER
-from ep_moe.transport.one_sided.kernel_context import KernelContext
-from ep_moe.transport.one_sided.payload import aligned, aligned_rows
+from ep_moe.transport.one_sided.kernel_context import KernelContext, aligned_rows
 from ep_moe.transport.one_sided.round_plan import BLOCK_TOKENS, RoundPlan, RoundPlans
 from ep_moe.transport.one_sided.tuning import WORD_TOKENS
 

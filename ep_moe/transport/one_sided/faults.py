@@ -56,7 +56,9 @@ class Faults:
         self._watchdog = Watchdog(group, memory, self._members)
         self.waiting = self._watchdog.waiting if INTERPRET else _untimed
         self._refusal: Exception | None = None
-        self._told: collections.deque[int] = collections.deque(maxlen=16)  # token counts that this host refused
+        self._refused_counts: collections.deque[int] = collections.deque(
+            maxlen=16
+        )  # token counts that this host refused
         self._lost: PeerLostError | None = None  # ends this transport
         self._suspects: set[int] = set()
         self._destroyed, self._rested = False, False
@@ -66,11 +68,11 @@ class Faults:
         """[R], by rank, whether it takes part in rounds."""
         return (True,) * self._group.num_ranks if self._members is None else self._members.active
 
-    def tell_too_many(self, num_tokens: int) -> None:
+    def note_too_many(self, num_tokens: int) -> None:
         """Record a token count that this host has refused: the device reports it too, and `check` skips that report."""
-        self._told.append(num_tokens)
+        self._refused_counts.append(num_tokens)
 
-    def look(self, *, settle: bool = False) -> None:
+    def poll(self, *, settle: bool = False) -> None:
         """Read the kernels' report and raise if a rank is lost; refused rounds are kept for `check`.
 
         Args:
@@ -101,9 +103,9 @@ class Faults:
             limit = 2 * self._group.config.timeout_secs + REST_SECS
             raise RuntimeError(f"kernels that rank {self._group.rank} has launched did not end within {limit:g} s")
         self._read_reports()
-        told = zip(self._memory.abort.tolist(), self.active, strict=True)  # while this rank had nothing to wait for
-        self._note_loss(min((word for word, active in told if word and active), default=0))
-        self.look(settle=True)
+        aborts = zip(self._memory.abort.tolist(), self.active, strict=True)  # while this rank had nothing to wait for
+        self._note_loss(min((word for word, active in aborts if word and active), default=0))
+        self.poll(settle=True)
         error, self._refusal = self._refusal, None
         if error is not None:
             raise error
@@ -155,8 +157,8 @@ class Faults:
                 "turns, in graphs too"
             )
         if verdict == TOO_MANY.value:
-            if own and value in self._told:
-                self._told.remove(value)
+            if own and value in self._refused_counts:
+                self._refused_counts.remove(value)
                 return None
             if value == STATUS_MASK.value:
                 most = STATUS_MASK.value - 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ep_moe.config import TransportConfig
+from ep_moe.config import ALIGNMENT, TransportConfig
 from ep_moe.kernels.exchange.round_state import Halves
 from ep_moe.kernels.exchange.wire_layout import Ranks
 from ep_moe.transport.one_sided.memory import PeerMemory
@@ -37,3 +37,14 @@ class KernelContext:
         if self.memory.libraries:
             options["extern_libs"] = self.memory.libraries
         return {**options, "launch_pdl": True} if self.early else options
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether rows can be moved in 16-byte pieces in place: each contiguous, ALIGNMENT elements or a multiple apart."""
+    at_pieces = rows.data_ptr() % 16 == 0 and rows.stride(0) % ALIGNMENT == 0
+    return at_pieces and (rows.stride(1) == 1 or rows.shape[1] == 1)
+
+
+def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, or a copy that `is_aligned`."""
+    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)

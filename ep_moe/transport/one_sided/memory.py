@@ -12,11 +12,26 @@ from ep_moe.config import TransportConfig
 from ep_moe.group import EPGroup
 from ep_moe.group.symmetric import SymmetricBuffer, why_unreachable
 from ep_moe.kernels.exchange.peers import Links
-from ep_moe.kernels.exchange.wire_layout import RETURNED, VALUES, Ranks, Regions, host_abort
+from ep_moe.kernels.exchange.wire_layout import PLACE_BITS, RETURNED, VALUES, Ranks, Regions, host_abort
 from ep_moe.placement import Placement
 from ep_moe.transport.one_sided.round_plan import ranks_of, regions_of
 
+MOST_RANKS = 32  # one bit each in int32 masks
+MOST_TOKENS = 1 << PLACE_BITS.value  # of a rank: an entry's low bits hold a row's place, its high bits the expert
+MOST_LOCAL_EXPERTS = 1 << 31 - PLACE_BITS.value
 ABORT_BYTES = 256  # after the slots: abort words, in cache lines of their own
+
+
+def check_limits(name: str, group: EPGroup, placement: Placement, config: TransportConfig) -> None:
+    """Raise ValueError if a size exceeds what the words of transport `name` hold. Local."""
+    most_experts = max(map(placement.num_local_experts, range(group.num_ranks)))
+    for size, value, limit in (
+        ("num_ranks", group.num_ranks, MOST_RANKS),
+        ("max_tokens_per_rank", config.max_tokens_per_rank, MOST_TOKENS),
+        ("num_local_experts", most_experts, MOST_LOCAL_EXPERTS),
+    ):
+        if value > limit:
+            raise ValueError(f"{size} ({value}) exceeds {limit}, the most that transport {name!r} carries")
 
 
 class PeerMemory:
@@ -75,11 +90,10 @@ class PeerMemory:
     def _check_reached(self, group: EPGroup, puts: int) -> None:
         """Raise RuntimeError, on all ranks, if one has no address of a rank that it does not reach by puts. Collective.
 
-        NVSHMEM may be told not to map peers that CUDA would let it map.
+        NVSHMEM can be configured not to map peers that CUDA could map.
         """
         missing = [rank for rank, address in enumerate(self._buffer.addresses) if not address and not puts >> rank & 1]
-        told = group.all_gather_object(missing)
-        for rank, unmapped in enumerate(told):
+        for rank, unmapped in enumerate(group.all_gather_object(missing)):
             if unmapped:
                 self._buffer.destroy()
                 names = " and ".join(f"rank {peer}" for peer in unmapped)

@@ -48,7 +48,7 @@ class Occupancy:
         return max((self.device.num_sms - NCCL_SMS) * self.programs_of_an_sm, 1)
 
     @property
-    def sparing(self) -> int:
+    def most_leaving_one_sm_empty(self) -> int:
         """Receivers that always leave an SM empty beside NCCL's, however they are distributed."""
         return max(self.device.num_sms - NCCL_SMS - 1, 0)
 
@@ -56,9 +56,9 @@ class Occupancy:
         """The most receivers of one launch: those of all slots always fit at once, beside NCCL's programs.
 
         So rounds never wait for a free place on an SM; other programs get one at the latest when rounds end. An empty
-        SM is not guaranteed: it needs at most `sparing` receivers in all open rounds except the one whose turn it is
-        (`TransportConfig.num_sms`). Example: 132 SMs give 400, 200, 133 and 100 receivers with 1, 2, 3 and 4 slots; an
-        SM stays empty with 99, 49 and 33 in each of 2, 3 and 4.
+        SM is not guaranteed: it needs at most `most_leaving_one_sm_empty` receivers in all open rounds except the one
+        whose turn it is (`TransportConfig.num_sms`). Example: 132 SMs give 400, 200, 133 and 100 receivers with 1, 2, 3
+        and 4 slots; an SM stays empty with 99, 49 and 33 in each of 2, 3 and 4.
         Errors: RuntimeError if num_slots exceeds `places`.
         """
         if num_slots > self.places:
@@ -122,7 +122,7 @@ class OpenRounds:
         """Record a round of T tokens whose kernels run on the current stream. Local, no host sync."""
         begun = self._current_stream(self._index), num_tokens, self._receivers_of
         if self._all and not self._warned:
-            self._look(slot, begun)
+            self._warn_if_full(slot, begun)
         self._all[id(self), slot] = begun
 
     def end(self, slot: int) -> None:
@@ -133,14 +133,14 @@ class OpenRounds:
         """Remove all rounds of the transport. Local; calling it twice is fine."""
         self._end()
 
-    def _look(self, slot: int, begun: _Open) -> None:
+    def _warn_if_full(self, slot: int, begun: _Open) -> None:
         own, occupancy = (id(self), slot), self._occupancy
         others = [found for key, found in list(self._all.items()) if key != own and found[0] != begun[0]]
         if not others:
             return
         receivers, *theirs = (receivers_of(num_tokens) for _, num_tokens, receivers_of in (begun, *others))
         taken = sum(theirs)
-        if taken <= occupancy.sparing and taken + receivers <= occupancy.places:
+        if taken <= occupancy.most_leaving_one_sm_empty and taken + receivers <= occupancy.places:
             return
         self._warned = True
         _log.warning(
@@ -151,8 +151,8 @@ class OpenRounds:
             taken,
             receivers,
             occupancy.places,
-            occupancy.sparing,
-            occupancy.sparing // len(others),
+            occupancy.most_leaving_one_sm_empty,
+            occupancy.most_leaving_one_sm_empty // len(others),
         )
 
 

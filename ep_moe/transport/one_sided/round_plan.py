@@ -21,9 +21,10 @@ from ep_moe.kernels.exchange.wire_layout import Ranks, Regions, Row
 from ep_moe.layout import TokenRows
 from ep_moe.layout.frame import Frame, make_frame
 from ep_moe.placement import Placement
-from ep_moe.quant import Quantized, QuantScheme, get_scheme
+from ep_moe.quant import Quantized, QuantScheme, TensorFormat, get_scheme
 from ep_moe.routing import Routing
-from ep_moe.transport.one_sided.payload import Payload
+from ep_moe.transport.checks import DispatchArguments
+from ep_moe.transport.layer_tag import NO_LAYER, signed_word
 from ep_moe.transport.one_sided.tuning import (
     SELF_COUNTED_TOKENS,
     WORD_TOKENS,
@@ -32,7 +33,9 @@ from ep_moe.transport.one_sided.tuning import (
     awaited_words,
     block_words,
 )
+from ep_moe.transport.payload import RowFormat
 
+_FUSED_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 BLOCK_TOKENS = 64  # tokens per block, if ids are counted block by block
 _COMPARED = 1024  # (token, expert) pairs that an announcer compares at a time, if it can have 4 experts then
 _FEWEST_TOKENS = 16  # smallest T that kernels are compiled for: with it, fewer tokens take no longer
@@ -73,19 +76,13 @@ class RoundPlan:
     repeated_combines: dict[tuple[int, torch.dtype | None], Repeat] = dataclasses.field(default_factory=dict)
 
 
-def plan_key(
-    x: torch.Tensor | Quantized,
-    routing: Routing,
-    layout: Layout,
-    scheme: QuantScheme,
-    num_tokens: torch.Tensor | None,
-    max_num_tokens: int,
-) -> tuple[Any, ...]:
-    """All that a plan and `check_dispatch` depend on; a `Quantized` x needs further checks.
+def plan_key(arguments: DispatchArguments, max_num_tokens: int) -> tuple[Any, ...]:
+    """Key of a round's plan: types, shapes, dtypes, layout and scheme; a `Quantized` x needs further checks.
 
     Layout and scheme are compared by identity: a cache must keep both alive with the key.
     Errors: AttributeError for an input that is no tensor, which `check_dispatch` refuses.
     """
+    x, routing, layout, scheme, num_tokens, _, _ = arguments
     quantized, ids = isinstance(x, Quantized), routing.topk_ids
     values: torch.Tensor = x.values if quantized else x  # type: ignore[assignment]
     count = None if num_tokens is None else (type(num_tokens), num_tokens.shape, num_tokens.dtype, num_tokens.device)
@@ -103,6 +100,21 @@ def plan_key(
         count,
         max_num_tokens,
     )
+
+
+def fused_quantization(payload: TensorFormat) -> str:
+    """How the dispatch kernel quantizes tokens; "" if it cannot, or there is nothing to quantize."""
+    how = _FUSED_DTYPES.get(payload.dtype, "") if payload.dtype is not None else ""
+    if payload.family != "scaled" or payload.granularity not in ("token", "group"):
+        return ""
+    if payload.granularity == "group" and payload.block[1] & (payload.block[1] - 1):
+        return ""
+    return f"{how}_power_of_two" if how == "e4m3" and payload.power_of_two else how
+
+
+def _shared_elements(payload: TensorFormat, hidden: int) -> int:
+    """Elements that share a scale, a power of two: the last group of a row may be short."""
+    return payload.block[1] if payload.granularity == "group" else triton.next_power_of_2(hidden)
 
 
 def ranks_of(placement: Placement, rank: int, puts: int = 0) -> Ranks:
@@ -184,25 +196,16 @@ class RoundPlans:
             return self._sizes[-1]
         return self._sizes[bisect.bisect_left(self._sizes, max_num_tokens)]
 
-    def add(
-        self,
-        key: tuple[Any, ...],
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        layout: Layout,
-        scheme: QuantScheme,
-        num_tokens: torch.Tensor | None,
-        max_num_tokens: int,
-    ) -> RoundPlan:
+    def add(self, key: tuple[Any, ...], arguments: DispatchArguments, max_num_tokens: int) -> RoundPlan:
         """Make the plan of rounds with this key, and keep it. Local."""
-        rows, num_topk = routing.topk_ids.shape
+        rows, num_topk = arguments.routing.topk_ids.shape
         plan = self.make(
             rows,
             num_topk,
-            layout,
-            scheme,
-            quantized=isinstance(x, Quantized),
-            has_num_tokens=num_tokens is not None,
+            arguments.layout,
+            arguments.scheme,
+            quantized=isinstance(arguments.x, Quantized),
+            has_num_tokens=arguments.num_tokens is not None,
             max_num_tokens=max_num_tokens,
         )
         if len(self._plans) >= _MOST_PLANS:
@@ -211,11 +214,11 @@ class RoundPlans:
         self._last = key, plan
         return plan
 
-    def of_nobody(self, x: torch.Tensor, nobody: Routing, num_tokens: torch.Tensor | None) -> RoundPlan:
+    def plan_of_refusal(self, x: torch.Tensor, routing: Routing, num_tokens: torch.Tensor | None) -> RoundPlan:
         """The plan of a refused round: x has no rows, and `num_tokens` may be a count that no round carries. Local."""
-        sizes = Layout.FLAT, get_scheme("none"), num_tokens, self._config.max_tokens_per_rank
-        key = plan_key(x, nobody, *sizes)
-        return self.find(key) or self.add(key, x, nobody, *sizes)
+        arguments = DispatchArguments(x, routing, Layout.FLAT, get_scheme("none"), num_tokens, None, NO_LAYER)
+        key = plan_key(arguments, self._config.max_tokens_per_rank)
+        return self.find(key) or self.add(key, arguments, self._config.max_tokens_per_rank)
 
     def make(
         self,
@@ -230,29 +233,30 @@ class RoundPlans:
     ) -> RoundPlan:
         """A plan for x with `rows` rows. quantized: x is `Quantized` already. max_num_tokens: of `size_for`."""
         config, num_ranks, num_physical = self._config, self._placement.num_ranks, self._placement.num_physical
-        payload = Payload(scheme=scheme, dtype=config.dtype, hidden=config.hidden, num_topk=num_topk)
+        row_format = RowFormat.of(scheme, config.dtype, config.hidden, num_topk)
+        may_be_ll = row_format.scale_dtype.itemsize == 4  # few tokens may be sent as LL words
         regions = regions_of(config, self._ranks)
         row = Row(
             K=num_topk,
             COLUMNS=triton.next_power_of_2(num_topk),
-            VALUE_WORDS=payload.value_words,
-            G=payload.num_groups,
-            GROUPS=triton.next_power_of_2(max(payload.num_groups, 1)),
+            VALUE_WORDS=row_format.value_bytes // 4,
+            G=row_format.num_groups,
+            GROUPS=triton.next_power_of_2(max(row_format.num_groups, 1)),
             ENTRY=2 * config.max_topk,
             VALUE_STRIDE=regions.value_bytes // 4,
-            SCALE_STRIDE=regions.scale_bytes // scheme.payload.scale_dtype.itemsize,
+            SCALE_STRIDE=regions.scale_bytes // row_format.scale_dtype.itemsize,
             LL_STRIDE=regions.ll_words,
         )
         programs = self._tuning.dispatch(rows, num_ranks, packs=layout is not Layout.FLAT)
-        fused_quant = "" if quantized or not scheme.payload.quantized else payload.fused_quant
-        sending = self._sending(rows, payload, row, programs, fused_quant, has_num_tokens)
-        frame = self._frame(payload, layout, max_num_tokens)
+        fused_quant = "" if quantized else fused_quantization(scheme.payload)
+        sending = self._sending(rows, scheme.payload, row, programs, fused_quant, has_num_tokens)
+        frame = self._frame(scheme, num_topk, layout, max_num_tokens)
         lead = 0 if layout is Layout.BATCHED else 1  # leading dimensions of the frame that the batch lacks
-        row_units = (config.hidden if fused_quant else payload.value_words) // sending.UNIT
+        row_units = (config.hidden if fused_quant else row.VALUE_WORDS) // sending.UNIT
         announcers = min(triton.cdiv(num_physical, sending.EXPERT_BLOCK), programs.announcers)
         return RoundPlan(
             scheme=scheme,
-            fingerprint=payload.fingerprint(max_num_tokens),
+            fingerprint=signed_word(row_format.fingerprint(max_num_tokens)),
             layout=layout,
             num_tokens=rows,
             max_num_tokens=max_num_tokens,
@@ -270,46 +274,47 @@ class RoundPlans:
             row=row,
             sending=sending,
             receiving=Receiving(
-                BLOCK_WORDS=awaited_words(payload.value_words, programs.taken_block, programs.num_warps),
+                BLOCK_WORDS=awaited_words(row.VALUE_WORDS, programs.taken_block, programs.num_warps),
                 HEADER_SPAN=triton.next_power_of_2(self._ranks.header_stride),
                 TOKENS=programs.taken_tokens,
                 BATCHED=layout is Layout.BATCHED,
                 POOLED=layout is Layout.FLAT,
-                TAKE_LL=payload.may_be_ll,
-                TAKE_ROWS=not payload.may_be_ll or config.max_tokens_per_rank > WORD_TOKENS,
+                TAKE_LL=may_be_ll,
+                TAKE_ROWS=not may_be_ll or config.max_tokens_per_rank > WORD_TOKENS,
             ),
         )
 
     def _sending(
         self,
         rows: int,
-        payload: Payload,
+        payload: TensorFormat,
         row: Row,
         programs: DispatchTuning,
         fused_quant: str,
         has_num_tokens: bool,
     ) -> Sending:
         """The constants of the sending half."""
+        group, may_be_ll = _shared_elements(payload, self._config.hidden), payload.scale_dtype.itemsize == 4
         ids_counted = rows > SELF_COUNTED_TOKENS
         compared_tokens = BLOCK_TOKENS if ids_counted else max(triton.next_power_of_2(rows), _FEWEST_TOKENS)
         num_experts = triton.next_power_of_2(self._placement.num_physical)
         ll_block, row_words = block_words(row.VALUE_WORDS, programs.word_block), block_words(row.VALUE_WORDS)
         if fused_quant:  # a block of words holds whole groups
-            ll_block, row_words = (max(size, payload.group // 4) for size in (ll_block, row_words))
+            ll_block, row_words = (max(size, group // 4) for size in (ll_block, row_words))
         return Sending(
             H=self._config.hidden if fused_quant else row.VALUE_WORDS,
-            GROUP=payload.group if fused_quant else 1,
+            GROUP=group if fused_quant else 1,
             QUANTIZE=fused_quant,
             UNIT=ALIGNMENT if fused_quant else math.gcd(row.VALUE_WORDS, 4),
             ROW_WORDS=row_words,
             LL_BLOCK=ll_block,
-            LL_GROUPS=ll_block * 4 // payload.group if fused_quant else row.GROUPS,
+            LL_GROUPS=ll_block * 4 // group if fused_quant else row.GROUPS,
             TOKENS=compared_tokens,
             EXPERT_BLOCK=max(min(num_experts, max(_COMPARED // compared_tokens, 4)), 1),
             HAS_NUM_TOKENS=has_num_tokens,
             IDS_COUNTED=ids_counted,
-            SEND_LL=payload.may_be_ll and (has_num_tokens or rows <= WORD_TOKENS),
-            SEND_ROWS=not payload.may_be_ll or rows > WORD_TOKENS,
+            SEND_LL=may_be_ll and (has_num_tokens or rows <= WORD_TOKENS),
+            SEND_ROWS=not may_be_ll or rows > WORD_TOKENS,
         )
 
     def destroy(self) -> None:
@@ -317,10 +322,9 @@ class RoundPlans:
         self._plans.clear()
         self._last = None, None
 
-    def _frame(self, payload: Payload, layout: Layout, max_num_tokens: int) -> Frame:
+    def _frame(self, scheme: QuantScheme, k: int, layout: Layout, max_num_tokens: int) -> Frame:
         """The shapes of a batch, as meta tensors."""
-        rows, scheme = self._placement.num_ranks * max_num_tokens, payload.scheme
-        k, groups = payload.num_topk, payload.num_groups
+        rows, groups = self._placement.num_ranks * max_num_tokens, scheme.payload.num_groups(self._config.hidden)
         shape = (rows, scheme.payload.row_values(self._config.hidden))
         pool = TokenRows(
             x=torch.empty(shape, dtype=scheme.payload.dtype or self._config.dtype, device="meta"),

@@ -18,7 +18,7 @@ from ep_moe.placement import Placement
 from ep_moe.quant import Quantized, QuantScheme
 from ep_moe.routing import Routing
 from ep_moe.transport.agreement import compare_ranks
-from ep_moe.transport.base import Dispatched, Transport, no_tokens
+from ep_moe.transport.base import Dispatched, Handle, Transport, no_tokens
 from ep_moe.transport.checks import (
     DispatchArguments,
     bound_fits,
@@ -32,8 +32,7 @@ from ep_moe.transport.one_sided.combine_launcher import CombineLauncher
 from ep_moe.transport.one_sided.dispatch_launcher import DispatchLauncher, RoundInputs
 from ep_moe.transport.one_sided.faults import Faults
 from ep_moe.transport.one_sided.kernel_context import KernelContext
-from ep_moe.transport.one_sided.limits import check_limits
-from ep_moe.transport.one_sided.memory import PeerMemory, map_peers
+from ep_moe.transport.one_sided.memory import PeerMemory, check_limits, map_peers
 from ep_moe.transport.one_sided.occupancy import OpenRounds, most_receivers
 from ep_moe.transport.one_sided.round_plan import RoundPlan, RoundPlans, plan_key
 from ep_moe.transport.one_sided.slot_state import ExchangeStatistics, SlotStates
@@ -161,20 +160,21 @@ class NvlinkTransport(Transport):
         layer: LayerTag = NO_LAYER,
     ) -> None:
         """See `Transport.dispatch_send`. Local, on the current stream, no host sync."""
-        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
+        arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
+        plan = self._plan_round(arguments, slot)
         inputs = self._dispatches.send(slot, plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))
         self._begin(slot, "dispatch_send", plan, inputs)
 
     def dispatch_recv(self, *, slot: int = 0) -> Dispatched:
         """See `Transport.dispatch_recv`. Local, on the current stream, no host sync."""
-        self._faults.look()
+        self._faults.poll()
         state = self._slots.expect(slot, "dispatch_recv")
         assert state is not None
         assert state.inputs is not None
         with self._faults.waiting("dispatch", state.round):
             batch = self._dispatches.receive(slot, state.inputs)
         self._slots.advance(slot, "dispatch_recv", state)
-        return Dispatched.in_slot(slot, state.round, batch)
+        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
     def dispatch(
         self,
@@ -192,7 +192,8 @@ class NvlinkTransport(Transport):
 
         If there is no memory for the batch, nothing has been sent and the call may be repeated.
         """
-        plan = self._plan_round(x, routing, layout, scheme, slot, num_tokens, max_num_tokens, layer)
+        arguments = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
+        plan = self._plan_round(arguments, slot)
         batch = inputs = None
         if plan.in_place:  # x is no `Quantized`
             batch = self._dispatches.repeat(slot, plan, x, routing, num_tokens=num_tokens, tag=self._tag(layer))  # type: ignore[arg-type]
@@ -201,38 +202,26 @@ class NvlinkTransport(Transport):
             with self._faults.waiting("dispatch", self.num_rounds):
                 batch = self._dispatches.receive(slot, inputs, send=True)
         state = self._begin(slot, "dispatch_recv", plan, inputs)
-        return Dispatched.in_slot(slot, state.round, batch)
+        return Dispatched(batch=batch, handle=Handle(slot=slot, round=state.round))
 
-    def _plan_round(
-        self,
-        x: torch.Tensor | Quantized,
-        routing: Routing,
-        layout: Layout,
-        scheme: QuantScheme,
-        slot: int,
-        num_tokens: torch.Tensor | None,
-        max_num_tokens: int | None,
-        layer: LayerTag,
-    ) -> RoundPlan:
+    def _plan_round(self, arguments: DispatchArguments, slot: int) -> RoundPlan:
         """Check a dispatch, and find the plan of its round or make it."""
-        self._faults.look(settle=True)
+        self._faults.poll(settle=True)
         self._slots.expect(slot, "dispatch_send")
         key: tuple[object, ...] = ()
-        size = self.config.max_tokens_per_rank
+        size, bound = self.config.max_tokens_per_rank, arguments.max_num_tokens
         try:
-            size = self._plans.size_for(max_num_tokens)
-            key = plan_key(x, routing, layout, scheme, num_tokens, size)
-            plan = self._plans.find(key) if isinstance(layer, LayerTag) else None
+            size = self._plans.size_for(bound)
+            key = plan_key(arguments, size)
+            plan = self._plans.find(key) if isinstance(arguments.layer, LayerTag) else None
         except (AttributeError, TypeError):  # not a tensor: `check_dispatch` refuses it
             plan = None
-        bounded = max_num_tokens is not None
-        if plan is None or plan.quantized or (bounded and not bound_fits(max_num_tokens, plan.num_tokens, self.config)):
+        if plan is None or plan.quantized or not (bound is None or bound_fits(bound, plan.num_tokens, self.config)):
             try:
-                given = DispatchArguments(x, routing, layout, scheme, num_tokens, max_num_tokens, layer)
-                check_dispatch(given, self.config, self.rank, self.device)
+                check_dispatch(arguments, self.config, self.rank, self.device)
             except ValueError as error:
-                self.refuse(error, slot=slot, num_tokens=count_rows(x))
-        return self._plans.add(key, x, routing, layout, scheme, num_tokens, size) if plan is None else plan
+                self.refuse(error, slot=slot, num_tokens=count_rows(arguments.x))
+        return self._plans.add(key, arguments, size) if plan is None else plan
 
     def _tag(self, layer: LayerTag = NO_LAYER) -> tuple[int, int, int]:
         """`RoundInputs.tag` of the next round."""
@@ -256,7 +245,7 @@ class NvlinkTransport(Transport):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`combine_send` and `combine_recv` in one launch. Local, on the current stream, no host sync."""
-        self._faults.look()
+        self._faults.poll()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
@@ -280,7 +269,7 @@ class NvlinkTransport(Transport):
 
     def combine_send(self, y: torch.Tensor, dispatched: Dispatched) -> None:
         """See `Transport.combine_send`. Local, on the current stream, no host sync."""
-        self._faults.look()
+        self._faults.poll()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_send", handle.round)
         assert state is not None
@@ -310,7 +299,7 @@ class NvlinkTransport(Transport):
         self, dispatched: Dispatched, *, shared: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Transport.combine_recv`. Local, on the current stream, no host sync."""
-        self._faults.look()
+        self._faults.poll()
         handle = dispatched.handle
         state = self._slots.expect(handle.slot, "combine_recv", handle.round)
         assert state is not None
@@ -339,16 +328,16 @@ class NvlinkTransport(Transport):
 
         `num_tokens`: this rank's token count in the header.
         """
-        self._faults.look(settle=True)
+        self._faults.poll(settle=True)
         self._slots.expect(slot, "dispatch_send")
-        x, nobody = no_tokens(self.config, 1, self.device)
+        x, no_routing = no_tokens(self.config, 1, self.device)
         count, too_many = None, num_tokens > self.config.max_tokens_per_rank
         if too_many:
-            self._faults.tell_too_many(num_tokens)
+            self._faults.note_too_many(num_tokens)
             count = torch.full((1,), num_tokens, dtype=torch.int32, device=self.device)
-        plan = self._plans.of_nobody(x, nobody, count)
+        plan = self._plans.plan_of_refusal(x, no_routing, count)
         tag, refusal = self._tag(), int(not too_many)
-        inputs = self._dispatches.inputs_of(plan, x, nobody, num_tokens=count, tag=tag, refusal=refusal)
+        inputs = self._dispatches.inputs_of(plan, x, no_routing, num_tokens=count, tag=tag, refusal=refusal)
         state = _Round(self.num_rounds, plan, inputs)
         self.num_rounds += 1
         with self._faults.waiting("dispatch", state.round):
@@ -364,7 +353,7 @@ class NvlinkTransport(Transport):
 
         If a launch fails, it may be called again and continues after the last launch.
         """
-        self._faults.look()
+        self._faults.poll()
         call, state = self._slots.stage(slot)
         if state is None:
             return

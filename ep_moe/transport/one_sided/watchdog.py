@@ -58,7 +58,7 @@ class Watchdog:
         finally:
             self._wait = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """End this rank's waits if a rank is lost. Local, called by the thread."""
         if self.ended:
             return
@@ -111,7 +111,7 @@ def _run(owner: "weakref.ref[Watchdog]", stop: threading.Event, period_secs: flo
         if watchdog is None:
             return
         try:
-            watchdog.look()
+            watchdog.poll()
         except RuntimeError as error:  # of the store or the device: kernels still time out by themselves
             _log.warning("the watchdog of kernels has ended: %s", error)
             return
