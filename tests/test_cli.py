@@ -31,7 +31,7 @@ from ep_moe.app.start import SHIPPED_MODEL, on_ranks
 from ep_moe.bench.configs import ExpertsBenchConfig, LayerBenchConfig, ModelBenchConfig, TransportBenchConfig
 from ep_moe.cli import app
 from ep_moe.config import DTYPES, EngineConfig
-from ep_moe.experts import EXPERTS
+from ep_moe.experts import KERNELS
 from ep_moe.fields import described
 from ep_moe.group import EPGroup
 from ep_moe.placement import PLACEMENTS
@@ -270,7 +270,7 @@ def test_options_name_what_there_is() -> None:
     assert tuple(DTYPES) == names.DTYPE_NAMES
     assert tuple(SCHEMES) == names.SCHEME_NAMES
     assert tuple(TRANSPORTS) == names.TRANSPORT_NAMES
-    assert tuple(EXPERTS) == names.EXPERTS_NAMES
+    assert ("torch", *KERNELS) == names.EXPERTS_NAMES
     assert tuple(PLACEMENTS) == names.PLACEMENT_NAMES
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
-from ep_moe.experts import EXPERTS, ReferenceExperts, apply_activation, create_experts
+from ep_moe.experts import ReferenceExperts, apply_activation, create_experts
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.shapes import obstacle
 from ep_moe.layout import Batched, Compact, ExpertBatch, Flat, Packed, TokenRows, pack, weighted_sum
@@ -713,7 +713,6 @@ def test_experts_by_name() -> None:
     for name in ("auto", "torch"):
         experts = create_experts(name, GPT_OSS, torch.device("cpu"))
         assert (type(experts), experts.activation) == (ReferenceExperts, GPT_OSS)
-    assert set(EXPERTS) == {"torch", "triton", "hopper"}
     with pytest.raises(RuntimeError, match="'triton' on a CPU need TRITON_INTERPRET=1"):
         create_experts("triton", SILU, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"experts \('cutlass'\) is not one of auto, torch, triton, hopper"):

@@ -15,6 +15,7 @@ from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import Experts, ReferenceExperts, create_experts, reference
 from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.hopper.shapes import CAPABILITY
+from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.tuning import HOPPER_TILES
 from ep_moe.layout import Compact, ExpertBatch, Flat, TokenRows, pack, weighted_sum
 from ep_moe.quant import StoredMatrix, as_bytes, dequantize_weight, get_scheme, quantize, quantize_weight, round_trip
@@ -186,10 +187,10 @@ def make_experts(kind: str, activation: ActivationConfig) -> Experts:
         return create_experts(kind, activation, torch.device("cuda"))
     if torch.cuda.get_device_capability() != CAPABILITY:
         pytest.skip("needs a Hopper GPU")
-    from ep_moe.experts.hopper.experts import HopperExperts
     from ep_moe.experts.hopper.gemms import HopperGemms
+    from ep_moe.experts.triton import TritonGemms
 
-    return HopperExperts(activation, gemms=HopperGemms(least_rows=0))
+    return KernelExperts(activation, [HopperGemms(least_rows=0), TritonGemms()])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_hopper_gemms_of_odd_sizes(scheme: str, activation: str, biased: bool) -
     values = as_bytes(batch.x)
     values[200, 7] = math.nan if values.is_floating_point() else 0x7F
     backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
-    assert backend is experts.preferred
+    assert backend.name == "hopper"
     y = experts(batch, weights, out=torch.full(batch.output_shape, math.nan, dtype=torch.bfloat16, device="cuda"))
     watched = Watched(model.activation)
     expected = watched(batch, weights)
@@ -311,7 +312,7 @@ def test_hopper_gemms_of_rows_in_turns(scheme: str, pool: bool) -> None:
     rows = dataclasses.replace(rows, local_topk_ids=ids.int().unsqueeze(1), topk_weights=torch.ones_like(ids)[:, None])
     batch = gathered(rows, model, scheme) if pool else lay_out(rows, Layout.COMPACT, model, scheme)
     backend, _ = experts.choose_backend(CallShape.of(batch, weights, model.activation))
-    assert backend is experts.preferred
+    assert backend.name == "hopper"
     used = used_rows(batch)
     expected, found = experts(batch, apart)[used], experts(batch, weights)[used]
     assert found.shape[0] == len(ids)

@@ -143,7 +143,7 @@ def test_a_table_for_a_shape_is_found_by_its_name(
     path = write(tmp_path / "cpu", good(), table_name(80, 144, "cpu", "bfloat16"))
     cpu = torch.device("cpu")
     monkeypatch.setattr(tile_tables, "PACKAGED", tmp_path / "packaged")
-    tile_tables.tell_once.cache_clear()
+    tile_tables.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="ep_moe.experts"):
         for _ in range(2):
             found = find_table(80, 144, cpu, "bfloat16", tmp_path)

@@ -14,7 +14,7 @@ import torch
 from ep_moe.bench import harness
 from ep_moe.bench.presets import LayerPreset
 from ep_moe.config import ActivationConfig, EngineConfig, Layout
-from ep_moe.experts import SERVES, apply_activation, create_experts
+from ep_moe.experts import KERNELS, apply_activation, create_experts
 from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.prepared import batch_tensors, weight_tensors
 from ep_moe.group import EPGroup
@@ -43,7 +43,7 @@ class Beside:
             )
         if not isinstance(create_experts(engine.experts, moe.activation, device), KernelExperts):
             raise ValueError(
-                f"beside (deepgemm) needs experts that are kernels ({', '.join(SERVES)}), not '{engine.experts}' on "
+                f"beside (deepgemm) needs experts that are kernels ({', '.join(KERNELS)}), not '{engine.experts}' on "
                 f"{device}"
             )
         try:
@@ -83,12 +83,12 @@ class Beside:
 
 def _apart(experts: KernelExperts) -> KernelExperts:
     """The same experts, whose GEMMs do not overlap, so that each can be timed by itself."""
-    if experts.preferred is None:
+    if experts.name != "hopper":
         return experts
-    from ep_moe.experts.hopper.experts import HopperExperts  # not every Triton has Gluon
-    from ep_moe.experts.hopper.gemms import HopperGemms
+    from ep_moe.experts.hopper.gemms import HopperGemms  # not every Triton has Gluon
 
-    return HopperExperts(experts.activation, gemms=HopperGemms(overlap=False), tiles=experts.tiles)
+    backends = [HopperGemms(overlap=False), *experts.backends[1:]]
+    return KernelExperts(experts.activation, backends, tiles=experts.tiles)
 
 
 def with_capacity(batch: ExpertBatch, capacity: int) -> ExpertBatch:

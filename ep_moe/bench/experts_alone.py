@@ -19,7 +19,7 @@ from ep_moe.bench.grouped import DTYPE, GroupedExperts, has_grouped_gemm
 from ep_moe.bench.harness import Contender, Work, field_values
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, Layout
-from ep_moe.experts import EXPERTS, Experts, create_experts
+from ep_moe.experts import Experts, create_experts, experts_name
 from ep_moe.group import EPGroup
 from ep_moe.layout import ExpertBatch
 from ep_moe.local_moe import local_moe
@@ -111,7 +111,7 @@ class _ExpertsBench:
             },
             setup={
                 **field_values(engine, "dtype", "scheme"),
-                "experts": harness.implementation_name(self._experts, EXPERTS),
+                "experts": experts_name(self._experts),
                 "backend": backends[0],
                 **field_values(engine, "layout"),
                 "activation": moe.activation.kind.value,

@@ -15,7 +15,7 @@ from ep_moe.bench.gathered import GatheredMoE
 from ep_moe.bench.harness import Contender, Figures, Work, field_values
 from ep_moe.bench.presets import LAYER_PRESETS
 from ep_moe.config import EngineConfig, RoutingMethod, TransportConfig
-from ep_moe.experts import EXPERTS
+from ep_moe.experts import experts_name
 from ep_moe.group import EPGroup
 from ep_moe.layer import ExpertParallelMoE, Phases
 from ep_moe.layer.micro_batches import row_slices
@@ -145,7 +145,7 @@ class _LayerBench:
             setup={
                 **field_values(engine, "dtype", "scheme"),
                 "transport": harness.implementation_name(transports[0], TRANSPORTS),
-                "experts": harness.implementation_name(layer.experts, EXPERTS),
+                "experts": experts_name(layer.experts),
                 **field_values(engine, "layout", "placement"),
                 "routing_method": RoutingMethod(self._routing.method).name.lower(),
                 **field_values(config, "routing", "seed"),

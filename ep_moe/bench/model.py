@@ -25,7 +25,7 @@ from ep_moe.config import EngineConfig
 from ep_moe.engines.transformers import distributed_config, register, shard_experts
 from ep_moe.engines.transformers.decoding import decoder_of
 from ep_moe.engines.transformers.experts import find_experts
-from ep_moe.experts import EXPERTS
+from ep_moe.experts import experts_name
 from ep_moe.group import EPGroup
 from ep_moe.quant import SCHEMES
 from ep_moe.report.records import OURS
@@ -96,7 +96,7 @@ class _ModelBench:
             setup={
                 "dtype": engine.dtype,
                 "transport": harness.implementation_name(session.transport, TRANSPORTS),
-                "experts": harness.implementation_name(session.layers[0].experts, EXPERTS),
+                "experts": experts_name(session.layers[0].experts),
                 **field_values(engine, "layout", "placement"),
                 "baseline_experts": config.baseline_experts,
                 "baseline_dense": _dense(systems[OWN].model) if OWN in systems else "none",

@@ -1,53 +1,48 @@
-"""Expert computation. `base` has the protocol, `EXPERTS` the implementations by name, `SERVES` what those that are
-kernels compute.
+"""Expert computation. `base` has the protocol, `create_experts` makes the implementations by name, `formats` lists what
+those that are kernels compute.
 """
 
 import functools
 import logging
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_moe.config import ActivationConfig
 from ep_moe.environment import tiles_dir
-from ep_moe.experts.base import Experts
-from ep_moe.experts.hopper.shapes import has_gluon, is_hopper, say_once
+from ep_moe.experts.base import Experts, experts_name
+from ep_moe.experts.formats import KERNELS, check_scheme, kernels_compute, row_of
+from ep_moe.experts.hopper.shapes import has_gluon, is_hopper
 from ep_moe.experts.reference import ReferenceExperts, apply_activation
-from ep_moe.experts.serves import SERVES, Serves
 from ep_moe.quant import QuantScheme
 
-
-def _triton_experts(activation: ActivationConfig) -> Experts:
-    """Import Triton only on demand: it exists only on Linux."""
-    from ep_moe.experts.triton import TritonExperts
-
-    return TritonExperts(activation, tiles=tiles_dir())
-
-
-def _hopper_experts(activation: ActivationConfig) -> Experts:
-    """Import Gluon only on demand: not every Triton has it."""
-    if not has_gluon():
-        say_once("this Triton has no Gluon")
-        return _triton_experts(activation)
-    from ep_moe.experts.hopper.experts import HopperExperts
-
-    return HopperExperts(activation, tiles=tiles_dir())
-
-
-EXPERTS: dict[str, Callable[[ActivationConfig], Experts]] = {
-    "torch": ReferenceExperts,
-    "triton": _triton_experts,
-    "hopper": _hopper_experts,
-}
+if TYPE_CHECKING:  # it imports Triton
+    from ep_moe.experts.grouped_gemm import Backend
 
 _DEVICES = ("cpu", "cuda")
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def _tell_slow(scheme: str) -> None:
-    """Say, once for each scheme, that no kernel computes it."""
-    _log.warning("no kernel computes scheme '%s' on this GPU: 'torch' experts serve it slowly, in float32", scheme)
+def _log_once(level: int, line: str) -> None:
+    _log.log(level, "%s", line)
+
+
+def kernel_backends(name: str) -> "list[Backend]":
+    """The GEMMs of the experts of this name in `KERNELS`, those that are asked first. Local.
+
+    Imports Triton only on demand: it exists only on Linux, and not every Triton has Gluon, without which "hopper" are
+    "triton".
+    """
+    from ep_moe.experts.triton import TritonGemms
+
+    if name == "hopper" and has_gluon():
+        from ep_moe.experts.hopper.gemms import HopperGemms
+
+        return [HopperGemms(), TritonGemms()]
+    if name == "hopper":
+        _log_once(logging.INFO, "Triton's kernels serve calls that Hopper's do not: this Triton has no Gluon")
+    return [TritonGemms()]
 
 
 def create_experts(
@@ -55,12 +50,12 @@ def create_experts(
 ) -> Experts:
     """Build an expert implementation by name; "auto" chooses by the device that holds the weights.
 
-    On a GPU, "auto" is the first of `SERVES` that computes `scheme`, else "torch", with one warning for each scheme in
+    On a GPU, "auto" is "triton" if its kernels compute `scheme`, else "torch", with one warning for each scheme in
     the log; on a CPU it is "torch". A named one that does not compute `scheme` raises; without `scheme`, the first call
     with such weights raises.
 
     "hopper", which "auto" takes for "triton" on a GPU of compute capability 9.0, has faster kernels for 64 rows of an
-    expert and more, in 16 bits from 96. "triton" serves the calls that these do not take; the log says once why.
+    expert and more, in 16 bits from 96. "triton" serves the calls that these do not take; the log has the reason once.
 
     Kernels read tables of tiles in the folder that EP_MOE_TILES_DIR names before those of the package
     (`ep_moe.experts.tile_tables`).
@@ -73,18 +68,22 @@ def create_experts(
     if device.type not in _DEVICES:
         raise ValueError(f"device ({device}) is not one of {', '.join(_DEVICES)}")
     if name == "auto":
-        kernels = (serves.name for serves in SERVES.values() if scheme is None or serves.computes(scheme))
-        found = next(kernels, None) if device.type == "cuda" else "torch"
-        if found is None and scheme is not None:
-            _tell_slow(scheme.name)
-        name = "hopper" if found == "triton" and is_hopper(device) else found or "torch"
-    if name not in EXPERTS:
-        raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(EXPERTS)}")
-    if name in SERVES:
-        if scheme is not None:
-            SERVES[name].check(scheme, activation=activation.kind)
-        _require_triton(device)
-    return EXPERTS[name](activation)
+        name = "torch"
+        if device.type == "cuda" and (scheme is None or kernels_compute(scheme)):
+            name = "hopper" if is_hopper(device) else "triton"
+        elif device.type == "cuda" and scheme is not None:
+            slow = f"no kernel computes scheme '{scheme.name}' on this GPU: 'torch' experts serve it slowly, in float32"
+            _log_once(logging.WARNING, slow)
+    if name == "torch":
+        return ReferenceExperts(activation)
+    if name not in KERNELS:
+        raise ValueError(f"experts ({name!r}) is not one of auto, torch, {', '.join(KERNELS)}")
+    if scheme is not None:
+        row_of(scheme, name)
+    _require_triton(device)
+    from ep_moe.experts.kernels import KernelExperts
+
+    return KernelExperts(activation, kernel_backends(name), tiles=tiles_dir())
 
 
 def _require_triton(device: torch.device) -> None:
@@ -97,4 +96,14 @@ def _require_triton(device: torch.device) -> None:
         raise RuntimeError("experts 'triton' on a CPU need TRITON_INTERPRET=1 in the environment; 'torch' does not")
 
 
-__all__ = ["EXPERTS", "SERVES", "Experts", "ReferenceExperts", "Serves", "apply_activation", "create_experts"]
+__all__ = [
+    "KERNELS",
+    "Experts",
+    "ReferenceExperts",
+    "apply_activation",
+    "check_scheme",
+    "create_experts",
+    "experts_name",
+    "kernel_backends",
+    "kernels_compute",
+]

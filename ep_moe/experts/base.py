@@ -9,11 +9,13 @@ from ep_moe.layout import ExpertBatch
 from ep_moe.weights import ExpertWeights
 
 
-class Experts(Protocol):
-    """Two grouped GEMMs with an activation between them.
+def experts_name(experts: "Experts") -> str:
+    """The name of an implementation in configs, or of its class. Local."""
+    return getattr(experts, "name", type(experts).__name__)
 
-    Implementations hold an `ActivationConfig`; every call passes a layer's weights.
-    """
+
+class Experts(Protocol):
+    """Two grouped GEMMs with an activation between them; every call passes a layer's weights."""
 
     activation: ActivationConfig
 

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def tell_slow() -> None:
+def warn_slow() -> None:
     """Say, once, what weights in act-order cost. Local."""
     _log.warning("columns of w13 lie in an order of each expert (act-order): tokens are copied in it before each call")
 

@@ -5,7 +5,6 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,51 +12,13 @@ from typing import Protocol
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts.serves import Serves
+from ep_moe.experts.formats import Between, FormatRow, decodes_pairs, row_of
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
 from ep_moe.layout import Batched, ExpertBatch
 from ep_moe.quant import QuantScheme
 from ep_moe.weights import ExpertWeights
-
-
-class Between(enum.Enum):
-    """How the intermediate is stored between the GEMMs; `fused` is done by the first GEMM, else by further kernels."""
-
-    ROUND = "none"  # to the model's dtype
-    GROUP = "group"  # requantized in groups that lie within a tile
-    STATIC = "static"  # requantized by scales that are given, one for each expert
-    TOKEN = "token"  # requantized with a scale for each row
-    TENSOR = "tensor"  # requantized with a scale for all rows of an expert
-    WIDE_GROUP = "wide group"  # requantized in groups that do not lie within a tile
-    MXFP8 = "mxfp8"  # rounded to MXFP8, whose numbers bfloat16 represents: stored so
-    NVFP4 = "nvfp4"  # rounded to NVFP4 with a global scale for each row; what that multiplies is stored in bfloat16
-
-    @property
-    def fused(self) -> bool:
-        """True if the first GEMM stores what the second reads; else it stores float32."""
-        return self in (Between.ROUND, Between.GROUP, Between.STATIC, Between.MXFP8)
-
-    @classmethod
-    def of(cls, scheme: QuantScheme, block_n: int, *, static: bool) -> "Between":
-        """What `scheme` asks for, if tiles of the first GEMM have `block_n` columns; `static` if scales are given."""
-        stored, width = scheme.activation, scheme.activation.block[1]
-        if stored.granularity == "none":
-            return cls.ROUND
-        if stored.family == "micro":
-            return cls.MXFP8 if stored.global_scale == "none" else cls.NVFP4
-        if stored.granularity == "token":
-            return cls.TOKEN
-        if stored.granularity == "tensor":
-            return cls.STATIC if static else cls.TENSOR
-        return cls.GROUP if width & (width - 1) == 0 and width <= block_n else cls.WIDE_GROUP
-
-    def num_scales(self, scheme: QuantScheme, width: int) -> int:
-        """Scales that are stored for each row of the intermediate, of `width` columns."""
-        if self in (Between.STATIC, Between.MXFP8):
-            return 0
-        return 1 if self is Between.NVFP4 else scheme.activation.num_groups(width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +32,10 @@ class CallShape:
         expected_rows: the batch's hint. max_rows: rows of all experts together, or of each one if `rows_apart`.
         x_stride: between rows of the pool, in elements.
         scale_height: rows in a block of the pool's scales. scale_strides: between blocks, rows and groups.
-        static_scale: the intermediate's scales are given.
+        static_scale: the intermediate's scales are among the arguments.
         gathered: rows come from a pool by `row_index`.
         limited: the activation has a limit, one for all experts or one for each.
-        up_first: w13 is [up; gate]. alternating: its gate and up rows take turns.
+        up_first: w13 is [up; gate]. alternating: its gate and up rows are interleaved.
     """
 
     device: torch.device
@@ -128,34 +89,24 @@ class CallShape:
         )
 
     @property
-    def widens_rows(self) -> bool:
-        """True if rows are decoded to 16 bits, which represent their values, before they are multiplied."""
-        rows = self.scheme.payload
-        return rows.family == "micro" or (rows.quantized and self.scheme.weight.family == "integer")
+    def format(self) -> FormatRow:
+        """How kernels compute the scheme."""
+        return row_of(self.scheme)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows as they are multiplied. Float16 represents an e4m3, and an integer of 4 bits times its scale."""
-        if self.widens_rows:
-            return torch.bfloat16 if self.scheme.payload.family == "micro" else torch.float16
-        return self.scheme.payload.dtype or self.dtype
+        """Of the rows as they are multiplied."""
+        return self.format.rows or self.scheme.payload.dtype or self.dtype
 
     @property
     def decodes(self) -> bool:
         """True if weights are decoded to the dtype of the rows before they are multiplied."""
-        return self.scheme.weight.dtype is not None and self.scheme.weight.dtype != self.row_dtype
+        return self.format.kind != "none"
 
     def decodes_pairs(self, *, folded: bool) -> bool:
         """True if weights are decoded two at once to 16 bits. folded: whether with the scales of their groups."""
-        stored, bits16 = self.scheme.weight, self.decodes and self.row_dtype.itemsize == 2
-        if any(stored.row_values(width) % 4 for width in (self.hidden, self.intermediate)):
-            return False  # they are loaded in words
-        if stored.family == "micro":
-            return bits16 and self.row_dtype == torch.bfloat16 and (folded or stored.packed == 2)
-        if stored.family == "integer" and stored.packed == 2:
-            exact = (self.row_dtype, torch.bfloat16) if self.row_dtype == torch.float16 else (self.row_dtype,)
-            return bits16 and (not folded or stored.scale_dtype in exact)
-        return bits16 and stored.dtype == torch.int8 and not folded
+        whole_words = all(self.scheme.weight.row_values(width) % 4 == 0 for width in (self.hidden, self.intermediate))
+        return self.decodes and whole_words and decodes_pairs(self.scheme, self.row_dtype, folded=folded)
 
     @property
     def weight_bits(self) -> int:
@@ -179,8 +130,8 @@ class GroupedGemm(Protocol):
     """One of the two GEMMs of all experts over the tile list, prepared for calls of one shape."""
 
     def __call__(self, tensors: tuple[Operands, Stored, ExpertScalars, Rows, TileList], /) -> None:
-        """Compute a GEMM with its bias and what follows it; `ep_moe.kernels.gemm.arguments` describes the tensors, of
-        which the second group is written.
+        """Compute a GEMM with its bias and epilogue; `ep_moe.kernels.gemm.arguments` describes the tensors, of which
+        the second group is written.
 
         Local, on the current stream, no host sync, CUDA-graph safe after its first call.
         """
@@ -188,8 +139,8 @@ class GroupedGemm(Protocol):
 
     @property
     def repeat(self) -> Repeat | None:
-        """The same with the addresses of the tensors that are there, in the order of a call; all are aligned to 16
-        bytes. None until a call has loaded the kernel: each call then passes tensors."""
+        """The same with the addresses of the tensors that are not None, in the order of a call, aligned to 16 bytes.
+        None until a call has loaded the kernel."""
         ...
 
 
@@ -199,12 +150,30 @@ class Backend(Protocol):
     The first one reads the batch's rows and stores the intermediate, rows in the order of the tile list, in the dtype
     of the scheme's activation or the model if `between.fused`, else in float32; the second one reads it and stores the
     batch's rows in the model's dtype, and touches no row that holds no token.
+
+    Attributes:
+        name: in configs and tables.
     """
 
-    serves: Serves
+    name: str
+
+    def obstacle(self, shape: CallShape) -> str | None:
+        """The reason why it computes no calls of this shape, whatever their rows; None if it does. Local."""
+        ...
+
+    def tiles(self, shape: CallShape, wanted: ExpertTiles | None = None, source: str = "") -> ExpertTiles | None:
+        """The tiles of both GEMMs for calls of this shape; None leaves them to the next backend.
+
+        Args: wanted: tiles of a table that names no backend, which are Triton's. source: the table, for errors. Local.
+        """
+        ...
+
+    def default_tiles(self, shape: CallShape) -> ExpertTiles:
+        """Its own tiles for calls of this shape, if there is no obstacle. Local."""
+        ...
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Further tensors of a call, by name: "next_tile", and what `gather` writes: "packed", "packed_scale"."""
+        """Further tensors of a call, by name: "next_tile", and the output of `gather`: "packed", "packed_scale"."""
         ...
 
     def gather(self, shape: CallShape, tiles: ExpertTiles) -> RepeatedLaunch | None:
@@ -216,27 +185,9 @@ class Backend(Protocol):
         ...
 
     def first(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
-        """Prepare w13 @ x, its bias, the activation and what `between` says, if it is fused."""
+        """Prepare w13 @ x, its bias, the activation and `between`, if it is fused."""
         ...
 
     def second(self, shape: CallShape, tiles: ExpertTiles, between: Between) -> GroupedGemm:
         """Prepare w2 @ intermediate and its bias."""
-        ...
-
-
-class PreferredBackend(Backend, Protocol):
-    """A backend of some calls, which is asked before the one that computes all.
-
-    Attributes:
-        default_tiles: of the calls that it takes, unless a table has others.
-    """
-
-    default_tiles: ExpertTiles
-
-    def tiles(self, shape: CallShape) -> ExpertTiles | None:
-        """The tiles of both GEMMs for calls of this shape; None leaves them to another backend. Local."""
-        ...
-
-    def obstacle(self, shape: CallShape) -> str | None:
-        """The reason why it computes no calls of this shape, whatever their rows; None if it does. Local."""
         ...

@@ -1,24 +1,24 @@
-"""The launches of the experts' calls: found once for a shape, then repeated with other addresses.
+"""The launches of the experts' calls, prepared once for a shape, and the choice of their backend and tiles.
 
 Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles of all experts, N received token rows.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ep_moe.experts.grouped_gemm import Backend, Between, CallShape
-from ep_moe.experts.launching import aligned
+from ep_moe.experts.formats import Between
+from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.ready_rows import inner_order, inner_width
 from ep_moe.experts.requantize import prepare_requantize, prepare_tile_list
+from ep_moe.experts.tile_tables import find_table, log_once
 from ep_moe.experts.tuning import ExpertTiles
-from ep_moe.kernel_launch.allocation import allocator
 from ep_moe.kernel_launch.sequence import LaunchSequence
 from ep_moe.kernels.gemm.arguments import ExpertScalars, Operands, Rows, Stored, TileList
-from ep_moe.layout import ExpertBatch, Flat, weighted_sum
+from ep_moe.layout import ExpertBatch
 from ep_moe.layout.triton import prepare_weighted_sum
 from ep_moe.quant import as_bytes
 from ep_moe.weights import ExpertWeights
@@ -28,7 +28,7 @@ _NAMES = {  # field of a batch -> name of an argument, where they differ
     "expert_num_tokens": "num_tokens",
     "scale": "x_scale",
 }
-_STRIDED = ("x", "x_scale")  # whose strides kernels take; other tensors are contiguous
+STRIDED = ("x", "x_scale")  # whose strides kernels take; other tensors are contiguous
 
 
 def batch_tensors(batch: ExpertBatch) -> dict[str, torch.Tensor]:
@@ -54,20 +54,48 @@ def with_dense_rows(batch: ExpertBatch) -> ExpertBatch:
     return dataclasses.replace(batch, x=batch.x.contiguous())
 
 
+def _wanted_tiles(shape: CallShape, tiles: ExpertTiles | Path | None) -> tuple[ExpertTiles | None, str]:
+    """The tiles themselves, or those of the table for this shape, whose file is the second result."""
+    if isinstance(tiles, ExpertTiles):
+        return tiles, ""
+    name = shape.scheme.name if shape.scheme.weight.quantized else str(shape.dtype).removeprefix("torch.")
+    table = find_table(shape.intermediate, shape.hidden, shape.device, name, tiles)
+    return (None, "") if table is None else (table.choose(shape.expected_rows), table.source)
+
+
+def choose_backend(
+    shape: CallShape, backends: Sequence[Backend], tiles: ExpertTiles | Path | None
+) -> tuple[Backend, ExpertTiles]:
+    """The backend of calls of this shape, and its tiles; arguments and errors as of `KernelExperts`. Local."""
+    wanted, source = _wanted_tiles(shape, tiles)
+    if wanted is not None and wanted.backend:
+        named = {backend.name: backend for backend in backends}.get(wanted.backend)
+        reason = f"these experts compute by '{backends[-1].name}' kernels" if named is None else named.obstacle(shape)
+        if named is not None and reason is None:
+            found = named.tiles(shape, wanted, source)
+            assert found is not None
+            return named, found
+        if isinstance(tiles, ExpertTiles):
+            raise ValueError(f"tiles are for backend '{wanted.backend}': {reason}")
+        log_once(f"{source}: backend '{wanted.backend}' is not used, defaults are: {reason}")
+        wanted = None
+    found_by = ((backend, backend.tiles(shape, wanted, source)) for backend in backends)
+    return next((backend, found) for backend, found in found_by if found is not None)
+
+
 class PreparedCall:
     """The launches of calls of one shape. Their tensors have names: those of the batch, "y", those of the weights,
-    those of `workspace`.
+    those of the workspace.
 
     Args:
         shape: of the calls. backend: of both GEMMs. tiles: of both GEMMs.
-        given: names of the tensors of the batch that are there. held: of the weights.
+        of_batch, of_weights: names of the tensors of the batch, and of the weights, that are not None.
         summed: N and K of FLAT batches, whose rows are weighted and summed.
 
     Attributes:
         sequence: the kernels, whose workspace has the intermediates.
         row_tiles: how many there are at most, and of how many rows each.
-        steps: their names: "tile_list", "gather", "first", "find_amax", "requantize", "second", "sum", if they are
-            there.
+        steps: names of the launches, of "tile_list", "gather", "first", "find_amax", "requantize", "second", "sum".
     Local; nothing is launched.
     """
 
@@ -76,8 +104,8 @@ class PreparedCall:
         shape: CallShape,
         backend: Backend,
         tiles: ExpertTiles,
-        given: tuple[str, ...],
-        held: tuple[str, ...],
+        of_batch: tuple[str, ...],
+        of_weights: tuple[str, ...],
         *,
         summed: torch.Size | None,
     ) -> None:
@@ -91,7 +119,7 @@ class PreparedCall:
             "tile_expert": ((max_tiles,), torch.int32),
             "first_tile": ((num_experts,), torch.int32),
             "num_tiles": ((1,), torch.int32),
-            "inner": (inner, shape.row_dtype if shape.widens_rows else scheme.activation.dtype or shape.dtype),
+            "inner": (inner, shape.format.rows or scheme.activation.dtype or shape.dtype),
         }
         if between is Between.TENSOR:
             pieces["amax"] = (num_experts,), torch.int32
@@ -109,7 +137,7 @@ class PreparedCall:
         w13, w2 = (tuple(f"{name}_{part}" for part in parts) for name in ("w13", "w2"))
         halves = ("w13_output_scale", "w13_gate_output_scale")
         scalars = ExpertScalars("static_scale", *(halves[::-1] if shape.up_first else halves), "alpha", "beta", "limit")
-        inner_scale = "static_scale" if "static_scale" in held else "inner_scale"
+        inner_scale = "static_scale" if "static_scale" in of_weights else "inner_scale"
         order = inner_order(shape, tiles)
         requantize = prepare_requantize(shape, between, max_tiles, tiles.block_m, width=inner[1], order=order)
         gathered, packed = rows._replace(row_index="row_index"), Stored("packed", "packed_scale")
@@ -136,7 +164,7 @@ class PreparedCall:
             steps["sum"] = (launch, ("rows", "token_to_row", "topk_weights", None, "y"))
         steps = {name: step for name, step in steps.items() if step[0] is not None}
         self.steps = tuple(steps)
-        self.sequence = LaunchSequence(list(steps.values()), (*given, "y", *held), pieces, shape.device)
+        self.sequence = LaunchSequence(list(steps.values()), (*of_batch, "y", *of_weights), pieces, shape.device)
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with these tensors of batch and weights and y. Local, no host sync."""
@@ -145,8 +173,8 @@ class PreparedCall:
     def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
         """The launches by name of step, to be called one by one with these tensors of batch and weights and y.
 
-        They hold one workspace, which is written in their order: all are called in it once before single ones are
-        repeated. Local, no host sync.
+        They share one workspace: each is called once, in their order, before single ones are called again. Local, no
+        host sync.
         """
         memory, launches = self.sequence.bound(_without_e8m0(tensors))
         del memory  # the launches' tensors hold it
@@ -159,51 +187,3 @@ def _without_e8m0(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         name: as_bytes(tensor) if tensor.dtype == torch.float8_e8m0fnu or name == "x_scale" else tensor
         for name, tensor in tensors.items()
     }
-
-
-class RepeatedCall:
-    """Calls with the same weights and with batches of one signature.
-
-    Args:
-        prepared: the launches. batch, weights: of a first call; of the batch nothing is kept alive but its scheme.
-
-    Attributes:
-        sequence: the launches, first that of the tile list. weights: the tensors that they read, by the names `held`.
-        row_tiles: as of `PreparedCall`.
-        y_shape, dtype: of the output.
-        in_place: there are rows, and the launches read all tensors where they are: no copies, no sum of FLAT.
-    """
-
-    def __init__(self, prepared: PreparedCall, batch: ExpertBatch, weights: ExpertWeights) -> None:
-        given, held = batch_tensors(batch), weight_tensors(weights)
-        self._prepared, self.sequence, self.dtype = prepared, prepared.sequence, batch.dtype
-        self.weights, self.held = list(held.values()), tuple(held)
-        self.row_tiles = prepared.row_tiles
-        self._scheme = batch.scheme  # a signature has its id
-        shape = self.y_shape = batch.output_shape
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        self._new_y = allocator(shape, strides, batch.dtype, batch.x.device)
-        rows = batch.x if batch.row_index is None else batch.row_index
-        self._is_empty = not rows.numel() or not batch.x.numel()
-        self._is_flat = isinstance(batch, Flat)
-        contiguous = {name: tensor for name, tensor in (given | held).items() if name not in _STRIDED}
-        self._repeats = with_dense_rows(batch) is batch and all(each.is_contiguous() for each in contiguous.values())
-        self.in_place = self._repeats and not self._is_flat and not self._is_empty
-
-    def __call__(self, batch: ExpertBatch, out: torch.Tensor | None) -> torch.Tensor:
-        """Compute the experts of every row; see `KernelExperts`. Local, no host sync."""
-        y = self._new_y() if out is None else out.contiguous()
-        addresses = [*batch.addresses, *map(torch.Tensor.data_ptr, (y, *self.weights))]
-        if not self._repeats or self.sequence.repeat(addresses) is None:
-            self._run(batch, y)
-        return y if out is None or y is out else out.copy_(y)
-
-    def _run(self, batch: ExpertBatch, y: torch.Tensor) -> None:
-        """A first call, or one whose tensors have to be copied or are not aligned."""
-        if self._is_empty:
-            if isinstance(batch, Flat):
-                weighted_sum(y.new_empty(0, y.shape[1]), batch.token_to_row, batch.topk_weights, out=y)
-            return
-        named = batch_tensors(with_dense_rows(batch)) | {"y": y}
-        named = {name: each if name in _STRIDED else each.contiguous() for name, each in named.items()}
-        self._prepared.run(named | dict(zip(self.held, map(aligned, self.weights), strict=True)))

@@ -61,7 +61,7 @@ def ready_width(shape: CallShape, tiles: ExpertTiles) -> int:
 
     They are prepared if they are decoded to bfloat16, or if their columns are summed in another order. Local.
     """
-    if not shape.widens_rows and not shuffles(shape, tiles.first):
+    if shape.format.rows is None and not shuffles(shape, tiles.first):
         return 0
     step = max(tiles.first.block_k, _COLUMNS)
     return math.ceil(shape.hidden / step) * step

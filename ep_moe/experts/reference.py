@@ -184,6 +184,8 @@ class ReferenceExperts:
             read back to the host, so that calls can be captured in CUDA graphs.
     """
 
+    name = "torch"
+
     def __init__(self, activation: ActivationConfig, *, every_row: bool = False) -> None:
         self.activation = activation
         self.every_row = every_row

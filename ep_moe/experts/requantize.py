@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ep_moe.experts.grouped_gemm import Between, CallShape
+from ep_moe.experts.formats import Between
+from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.launching import num_programs
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import RowGroups

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ep_moe.config import config_dir
-from ep_moe.experts.serves import SERVES
+from ep_moe.experts.formats import KERNELS
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles, GemmTiles
 from ep_moe.fields import shown
 
@@ -109,8 +109,8 @@ def tiles_of_json(entry: Any, where: str) -> ExpertTiles:
     backend = ""
     if isinstance(entry, dict) and "backend" in entry:
         backend, entry = entry["backend"], {key: value for key, value in entry.items() if key != "backend"}
-        if backend not in tuple(SERVES):
-            raise ValueError(f"{where}: backend ({shown(backend)}) is not one of {', '.join(SERVES)}")
+        if backend not in KERNELS:
+            raise ValueError(f"{where}: backend ({shown(backend)}) is not one of {', '.join(KERNELS)}")
     if backend == HOPPER_TILES.backend:
         return dataclasses.replace(HOPPER_TILES, **_values(entry, _HOPPER_KEYS, where))
     shared = _values(entry, _SHARED_KEYS, where, "first", "second")
@@ -228,11 +228,11 @@ def find_table(
     file = Path(name.replace(" ", "_")) / table_name(intermediate, hidden, name, dtype)
     paths = [path / file for path in (folder, PACKAGED) if path is not None]
     found = next((path for path in paths if path.is_file()), None)
-    tell_once(f"expert kernels take {found}" if found else f"expert kernels take default tiles: no table {file}")
+    log_once(f"expert kernels take {found}" if found else f"expert kernels take default tiles: no table {file}")
     return None if found is None else read_table(found)
 
 
 @functools.cache
-def tell_once(text: str) -> None:
+def log_once(text: str) -> None:
     """Log which table is used, or why an entry of it is not. Local."""
     _log.info("%s", text)

@@ -4,15 +4,13 @@ Letters: L local experts, H hidden, I intermediate, G scale groups, Q row tiles 
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from ep_moe.config import ActivationConfig
-from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
-from ep_moe.experts.kernels import KernelExperts
+from ep_moe.experts.formats import Between
+from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.launching import num_programs
 from ep_moe.experts.ready_rows import (
     MOST_SCALED_ROWS,
@@ -24,14 +22,12 @@ from ep_moe.experts.ready_rows import (
     ready_width,
     shuffles,
 )
-from ep_moe.experts.serves import SERVES
-from ep_moe.experts.tuning import ExpertTiles, GemmTiles
+from ep_moe.experts.tile_tables import default_table
+from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages, fit_steps
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, Scales, Shared, Sizes, TileShape
 from ep_moe.kernels.gemm.grouped import _first_gemm_kernel, _second_gemm_kernel
 
-_KINDS = {"scaled": {torch.float8_e4m3fn: "float8", torch.int8: "int8"}, "micro": {torch.float8_e4m3fn: "float8"}}
-_PACKED_KINDS = {("integer", 1): "uint8", ("integer", 2): "uint4", ("micro", 2): "e2m1"}  # by family and `packed`
 _ONE_GROUP = 1 << 30  # columns in a group of zero points per channel
 
 
@@ -43,14 +39,10 @@ def _codes(shape: CallShape, tiles: ExpertTiles, scales: Scales, *, second: bool
     stored = shape.scheme.weight
     sums = shape.intermediate if second else shape.hidden
     scaled = scales.WEIGHT in ("fold", "block")
-    kind = "none"
-    if shape.decodes:
-        assert stored.dtype is not None
-        kind = _PACKED_KINDS.get((stored.family, stored.packed)) or _KINDS[stored.family][stored.dtype]
     shuffled = shuffles(shape, gemm)
     pairs = shuffled and shape.decodes_pairs(folded=scales.WEIGHT == "fold")
     return Codes(
-        KIND=kind,
+        KIND=shape.format.kind,
         PACKED=stored.packed,
         PAIRS=pairs and not triton.knobs.runtime.interpret,
         ZERO=stored.zero_point,
@@ -134,10 +126,89 @@ def _prepare(
     )
 
 
+def _default(shape: CallShape) -> ExpertTiles:
+    """Triton's tiles for calls of shapes without a table of their own."""
+    stored, gated = shape.scheme.weight, shape.activation.kind.gated
+    if shape.decodes:
+        table = default_table(
+            shape.row_dtype,
+            gated=gated,
+            weight_bits=shape.weight_bits,
+            fp8_weights=stored.family == "scaled" and stored.dtype == torch.float8_e4m3fn,
+        )
+        tiles = table.choose(shape.expected_rows)
+        if all(_sums_within_groups(shape, gemm) for gemm in (tiles.first, tiles.second)):
+            return tiles
+        return fit_steps(tiles, stored.group_width, across=True)
+    blocked = stored.granularity == "block"
+    table = default_table(
+        shape.row_dtype,
+        gated=gated,
+        group_k=stored.group_width,
+        whole_blocks=not blocked or (stored.block[0] % 128 == 0 and shape.halves_aligned),
+    )
+    return table.choose(shape.expected_rows)
+
+
+def _sums_within_groups(shape: CallShape, gemm: GemmTiles) -> bool:
+    """True if no product over K crosses from one scale of weights to the next."""
+    return shape.scheme.weight.group_width % (gemm.block_k // parts(shape, gemm)) == 0
+
+
+def _launchable(tiles: ExpertTiles, shape: CallShape) -> ExpertTiles:
+    """The tiles with as many stages as fit the GPU."""
+    if shape.device.type != "cuda":
+        return tiles
+    properties = triton.runtime.driver.active.utils.get_device_properties(shape.device.index)
+    widths, stored = (8 * shape.row_dtype.itemsize, shape.weight_bits), shape.scheme.weight
+    grouped = stored.granularity in ("group", "block")
+    rearranged = stored.packed > 1 and not shape.decodes_pairs(folded=grouped)
+    return fit_stages(
+        tiles, properties["max_shared_mem"], *widths, gated=shape.activation.kind.gated, rearranged=rearranged
+    )
+
+
+def _checked(tiles: ExpertTiles, shape: CallShape, source: str) -> ExpertTiles:
+    """The tiles. Errors: ValueError if a step of a reduction would cross from one scale to the next.
+
+    A step over weights that are decoded together with their scales may have several whole groups.
+    """
+    source = source and f"{source}: "
+    width, micro = shape.scheme.weight.group_width, shape.scheme.payload.family == "micro"
+    for name, gemm in (("first", tiles.first), ("second", tiles.second)):
+        if micro and (gemm.block_k % width or gemm.block_n % width):
+            raise ValueError(
+                f"{source}block_n ({gemm.block_n}) and block_k ({gemm.block_k}) of the {name} GEMM are not multiples "
+                f"of the {width} columns that share a scale in scheme '{shape.scheme.name}'"
+            )
+        within = _sums_within_groups(shape, gemm)
+        if not micro and not within and not (shape.decodes and gemm.block_k % width == 0):
+            raise ValueError(
+                f"{source}block_k ({gemm.block_k}) of the {name} GEMM does not divide the {width} columns "
+                f"that share a scale in scheme '{shape.scheme.name}'"
+            )
+    return tiles
+
+
 class TritonGemms:
     """Both GEMMs as persistent Triton kernels; a `Backend`."""
 
-    serves = SERVES["triton"]
+    name = "triton"
+
+    def obstacle(self, shape: CallShape) -> str | None:
+        """None: they compute every format. Local."""
+        return None
+
+    def tiles(self, shape: CallShape, wanted: ExpertTiles | None = None, source: str = "") -> ExpertTiles:
+        """The wanted tiles, or the default ones, with as many stages as fit the GPU.
+
+        Errors: ValueError if a step of a reduction would cross from one scale to the next. Local.
+        """
+        return self.default_tiles(shape) if wanted is None else _launchable(_checked(wanted, shape, source), shape)
+
+    def default_tiles(self, shape: CallShape) -> ExpertTiles:
+        """The tiles for calls of shapes without a table of their own. Local."""
+        return _launchable(_default(shape), shape)
 
     def workspace(self, shape: CallShape, tiles: ExpertTiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Rows that are prepared for weights decoded in registers; programs count tiles by themselves. Local."""
@@ -145,7 +216,7 @@ class TritonGemms:
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if width:
             pieces["packed"] = (rows, width), shape.row_dtype
-        if shape.widens_rows and shape.scheme.payload.family != "micro":
+        if shape.format.rows == torch.float16:
             pieces["packed_scale"] = (rows,), torch.float32
         return pieces
 
@@ -192,10 +263,3 @@ class TritonGemms:
         )
         rows = shape.max_tiles(tiles.block_m) * tiles.block_m
         return _prepare(_second_gemm_kernel, sizes, (rows,), Epilogue(), shape, tiles, between, second=True)
-
-
-class TritonExperts(KernelExperts):
-    """`KernelExperts` whose GEMMs are Triton's; the arguments are explained there."""
-
-    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | Path | None = None) -> None:
-        super().__init__(activation, TritonGemms(), tiles=tiles)

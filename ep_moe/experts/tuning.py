@@ -34,7 +34,7 @@ class ExpertTiles:
     Tiles are ordered in groups of `group_m` row tiles, each of which covers all columns before the next group.
 
     Args:
-        backend: the name in `SERVES` of the backend that these tiles are for; "" are Triton's, and leave the choice.
+        backend: the name of the backend that these tiles are for; "" are Triton's, and leave the choice.
     """
 
     block_m: int

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts import SERVES, Experts, create_experts
+from ep_moe.experts import Experts, create_experts, kernels_compute
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.quant import QuantScheme, get_scheme
 
@@ -68,8 +68,7 @@ def served_scheme(names: tuple[str, ...], device: torch.device) -> QuantScheme:
     """The first of these schemes that kernels compute on a GPU; the first one if none is, and on a CPU. Local."""
     schemes = [get_scheme(name) for name in names]
     if device.type == "cuda":
-        served = (one for one in schemes if any(backend.computes(one) for backend in SERVES.values()))
-        return next(served, schemes[0])
+        return next(filter(kernels_compute, schemes), schemes[0])
     return schemes[0]
 
 
@@ -177,7 +176,7 @@ def _experts_for(
     tiles: ExpertTiles | None,
 ) -> Experts:
     del thread  # each has its own, so that none waits for another's launches
-    if device.type == "cuda" and not any(backend.computes(scheme) for backend in SERVES.values()):
+    if device.type == "cuda" and not kernels_compute(scheme):
         _log.warning("no kernel computes experts of scheme '%s': torch does, slowly", scheme.name)
     experts = create_experts("auto", activation, device, scheme=scheme)
     if tiles is not None and hasattr(experts, "tiles"):

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ep_moe.experts import Experts
-from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.prepared import RepeatedCall
+from ep_moe.experts.kernels import KernelExperts, RepeatedCall
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence, joined
 from ep_moe.local_moe.routed import PLACED, QUANTIZED, RoutedPacking

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_moe.config import DTYPES
+from ep_moe.experts.formats import kernels_compute
 from ep_moe.experts.launching import aligned
-from ep_moe.experts.serves import SERVES
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.quant import Quantized, QuantScheme, StoredMatrix, as_bytes, dequantize_rows, dequantize_weight
 
@@ -41,7 +41,7 @@ class RowLists:
 
 def by_kernels(device: torch.device, scheme: QuantScheme) -> bool:
     """Whether `gemm_rows` launches kernels by default: on a GPU, if they compute `scheme`. Local."""
-    return device.type == "cuda" and SERVES["triton"].computes(scheme)
+    return device.type == "cuda" and kernels_compute(scheme)
 
 
 def gemm_rows(

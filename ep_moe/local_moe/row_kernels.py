@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from ep_moe.config import ActivationConfig, ActivationKind
-from ep_moe.experts.grouped_gemm import Between, CallShape
+from ep_moe.experts.formats import Between
+from ep_moe.experts.grouped_gemm import CallShape
 from ep_moe.experts.launching import num_programs
+from ep_moe.experts.prepared import choose_backend
 from ep_moe.experts.requantize import prepare_tile_list
-from ep_moe.experts.triton import TritonExperts
+from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.kernel_launch.repeated import RepeatedLaunch
 from ep_moe.kernel_launch.sequence import LaunchSequence
@@ -36,11 +38,10 @@ def _sequence(shape: CallShape, tiles: ExpertTiles | None, given: tuple[str, ...
         tiles: None chooses by table. given: names of the tensors, of those of `ep_moe.local_moe.row_gemm`, in order.
         num_flags: of rows that may become zeros, 0 without.
     """
-    experts = TritonExperts(shape.activation, tiles=tiles)
-    chosen = experts.choose_backend(shape)[1]
+    backend, chosen = choose_backend(shape, [TritonGemms()], tiles)
     # no second GEMM sums the result in an order of its own
     chosen = dataclasses.replace(chosen, second=dataclasses.replace(chosen.second, swap=False))
-    most, backend = shape.max_tiles(chosen.block_m), experts.backend
+    most = shape.max_tiles(chosen.block_m)
     pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tile_expert": ((most,), torch.int32),
         "first_tile": ((shape.num_experts,), torch.int32),

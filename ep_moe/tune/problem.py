@@ -5,17 +5,15 @@ Letters: N rows of all experts, L local experts, H hidden, n rows that are check
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ep_moe.config import EngineConfig, Layout, MoEConfig
-from ep_moe.experts import SERVES
-from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts import KERNELS, kernel_backends
+from ep_moe.experts.grouped_gemm import Backend, CallShape
 from ep_moe.experts.hopper.shapes import CAPABILITY, has_gluon, is_hopper
 from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.triton import TritonExperts
 from ep_moe.experts.tuning import ExpertTiles
 from ep_moe.group import EPGroup
 from ep_moe.layout import pack_routed
@@ -43,24 +41,25 @@ class Sizes:
     seed: int
 
 
-def kernel_experts(name: str, device: torch.device) -> Callable[..., KernelExperts]:
-    """The experts whose kernels are tuned: "triton", or "hopper", which has both backends; "auto" chooses.
+def tuned_backends(name: str, device: torch.device) -> list[Backend]:
+    """The backends of the experts of this name, whose kernels are tuned; "auto" chooses.
 
     Errors: ValueError for others, RuntimeError if "hopper" cannot run here. Local.
     """
-    if name not in ("auto", *SERVES):
-        raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(SERVES)}, whose kernels have tiles")
+    if name not in ("auto", *KERNELS):
+        raise ValueError(f"experts ({name!r}) is not one of auto, {', '.join(KERNELS)}, whose kernels have tiles")
     both = has_gluon() and is_hopper(device)
     if name == "hopper" and not both:
         raise RuntimeError(
             f"experts 'hopper' need a GPU of compute capability {CAPABILITY} and a Triton with Gluon, "
             f"which {device} has not; 'triton' is tuned without"
         )
-    if name == "triton" or not both:
-        return TritonExperts
-    from ep_moe.experts.hopper.experts import HopperExperts  # not every Triton has Gluon
+    return kernel_backends("hopper" if name != "triton" and both else "triton")
 
-    return HopperExperts
+
+def named(backend: Backend, tiles: ExpertTiles) -> ExpertTiles:
+    """The tiles, with the name of the backend that they are for. Local."""
+    return dataclasses.replace(tiles, backend=backend.name)
 
 
 class Problem:
@@ -68,12 +67,12 @@ class Problem:
 
     Args:
         device: a GPU, or the CPU under Triton's interpreter.
-    Errors: as of `kernel_experts`.
+    Errors: as of `tuned_backends`.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self._sizes, self._group = sizes, EPGroup.single(device)
-        self._kind = kernel_experts(sizes.engine.experts, device)
+        self._backends = tuned_backends(sizes.engine.experts, device)
         self._dtype, self._scheme = sizes.engine.torch_dtype, get_scheme(sizes.engine.scheme)
         self._random = RandomExperts(sizes.moe, self._dtype, device, bias=sizes.bias, seed=sizes.seed)
         self._weights = self._random.local(range(sizes.num_experts), self._scheme)
@@ -120,24 +119,27 @@ class Problem:
 
     def experts(self, tiles: ExpertTiles | Path | None) -> KernelExperts:
         """The experts with these tiles or tables, or those of the package."""
-        return self._kind(self._sizes.moe.activation, tiles=tiles)
+        return KernelExperts(self._sizes.moe.activation, self._backends, tiles=tiles)
 
     @property
     def backends(self) -> list[str]:
         """The names of the backends that are tuned."""
-        experts = self.experts(None)
-        return [backend.serves.name for backend in (experts.backend, experts.preferred) if backend is not None]
+        return [backend.name for backend in reversed(self._backends)]
+
+    def used(self, folder: Path | None) -> ExpertTiles:
+        """The tiles for the present rows with the tables of a folder and of the package."""
+        return named(*self.experts(folder).choose_backend(self.shape))
 
     def choices(self) -> list[ExpertTiles]:
         """What the package has for the present rows: the tiles that would be used, then each backend's own."""
-        return self.experts(None).choices(self.shape)
+        shape = self.shape
+        own = (named(each, each.default_tiles(shape)) for each in reversed(self._backends) if not each.obstacle(shape))
+        return list(dict.fromkeys((self.used(None), *own)))
 
     def default(self) -> ExpertTiles:
         """The tiles for the present rows where there is no table."""
-        experts, shape = self.experts(None), self.shape
-        preferred = None if experts.preferred is None else experts.preferred.tiles(shape)
-        own = [tiles for tiles in experts.choices(shape) if tiles.backend == experts.backend.serves.name]
-        return preferred or own[-1]
+        found = ((backend, backend.tiles(self.shape)) for backend in self._backends)
+        return next(named(backend, tiles) for backend, tiles in found if tiles is not None)
 
     def run(self, tiles: ExpertTiles) -> None:
         """One call, which compiles. Errors: those of Triton and CUDA. Host sync."""

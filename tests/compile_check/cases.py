@@ -16,9 +16,9 @@ from compile_check.exchange_cases import exchange_cases
 from compile_check.exchange_order import RULES as RULES_OF_ORDER  # noqa: F401 - read by the command
 from ep_moe.config import ActivationConfig, ActivationKind, Layout, RoutingConfig, RoutingMethod
 from ep_moe.experts.grouped_gemm import CallShape
-from ep_moe.experts.hopper.experts import HopperExperts
 from ep_moe.experts.hopper.gemms import HopperGemms
-from ep_moe.experts.triton import TritonExperts
+from ep_moe.experts.kernels import KernelExperts
+from ep_moe.experts.triton import TritonGemms
 from ep_moe.kernels.gemm.arguments import TileList
 from ep_moe.kernels.local.start import Placed, Quantizing
 from ep_moe.layout import Batched, Compact, ExpertBatch, TokenRows
@@ -206,12 +206,10 @@ def _experts(
         batch = _batch(scheme, dtype, layout, experts, hidden, expected_rows)
         options = {"bias": bias, "static": static, "own": own, "alternating": alternating}
         weights = _weights(scheme, dtype, experts, hidden, intermediate, gated=activation.kind.gated, **options)
-        if not hopper:
-            return TritonExperts(activation)(batch, weights)
-        gemms = HopperGemms(anywhere=True)
-        if gemms.tiles(CallShape.of(batch, weights, activation)) is None:
+        backend = HopperGemms(anywhere=True) if hopper else TritonGemms()
+        if backend.tiles(CallShape.of(batch, weights, activation)) is None:
             raise ValueError("Hopper's kernels do not take this call")
-        return HopperExperts(activation, gemms=gemms)(batch, weights)
+        return KernelExperts(activation, [backend])(batch, weights)
 
     return Case(name=name, launch=launch, targets=(90,) if hopper else None, excuses=excuses)
 

@@ -16,12 +16,14 @@ import torch
 from triton import next_power_of_2
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
-from ep_moe.experts import ReferenceExperts, column_order, create_experts
-from ep_moe.experts.grouped_gemm import Between, CallShape
+from ep_moe.experts import ReferenceExperts, column_order, create_experts, experts_name
+from ep_moe.experts.formats import Between
+from ep_moe.experts.grouped_gemm import CallShape
+from ep_moe.experts.kernels import KernelExperts
 from ep_moe.experts.ready_rows import group_loads, inner_order, inner_width
 from ep_moe.experts.requantize import prepare_tile_list
 from ep_moe.experts.tile_tables import default_table, table_name
-from ep_moe.experts.triton import TritonExperts
+from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import ExpertTiles, GemmTiles, fit_stages
 from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernel_launch.repeated import present
@@ -207,7 +209,7 @@ def assert_equals_torch(case: Case, activation: ActivationConfig, batch: ExpertB
     rows must be as close as the model's dtype.
     """
     expected = ReferenceExperts(activation)(batch, case.weights)
-    experts, out = TritonExperts(activation, tiles=tiles), torch.full_like(expected, math.nan)
+    experts, out = KernelExperts(activation, [TritonGemms()], tiles=tiles), torch.full_like(expected, math.nan)
     assert experts(batch, case.weights, out=out) is out
     again = experts(batch, case.weights)
     if not isinstance(batch, Flat):
@@ -246,7 +248,7 @@ def test_columns_of_w13_in_an_order_of_each_expert(
     case = dataclasses.replace(case, weights=dataclasses.replace(stored, w13_order=order))
     batch = case.batch(layout)
     monkeypatch.setattr(column_order, "_PORTION_BYTES", 8 * HIDDEN * 3)
-    column_order.tell_slow.cache_clear()
+    column_order.warn_slow.cache_clear()
     assert_equals_torch(case, SILU, batch)
     assert [record.levelname for record in caplog.records if "act-order" in record.getMessage()] == ["WARNING"]
     real = dequantize_weight(stored.w13, stored.scheme)
@@ -297,7 +299,9 @@ def test_narrow_tokens(scheme: str, dtype: torch.dtype, expected_rows: int) -> N
 )
 def test_scales_are_loaded_in_words(scheme: str, dtype: torch.dtype, hidden: int, loads: str) -> None:
     case = make_case(scheme, dtype, hidden=hidden, intermediate=128)
-    tiles = TritonExperts(SILU).choices(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))[0]
+    tiles = create_experts("triton", SILU, DEVICE).choose_backend(
+        CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
+    )[1]
     step = 256 if case.weights.scheme.weight.packed == 2 else 128
     tiles = dataclasses.replace(tiles, first=dataclasses.replace(tiles.first, block_k=step))
     shape = CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
@@ -406,7 +410,7 @@ def test_rows_of_gate_and_up_in_turns(scheme: str, layout: Layout) -> None:
     )
     assert_equals_torch(dataclasses.replace(case, weights=turned), GPT_OSS, batch)
     used = slice(None) if layout is Layout.FLAT else used_rows(batch)
-    for experts in (TritonExperts(GPT_OSS), ReferenceExperts(GPT_OSS)):
+    for experts in (create_experts("triton", GPT_OSS, DEVICE), ReferenceExperts(GPT_OSS)):
         assert_same_bits(experts(batch, turned)[used], experts(batch, apart)[used], type(experts).__name__)
 
 
@@ -418,7 +422,7 @@ def test_rows_that_cannot_take_turns() -> None:
         (dataclasses.replace(case.weights, alternating=True, up_first=True), SILU, "alternating and up_first"),
         (dataclasses.replace(case.weights, alternating=True), ACTIVATIONS["relu2"], "without an up half"),
     ):
-        for experts in (TritonExperts(activation), ReferenceExperts(activation)):
+        for experts in (create_experts("triton", activation, DEVICE), ReferenceExperts(activation)):
             with pytest.raises(ValueError, match=words):
                 experts(batch, weights)
 
@@ -466,9 +470,9 @@ def test_rows_gathered_from_a_pool(scheme: str, pool: str) -> None:
         | {"x": source.x, "scale": source.scale, "row_index": row_index.to(DEVICE)}
     )
     out = torch.full((len(row_index), compact.hidden), math.nan, dtype=case.dtype, device=DEVICE)
-    TritonExperts(SILU)(gathered, case.weights, out=out)
+    create_experts("triton", SILU, DEVICE)(gathered, case.weights, out=out)
     used = used_rows(compact)
-    assert_same_bits(out[used], TritonExperts(SILU)(compact, case.weights)[used], pool)
+    assert_same_bits(out[used], create_experts("triton", SILU, DEVICE)(compact, case.weights)[used], pool)
     assert bool(out[~used].isnan().all())
 
 
@@ -480,7 +484,11 @@ def test_rows_that_lie_apart() -> None:
     wide[:, : batch.hidden] = batch.x.view(torch.uint8)
     apart = dataclasses.replace(batch, x=wide[:, : batch.hidden].view(batch.x.dtype))
     assert not apart.x.is_contiguous()
-    assert_same_bits(TritonExperts(SILU)(apart, case.weights), TritonExperts(SILU)(batch, case.weights), "rows apart")
+    assert_same_bits(
+        create_experts("triton", SILU, DEVICE)(apart, case.weights),
+        create_experts("triton", SILU, DEVICE)(batch, case.weights),
+        "rows apart",
+    )
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -489,7 +497,7 @@ def test_no_tokens(ids: list[list[int]], layout: Layout) -> None:
     case = make_case("fp8_block", torch.bfloat16, ids=ids)
     batch = case.batch(layout)
     out = torch.full(batch.output_shape, math.nan, dtype=case.dtype, device=DEVICE)
-    TritonExperts(SILU)(batch, case.weights, out=out)
+    create_experts("triton", SILU, DEVICE)(batch, case.weights, out=out)
     expected = torch.zeros_like(out) if layout is Layout.FLAT else torch.full_like(out, math.nan)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -505,7 +513,7 @@ def test_a_nan_stays_in_its_row(scheme: str) -> None:
         fill_with_nan(batch.x, mask)
     else:  # where `quantize` leaves it; the interpreter reads a NaN of e4m3 as 480
         fill_with_nan(batch.scale, mask)
-    y, expected = (TritonExperts(SILU)(b, case.weights) for b in (batch, clean))
+    y, expected = (create_experts("triton", SILU, DEVICE)(b, case.weights) for b in (batch, clean))
     used = used_rows(batch) & ~mask
     assert bool(y[bad].isnan().all())
     assert_same_bits(y[used], expected[used], "other rows")
@@ -561,7 +569,7 @@ def test_between_the_gemms() -> None:
 
 def test_calls_of_one_shape_are_prepared_once() -> None:
     case = make_case("fp8_block", torch.bfloat16)
-    experts, batch = TritonExperts(SILU), case.batch(Layout.COMPACT)
+    experts, batch = create_experts("triton", SILU, DEVICE), case.batch(Layout.COMPACT)
     first = experts.prepare(batch, case.weights)
     other = dataclasses.replace(batch, x=batch.x.clone(), expert_num_tokens=batch.expert_num_tokens.clone())
     assert experts.prepare(other, case.weights) is first
@@ -594,7 +602,7 @@ class Recorder:
 )
 def test_a_repeated_call_passes_the_addresses_of_a_first(name: str, layout: Layout, static: bool) -> None:
     case = make_case(name, torch.bfloat16, static=static)
-    experts, batch = TritonExperts(SILU), case.batch(layout)
+    experts, batch = create_experts("triton", SILU, DEVICE), case.batch(layout)
     copies = {field: getattr(batch, field).clone() for field in ("expert_row_start", "expert_num_tokens")}
     batch = dataclasses.replace(batch, **copies)  # aligned to 16 bytes
     out = torch.empty(batch.output_shape, dtype=case.dtype, device=DEVICE)
@@ -610,7 +618,7 @@ def test_a_repeated_call_passes_the_addresses_of_a_first(name: str, layout: Layo
 
 def test_experts_keep_no_weights_alive() -> None:
     case = make_case("fp8_block", torch.bfloat16)
-    experts, batch = TritonExperts(SILU), case.batch(Layout.COMPACT)
+    experts, batch = create_experts("triton", SILU, DEVICE), case.batch(Layout.COMPACT)
     weights = dataclasses.replace(case.weights, w13=case.weights.w13.map(torch.clone))
     experts(batch, weights)
     kept = weakref.ref(weights.w13.values)
@@ -675,9 +683,11 @@ def test_tensors_that_are_not_packed() -> None:
     one_scale = dataclasses.replace(case.weights, w2_input_scale=torch.tensor([0.01], device=DEVICE).expand(EXPERTS))
     assert_equals_torch(dataclasses.replace(case, weights=one_scale), SILU, batch)
     out = torch.full((HIDDEN, batch.x.shape[0]), 7.0, dtype=case.dtype, device=DEVICE).t()
-    assert TritonExperts(SILU)(batch, case.weights, out=out) is out
+    assert create_experts("triton", SILU, DEVICE)(batch, case.weights, out=out) is out
     used = used_rows(batch)
-    assert_same_bits(out[used], TritonExperts(SILU)(batch, case.weights)[used], "out that is not contiguous")
+    assert_same_bits(
+        out[used], create_experts("triton", SILU, DEVICE)(batch, case.weights)[used], "out that is not contiguous"
+    )
     assert bool((out[~used] == 7).all())
 
 
@@ -706,7 +716,7 @@ def test_scales_that_do_not_go_together() -> None:
         scale=torch.ones(case.batch(Layout.COMPACT).x.shape[0], 1, device=DEVICE),
     )
     with pytest.raises(ValueError, match="weights per block and activations per token"):
-        TritonExperts(SILU)(batch, mixed)
+        create_experts("triton", SILU, DEVICE)(batch, mixed)
 
 
 def test_tiles_of_our_own_choice() -> None:
@@ -720,7 +730,7 @@ def test_tiles_of_our_own_choice() -> None:
     assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tiles)
     crossing = dataclasses.replace(tiles, second=GemmTiles(block_n=32, block_k=64))
     with pytest.raises(ValueError, match=r"block_k \(64\) of the second GEMM does not divide the 32 columns"):
-        TritonExperts(SILU, tiles=crossing)(case.batch(Layout.COMPACT), case.weights)
+        KernelExperts(SILU, [TritonGemms()], tiles=crossing)(case.batch(Layout.COMPACT), case.weights)
 
 
 @pytest.mark.parametrize(("scheme", "gemm"), [("mxfp8", {"block_n": 16}), ("mxfp4_w4a8", {"block_k": 16})])
@@ -728,7 +738,7 @@ def test_tiles_that_cut_a_group_of_a_row(scheme: str, gemm: dict[str, int]) -> N
     case = make_case(scheme, torch.bfloat16)
     tiles = ExpertTiles(block_m=16, first=GemmTiles(**gemm), second=GemmTiles())
     with pytest.raises(ValueError, match=r"\(16\).* of the first GEMM are not multiples of the 32 columns"):
-        TritonExperts(SILU, tiles=tiles)(case.batch(Layout.COMPACT), case.weights)
+        KernelExperts(SILU, [TritonGemms()], tiles=tiles)(case.batch(Layout.COMPACT), case.weights)
 
 
 def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
@@ -741,14 +751,16 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
     few = {"BLOCK_SIZE_M": 32, "GROUP_SIZE_M": 1, "first": {**gemm, "PROGRAMS_PER_SM": 1}}
     few["second"] = {**gemm, "PROGRAMS_PER_SM": 2}
     path.write_text(json.dumps({"4": few, "8": {**few, "BLOCK_SIZE_M": 16}}))
-    experts = TritonExperts(SILU, tiles=tmp_path)
+    experts = KernelExperts(SILU, [TritonGemms()], tiles=tmp_path)
     chosen = [
         experts.choose_backend(CallShape.of(case.batch(Layout.COMPACT, rows), case.weights, SILU))[1] for rows in (4, 5)
     ]
     assert [tiles.block_m for tiles in chosen] == [32, 16]
     assert (chosen[0].group_m, chosen[0].first.num_warps, chosen[0].second.programs_per_sm) == (1, 2, 2)
     assert_equals_torch(case, SILU, case.batch(Layout.COMPACT), tiles=tmp_path)
-    default = TritonExperts(SILU).choose_backend(CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU))[1]
+    default = create_experts("triton", SILU, DEVICE).choose_backend(
+        CallShape.of(case.batch(Layout.COMPACT), case.weights, SILU)
+    )[1]
     assert default == default_table(torch.float8_e4m3fn, gated=True, group_k=128, whole_blocks=False).choose(5)
     few["second"]["BLOCK_SIZE_K"] = 256
     other = tmp_path / "other"
@@ -757,7 +769,7 @@ def test_tiles_of_a_user_s_table(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"fp8_block\.json: block_k \(256\) of the second GEMM does not divide the 128"
     ):
-        TritonExperts(SILU, tiles=other)(case.batch(Layout.COMPACT), case.weights)
+        KernelExperts(SILU, [TritonGemms()], tiles=other)(case.batch(Layout.COMPACT), case.weights)
 
 
 def test_stages_fit_the_shared_memory() -> None:
@@ -775,7 +787,7 @@ def test_stages_fit_the_shared_memory() -> None:
 
 
 def test_auto_and_names() -> None:
-    assert isinstance(create_experts("triton", SILU, DEVICE), TritonExperts)
+    assert experts_name(create_experts("triton", SILU, DEVICE)) == "triton"
     hopper = DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) == (9, 0)
-    wanted = "ReferenceExperts" if DEVICE.type == "cpu" else "HopperExperts" if hopper else "TritonExperts"
-    assert type(create_experts("auto", SILU, DEVICE)).__name__ == wanted
+    wanted = "torch" if DEVICE.type == "cpu" else "hopper" if hopper else "triton"
+    assert experts_name(create_experts("auto", SILU, DEVICE)) == wanted

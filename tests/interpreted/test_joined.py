@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts.triton import TritonExperts
+from ep_moe.experts import create_experts
 from ep_moe.functional import common
 from ep_moe.functional.flashinfer import trtllm, trtllm_fp4_block_scale_moe
 from ep_moe.local_moe import local_moe
@@ -58,7 +58,7 @@ def test_local_moe(scheme: str, tokens: int, launches: int | None, given: bool, 
         w2=stored(scheme, EXPERTS, HIDDEN, INNER),
         scheme=get_scheme(scheme),
     )
-    experts = TritonExperts(ActivationConfig(kind="silu"))
+    experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
 
     def call(seed: str, weights: ExpertWeights = weights) -> torch.Tensor:
         x, routing = routed(seed, tokens)
@@ -91,7 +91,7 @@ def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
     )
     x, routing = routed("defaults", 70)
     more = Routing(topk_ids=twice(routing.topk_ids), topk_weights=twice(routing.topk_weights))
-    experts = TritonExperts(ActivationConfig(kind="silu"))
+    experts = create_experts("triton", ActivationConfig(kind="silu"), DEVICE)
     with engine_defaults():
         found = [local_moe(twice(x), more, weights, experts) for _ in range(3)]
     fewer = Routing(topk_ids=more.topk_ids[:-1], topk_weights=more.topk_weights[:-1])
@@ -101,7 +101,7 @@ def test_defaults_of_torch_do_not_matter(scheme: str) -> None:
 
 @pytest.mark.parametrize("deepseek", [False, True], ids=["plain", "groups and bias"])
 def test_routing_is_part_of_the_sequence(deepseek: bool, repeats: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "create_experts", lambda name, activation, *_, **__: TritonExperts(activation))
+    monkeypatch.setattr(common, "create_experts", lambda name, *given, **more: create_experts("triton", *given, **more))
     monkeypatch.setattr(trtllm, "route", routing_kernels.route)
     monkeypatch.setattr(trtllm, "loaded_sequence", routing_kernels.loaded_sequence)
     common._experts_for.cache_clear()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts import ReferenceExperts
-from ep_moe.experts.triton import TritonExperts
+from ep_moe.experts import ReferenceExperts, create_experts
 from ep_moe.kernel_launch.constants import as_constants
 from ep_moe.kernels.gemm.arguments import RowGroups, Rows, Stored, TileList
 from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4_kernel
@@ -237,11 +236,13 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
         expected_rows=12,
     )
     silu = ActivationConfig()
-    actual, expected = TritonExperts(silu)(batch, held), ReferenceExperts(silu)(batch, held)
+    actual, expected = create_experts("triton", silu, DEVICE)(batch, held), ReferenceExperts(silu)(batch, held)
     used = [*range(7), *range(8, 24)]
     assert worst_row_error(actual[used], expected[used]) < ROW_ERROR_LIMITS["fp8"]
     coarse = get_scheme("fp8_block")
-    other = TritonExperts(silu)(dataclasses.replace(batch, scheme=coarse), dataclasses.replace(held, scheme=coarse))
+    other = create_experts("triton", silu, DEVICE)(
+        dataclasses.replace(batch, scheme=coarse), dataclasses.replace(held, scheme=coarse)
+    )
     assert worst_row_error(other[used], expected[used]) > worst_row_error(actual[used], expected[used])
 
 
@@ -267,4 +268,4 @@ def test_formats_that_the_expert_kernels_refuse(tokens_of: str, weights_of: str)
     )
     weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme)
     with pytest.raises(ValueError, match=r"do not compute scheme 'mixed' .*experts=\"torch\" does"):
-        TritonExperts(ActivationConfig())(batch, weights)
+        create_experts("triton", ActivationConfig(), DEVICE)(batch, weights)

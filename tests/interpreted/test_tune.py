@@ -13,19 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_moe.config import ActivationConfig, EngineConfig
-from ep_moe.experts import SERVES
+from ep_moe.config import EngineConfig
 from ep_moe.experts.grouped_gemm import CallShape
-from ep_moe.experts.kernels import KernelExperts
-from ep_moe.experts.tile_tables import find_table, table_name, tell_once, tiles_of_json, tiles_to_json
-from ep_moe.experts.triton import TritonExperts, TritonGemms
+from ep_moe.experts.prepared import choose_backend
+from ep_moe.experts.tile_tables import find_table, log_once, table_name, tiles_of_json, tiles_to_json
+from ep_moe.experts.triton import TritonGemms
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.tune import problem as problem_module
 from ep_moe.tune import run, search
 from ep_moe.tune.candidates import neighbours
 from ep_moe.tune.config import TuneConfig
 from ep_moe.tune.journal import Journal, Trial
-from ep_moe.tune.problem import Problem, kernel_experts
+from ep_moe.tune.problem import Problem, tuned_backends
 from interpreted.common import ON_CPU
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="the problems of these tests are on the CPU")
@@ -129,25 +128,26 @@ def test_computes_what_it_times(tmp_path: Path) -> None:
 class Gemms(TritonGemms):
     """Stands for Hopper's kernels, which the interpreter does not run: Triton's under another name."""
 
-    serves, default_tiles = SERVES["hopper"], HOPPER_TILES
+    name = "hopper"
 
-    def tiles(self, shape: CallShape) -> ExpertTiles | None:
-        return self.default_tiles if shape.expected_rows >= 64 else None
+    def tiles(self, shape: CallShape, wanted: ExpertTiles | None = None, source: str = "") -> ExpertTiles | None:
+        if wanted is not None and wanted.backend == self.name:
+            return wanted
+        return HOPPER_TILES if shape.expected_rows >= 64 else None
+
+    def default_tiles(self, shape: CallShape) -> ExpertTiles:
+        return HOPPER_TILES
 
     def obstacle(self, shape: CallShape) -> str | None:
         return "they take no biases" if shape.hidden == 512 else None
 
 
-class BothExperts(KernelExperts):
-    """Experts that have two backends."""
-
-    def __init__(self, activation: ActivationConfig, *, tiles: ExpertTiles | Path | None = None) -> None:
-        super().__init__(activation, TritonGemms(), preferred=Gemms(), tiles=tiles)
+BOTH = Gemms(), TritonGemms()
 
 
 @pytest.fixture
 def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem_module, "kernel_experts", lambda name, device: BothExperts)
+    monkeypatch.setattr(problem_module, "tuned_backends", lambda name, device: BOTH)
 
 
 @pytest.mark.usefixtures("two_backends")
@@ -166,8 +166,8 @@ def test_measures_both_backends_and_writes_which_is_faster(tmp_path: Path, measu
     assert measured == []
     problem = Problem(SIZES, torch.device("cpu"))
     problem.set_rows(4)
-    backend, tiles = BothExperts(SIZES.moe.activation, tiles=tmp_path).choose_backend(problem.shape)
-    assert (backend.serves.name, tiles) == ("hopper", best)
+    backend, tiles = choose_backend(problem.shape, BOTH, tmp_path)
+    assert (backend.name, tiles) == ("hopper", best)
     assert problem.error(best) <= problem.limit
 
 
@@ -223,45 +223,45 @@ def test_a_table_s_backend_that_cannot_run_is_left_for_the_default(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     problem = Problem(SIZES, torch.device("cpu"))
-    activation, moe = SIZES.moe.activation, SIZES.moe
+    moe = SIZES.moe
     path = tmp_path / "cpu" / table_name(moe.intermediate, moe.hidden, "cpu", "fp8_block")
     path.parent.mkdir()
     problem.set_rows(80)
     (default,) = problem.choices()
     few = tiles_to_json(dataclasses.replace(default, group_m=2))
     path.write_text(json.dumps({"16": few, "64": {"backend": "hopper", "GROUP_SIZE_M": 4}}))
-    tell_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="ep_moe.experts"):
         for _ in range(2):
-            backend, tiles = TritonExperts(activation, tiles=tmp_path).choose_backend(problem.shape)
-            assert (backend.serves.name, dataclasses.replace(tiles, backend="triton")) == ("triton", default)
+            backend, tiles = choose_backend(problem.shape, BOTH[1:], tmp_path)
+            assert (backend.name, dataclasses.replace(tiles, backend="triton")) == ("triton", default)
     reason = f"{path}: backend 'hopper' is not used, defaults are: these experts compute by 'triton' kernels"
     assert caplog.messages == [f"expert kernels take {path}", reason]
     chosen = []
     for rows in (9, 17, 80):
         problem.set_rows(rows)
-        backend, tiles = BothExperts(activation, tiles=tmp_path).choose_backend(problem.shape)
-        chosen.append((backend.serves.name, tiles.group_m))
+        backend, tiles = choose_backend(problem.shape, BOTH, tmp_path)
+        chosen.append((backend.name, tiles.group_m))
     assert chosen == [("triton", 2), ("hopper", 4), ("hopper", 4)]
     wide = dataclasses.replace(problem.shape, hidden=512)
     other = tmp_path / "cpu" / table_name(moe.intermediate, 512, "cpu", "fp8_block")
     other.write_text(path.read_text())
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="ep_moe.experts"):
-        backend, _ = BothExperts(activation, tiles=tmp_path).choose_backend(wide)
-    assert backend.serves.name == "hopper"  # by default, as many rows are
+        backend, _ = choose_backend(wide, BOTH, tmp_path)
+    assert backend.name == "hopper"  # by default, as many rows are
     assert caplog.messages[1] == f"{other}: backend 'hopper' is not used, defaults are: they take no biases"
     with pytest.raises(ValueError, match="tiles are for backend 'hopper': these experts compute by 'triton' kernels"):
-        TritonExperts(activation, tiles=HOPPER_TILES).choose_backend(problem.shape)
+        choose_backend(problem.shape, BOTH[1:], HOPPER_TILES)
 
 
 def test_which_experts_are_tuned() -> None:
     cpu = torch.device("cpu")
-    assert kernel_experts("auto", cpu) is kernel_experts("triton", cpu) is TritonExperts
+    assert [[one.name for one in tuned_backends(name, cpu)] for name in ("auto", "triton")] == [["triton"]] * 2
     with pytest.raises(RuntimeError, match=r"experts 'hopper' need a GPU of compute capability \(9, 0\)"):
-        kernel_experts("hopper", cpu)
+        tuned_backends("hopper", cpu)
     with pytest.raises(ValueError, match=r"experts \('torch'\) is not one of auto, triton, hopper"):
-        kernel_experts("torch", cpu)
+        tuned_backends("torch", cpu)
 
 
 def test_refuses_the_wrong_ones(tmp_path: Path, measured: list[ExpertTiles], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ep_moe.config import ALIGNMENT, DTYPES, ActivationConfig
 from ep_moe.engines.common.formats import LoadedFormat
-from ep_moe.experts import SERVES
+from ep_moe.experts import check_scheme, kernels_compute
 from ep_moe.quant import QuantScheme
 
 
@@ -57,10 +57,9 @@ def check_kind(kind: LayerKind, dtype: torch.dtype) -> None:
         raise ValueError(f"its gate and up rows stand in turns, and share scales in scheme '{scheme.name}'")
     if device.type != "cuda":
         return  # CPUs do all
-    backend = next((serves for serves in SERVES.values() if serves.computes(scheme)), None)
-    if backend is None:
+    if not kernels_compute(scheme):
         raise ValueError(f"no kernels here compute scheme '{scheme.name}'")
     try:
-        backend.check(scheme, activation=kind.activation.kind, dtype=dtype, device=device)
+        check_scheme(scheme, device)
     except RuntimeError as error:
         raise ValueError(str(error)) from error

@@ -15,11 +15,12 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ep_moe.experts.grouped_gemm import Between, CallShape, GroupedGemm
+from ep_moe.experts.formats import Between
+from ep_moe.experts.grouped_gemm import CallShape, GroupedGemm
 from ep_moe.experts.hopper.gather import prepare_gather
-from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle, say_once
+from ep_moe.experts.hopper.shapes import BLOCK, CAPABILITY, LEAST_ROWS, STEP_BYTES, is_hopper, obstacle
 from ep_moe.experts.launching import num_programs
-from ep_moe.experts.serves import SERVES
+from ep_moe.experts.tile_tables import log_once
 from ep_moe.experts.tuning import HOPPER_TILES, ExpertTiles
 from ep_moe.kernel_launch.repeated import Repeat, RepeatedLaunch, present
 from ep_moe.kernels.gemm.arguments import Codes, Epilogue, ExpertScalars, Operands, Rows, Scales, Stored, TileList
@@ -148,13 +149,16 @@ class HopperGemms:
             calls of the first one have said, and cannot be launched without it.
     """
 
-    serves, default_tiles = SERVES["hopper"], HOPPER_TILES
+    name = "hopper"
 
     def __init__(self, *, least_rows: int | None = None, anywhere: bool = False, overlap: bool = True) -> None:
         self._least_rows, self._anywhere, self._overlap = least_rows, anywhere, overlap
 
-    def tiles(self, shape: CallShape) -> ExpertTiles | None:
-        """The tiles of calls that this backend takes; None for others, the reason of which is logged once. Local."""
+    def tiles(self, shape: CallShape, wanted: ExpertTiles | None = None, source: str = "") -> ExpertTiles | None:
+        """The wanted tiles, if they are for this backend; else those of calls that it takes, and None for others, the
+        reason of which is logged once. Local."""
+        if wanted is not None and wanted.backend == self.name:
+            return wanted
         least = self._least_rows
         if least is None:
             least = LEAST_ROWS.get(shape.row_dtype.itemsize, 0)  # of other dtypes none, for another reason
@@ -162,9 +166,12 @@ class HopperGemms:
             return None
         reason = self.obstacle(shape)
         if reason is not None:
-            say_once(reason)
-            return None
-        return self.default_tiles
+            log_once(f"Triton's kernels serve calls that Hopper's do not: {reason}")
+        return HOPPER_TILES if reason is None else None
+
+    def default_tiles(self, shape: CallShape) -> ExpertTiles:
+        """Tiles of the only size. Local."""
+        return HOPPER_TILES
 
     def obstacle(self, shape: CallShape) -> str | None:
         """Why the kernels do not compute calls of this shape, however many rows they have. Local."""

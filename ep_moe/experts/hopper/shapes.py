@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MOST_ROWS = 2**31 - 2**16  # TMA's coordinates are int32
 STEP_BYTES = 128  # of a row in a step over K: the width of TMA's swizzle
 TMA_BYTES = 16  # strides are multiples of it
-_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -67,9 +65,3 @@ def obstacle(shape: "CallShape") -> str | None:
         if row != 1 or (shape.rows_apart and not dense):
             return f"scales of x lie {shape.scale_strides} apart"
     return None
-
-
-@functools.cache
-def say_once(reason: str) -> None:
-    """Log why Triton's kernels serve in place of Hopper's, once for each reason."""
-    _log.info("Triton's kernels serve calls that Hopper's do not: %s", reason)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ep_moe.experts import Experts
-from ep_moe.experts.kernels import signature_of
-from ep_moe.experts.prepared import RepeatedCall
+from ep_moe.experts.kernels import RepeatedCall, signature_of
 from ep_moe.functional.plans import CopiedScale
 from ep_moe.functional.vllm.batched_call import BatchedCall
 from ep_moe.layout import ExpertBatch
