@@ -100,13 +100,14 @@ def _prepare(
     gemm, sums, columns = tiles.second if second else tiles.first, sizes.K, sizes.N
     most = shape.max_tiles(tiles.block_m) * triton.cdiv(columns, gemm.block_n)
     scales = _scales(shape, tiles, between, second=second)
+    settings: tuple[Any, ...] = (sizes, *numbers)
     options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
     if shape.decodes:
         options["maxnreg"] = _registers(gemm)
     return RepeatedLaunch(
         kernel,
         num_programs(shape.device, gemm.programs_per_sm, most),
-        settings=(sizes, *numbers),
+        settings=settings,
         constants={
             "TILE": TileShape(
                 BLOCK_M=tiles.block_m,
