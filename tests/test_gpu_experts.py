@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.expert_cases import used_rows
 
 from ep_moe.config import ActivationConfig, ActivationKind, Layout
 from ep_moe.experts import Experts, ReferenceExperts, create_experts, reference
@@ -122,14 +123,6 @@ def gathered(rows: TokenRows, model: Model, scheme_name: str) -> ExpertBatch:
     """Rows gathered from a pool, as COMPACT with a row_index."""
     flat = lay_out(rows, Layout.FLAT, model, scheme_name)
     return Compact(**{field.name: getattr(flat, field.name) for field in dataclasses.fields(ExpertBatch)})
-
-
-def used_rows(batch: ExpertBatch) -> torch.Tensor:
-    """Mask of the output rows that hold a token."""
-    used = torch.zeros(batch.output_shape[:-1], dtype=torch.bool, device="cuda")
-    for start, count in zip(batch.expert_row_start.tolist(), batch.expert_num_tokens.tolist(), strict=True):
-        used.view(-1)[start : start + count] = True
-    return used
 
 
 class Watched(ReferenceExperts):

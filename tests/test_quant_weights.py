@@ -2,13 +2,19 @@
 
 import dataclasses
 import math
+from inspect import getsource
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ep_moe.config import ActivationConfig
-from ep_moe.experts import ReferenceExperts, check_scheme, create_experts, kernels_compute
+from ep_moe.experts import ReferenceExperts, check_scheme, create_experts
+from ep_moe.experts.formats import FORMATS
+from ep_moe.experts.tile_tables import default_table
+from ep_moe.kernels.gemm.weights import decode
+from ep_moe.names import SCHEME_NAMES
 from ep_moe.quant import (
     SCHEMES,
     QuantScheme,
@@ -19,6 +25,7 @@ from ep_moe.quant import (
     quantize_weight,
     unpack_nibbles,
 )
+from ep_moe.quant.formats import FAMILIES
 from ep_moe.weights import ExpertWeights
 
 ROWS, COLUMNS = 6, 96
@@ -171,9 +178,24 @@ def test_mxfp4_scales_at_the_ends() -> None:
     assert zeros.scale.view(torch.uint8).tolist() == [[0]]
 
 
-def test_kernels_compute_every_scheme() -> None:
-    names = [*SCHEMES, *NAMES, "fp8_block_64x48", "int8_block_16x80", "int4_w4a8_g32_zp_f16"]
-    assert [name for name in names if not kernels_compute(get_scheme(name))] == []
+@pytest.mark.parametrize("name", [*SCHEMES, *NAMES, "fp8_block_64x48", "int8_block_16x80", "int4_w4a8_g32_zp_f16"])
+def test_a_scheme_lacks_nothing(name: str) -> None:
+    """All that a new number format needs, by file."""
+    scheme, text = get_scheme(name), (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    families = {scheme.payload.family, scheme.activation.family, scheme.weight.family} - {"none"}
+    row = next((row for row in FORMATS if row.takes(scheme)), None)
+    weight_bits = 8 * (scheme.weight.dtype or torch.bfloat16).itemsize // scheme.weight.packed
+    decoded = {"weight_bits": weight_bits} if row is not None and row.kind != "none" else {}
+    rows = (row.rows if row is not None else None) or scheme.payload.dtype or torch.bfloat16
+    needed = {
+        "quant: the module of its families": families <= FAMILIES.keys(),
+        "experts/formats.py: a row of kernels": row is not None,
+        "kernels/gemm/weights.py: its kind of codes": row is not None and row.kind in getsource(decode.fn) + "none",
+        "experts/default_tiles.json: a table": bool(default_table(rows, gated=True, **decoded).rows),
+        "names.py: its name": name in SCHEME_NAMES or name not in SCHEMES,
+        "docs/formats.md: its name": f"`{name}`" in text or name not in SCHEMES,
+    }
+    assert [what for what, present in needed.items() if not present] == []
 
 
 def test_kernels_refuse_tokens_and_weights_that_do_not_go_together() -> None:

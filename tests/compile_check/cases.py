@@ -52,36 +52,49 @@ GPT_OSS: dict[str, Any] = {
     "bias": True,
 }
 MIXTRAL: dict[str, Any] = {"experts": 1, "hidden": 4096, "intermediate": 14336}  # Triton specializes the size 1
-STEPS_OF_16: dict[tuple[str, Rule], str] = dict.fromkeys(
-    [("_first_gemm_kernel", "tensor_core"), ("_second_gemm_kernel", "tensor_core")],
-    "groups of 48 columns are summed 16 at a time, and the shortest fp8 product sums 32",
-)
-BYTES_APART: dict[tuple[str, Rule], str] = dict.fromkeys(
-    [("_write_rows_kernel", "narrow"), ("_pack_rows_kernel", "narrow")],
-    "the scales of a row are of one byte, and lie as far apart as there are rows",
-)
-BYTE_SCALES: dict[tuple[str, Rule], str] = {
-    ("_quantize_micro_rows_kernel", "narrow"): "scales are a byte each, and a program has fewer than threads",
-}
-REPLAYED_IDS: dict[tuple[str, Rule], str] = {
-    ("_route_kernel", "narrow"): "the ids of a token are few, and may lie any number of columns apart",
-}
-GEMMS = ("_first_gemm_kernel", "_second_gemm_kernel")
-FEW_SCALES: dict[tuple[str, Rule], str] = dict.fromkeys(
-    [(kernel, "narrow") for kernel in GEMMS],
-    "the scales, and zero points, of a row of weights are few in a step over K, and lie as far apart as rows have them",
-)
-WIDENED: dict[tuple[str, Rule], str] = dict.fromkeys(
-    [(kernel, "tensor_core") for kernel in GEMMS],
-    "fp8 weights, or scales, are widened to the 16 bits of the tokens",
-)
-BETWEEN_TILES: dict[tuple[str, Rule], str] = {
-    (
-        "_first_gemm_kernel",
-        "spill",
-    ): "up to 47 words of a thread, between tiles: the loop over K, which spills none, needs the registers",
-}
 Excuses = Mapping[tuple[str, Rule], str]
+GEMMS = ("_first_gemm_kernel", "_second_gemm_kernel")
+
+
+def _excuse(rule: Rule, reason: str, *kernels: str) -> dict[tuple[str, Rule], str]:
+    return dict.fromkeys([(kernel, rule) for kernel in kernels], reason)
+
+
+STEPS_OF_16 = _excuse(
+    "tensor_core", "groups of 48 columns are summed 16 at a time, and the shortest fp8 product sums 32", *GEMMS
+)
+BYTES_APART = _excuse(
+    "narrow",
+    "the scales of a row are of one byte, and lie as far apart as there are rows",
+    "_write_rows_kernel",
+    "_pack_rows_kernel",
+)
+BYTE_SCALES = _excuse(
+    "narrow", "scales are a byte each, and a program has fewer than threads", "_quantize_micro_rows_kernel"
+)
+BYTE_ROW_SCALES = _excuse(
+    "narrow", "scales are a byte each, and a program has fewer than threads", "_prepare_rows_kernel"
+)
+REPLAYED_IDS = _excuse("narrow", "the ids of a token are few, and may lie any number of columns apart", "_route_kernel")
+FEW_SCALES = _excuse(
+    "narrow",
+    "the scales, and zero points, of a row of weights are few in a step over K, and lie as far apart as rows have them",
+    *GEMMS,
+)
+WIDENED = _excuse("tensor_core", "fp8 weights, or scales, are widened to the 16 bits of the tokens", *GEMMS)
+FIRST_WIDENED = {(GEMMS[0], "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]}
+BETWEEN_TILES = _excuse(
+    "spill",
+    "up to 47 words of a thread, between tiles: the loop over K, which spills none, needs the registers",
+    GEMMS[0],
+)
+FEW_WORDS = _excuse(
+    "spill", "two words of a thread on sm_100, whose tiles are those that were measured on sm_90", GEMMS[0]
+)
+FEW_WORDS_OF_BOTH = FEW_WORDS | _excuse("spill", "four words of a thread on sm_100, for the same reason", GEMMS[1])
+TURNED_WORDS = _excuse("spill", "six words of a thread on sm_100, for which no tile is measured", GEMMS[0])
+LISTED_WORDS = _excuse("spill", "eight words of a thread: lists of rows take registers beside those of tiles", GEMMS[0])
+WIDE_ROWS = _excuse("spill", "two words of a thread, in tiles of 128 rows", "_requantize_kernel")
 DECODED: dict[str, tuple[Excuses, Excuses]] = {  # of few rows and of many
     "int4_w4a16_g128_zp": (FEW_SCALES, {**FEW_SCALES, **BETWEEN_TILES}),
     "mxfp4_w4a16": ({}, BETWEEN_TILES),
@@ -91,32 +104,6 @@ DECODED: dict[str, tuple[Excuses, Excuses]] = {  # of few rows and of many
     "fp8_w8a16_block": (WIDENED, WIDENED),
     "mxfp8_w8a16": ({}, FEW_SCALES),
 }
-FEW_WORDS: dict[tuple[str, Rule], str] = {
-    (
-        "_first_gemm_kernel",
-        "spill",
-    ): "two words of a thread on sm_100, whose tiles are those that were measured on sm_90",
-}
-FEW_WORDS_OF_BOTH: dict[tuple[str, Rule], str] = {
-    **FEW_WORDS,
-    ("_second_gemm_kernel", "spill"): "four words of a thread on sm_100, for the same reason",
-}
-TURNED_WORDS: dict[tuple[str, Rule], str] = {
-    ("_first_gemm_kernel", "spill"): "six words of a thread on sm_100, for which no tile is measured",
-}
-LISTED_WORDS: dict[tuple[str, Rule], str] = {
-    (
-        "_first_gemm_kernel",
-        "spill",
-    ): "eight words of a thread: lists of rows take registers beside those of tiles",
-}
-WIDE_ROWS: dict[tuple[str, Rule], str] = {
-    ("_requantize_kernel", "spill"): "two words of a thread, in tiles of 128 rows",
-}
-BYTE_ROW_SCALES: dict[tuple[str, Rule], str] = {
-    ("_prepare_rows_kernel", "narrow"): BYTE_SCALES["_quantize_micro_rows_kernel", "narrow"],
-}
-FIRST_WIDENED = {(GEMMS[0], "tensor_core"): WIDENED[GEMMS[0], "tensor_core"]}
 NARROW_TOKENS: dict[str, tuple[Excuses, Excuses]] = {  # the same
     "int8_token": ({}, {}),
     "int8_block": (FEW_WORDS, FEW_WORDS_OF_BOTH),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from ep_moe.kernels.gemm.requantize import _requantize_kernel, _requantize_nvfp4
 from ep_moe.layout import Compact
 from ep_moe.quant import (
     Quantized,
-    QuantScheme,
     dequantize,
     get_scheme,
     micro,
@@ -44,9 +44,16 @@ def quantize_both(x: torch.Tensor, name: str) -> tuple:
     return tuple(Quantized(values=values, scale=scale, scheme=scheme) for values, scale in (actual, expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [16, 48, 144, 2880])
-@pytest.mark.parametrize("tokens", [0, 1, 37])
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype"),
+    [
+        *((tokens, width, torch.bfloat16) for tokens in (1, 37) for width in (16, 48, 144, 2880)),
+        (0, 48, torch.bfloat16),
+        (37, 144, torch.float32),
+        (37, 144, torch.float16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_quantize(name: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     """Magnitudes from 1e-3 to 10, values next to ties of e4m3, and rows of zeros."""
@@ -97,6 +104,25 @@ def test_columns_that_are_apart() -> None:
     assert_same_bits(actual, expected, "values")
 
 
+TWO_TILES = ([16, 15], [0, 1], [0, 1], [2])  # tokens of two experts, and the tile list
+
+
+def launch(
+    kernel: Any,
+    x: torch.Tensor,
+    out: Stored,
+    tiles: tuple[list[int], ...],
+    numbers: Any,
+    pieces: RowGroups,
+    **more: Any,
+) -> None:
+    """Launch a requantizing kernel in two programs."""
+    num_tokens, *listed = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in tiles)
+    rows, tile_list = Rows(None, num_tokens, None), TileList(*listed, amax=None, next_tile=None)
+    constants = as_constants(pieces, kernel, "PIECES")
+    kernel[(2,)](Stored(x.to(DEVICE), None), out, rows, tile_list, *numbers, PIECES=constants, **more)
+
+
 @pytest.mark.parametrize("name", ["fp8_block_ue8m0", "int8_block"])
 @pytest.mark.parametrize(("intermediate", "group"), [(256, 128), (80, 128), (144, 48)])
 def test_requantize(intermediate: int, group: int, name: str) -> None:
@@ -114,23 +140,10 @@ def test_requantize(intermediate: int, group: int, name: str) -> None:
     groups = stored.num_groups(intermediate)
     values = torch.zeros(64, intermediate, dtype=torch.uint8, device=DEVICE).view(stored.dtype)
     scale = torch.zeros(groups, 64, device=DEVICE)
-    num_tokens, *tiles = (
-        torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (counts, [0, 2, 2], [0, 1, 1], [3])
-    )
-    _requantize_kernel[(2,)](
-        Stored(x.to(DEVICE), None),
-        Stored(values, scale),
-        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
-        TileList(*tiles, amax=None, next_tile=None),
-        intermediate,
-        intermediate,
-        group,
-        64,
-        PIECES=as_constants(
-            RowGroups(BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64), _requantize_kernel, "PIECES"
-        ),
-        POWER_OF_TWO=stored.power_of_two,
-        ORDER=0,
+    pieces = RowGroups(BLOCK_M=block_m, ROWS=8, BLOCK=128 if group > 48 else 64)
+    numbers, options = (intermediate, intermediate, group, 64), {"POWER_OF_TWO": stored.power_of_two, "ORDER": 0}
+    launch(
+        _requantize_kernel, x, Stored(values, scale), (counts, [0, 2, 2], [0, 1, 1], [3]), numbers, pieces, **options
     )
     finite = expected_scale.isfinite().all(1)
     assert_same_bits(values.cpu().view(torch.uint8)[used][finite], expected_values.view(torch.uint8)[finite], "values")
@@ -167,20 +180,9 @@ def test_requantize_to_nvfp4(intermediate: int, packed: int) -> None:
     width = math.ceil(intermediate / (64 * packed)) * 64 * packed if packed else intermediate
     out = torch.full((32, width), 7.0, dtype=torch.bfloat16, device=DEVICE)
     found = torch.zeros(1, 32, device=DEVICE)
-    num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
-    _requantize_nvfp4_kernel[(2,)](
-        Stored(x.to(DEVICE), None),
-        Stored(out, found),
-        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
-        TileList(*tiles, amax=None, next_tile=None),
-        intermediate,
-        width,
-        GROUP=16,
-        ORDER=packed,
-        PIECES=as_constants(
-            RowGroups(BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128), _requantize_nvfp4_kernel, "PIECES"
-        ),
-    )
+    pieces = RowGroups(BLOCK_M=16, ROWS=4, BLOCK=256 if intermediate > 80 else 128)
+    sizes, written = (intermediate, width), Stored(out, found)
+    launch(_requantize_nvfp4_kernel, x, written, TWO_TILES, sizes, pieces, GROUP=16, ORDER=packed)
     places = places_of_columns(width, packed)
     torch.testing.assert_close(
         out[:31, places[:intermediate]].cpu().float(), expected[:31], rtol=0, atol=0, equal_nan=True
@@ -197,20 +199,8 @@ def test_requantize_to_e4m3_in_an_order() -> None:
     x = torch.randn(32, intermediate, generator=random)
     values, expected_scale = scaled.quantize(x, stored, None)
     out, scale = torch.full((32, width), 7.0, dtype=torch.float16, device=DEVICE), torch.zeros(1, 32, device=DEVICE)
-    num_tokens, *tiles = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([16, 15], [0, 1], [0, 1], [2]))
-    _requantize_kernel[(2,)](
-        Stored(x.to(DEVICE), None),
-        Stored(out, scale),
-        Rows(row_start=None, num_tokens=num_tokens, row_index=None),
-        TileList(*tiles, amax=None, next_tile=None),
-        intermediate,
-        width,
-        intermediate,
-        32,
-        PIECES=as_constants(RowGroups(BLOCK_M=16, ROWS=8, BLOCK=128), _requantize_kernel, "PIECES"),
-        POWER_OF_TWO=False,
-        ORDER=2,
-    )
+    pieces, numbers = RowGroups(BLOCK_M=16, ROWS=8, BLOCK=128), (intermediate, width, intermediate, 32)
+    launch(_requantize_kernel, x, Stored(out, scale), TWO_TILES, numbers, pieces, POWER_OF_TWO=False, ORDER=2)
     places = places_of_columns(width, 2)
     torch.testing.assert_close(out[:31, places[:intermediate]].cpu().float(), values[:31].float(), rtol=0, atol=0)
     torch.testing.assert_close(scale[0, :31].cpu(), expected_scale[:31, 0], rtol=0, atol=0)
@@ -244,28 +234,3 @@ def test_experts_with_scales_that_are_powers_of_two() -> None:
         dataclasses.replace(batch, scheme=coarse), dataclasses.replace(held, scheme=coarse)
     )
     assert worst_row_error(other[used], expected[used]) > worst_row_error(actual[used], expected[used])
-
-
-@pytest.mark.parametrize(
-    ("tokens_of", "weights_of"),
-    [("nvfp4", "mxfp8"), ("int8_token", "int4_w4a16"), ("fp8_token", "int8_w8a16_zp"), ("mxfp8", "nvfp4")],
-)
-def test_formats_that_the_expert_kernels_refuse(tokens_of: str, weights_of: str) -> None:
-    rows, weight = get_scheme(tokens_of).payload, get_scheme(weights_of).weight
-    scheme = QuantScheme(name="mixed", payload=rows, activation=rows, weight=weight)
-    tokens = quantize(torch.ones(4, 32), scheme)
-    w13, w2 = (quantize_weight(torch.ones(1, rows, 32), scheme) for rows in (64, 32))
-    one = torch.tensor([1], dtype=torch.int32)
-    batch = Compact(
-        x=tokens.values,
-        scale=tokens.scale,
-        scheme=scheme,
-        dtype=torch.float32,
-        expert_row_start=one,
-        expert_num_tokens=one,
-        row_index=None,
-        expected_rows=1,
-    )
-    weights = ExpertWeights(w13=w13, w2=w2, scheme=scheme)
-    with pytest.raises(ValueError, match=r"do not compute scheme 'mixed' .*experts=\"torch\" does"):
-        create_experts("triton", ActivationConfig(), DEVICE)(batch, weights)
